@@ -19,11 +19,11 @@ from benchmarks import report
 from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, full_planes, seconds_of
 from benchmarks.subject import Subject, load, useful_flops
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import attention
-from jaxembed.spec import DType
 
 WHOLE = 0  # the block size that stands for whole scores
 BLOCK_SIZES = ("QUERY_BLOCK", "ACCELERATOR_QUERY_BLOCK")

@@ -45,18 +45,18 @@ from benchmarks.bench_model import add_arguments as add_model_arguments
 from benchmarks.bench_model import budget_of, dtype_of, limit_of, usual_grid
 from benchmarks.subject import Subject, load
 from benchmarks.workloads import MIXES, Workload
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Encoding, work_of
+from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.autotune.timing import milliseconds
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.replica import ServedRunner
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.timing import milliseconds
 from jaxembed.engine.turn import DeviceTurn
-from jaxembed.outputs import OutputName
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import Encoding, work_of
+from jaxembed.observability.metrics import Telemetry
 
 TICKET = 32  # sequences in one request
 COPIES = 3  # times that the lengths of a mix are repeated

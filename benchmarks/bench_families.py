@@ -24,11 +24,11 @@ import numpy as np
 
 from benchmarks import bench_model, report, subject
 from benchmarks.subject import Subject
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.kernels import choose_kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import choose_kernels
 from jaxembed.engine.replica import Replica
 from jaxembed.models import program, random_parameters
-from jaxembed.spec import DType
 
 BASELINE = "bert-base"
 FAMILIES = tuple(

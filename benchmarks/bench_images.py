@@ -41,12 +41,12 @@ from benchmarks import bench_model, peer, report, subject
 from benchmarks.bench_libraries import vectors_of
 from benchmarks.peer import Peer
 from benchmarks.subject import Subject
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.data.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
+from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.calibrate import Calibration
 from jaxembed.models import program, random_parameters
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
 
 WORKER = Path(__file__).parent / "peers" / "images.py"
 OURS, REFERENCE = "jaxembed", "transformers float32"

@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks import peer, report, workloads
 from benchmarks.peer import Peer
 from benchmarks.servers import packaged_model
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
 
 WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"

@@ -1,8 +1,8 @@
 """Compares ways to score documents of many vectors against a query by MaxSim on the host.
 
-The ceiling is the matrix products alone, in the blocks of `jaxembed.maxsim`. Beside them stand
-`maxsim` as it is, with other block sizes and in two threads, the other layout of the products, and
-plain numpy without blocks. Vectors are random and of length one; all ways take turns.
+The ceiling is the matrix products alone, in the blocks of `jaxembed.runtime.maxsim`. Beside them
+stand `maxsim` as it is, with other block sizes and in two threads, the other layout of the
+products, and plain numpy without blocks. Vectors are random and of length one; all ways take turns.
 
     python -m benchmarks.bench_maxsim --query 32 --documents 1000 --length 180 --dim 128
 
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from jaxembed import maxsim as module
-from jaxembed.maxsim import maxsim
-from jaxembed.work import Ragged
+from jaxembed.data.work import Ragged
+from jaxembed.runtime import maxsim as module
+from jaxembed.runtime.maxsim import maxsim
 
 OURS = "maxsim"
 CEILING = "products alone"

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks import report
-from jaxembed.spec import DType
+from jaxembed.data.spec import DType
 
 GIB = 1024**3
 LIMIT_SHARE, LIMIT_MORE = 1.2, GIB  # factor of the weights, and bytes added
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.stage is not None:
         print(json.dumps(list(STAGES[args.stage](args))))
         return
-    from jaxembed import checkpoint
+    from jaxembed.checkpoints import checkpoint
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model)
@@ -85,7 +85,7 @@ def in_a_process(stage: str, args: Namespace) -> list[dict[str, Any]]:
 
 def convert(args: Namespace) -> Iterator[dict[str, Any]]:
     """Convert `args.model` to `args.checkpoint`. Yields the row of the stage."""
-    from jaxembed import hub
+    from jaxembed.checkpoints import hub
 
     started_at = time.monotonic()
     hub.convert_model(args.model, args.checkpoint)

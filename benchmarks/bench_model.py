@@ -30,12 +30,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import report, subject
 from benchmarks.subject import Subject
-from jaxembed.engine import timing
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune import timing
+from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import native, position_limit
-from jaxembed.spec import DType
 
 
 def add_arguments(parser: ArgumentParser) -> None:

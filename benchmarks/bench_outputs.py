@@ -34,11 +34,8 @@ from benchmarks import peer, report, subject
 from benchmarks.bench_model import chosen_grid, dtype_of, full_planes
 from benchmarks.peer import Peer
 from benchmarks.subject import Subject
-from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Replica
-from jaxembed.models import program, random_parameters
-from jaxembed.outputs import OutputName
-from jaxembed.spec import (
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import (
     DenseLayer,
     DType,
     Head,
@@ -47,6 +44,9 @@ from jaxembed.spec import (
     PerToken,
     Vocabulary,
 )
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Replica
+from jaxembed.models import program, random_parameters
 
 WORKER = Path(__file__).parent / "peers" / "outputs.py"
 OURS = "jaxembed"

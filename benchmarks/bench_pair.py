@@ -26,13 +26,13 @@ import msgspec
 import numpy as np
 
 from benchmarks import report, workloads
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.config import EngineConfig
+from jaxembed.data.spec import DenseLayer, DType, Pooled, scoring_heads
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
 from jaxembed.engine.engine import Engine
 from jaxembed.models import random_parameters
-from jaxembed.spec import DenseLayer, DType, Pooled, scoring_heads
 
 BULK, DOCUMENTS = 64, 20  # texts of a bulk request, and documents of a rerank request
 

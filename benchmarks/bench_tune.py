@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from benchmarks import report, workloads
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.spec import DType
-from jaxembed.tune.lengths import Lengths
-from jaxembed.tune.model import MeasuredModel, load_measured
-from jaxembed.tune.report import LOADS, draw, table
-from jaxembed.tune.tuning import Budget, Tuning, tune
+from jaxembed.data.spec import DType
+from jaxembed.tools.tune.lengths import Lengths
+from jaxembed.tools.tune.model import MeasuredModel, load_measured
+from jaxembed.tools.tune.report import LOADS, draw, table
+from jaxembed.tools.tune.tuning import Budget, Tuning, tune
 
 COUNT = 4096  # texts of a mix whose lengths are used
 

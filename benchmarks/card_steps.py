@@ -319,8 +319,8 @@ def carried_reference(carried: Path, model: "Subject", size: str) -> dict[str, n
 def choice(args: Namespace, size: str) -> Rows:
     """The kernels that a server would choose at its start, and the seconds, for each row length."""
     from benchmarks import subject
+    from jaxembed.engine.autotune.kernels import choose_kernels
     from jaxembed.engine.bucket import Bucket, BucketGrid
-    from jaxembed.engine.kernels import choose_kernels
     from jaxembed.models import program
 
     made = program(subject.spec_of(size_of(args, size)))
@@ -391,7 +391,7 @@ def mixes(args: Namespace, size: str) -> Rows:
 def write_checkpoint(folder: Path, size: str) -> Path:
     """Write a checkpoint with random weights and a tokenizer for words, unless it is there."""
     from benchmarks import subject, workloads
-    from jaxembed import checkpoint
+    from jaxembed.checkpoints import checkpoint
 
     if (folder / checkpoint.DIGESTS).is_file():
         return folder

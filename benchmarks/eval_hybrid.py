@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.workloads import DATA
 from jaxembed import Embedder, EngineConfig
-from jaxembed.spec import DType
+from jaxembed.data.spec import DType
 
 FOLDER = "scifact"
 RANKINGS = {"dense": ["dense"], "sparse": ["sparse"], "fused": ["dense", "sparse"]}

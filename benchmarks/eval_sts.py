@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.workloads import DATA, sts_pairs
 from jaxembed import Embedder, EngineConfig
-from jaxembed.spec import DType
+from jaxembed.data.spec import DType
 
 EXPECTED = 82.03  # all-MiniLM-L6-v2, transformers + torch float32, as published
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}

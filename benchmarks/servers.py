@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks import report
 from benchmarks.load import Target
-from jaxembed.hub import DEFAULT_MODEL_PACKAGE
+from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
 
 START_S = 240.0
 POLL_S = 0.01

@@ -45,7 +45,7 @@ def import_all(laps: Laps) -> None:
     import jax  # noqa: F401
 
     laps.end("import jax")
-    from jaxembed import checkpoint, hub  # noqa: F401
+    from jaxembed.checkpoints import checkpoint, hub  # noqa: F401
 
     laps.end("import hub and checkpoint")
     import jaxembed.server.run
@@ -60,7 +60,7 @@ def start(laps: Laps, cache_dir, model_name) -> None:
     """Load a model and compile its buckets; None means the default model."""
     import jax
 
-    from jaxembed import checkpoint, hub
+    from jaxembed.checkpoints import checkpoint, hub
     from jaxembed.cli.jax_setup import configure_jax
     from jaxembed.config import EngineConfig
     from jaxembed.engine.build import make_plan

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxembed.data.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
+from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.bucket import BucketGrid
-from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.placement import placed_dtype
 from jaxembed.engine.replica import Replica
 from jaxembed.models import Program, program, random_parameter, random_parameters
-from jaxembed.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 
 
 def _bert(
@@ -248,7 +248,7 @@ def load(args: Namespace) -> Subject:
     if args.architecture_size:
         return random_subject(args.architecture_size)
     # imported here, because random weights need neither Orbax nor the hub
-    from jaxembed import checkpoint, hub
+    from jaxembed.checkpoints import checkpoint, hub
 
     path = hub.resolve(args.model, cache_dir=args.cache_dir or hub.default_cache_dir())
     spec = checkpoint.load_spec(path)
@@ -312,7 +312,7 @@ def replica(
 
 def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
     """The native kernels that a server would use for the model, if any."""
-    from jaxembed import hub
+    from jaxembed.checkpoints import hub
 
     folder = args.cache_dir or hub.default_cache_dir()
     return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)

@@ -22,7 +22,7 @@ import numpy as np
 import tokenizers
 
 from benchmarks import report
-from jaxembed.work import Encoding
+from jaxembed.data.work import Encoding
 
 DATA = report.ROOT.parent / "shared" / "data"
 MIXES = ("queries", "sts", "abstracts", "bimodal", "lognormal", "mixed")

@@ -14,22 +14,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast, get_args
 
 import msgspec
 
-from converters import (
-    dual,
-    heads,
-    jina,
-    jina_bert,
-    late_interaction,
-    pages,
-    rerankers,
-    scores,
-    static,
-    static_terms,
-    terms,
-    tokenizer,
-    weights,
-)
-from converters.adapters import (
+from converters import heads, weights
+from converters.families import jina, jina_bert
+from converters.families.jina import is_flash
+from converters.families.jina_bert import is_jina_bert
+from converters.features import late_interaction, rerankers, scores, static, static_terms, terms
+from converters.features.adapters import (
     AdapterSource,
     BuiltIn,
     built_in_ranks,
@@ -39,18 +29,18 @@ from converters.adapters import (
     read_adapter,
     without_built_in,
 )
+from converters.features.m3 import with_token_heads
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout
-from converters.jina import is_flash
-from converters.jina_bert import is_jina_bert
-from converters.m3 import with_token_heads
+from converters.tokenizers import tokenizer
+from converters.vision import dual, pages
 from converters.weights import Rule, Step
-from jaxembed import checkpoint
-from jaxembed.adapter_folders import adapter_folders
-from jaxembed.checkpoint import Contents
+from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.adapter_folders import adapter_folders
+from jaxembed.checkpoints.checkpoint import Contents
+from jaxembed.data.spec import IMAGE_ROUTE, TEXT_ROUTE, DType, ModelSpec
 from jaxembed.errors import INTERRUPTS, CheckpointError, JaxembedError, UnsupportedModel
 from jaxembed.models import parameter_shapes, position_limit, tower_class
-from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, DType, ModelSpec
 
 __all__ = [
     "CONVERTERS",
@@ -65,30 +55,30 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 CONVERTERS: dict[str, str] = {
-    "albert": "converters.albert",
-    "bert": "converters.bert",
-    "camembert": "converters.roberta",
-    "deberta-v2": "converters.deberta",
-    "distilbert": "converters.distilbert",
-    "electra": "converters.electra",
-    "eurobert": "converters.eurobert",
-    "gemma2": "converters.gemma2",
-    "gemma3_text": "converters.gemma3",
-    "gte": "converters.gte",
-    "jina_embeddings_v3": "converters.jina",
-    "llama": "converters.llama",
-    "llama_bidirec": "converters.llama",
-    "ministral3": "converters.ministral3",
-    "mistral": "converters.mistral",
-    "modernbert": "converters.modernbert",
-    "mpnet": "converters.mpnet",
-    "new": "converters.gte",
-    "nomic_bert": "converters.nomic_bert",
-    "qwen2": "converters.qwen2",
-    "qwen3": "converters.qwen3",
-    "roberta": "converters.roberta",
-    "t5": "converters.t5",
-    "xlm-roberta": "converters.roberta",
+    "albert": "converters.families.albert",
+    "bert": "converters.families.bert",
+    "camembert": "converters.families.roberta",
+    "deberta-v2": "converters.families.deberta",
+    "distilbert": "converters.families.distilbert",
+    "electra": "converters.families.electra",
+    "eurobert": "converters.families.eurobert",
+    "gemma2": "converters.families.gemma2",
+    "gemma3_text": "converters.families.gemma3",
+    "gte": "converters.families.gte",
+    "jina_embeddings_v3": "converters.families.jina",
+    "llama": "converters.families.llama",
+    "llama_bidirec": "converters.families.llama",
+    "ministral3": "converters.families.ministral3",
+    "mistral": "converters.families.mistral",
+    "modernbert": "converters.families.modernbert",
+    "mpnet": "converters.families.mpnet",
+    "new": "converters.families.gte",
+    "nomic_bert": "converters.families.nomic_bert",
+    "qwen2": "converters.families.qwen2",
+    "qwen3": "converters.families.qwen3",
+    "roberta": "converters.families.roberta",
+    "t5": "converters.families.t5",
+    "xlm-roberta": "converters.families.roberta",
 }
 
 LOG_EVERY_S = 5.0  # between two log lines of a conversion

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxembed.errors import CheckpointError
-from jaxembed.json_file import shown
+from jaxembed.platform.json_file import shown
 
 _MOST = 2**24  # of widths, heads, tokens and rows of tables
 _MOST_LAYERS = 1000

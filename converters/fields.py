@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import Activation
 
 HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "gelu": "gelu",

@@ -15,9 +15,8 @@ from typing import Any
 from converters.field_types import CONFIG_FIELDS, FIELDS_BY_FILE, MODULE_FIELDS, check_fields
 from converters.router import CONFIG_FILES, Listed, Router, is_router, plain_type, read_router
 from converters.weights import Rule, transpose
-from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.outputs import OutputName
-from jaxembed.spec import (
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import (
     Activation,
     DenseLayer,
     Head,
@@ -28,6 +27,7 @@ from jaxembed.spec import (
     Pooling,
     ScoreFunction,
 )
+from jaxembed.errors import CheckpointError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

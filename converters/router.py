@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from jaxembed.data.spec import ROUTE_NAME
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.spec import ROUTE_NAME
 
 CONFIG_FILES = ("router_config.json", "config.json")  # the second is that of the older Asym
 

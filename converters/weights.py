@@ -19,8 +19,8 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from jaxembed.data.spec import DType
 from jaxembed.errors import CheckpointError, ConversionError
-from jaxembed.spec import DType
 
 Shape = tuple[int, ...]
 

@@ -2,18 +2,19 @@
 architecture.md, and the tables of published models in known-models.md.
 
 The layers are those of pyproject.toml, the map is the first sentence of each module's docstring,
-and the models are those of jaxembed/known_models.json.
+and the models are those of jaxembed/tools/known_models.json.
 
     python docs/modules.py
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from jaxembed.cli.models import size
-from jaxembed.known_models import VERIFIED, Kind, KnownModel, known_models
+from jaxembed.tools.known_models import VERIFIED, Kind, KnownModel, known_models
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -70,7 +71,7 @@ def _layers() -> Iterator[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
     for number, layer in enumerate(layers, 1):
-        modules = (module.removeprefix("jaxembed.") for module in layer.split(" | "))
+        modules = (module.removeprefix("jaxembed.") for module in re.split(" [|:] ", layer))
         yield f"{number}. {', '.join(f'`{module}`' for module in modules)}"
 
 

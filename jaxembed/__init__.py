@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxembed.config import EngineConfig, TextConfig
+    from jaxembed.data.inputs import ChunkedText, ChunkSize
     from jaxembed.embedder import Embedder
     from jaxembed.errors import JaxembedError
-    from jaxembed.inputs import ChunkedText, ChunkSize
-    from jaxembed.options import Label, Ranked
+    from jaxembed.runtime.options import Label, Ranked
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "ChunkSize": "jaxembed.inputs",
-    "ChunkedText": "jaxembed.inputs",
+    "ChunkSize": "jaxembed.data.inputs",
+    "ChunkedText": "jaxembed.data.inputs",
     "Embedder": "jaxembed.embedder",
     "EngineConfig": "jaxembed.config",
     "JaxembedError": "jaxembed.errors",
-    "Label": "jaxembed.options",
-    "Ranked": "jaxembed.options",
+    "Label": "jaxembed.runtime.options",
+    "Ranked": "jaxembed.runtime.options",
     "TextConfig": "jaxembed.config",
 }
 __all__ = [

@@ -5,8 +5,8 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
 
+from jaxembed.data.spec import DType
 from jaxembed.memory import MIB
-from jaxembed.spec import DType
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Text
+from jaxembed.data.keyword_options import KeywordOptions
+from jaxembed.data.outputs import REPRESENTATIONS, OutputName
+from jaxembed.data.work import Ragged, SparseRows, WorkResult
 from jaxembed.errors import InvalidInput
-from jaxembed.images.sources import read_image
-from jaxembed.inputs import ChunkedText, Image, Input, Pair, Text
-from jaxembed.interaction import compare_outputs, compare_pairs
-from jaxembed.keyword_options import KeywordOptions
-from jaxembed.loaded_model import LoadedModel
-from jaxembed.options import (
+from jaxembed.preprocessing.images.sources import read_image
+from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
+from jaxembed.preprocessing.prompts import Role
+from jaxembed.runtime.model import LoadedModel
+from jaxembed.runtime.options import (
     Embeddings,
     EncodedChunks,
     EncodeOptions,
@@ -28,12 +31,9 @@ from jaxembed.options import (
     ScoreOptions,
     Scores,
 )
-from jaxembed.outputs import REPRESENTATIONS, OutputName
-from jaxembed.processors.late import NO_CHUNKS, join_texts
-from jaxembed.processors.prompts import Role
-from jaxembed.request import ComputeRequest, EncodeRequest, LateRequest, ScoreRequest
-from jaxembed.tasks import check_task
-from jaxembed.work import Ragged, SparseRows, WorkResult
+from jaxembed.runtime.requests import ComputeRequest, EncodeRequest, LateRequest, ScoreRequest
+from jaxembed.runtime.similarity import compare_outputs, compare_pairs
+from jaxembed.runtime.tasks import check_task
 
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()

@@ -13,7 +13,13 @@ from jaxembed.cli import main
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["commands", "converters", "jaxembed.doctor", "jaxembed.engine.build", "jaxembed.server.app"]
+    [
+        "commands",
+        "converters",
+        "jaxembed.tools.doctor",
+        "jaxembed.engine.build",
+        "jaxembed.server.app",
+    ]
 )
 
 

@@ -19,15 +19,17 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from werkzeug.routing import Rule
 
 import converters
-from jaxembed import Embedder, EngineConfig, checkpoint
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.engine import build, calibrate, costs, native_trial, timing
+from jaxembed.data.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
+from jaxembed.engine import build
+from jaxembed.engine.autotune import calibrate, costs, native_trial, timing
+from jaxembed.engine.autotune.calibrate import Rate
 from jaxembed.engine.bucket import BucketGrid, default_grid
-from jaxembed.engine.calibrate import Rate
 from jaxembed.models import native, random_parameters
-from jaxembed.processors.text import TextProcessor
-from jaxembed.server import pool
-from jaxembed.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
+from jaxembed.preprocessing.text import TextProcessor
+from jaxembed.server.registry import pool
 
 jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the others take one
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -8,20 +8,10 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 
+from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
 from jaxembed.config import EngineConfig, TextConfig
-from jaxembed.engine.admission import Admission, Capacity, Cost, Held
-from jaxembed.engine.state import EngineState
-from jaxembed.errors import InputTooLong, ShuttingDown
-from jaxembed.inputs import ChunkedText, ChunkSize, Input, Pair, Text, Tokens
-from jaxembed.loaded_model import LoadedModel
-from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
-from jaxembed.postprocess import shape_vectors
-from jaxembed.processors.late import Chunked
-from jaxembed.processors.text import TextProcessor, TokenPiece
-from jaxembed.quantise import quantise
-from jaxembed.ranges import KeptRanges, VectorKind
-from jaxembed.request import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
-from jaxembed.spec import (
+from jaxembed.data.inputs import ChunkedText, ChunkSize, Input, Pair, Text, Tokens
+from jaxembed.data.spec import (
     DenseLayer,
     ModelSpec,
     NormalizeLayer,
@@ -31,9 +21,19 @@ from jaxembed.spec import (
     Routes,
     scoring_heads,
 )
-from jaxembed.tasks import Tasks
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import Ragged, WorkResult, sparse_rows
+from jaxembed.data.work import Ragged, WorkResult, sparse_rows
+from jaxembed.engine.admission import Admission, Capacity, Cost, Held
+from jaxembed.engine.state import EngineState
+from jaxembed.errors import InputTooLong, ShuttingDown
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.preprocessing.late import Chunked
+from jaxembed.preprocessing.text import TextProcessor, TokenPiece
+from jaxembed.quantise import quantise
+from jaxembed.runtime.model import LoadedModel
+from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.runtime.postprocess import shape_vectors
+from jaxembed.runtime.requests import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
+from jaxembed.runtime.tasks import Tasks
 
 DIM = 8
 MAX_TOKENS = 16

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 from prometheus_client.registry import Collector
 
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Encoding, work_of
+from jaxembed.engine.autotune.costs import BucketCosts, often_enough
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.costs import BucketCosts, often_enough
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.replica import ServedRunner
 from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.outputs import OutputName
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import Encoding, work_of
+from jaxembed.observability.metrics import Telemetry
 
 SMALL_GRID = BucketGrid((Bucket(1, 16), Bucket(8, 16), Bucket(1, 64)))
 WIDTHS: dict[OutputName, int] = {"dense": 1, "tokens": 1}  # of what a SumRunner answers

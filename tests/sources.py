@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from converters import convert
-from jaxembed import checkpoint
-from jaxembed.spec import ModelSpec
+from jaxembed.checkpoints import checkpoint
+from jaxembed.data.spec import ModelSpec
 
 HIDDEN, LAYERS, INTERMEDIATE, POSITIONS = 8, 2, 16, 24
 

@@ -25,10 +25,10 @@ from sources import (
 from test_adapters import merged
 from test_golden import FILES, read, write_source
 
-from jaxembed import checkpoint, hub
-from jaxembed.adapter_folders import adapter_folders
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.adapter_folders import adapter_folders
+from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.spec import ModelSpec
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": "none"}
 QUERY = "encoder.layer.0.attention.self.query"

@@ -9,12 +9,12 @@ from test_server_openai import ask
 
 from jaxembed import Embedder
 from jaxembed.config import TextConfig
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import Adapter, Routes
 from jaxembed.errors import InvalidInput
-from jaxembed.inputs import Text
-from jaxembed.options import EncodeOptions
-from jaxembed.server.models import Models
-from jaxembed.spec import Adapter, Routes
-from jaxembed.tasks import Tasks
+from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.tasks import Tasks
+from jaxembed.server.registry.models import Models
 
 RANKS = {"tower.layers.0.attention.qkv": 4, "tower.layers.1.mlp.up": 2}
 NAMES = ("retrieval.query", "retrieval.passage", "text-matching", "sql")

@@ -10,14 +10,14 @@ from test_routes import save_routed
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
+from jaxembed.data.work import SparseRows
 from jaxembed.engine.answer_cache import KEPT_BYTES, ROW_BYTES, AnswerCache
 from jaxembed.engine.recovery import Answers
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, NotFinite
+from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import SparseRows
+from jaxembed.server.registry.models import Models
 
 BIG = 2**20
 ONE = KEPT_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key

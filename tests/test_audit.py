@@ -14,11 +14,11 @@ from test_server_pool import KEY, Shelf, pool_of
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ConfigError
-from jaxembed.server import audit as audit_module
 from jaxembed.server.app import create_admin_app, create_app
-from jaxembed.server.audit import AuditLog
-from jaxembed.server.models import Models
-from jaxembed.server.pool import ModelPool
+from jaxembed.server.auth import audit as audit_module
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.service import Service
 
 

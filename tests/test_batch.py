@@ -8,11 +8,11 @@ from fakes import ticket_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose_bucket, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.work import Encoding
 
 
 def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:

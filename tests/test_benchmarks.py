@@ -29,7 +29,7 @@ from benchmarks import (
     workloads,
 )
 from jaxembed.config import EngineConfig
-from jaxembed.engine.calibrate import _flops_per_token
+from jaxembed.engine.autotune.calibrate import _flops_per_token
 
 TINY = ["--architecture-size", "tiny", "--limit", "32", "--max-batch-tokens", "64"]
 

@@ -8,20 +8,20 @@ from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
-from jaxembed.engine import calibrate
-from jaxembed.engine import costs as costs_module
+from jaxembed.engine.autotune import calibrate
+from jaxembed.engine.autotune import costs as costs_module
+from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
+from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.autotune.kernels import Choice
+from jaxembed.engine.autotune.native_trial import LATE, Verdict
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, kept_verdicts, make_plan
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
-from jaxembed.engine.costs import BucketCosts
-from jaxembed.engine.kernels import Choice
-from jaxembed.engine.native_trial import LATE, Verdict
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program, random_parameters
 from jaxembed.models.attention import by_native
-from jaxembed.telemetry import Telemetry
+from jaxembed.observability.metrics import Telemetry
 
 
 @pytest.fixture(name="planned")

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import sources
 
-from jaxembed import Embedder, cache_folder, hub
-from jaxembed.cache_folder import make_private, refuse_shared
+from jaxembed import Embedder
+from jaxembed.checkpoints import hub
 from jaxembed.errors import ConfigError
+from jaxembed.platform import cache_folder
+from jaxembed.platform.cache_folder import make_private, refuse_shared
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="no owners and modes on Windows")
 
@@ -84,7 +86,7 @@ def test_what_belongs_to_root_is_taken_unless_others_can_write(folder, owned_by,
 @pytest.mark.parametrize("inside", ["", "models"])
 def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside):
     monkeypatch.setattr(
-        "jaxembed.loaded_model.checkpoint.load_spec", lambda _: pytest.fail("loaded")
+        "jaxembed.runtime.model.checkpoint.load_spec", lambda _: pytest.fail("loaded")
     )
     (folder / inside).mkdir(exist_ok=True)
     (folder / inside).chmod(0o777)

@@ -9,11 +9,17 @@ import jax
 import pytest
 from conftest import measure_product, tiny_spec
 
-from jaxembed.cores import CpuTimes
-from jaxembed.engine import calibrate
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, ROUNDS, Calibration, Rate, device_id
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune import calibrate
+from jaxembed.engine.autotune.calibrate import (
+    ACCELERATOR_TOKENS,
+    ROUNDS,
+    Calibration,
+    Rate,
+    device_id,
+)
 from jaxembed.models import program
-from jaxembed.spec import DType
+from jaxembed.platform.cores import CpuTimes
 
 
 @pytest.fixture(name="measured")

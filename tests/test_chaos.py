@@ -11,7 +11,7 @@ from chaos.storm import Life, Storm, Wave, Weather
 from chaos.wire import Message, Reply
 from conftest import save_tiny
 
-from jaxembed.spec import DenseLayer
+from jaxembed.data.spec import DenseLayer
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))  # of a storm to repeat
 ACTIONS = 15  # of each client in a wave

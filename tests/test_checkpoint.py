@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from conftest import save_tiny
 
-from jaxembed import Embedder, EngineConfig, __version__, checkpoint
-from jaxembed.arrays import StoredArray
+from jaxembed import Embedder, EngineConfig, __version__
+from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.arrays import StoredArray
+from jaxembed.data.spec import FORMAT_VERSION, DenseLayer, ModelSpec, NormalizeLayer, Pooled
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import FORMAT_VERSION, DenseLayer, ModelSpec, NormalizeLayer, Pooled
 
 TOKENIZER = b'{"version": "1.0"}'
 

@@ -18,7 +18,7 @@ from commands import run
 from conftest import save_tiny
 from test_keys import table
 
-from jaxembed import extras, hub
+from jaxembed.checkpoints import hub
 from jaxembed.cli import cli, embed, jobs, loading, serve
 from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
@@ -36,7 +36,8 @@ from jaxembed.errors import (
     NoRoom,
     StoreUnreachable,
 )
-from jaxembed.server.key_file import digest_of, parse_keys
+from jaxembed.platform import extras
+from jaxembed.server.auth.key_file import digest_of, parse_keys
 from jaxembed.server.run import listen
 
 TEI_COMMAND_LINE = (

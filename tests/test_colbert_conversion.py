@@ -29,10 +29,11 @@ from test_jina import JINA_V3, flash_tensors
 from tokenizers import AddedToken
 
 from converters import convert, outline, weight_folders
-from jaxembed import Embedder, checkpoint
+from jaxembed import Embedder
+from jaxembed.checkpoints import checkpoint
+from jaxembed.data.spec import DenseLayer, Expansion, LateInteraction, ModelSpec, PerToken
 from jaxembed.errors import CheckpointError, ConfigError, UnsupportedModel
-from jaxembed.spec import DenseLayer, Expansion, LateInteraction, ModelSpec, PerToken
-from jaxembed.verify import verification
+from jaxembed.tools.verify import verification
 
 WIDTH = 5
 MASK = WORDS.index("[MASK]")

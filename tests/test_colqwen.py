@@ -21,14 +21,14 @@ from sources import change_json, write_json
 from test_field_types import assert_described_or_refused
 
 from converters import convert, outline
-from converters.image_rules import read_rules
-from jaxembed.checkpoint import load_routes, verify, verify_values
+from converters.vision.image_rules import read_rules
+from jaxembed.checkpoints.checkpoint import load_routes, verify, verify_values
 from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
-from jaxembed.images.decode import picture_of
-from jaxembed.images.places import page_places
-from jaxembed.images.prepare import prepare_image, resized_size
 from jaxembed.models.qwen_vision import windows_of
 from jaxembed.models.tokens import PackedTokens
+from jaxembed.preprocessing.images.decode import picture_of
+from jaxembed.preprocessing.images.places import page_places
+from jaxembed.preprocessing.images.prepare import prepare_image, resized_size
 
 pytest.importorskip("PIL")
 

@@ -14,11 +14,12 @@ from safetensors.numpy import save_file
 from sources import converted
 
 import converters
-from converters import convert, heads, outline, tokenizer, weights
-from jaxembed import checkpoint
+from converters import convert, heads, outline, weights
+from converters.tokenizers import tokenizer
+from jaxembed.checkpoints import checkpoint
+from jaxembed.data.spec import NormalizeLayer
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import parameter_shapes
-from jaxembed.spec import NormalizeLayer
 
 
 def silent(steps):

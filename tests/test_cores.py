@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxembed import cores
-from jaxembed.cores import CpuTimes, core_count, quota_cores, throttled_s, timed
+from jaxembed.platform import cores
+from jaxembed.platform.cores import CpuTimes, core_count, quota_cores, throttled_s, timed
 
 Write = Callable[[str, str], None]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from jaxembed.engine.autotune.cost_file import CostFile
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.cost_file import CostFile
 
 SHORT, LONG = Bucket(1, 16), Bucket(1, 64)
 TIMINGS = {SHORT: [1.25, 1.5], LONG: [4.0]}

@@ -2,10 +2,8 @@
 
 import pytest
 
-from jaxembed.engine import costs as costs_module
-from jaxembed.engine.batch import HOST_MS
-from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.costs import (
+from jaxembed.engine.autotune import costs as costs_module
+from jaxembed.engine.autotune.costs import (
     LATEST,
     LONG_RUN_MS,
     MOST_DRIFT,
@@ -14,6 +12,8 @@ from jaxembed.engine.costs import (
     BucketCosts,
     often_enough,
 )
+from jaxembed.engine.batch import HOST_MS
+from jaxembed.engine.bucket import Bucket
 
 TIMINGS = 25
 SHORT, WIDE, LONG, HUGE = Bucket(1, 16), Bucket(8, 16), Bucket(1, 64), Bucket(8, 8192)

@@ -23,9 +23,9 @@ from fake_embedder import FakeEmbedder
 from jaxembed.cli.serve import serve_command
 from jaxembed.cli.status import EXIT_REFUSED
 from jaxembed.config import ServerConfig
+from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
-from jaxembed.telemetry import Telemetry
+from jaxembed.server.registry.models import Models
 
 ROOT = Path(__file__).parent.parent
 MANIFESTS = ROOT / "deploy" / "kubernetes"

@@ -16,15 +16,15 @@ from test_keys import table as key_table
 from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.engine.quota import REFUSAL_REASONS
-from jaxembed.server.access_metrics import access_registry
+from jaxembed.observability.metrics import FAILURES, LANES, STAGES, Telemetry
 from jaxembed.server.app import create_app
-from jaxembed.server.audit import AuditLog
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.metrics import access_registry
 from jaxembed.server.errors import REPLIES, dialect_of
-from jaxembed.server.models import Models
-from jaxembed.server.openapi import document
-from jaxembed.server.pool import ModelPool
 from jaxembed.server.process_metrics import process_registry
-from jaxembed.telemetry import FAILURES, LANES, STAGES, Telemetry
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
+from jaxembed.server.routes.openapi import document
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

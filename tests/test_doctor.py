@@ -13,12 +13,15 @@ from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
 from test_server_app import fetch_json
 
-from jaxembed import cores
 from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
-from jaxembed.doctor import history, machine
-from jaxembed.doctor.examine import examine
-from jaxembed.doctor.facts import (
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.state import BucketUse
+from jaxembed.errors import ConfigError, Unanswered
+from jaxembed.platform import cores
+from jaxembed.runtime.diagnostics import history, machine
+from jaxembed.runtime.diagnostics.examine import examine
+from jaxembed.runtime.diagnostics.facts import (
     AdmissionFacts,
     BucketFacts,
     DeviceFacts,
@@ -33,14 +36,11 @@ from jaxembed.doctor.facts import (
     StageFacts,
     WindowFacts,
 )
-from jaxembed.doctor.findings import bound_by, findings_of, needed_tokens
-from jaxembed.doctor.history import WINDOW_S, History, ModelTotals, Moment, Window
-from jaxembed.doctor.page import QUESTIONS, model_page
-from jaxembed.doctor.probe import PROBES, ask
-from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.state import BucketUse
-from jaxembed.errors import ConfigError, Unanswered
-from jaxembed.server.models import Models
+from jaxembed.runtime.diagnostics.findings import bound_by, findings_of, needed_tokens
+from jaxembed.runtime.diagnostics.history import WINDOW_S, History, ModelTotals, Moment, Window
+from jaxembed.server.registry.models import Models
+from jaxembed.tools.doctor.page import QUESTIONS, model_page
+from jaxembed.tools.doctor.probe import PROBES, ask
 
 STAGE_NAMES = ("decode", "tokenization", "queue", "inference", "encode")
 

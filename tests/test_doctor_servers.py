@@ -20,12 +20,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxembed.cores import MOST_WAITED
-from jaxembed.doctor.facts import Examination
-from jaxembed.doctor.findings import OTHERS_SHARE
-from jaxembed.doctor.machine import has_avx512_bf16, machine_counts
-from jaxembed.doctor.probe import ask
 from jaxembed.models import native
+from jaxembed.platform.cores import MOST_WAITED
+from jaxembed.runtime.diagnostics.facts import Examination
+from jaxembed.runtime.diagnostics.findings import OTHERS_SHARE
+from jaxembed.runtime.diagnostics.machine import has_avx512_bf16, machine_counts
+from jaxembed.tools.doctor.probe import ask
 
 ROOT = Path(__file__).parents[1]
 WAIT_S = 60.0  # for what must happen: reached only when it doesn't

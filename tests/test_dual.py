@@ -32,9 +32,17 @@ from test_field_types import assert_described_or_refused
 from tokenizers import Tokenizer, processors
 
 from converters import convert, folders_read, outline_routes, weight_folders
-from converters.image_rules import read_rules
-from jaxembed import Embedder, EngineConfig, extras
-from jaxembed.checkpoint import load_params, load_routes, route_path, verify, verify_values
+from converters.vision.image_rules import read_rules
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints.checkpoint import (
+    load_params,
+    load_routes,
+    route_path,
+    verify,
+    verify_values,
+)
+from jaxembed.data.inputs import Image, Text
+from jaxembed.data.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, one_length_grid
 from jaxembed.engine.build import make_plan
@@ -48,13 +56,12 @@ from jaxembed.errors import (
     UnsupportedModel,
     WrongTask,
 )
-from jaxembed.inputs import Image, Text
 from jaxembed.models import program
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.options import EncodeOptions
-from jaxembed.processors.images import ImageProcessor
-from jaxembed.processors.text import Rules
-from jaxembed.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
+from jaxembed.platform import extras
+from jaxembed.preprocessing.images.processor import ImageProcessor
+from jaxembed.preprocessing.text import Rules
+from jaxembed.runtime.options import EncodeOptions
 
 pytest.importorskip("PIL")
 
@@ -211,7 +218,7 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
 
 @each_kind
 def test_inputs_of_both_kinds_keep_their_order_also_in_parts(dual, kind, monkeypatch):
-    monkeypatch.setattr("jaxembed.loaded_model.IMAGES_A_PART", 1)
+    monkeypatch.setattr("jaxembed.runtime.model.IMAGES_A_PART", 1)
     images = [picture(3), picture(4)]
     mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
     got = dual(kind).encode(mixed)

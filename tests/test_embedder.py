@@ -19,6 +19,8 @@ from fakes import WAIT_S, is_work_in, until
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
+from jaxembed.data.inputs import Input, Pair, Text, Tokens
+from jaxembed.data.spec import DenseLayer, PairTemplate, Pooled
 from jaxembed.engine import programs
 from jaxembed.engine.build import turn_of
 from jaxembed.engine.replica import Replica
@@ -33,13 +35,11 @@ from jaxembed.errors import (
     TokenizerError,
     WrongTask,
 )
-from jaxembed.inputs import Input, Pair, Text, Tokens
-from jaxembed.options import Embeddings, EncodeOptions, ScoreOptions, Scores
-from jaxembed.processors.text import PIECE_BYTES
-from jaxembed.processors.tokenizer import INPUTS_A_JOB
-from jaxembed.request import EncodeRequest
-from jaxembed.runner import RequestRunner
-from jaxembed.spec import DenseLayer, PairTemplate, Pooled
+from jaxembed.preprocessing.text import PIECE_BYTES
+from jaxembed.preprocessing.tokenizer import INPUTS_A_JOB
+from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.runtime.requests import EncodeRequest
+from jaxembed.runtime.runner import RequestRunner
 
 TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red train " * 6]
 
@@ -744,7 +744,7 @@ assert not xla_bridge.backends_are_initialized(), "a device was started"
 def test_a_second_start_finds_what_buckets_cost_and_times_nothing(
     tiny_checkpoint, grid_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("jaxembed.engine.costs.TIMINGS", 2)
+    monkeypatch.setattr("jaxembed.engine.autotune.costs.TIMINGS", 2)
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     counts = []
     for _ in range(2):

@@ -18,10 +18,9 @@ import sources
 from test_adapter_conversion import write_adapter
 from test_golden import FILES, conversion_of, read, wanted_of, write_source
 
-from converters import (
-    CONVERTERS,
+from converters import CONVERTERS, convert
+from converters.families import (
     bert,
-    convert,
     deberta,
     distilbert,
     eurobert,
@@ -31,8 +30,8 @@ from converters import (
     modernbert,
     t5,
 )
+from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.spec import ModelSpec
 
 Fields = dict[str, Any]
 Refusal = tuple[Fields, type[Exception], str]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxembed.files import is_copy_of, remove_unfinished, replacing, unfinished
+from jaxembed.platform.files import is_copy_of, remove_unfinished, replacing, unfinished
 
 
 def test_the_new_file_takes_the_place_of_the_old_one_at_the_end(tmp_path):

@@ -19,15 +19,16 @@ from safetensors.numpy import save_file
 from test_sparse import as_dense
 
 import converters
-from converters import CONVERTERS, convert, dual, outline, page_words, weights
+from converters import CONVERTERS, convert, outline, weights
 from converters.heads import POOLING_FLAGS
+from converters.vision import dual, page_words
 from jaxembed import Embedder
+from jaxembed.data.spec import ModelSpec
+from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import pack, place
 from jaxembed.models import ARCHITECTURES, is_static
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import ModelSpec
-from jaxembed.work import Encoding
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))
 

@@ -22,11 +22,11 @@ from commands import FORKS
 from huggingface_hub import errors
 
 import converters
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.ranges import save_ranges
 from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
+from jaxembed.data.spec import Routes
 from jaxembed.errors import CheckpointError, ConfigError
-from jaxembed.ranges import save_ranges
-from jaxembed.spec import Routes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -18,7 +18,6 @@ from dual_sources import picture, png
 from fake_computation import DigestRows, table, vectors_of_digests
 from pdf_sources import pdf
 
-from jaxembed import object_store
 from jaxembed.bulk import image_rows, stream
 from jaxembed.bulk.computations import EmbedImages
 from jaxembed.bulk.image_rows import ImageRows
@@ -27,6 +26,7 @@ from jaxembed.bulk.run import Rows, run_job
 from jaxembed.bulk.sources import IMAGE_FILES, input_files
 from jaxembed.cli import cli, loading
 from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
+from jaxembed.platform import object_store
 
 pytest.importorskip("PIL")
 pytest.importorskip("pypdfium2")

@@ -11,11 +11,11 @@ from conftest import TOWERS, tiny_spec
 from dual_sources import picture, png
 from fakes import WAIT_S, until
 
+from jaxembed.data.inputs import Image
 from jaxembed.errors import BackendError, InvalidImage
-from jaxembed.inputs import Image
-from jaxembed.processors import images
-from jaxembed.processors.images import ImageProcessor
-from jaxembed.processors.text import Rules
+from jaxembed.preprocessing.images import processor as images
+from jaxembed.preprocessing.images.processor import ImageProcessor
+from jaxembed.preprocessing.text import Rules
 
 pytest.importorskip("PIL")
 

@@ -13,11 +13,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxembed.data.spec import ImageRules
 from jaxembed.errors import InvalidImage
-from jaxembed.images import decode
-from jaxembed.images.decode import colours_of, decode_image, image_facts, image_size, picture_of
-from jaxembed.images.prepare import image_places, prepare_image, resized_size
-from jaxembed.spec import ImageRules
+from jaxembed.preprocessing.images import decode
+from jaxembed.preprocessing.images.decode import (
+    colours_of,
+    decode_image,
+    image_facts,
+    image_size,
+    picture_of,
+)
+from jaxembed.preprocessing.images.prepare import image_places, prepare_image, resized_size
 
 pytest.importorskip("PIL")
 
@@ -316,7 +322,7 @@ from pathlib import Path
 import PIL.Image
 PIL.Image.init()
 from jaxembed import memory
-from jaxembed.images.decode import decode_image, image_size
+from jaxembed.preprocessing.images.decode import decode_image, image_size
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -11,10 +11,10 @@ from test_server_openai import ask
 from test_sparse import as_dense
 
 from jaxembed import Embedder
+from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken, Pooled
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
-from jaxembed.options import Chunk, ScoreOptions
-from jaxembed.processors.windows import overlap_of, windows
-from jaxembed.spec import DenseLayer, NormalizeLayer, PerToken, Pooled
+from jaxembed.preprocessing.windows import overlap_of, windows
+from jaxembed.runtime.options import Chunk, ScoreOptions
 
 LIMIT = 100
 QUERY = "what cat"

@@ -7,9 +7,9 @@ from conftest import tiny_spec
 from fakes import WAIT_S
 
 from jaxembed.config import TextConfig
-from jaxembed.inputs import Text
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.processors.tokenizer import SMALL_TEXT
+from jaxembed.data.inputs import Text
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.tokenizer import SMALL_TEXT
 
 RULES = Rules("", truncate=True, side="right")
 LARGE = "x" * 4 * SMALL_TEXT  # a single word: what is read first does not tell all tokens

@@ -28,9 +28,9 @@ from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_ar
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.cli.status import EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig
+from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
-from jaxembed.tasks import check_task
-from jaxembed.work import Ragged, SparseRows
+from jaxembed.runtime.tasks import check_task
 
 ROOT = Path(__file__).parent.parent
 KILLS = 20

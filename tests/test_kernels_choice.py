@@ -9,15 +9,15 @@ import pytest
 from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
 
-from jaxembed.engine import kernels, native_trial
-from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.kernels import (
+from jaxembed.engine.autotune import kernels, native_trial
+from jaxembed.engine.autotune.kernels import (
     Choice,
     KernelTrial,
     calls,
     choose_kernels,
     choose_native,
 )
+from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla

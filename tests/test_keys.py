@@ -16,13 +16,13 @@ from test_server_app import is_error
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import CheckpointError, ConfigError, Overloaded
-from jaxembed.server import keyring as keyring_module
 from jaxembed.server.access import duration
 from jaxembed.server.app import create_app, create_metrics_app
-from jaxembed.server.key_file import digest_of, parse_keys, read_key_file
-from jaxembed.server.keyring import Keyring
-from jaxembed.server.models import Models
-from jaxembed.server.pool import ModelPool
+from jaxembed.server.auth import keyring as keyring_module
+from jaxembed.server.auth.key_file import digest_of, parse_keys, read_key_file
+from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
 
 DIGEST = hashlib.sha256(b"secret").hexdigest()
 OTHER = hashlib.sha256(b"other").hexdigest()

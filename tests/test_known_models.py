@@ -6,11 +6,13 @@ from collections import Counter
 import msgspec
 from click.testing import CliRunner
 
-from converters import CONVERTERS, colpali, colqwen, dual, pages, qwen3
+from converters import CONVERTERS
+from converters.families import qwen3
+from converters.vision import colpali, colqwen, dual, pages
 from jaxembed.cli import cli
+from jaxembed.data.outputs import OUTPUTS
 from jaxembed.errors import ConfigError
-from jaxembed.known_models import TABLE, Fact, KnownModel, known_models
-from jaxembed.outputs import OUTPUTS
+from jaxembed.tools.known_models import TABLE, Fact, KnownModel, known_models
 
 TABLE_OF_MODELS = known_models()
 FACTS = Fact.__args__

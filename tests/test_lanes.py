@@ -8,12 +8,12 @@ from fakes import ticket_of as engine_ticket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxembed.data.work import Encoding
 from jaxembed.engine import lanes as lanes_module
 from jaxembed.engine.batch import BRIEF_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.lanes import INTERACTIVE_INPUTS, MOST_WINDOW_ENTRIES, Lanes
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.work import Encoding
 
 ONE, FULL = Bucket(1, 16), Bucket(64, 16)
 COST = {ONE: 2.0, FULL: 40.0}  # milliseconds

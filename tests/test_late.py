@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxembed import ChunkedText, ChunkSize, Embedder, EngineConfig, TextConfig
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import DenseLayer
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.inputs import Text
 from jaxembed.models import random_parameters
-from jaxembed.options import EncodeOptions
-from jaxembed.processors import late as late_module
-from jaxembed.processors.late import join_texts, plan_windows
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.spec import DenseLayer
+from jaxembed.preprocessing import late as late_module
+from jaxembed.preprocessing.late import join_texts, plan_windows
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.runtime.options import EncodeOptions
 
 ROOM = LIMIT - 2  # tokens of a text in a window, beside [CLS] and [SEP]
 OVERLAP = ROOM // 4

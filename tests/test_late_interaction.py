@@ -12,20 +12,20 @@ from fakes import ticket_of
 from representatives import each
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.engine import kernels
+from jaxembed.data.inputs import Pair, Text, Tokens
+from jaxembed.data.spec import DenseLayer, Expansion, LateInteraction, NormalizeLayer, PerToken
+from jaxembed.data.work import Encoding
+from jaxembed.engine.autotune import kernels
+from jaxembed.engine.autotune.native_trial import Verdict
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.native_trial import Verdict
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
-from jaxembed.inputs import Pair, Text, Tokens
 from jaxembed.models import attention, program
 from jaxembed.models.heads import TokenHead
 from jaxembed.models.kernels import Call
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.options import EncodeOptions
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.spec import DenseLayer, Expansion, LateInteraction, NormalizeLayer, PerToken
-from jaxembed.work import Encoding
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.runtime.options import EncodeOptions
 
 CLS, SEP, MASK = 2, 3, 4
 ID = {word: 5 + k for k, word in enumerate(WORDS)}

@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 from test_sparse import as_dense
 
 from converters import convert, outline, weights
-from converters.m3 import SPARSE_FILE, VECTORS_FILE
+from converters.features.m3 import SPARSE_FILE, VECTORS_FILE
 from jaxembed.bulk.vector_file import embed_file
 from jaxembed.config import EngineConfig
+from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError, InvalidInput, UnsupportedModel
-from jaxembed.outputs import OutputName
 
 SMALL = EngineConfig(devices=1, max_batch_tokens=64)
 TEXTS = ["hello world unhappy ab a", "world", "a hello", "a a a"]

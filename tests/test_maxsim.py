@@ -5,9 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from jaxembed import maxsim as module
-from jaxembed.maxsim import alignment, maxsim
-from jaxembed.work import Ragged
+from jaxembed.data.work import Ragged
+from jaxembed.runtime import maxsim as module
+from jaxembed.runtime.maxsim import alignment, maxsim
 
 LENGTHS = (7, 0, 1, 40, 0, 0, 3, 180, 12, 0)
 DIM = 24

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxembed.errors import EmptyInput, InvalidInput
-from jaxembed.images.media import excerpt, is_data_uri, read_base64, read_data_uri
+from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 
 LIMIT = 1000  # bytes
 PIXEL = b"GIF89a\x01\x00\x01\x00"

@@ -19,12 +19,12 @@ import pytest
 import uvloop
 
 from jaxembed.errors import MediaUrlError, ShuttingDown
-from jaxembed.images.media_fetch import (
+from jaxembed.preprocessing.images.media_fetch import (
     MOST_INFORMATIONAL,
     REDIRECTS,
     MediaFetcher,
 )
-from jaxembed.images.media_urls import AllowedAddresses, parse_media_network
+from jaxembed.preprocessing.images.media_urls import AllowedAddresses, parse_media_network
 
 LIMIT = 1000  # bytes
 SHORT_S = 0.1  # for what never comes; else the default

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxembed.errors import ConfigError, MediaUrlError
-from jaxembed.images.media_urls import (
+from jaxembed.preprocessing.images.media_urls import (
     LONGEST_URL,
     AllowedAddresses,
     AllowedHosts,

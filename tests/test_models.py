@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import DenseLayer, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import (
     position_limit,
@@ -18,8 +20,6 @@ from jaxembed.models import (
 )
 from jaxembed.models.layers import ACTIVATIONS
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.outputs import OutputName
-from jaxembed.spec import DenseLayer, ModelSpec
 
 SLOTS = 4
 

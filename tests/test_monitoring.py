@@ -13,10 +13,10 @@ import yaml
 from test_keys import ring
 from test_keys import table as key_table
 
-from jaxembed.server.access_metrics import access_registry
-from jaxembed.server.audit import AuditLog
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.metrics import access_registry
 from jaxembed.server.process_metrics import process_registry
-from jaxembed.telemetry import Telemetry
 
 MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
 GROUPS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]

@@ -9,12 +9,13 @@ from conftest import TOWERS, WIDER_TOWERS, open_tiny, save_tiny, tiny_spec
 from representatives import each
 from test_adapters import adapted_spec
 
-from jaxembed.cores import CpuTimes
-from jaxembed.engine import build, native_trial
-from jaxembed.engine.kernels import choose_native
-from jaxembed.engine.native_trial import Verdict, noted_calls, try_native
+from jaxembed.engine import build
+from jaxembed.engine.autotune import native_trial
+from jaxembed.engine.autotune.kernels import choose_native
+from jaxembed.engine.autotune.native_trial import Verdict, noted_calls, try_native
 from jaxembed.models import native, program
 from jaxembed.models.attention import ByNative
+from jaxembed.platform.cores import CpuTimes
 
 pytestmark = pytest.mark.usefixtures("native_kernels", "engines_try_native")
 

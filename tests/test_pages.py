@@ -7,10 +7,10 @@ from page_sources import CONFIG, IMAGE_ID, PAGE, words, write_pages
 from sources import change_json
 
 from converters import convert, outline_routes
-from jaxembed.checkpoint import load_routes
+from jaxembed.checkpoints.checkpoint import load_routes
+from jaxembed.data.inputs import Image, Tokens
 from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel
-from jaxembed.inputs import Image, Tokens
-from jaxembed.options import EncodeOptions
+from jaxembed.runtime.options import EncodeOptions
 
 pytest.importorskip("PIL")
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import (
     CheckpointError,
     ConfigError,
@@ -18,9 +20,7 @@ from jaxembed.errors import (
     InvalidInput,
     UnsupportedModel,
 )
-from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules, TextProcessor, Tokenized
-from jaxembed.spec import PairTemplate
+from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
 
 CLS, SEP = 2, 3
 ID = {word: 5 + k for k, word in enumerate(WORDS)}

@@ -19,8 +19,8 @@ from fakes import WAIT_S, until
 from pdf_sources import crowded, doubled, endless, pdf
 
 from jaxembed.errors import ConfigError, InvalidImage
-from jaxembed.images import pdf as pdf_module
-from jaxembed.images.pdf import PdfFile
+from jaxembed.preprocessing.images import pdf as pdf_module
+from jaxembed.preprocessing.images.pdf import PdfFile
 
 pytest.importorskip("pypdfium2")
 
@@ -258,7 +258,10 @@ def test_threads_share_files():
 
 
 def test_the_process_imports_neither_numpy_nor_jax():
-    code = "import sys, jaxembed.images.pdf_renderer; print({'numpy', 'jax'} & {*sys.modules})"
+    code = (
+        "import sys, jaxembed.preprocessing.images.pdf_renderer;"
+        "print({'numpy', 'jax'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stderr
 
@@ -267,7 +270,7 @@ START = """
 import io, sys
 sys.path[:0] = sys.argv[1:]
 from pdf_sources import endless, pdf
-from jaxembed.images.pdf import PdfFile
+from jaxembed.preprocessing.images.pdf import PdfFile
 """
 
 

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxembed.data.spec import Pooling
 from jaxembed.models.pooling import POOLINGS, members
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import Pooling
 
 DIM, SLOTS = 6, 5
 

@@ -5,7 +5,14 @@ import base64
 import numpy as np
 import pytest
 
-from jaxembed.postprocess import rank, scores, shape_vectors, similarity, to_base64, to_bytes
+from jaxembed.runtime.postprocess import (
+    rank,
+    scores,
+    shape_vectors,
+    similarity,
+    to_base64,
+    to_bytes,
+)
 
 
 @pytest.fixture(name="dense")

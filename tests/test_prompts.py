@@ -7,11 +7,11 @@ import pytest
 from fake_embedder import SPEC, FakeEmbedder
 from test_server_openai import ask
 
+from jaxembed.data.inputs import Text
 from jaxembed.errors import UnknownPurpose
-from jaxembed.inputs import Text
-from jaxembed.options import EncodeOptions
-from jaxembed.processors.prompts import prompt_for, prompt_of_role, role_of
-from jaxembed.server.models import Models
+from jaxembed.preprocessing.prompts import prompt_for, prompt_of_role, role_of
+from jaxembed.runtime.options import EncodeOptions
+from jaxembed.server.registry.models import Models
 
 NOMIC = {"search_query": "q: ", "search_document": "d: ", "clustering": "c: "}
 E5 = {"query": "query: ", "passage": "passage: "}

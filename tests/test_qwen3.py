@@ -14,11 +14,12 @@ from sources import converted
 from test_families import config_of, golden
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from converters import heads, outline, qwen3
-from jaxembed import checkpoint
+from converters import heads, outline
+from converters.families import qwen3
+from jaxembed.checkpoints import checkpoint
+from jaxembed.data.spec import DenseLayer
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.processors.pairs import template_frame
-from jaxembed.spec import DenseLayer
+from jaxembed.preprocessing.pairs import template_frame
 
 END, START, STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "no", "ye", "yes", END, START, STOP]

@@ -8,15 +8,23 @@ from conftest import tiny_spec
 from fake_embedder import NoPrompts
 from test_routes import save_routed
 
-from jaxembed import Embedder, checkpoint
+from jaxembed import Embedder
 from jaxembed.bulk.calibration import measure_ranges
+from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.ranges import (
+    RANGES,
+    KeptRanges,
+    VectorKind,
+    check_writable,
+    load_ranges,
+    save_ranges,
+)
 from jaxembed.config import TextConfig
+from jaxembed.data.spec import Adapter, Routes
 from jaxembed.errors import CheckpointError, ConfigError, InvalidInput
-from jaxembed.options import EncodeOptions
 from jaxembed.quantise import quantise
-from jaxembed.ranges import RANGES, KeptRanges, VectorKind, check_writable, load_ranges, save_ranges
-from jaxembed.spec import Adapter, Routes
-from jaxembed.tasks import Tasks
+from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.tasks import Tasks
 
 TEXTS = ["the cat sat", "a dog runs", "blue sky", "where is the train", "red mat"]
 KIND = VectorKind("", ("mean",), None, 2)

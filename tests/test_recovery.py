@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from fakes import SumRunner, count_of, ticket_of
 
+from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.recovery import Answers, Recovery
 from jaxembed.engine.ticket import Entry
 from jaxembed.errors import BackendError, NotFinite
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import Encoding
+from jaxembed.observability.metrics import Telemetry
 
 BUCKETS = [Bucket(1, 16), Bucket(2, 16), Bucket(4, 16), Bucket(8, 16), Bucket(1, 32)]
 BAD, WORSE = SumRunner.BAD, SumRunner.WORSE

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from converters import rope
-from converters.rope import scaled_positions
+from converters.families import rope
+from converters.families.rope import scaled_positions
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import PackedTokens

@@ -9,10 +9,10 @@ import pytest
 import sources
 
 from converters import convert, folders_read, outline_routes, weight_folders
-from jaxembed import checkpoint, hub
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.data.spec import Routes
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import Routes
-from jaxembed.summary import summary_of_routes
+from jaxembed.runtime.summary import summary_of_routes
 
 
 @pytest.fixture(name="source")

@@ -18,17 +18,18 @@ from test_cli import run
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
 
-from jaxembed import Embedder, EngineConfig, TextConfig, checkpoint
-from jaxembed.checkpoint import Contents
+from jaxembed import Embedder, EngineConfig, TextConfig
+from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.checkpoint import Contents
 from jaxembed.config import ServerConfig
-from jaxembed.doctor.examine import examine
-from jaxembed.doctor.history import History
 from jaxembed.engine.engine import Engine
 from jaxembed.engine.host import HostEngine
 from jaxembed.errors import BackendError, ConfigError, UnknownPrompt, UnknownRoute
 from jaxembed.models import random_parameters
+from jaxembed.runtime.diagnostics.examine import examine
+from jaxembed.runtime.diagnostics.history import History
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 
 SHORT = 16  # tokens of a query
 PROMPTS = {"query": "what is ", "document": "", "sts": "the cat "}

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from fakes import WAIT_S
 
+from jaxembed.data.inputs import Text
+from jaxembed.data.work import Encoding, work_of
 from jaxembed.errors import InputTooLong
-from jaxembed.inputs import Text
-from jaxembed.processors.job_threads import JobThreads
-from jaxembed.processors.text import Rules, TextProcessor, Tokenized
-from jaxembed.processors.tokenizer import JOB_CHARACTERS
-from jaxembed.request import Request
-from jaxembed.runner import JOBS_A_THREAD, QueueRunner
-from jaxembed.work import Encoding, work_of
+from jaxembed.preprocessing.job_threads import JobThreads
+from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.tokenizer import JOB_CHARACTERS
+from jaxembed.runtime.requests import Request
+from jaxembed.runtime.runner import JOBS_A_THREAD, QueueRunner
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
 OUTPUTS = frozenset({"dense"})

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from converters import sentencepiece_model
-from converters.sentencepiece_families import FAMILIES
-from converters.sentencepiece_model import build_from_sentencepiece
-from converters.tokenizer import read_tokenizer
+from converters.tokenizers import sentencepiece_model
+from converters.tokenizers.sentencepiece_families import FAMILIES
+from converters.tokenizers.sentencepiece_model import build_from_sentencepiece
+from converters.tokenizers.tokenizer import read_tokenizer
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -16,7 +16,7 @@ from jaxembed import __version__
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
 from jaxembed.server.errors import COHERE, UNPREFIXED
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 
 KEYS = ServerConfig(api_keys=("first-key", "second-kéy"))
 OPEN = (

@@ -9,11 +9,11 @@ from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
 from jaxembed.memory import KIB, MIB
-from jaxembed.server import body as server_body
-from jaxembed.server import bounded_body, connection
 from jaxembed.server.app import Server, create_app
-from jaxembed.server.bounded_body import COPIES, MOST_UNREAD, BoundedBody
-from jaxembed.server.models import Models
+from jaxembed.server.http import bounded_body, connection
+from jaxembed.server.http.bounded_body import COPIES, MOST_UNREAD, BoundedBody
+from jaxembed.server.pipeline import body as server_body
+from jaxembed.server.registry.models import Models
 
 PIECE = bytes(64 * KIB)
 

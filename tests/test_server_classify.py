@@ -5,9 +5,9 @@ import pytest
 from fake_embedder import CLASSIFIER, RERANKER, FakeEmbedder, logits
 from test_server_openai import ask
 
+from jaxembed.data.inputs import Pair, Text
 from jaxembed.errors import BackendError
-from jaxembed.inputs import Pair, Text
-from jaxembed.postprocess import scores
+from jaxembed.runtime.postprocess import scores
 
 PATHS = ["/classify", "/v1/classify"]
 

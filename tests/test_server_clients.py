@@ -13,8 +13,8 @@ import pytest
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 from test_server_app import fetch
 
-from jaxembed.server.models import UNSPECIFIED, Models
-from jaxembed.spec import Pooled
+from jaxembed.data.spec import Pooled
+from jaxembed.server.registry.models import UNSPECIFIED, Models
 
 WIDTH = 1024  # of the vectors: langchain-jina asks for that many dimensions
 EMBEDDER = msgspec.structs.replace(

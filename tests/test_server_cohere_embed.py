@@ -11,8 +11,8 @@ from test_server_vectors import TEXTS as QUANTISED
 from test_server_vectors import calibrated, wanted
 
 from jaxembed.config import ServerConfig
-from jaxembed.inputs import Text
-from jaxembed.server.body import MOST_CONTENT
+from jaxembed.data.inputs import Text
+from jaxembed.server.pipeline.body import MOST_CONTENT
 
 PATHS = ["/v2/embed", "/v1/embed"]
 TEXTS = ["the cat", "a"]

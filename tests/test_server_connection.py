@@ -23,8 +23,8 @@ from hypercorn.typing import ConnectionState
 
 from jaxembed.memory import KIB
 from jaxembed.server import run
-from jaxembed.server.connection import MOST_HELD, Connection
-from jaxembed.server.protocols import MOST_FRAMES, MOST_TABLE, Http2
+from jaxembed.server.http.connection import MOST_HELD, Connection
+from jaxembed.server.http.protocols import MOST_FRAMES, MOST_TABLE, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -162,7 +162,7 @@ async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_ne
 
 
 async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
-    monkeypatch.setattr("jaxembed.server.bounded_body.MOST_DISCARDED", 256 * KIB)
+    monkeypatch.setattr("jaxembed.server.http.bounded_body.MOST_DISCARDED", 256 * KIB)
     run_connection = Connection.run
     ended = asyncio.Event()
 
@@ -287,7 +287,7 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.protocols.MOST_FRAMES", 5)
+    monkeypatch.setattr("jaxembed.server.http.protocols.MOST_FRAMES", 5)
     head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):
@@ -419,8 +419,8 @@ async def test_a_client_that_does_not_read_is_disconnected_and_leaves_nothing_be
 ):
     monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.1)
     if then != "is idle":
-        monkeypatch.setattr("jaxembed.server.connection.SEND_S", 0.5)
-    monkeypatch.setattr("jaxembed.server.connection.CLOSE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("jaxembed.server.http.connection.SEND_S", 0.5)
+    monkeypatch.setattr("jaxembed.server.http.connection.CLOSE_TIMEOUT_S", 0.1)
     async with serving(send_buffer=SMALL) as address:
         async with connected(address) as streams:
             await embed(*streams, ["a"])  # the server has begun its own tasks

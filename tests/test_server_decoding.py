@@ -17,22 +17,22 @@ from test_server_openai import ask
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.errors import InvalidInput
-from jaxembed.server import decoding
-from jaxembed.server.classify import ClassifyRequest
-from jaxembed.server.cohere_embed import CohereEmbedRequest
-from jaxembed.server.decoding import AT_ONCE, WINDOW, decode
 from jaxembed.server.errors import BadField, BadJson
-from jaxembed.server.hosted import Asked, VertexRequest
-from jaxembed.server.openai import EmbeddingsRequest
-from jaxembed.server.rerank import DocumentsRequest
-from jaxembed.server.tei import (
+from jaxembed.server.pipeline import decoding
+from jaxembed.server.pipeline.decoding import AT_ONCE, WINDOW, decode
+from jaxembed.server.routes.classify import ClassifyRequest
+from jaxembed.server.routes.cloud import Asked, VertexRequest
+from jaxembed.server.routes.cohere_embed import CohereEmbedRequest
+from jaxembed.server.routes.common.rerank import DocumentsRequest
+from jaxembed.server.routes.openai import EmbeddingsRequest
+from jaxembed.server.routes.tei import (
     DecodeRequest,
     EmbedAllRequest,
     EmbedRequest,
     SimilarityRequest,
     TokenizeRequest,
 )
-from jaxembed.server.tei_scores import PredictRequest, RerankRequest
+from jaxembed.server.routes.tei_scores import PredictRequest, RerankRequest
 
 KINDS = [
     EmbeddingsRequest,

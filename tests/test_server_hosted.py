@@ -9,9 +9,9 @@ from test_server_openai import ask, unit
 from test_server_outputs import SEVERAL_VECTORS, SPARSE
 
 from jaxembed.config import ServerConfig
-from jaxembed.inputs import Text
-from jaxembed.server.hosted import INSTANCES_AT_ONCE
-from jaxembed.server.models import Models
+from jaxembed.data.inputs import Text
+from jaxembed.server.registry.models import Models
+from jaxembed.server.routes.cloud import INSTANCES_AT_ONCE
 
 PATHS = ["/", "/invocations"]
 QUESTION = {"query": "a b", "texts": ["c", "a", "a b"]}

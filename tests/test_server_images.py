@@ -13,8 +13,8 @@ from test_server_app import fetch_json
 from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
-from jaxembed.server import media
-from jaxembed.server.models import Models
+from jaxembed.server.pipeline import media
+from jaxembed.server.registry.models import Models
 
 pytest.importorskip("PIL")
 

@@ -3,7 +3,7 @@
 from fake_embedder import CLASSIFIER, MAX_TOKENS, RERANKER, FakeEmbedder
 from test_server_app import fetch_json
 
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 
 KEYS = """
 model_id model_sha model_dtype served_model_name model_type max_concurrent_requests

@@ -10,7 +10,7 @@ from test_server_openai import ask
 
 from jaxembed import ChunkedText, ChunkSize, Embedder, EngineConfig
 from jaxembed.config import ServerConfig
-from jaxembed.spec import DenseLayer, NormalizeLayer
+from jaxembed.data.spec import DenseLayer, NormalizeLayer
 
 TEXT = " ".join(PARTS)
 PLACES = [[0, 11], [12, 22], [23, 41]]

@@ -10,7 +10,7 @@ import pytest
 from conftest import random_parameters, tiny_spec, word_tokenizer
 from live_server import served
 
-from jaxembed import checkpoint
+from jaxembed.checkpoints import checkpoint
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from jaxembed.errors import (
     UnknownModel,
     WrongTask,
 )
-from jaxembed.server.models import Models, served_names
+from jaxembed.server.registry.models import Models, served_names
 
 SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
 

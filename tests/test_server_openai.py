@@ -9,12 +9,18 @@ import pytest
 from fake_embedder import DIM, FakeEmbedder, vector
 
 from jaxembed.config import ServerConfig
+from jaxembed.data.inputs import Text, Tokens
 from jaxembed.errors import BackendError, DeviceStuck, NotFinite, Overloaded, ShuttingDown
-from jaxembed.inputs import Text, Tokens
-from jaxembed.processors.text import Rules
+from jaxembed.preprocessing.text import Rules
 from jaxembed.server.app import create_app
-from jaxembed.server.encoding import MOST_JOINED, SLICE_FLOATS, json_items, json_matrix, json_stream
-from jaxembed.server.models import Models
+from jaxembed.server.http.encoding import (
+    MOST_JOINED,
+    SLICE_FLOATS,
+    json_items,
+    json_matrix,
+    json_stream,
+)
+from jaxembed.server.registry.models import Models
 
 
 def ask(

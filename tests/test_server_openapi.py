@@ -7,9 +7,9 @@ from fake_embedder import MEAN, ROUTES, SPEC, FakeEmbedder
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
-from jaxembed.server.openapi import document
-from jaxembed.server.pool import ModelPool
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
+from jaxembed.server.routes.openapi import document
 
 
 def app_of(embedder):

@@ -11,12 +11,12 @@ from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
 from test_sparse import as_dense
 
-from jaxembed.inputs import Text
-from jaxembed.options import Embeddings, EncodeOptions
-from jaxembed.request import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
-from jaxembed.server import multi
-from jaxembed.spec import Vocabulary
-from jaxembed.work import SparseRows
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import Vocabulary
+from jaxembed.data.work import SparseRows
+from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.requests import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
+from jaxembed.server.routes import multi
 
 ALL = ["dense", "sparse", "multi_vector"]
 SPARSE = msgspec.structs.replace(SPEC, heads={"sparse": Vocabulary(MAX_TOKENS, DIM)})

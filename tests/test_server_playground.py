@@ -9,8 +9,8 @@ from fake_embedder import M3, RERANKER, FakeEmbedder
 from test_server_app import fetch, fetch_json
 
 from jaxembed.config import ServerConfig
-from jaxembed.server.models import Models
-from jaxembed.server.playground import FILE
+from jaxembed.server.registry.models import Models
+from jaxembed.server.routes.playground import FILE
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 HTML = FILE.read_text()

@@ -15,6 +15,7 @@ from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import PoolLimits, ServerConfig
+from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Capacity
 from jaxembed.engine.compiles import CompileEvents
 from jaxembed.errors import (
@@ -27,13 +28,12 @@ from jaxembed.errors import (
     UnknownModel,
 )
 from jaxembed.memory import MIB
-from jaxembed.server import pool as pool_module
 from jaxembed.server.app import create_admin_app, create_app
-from jaxembed.server.catalog import Catalog
-from jaxembed.server.models import Models, Residence
-from jaxembed.server.pool import ModelPool
+from jaxembed.server.registry import pool as pool_module
+from jaxembed.server.registry.catalog import Catalog
+from jaxembed.server.registry.models import Models, Residence
+from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.service import Service
-from jaxembed.spec import Task
 
 KEY = {"authorization": "Bearer admin"}
 SPECS = {"r": RERANKER, "c": CLASSIFIER}

@@ -22,7 +22,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.server import run as server_run
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 from jaxembed.server.run import listen, run, serve, url
 
 ASK = {"inputs": "a"}
@@ -240,7 +240,7 @@ import threading
 from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
 from jaxembed.server import run
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 
 run.WATCHDOG_S = 0.1
 threading.Thread(target=threading.Event().wait).start()

@@ -5,6 +5,7 @@ import pytest
 from fake_embedder import DIM, ROUTES, FakeEmbedder
 from test_server_openai import ask, unit
 
+from jaxembed.data.inputs import Text
 from jaxembed.errors import (
     BackendError,
     DeviceStuck,
@@ -13,8 +14,7 @@ from jaxembed.errors import (
     ShuttingDown,
     TokenizerError,
 )
-from jaxembed.inputs import Text
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 
 TIMES = (
     "x-compute-time",

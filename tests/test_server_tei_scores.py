@@ -7,8 +7,8 @@ from test_server_openai import ask
 from test_server_tei import TIMES
 
 from jaxembed.config import ServerConfig
-from jaxembed.inputs import Pair, Text
-from jaxembed.postprocess import scores
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.runtime.postprocess import scores
 
 QUERY = "a b c"
 TEXTS = ["x", "a", "a b", "b", "a b c"]  # of which 0, 1, 2, 1, 3 words are in the query

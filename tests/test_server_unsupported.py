@@ -9,10 +9,11 @@ from fake_embedder import RERANKER, ROUTES, FakeEmbedder
 from test_server_openai import ask
 
 from jaxembed.errors import InvalidInput
-from jaxembed.server import classify, cohere_embed, contextualized, openai, rerank, tei, tei_scores
-from jaxembed.server.body import decode_body
-from jaxembed.server.models import UNSPECIFIED
-from jaxembed.server.unsupported import NOTHING, unserved
+from jaxembed.server.pipeline.body import decode_body
+from jaxembed.server.pipeline.unsupported import NOTHING, unserved
+from jaxembed.server.registry.models import UNSPECIFIED
+from jaxembed.server.routes import classify, cohere_embed, contextualized, openai, tei, tei_scores
+from jaxembed.server.routes.common import rerank
 
 SERVED = {  # what each route takes
     "/v1/embeddings": openai.EmbeddingsRequest,

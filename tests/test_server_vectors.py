@@ -8,10 +8,10 @@ import pytest
 from fake_embedder import DIM, SPEC, FakeEmbedder, vector
 from test_server_openai import ask
 
-from jaxembed.inputs import Text
-from jaxembed.postprocess import shape_vectors
+from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
+from jaxembed.data.inputs import Text
 from jaxembed.quantise import EmbeddingDtype, quantise
-from jaxembed.ranges import KeptRanges, VectorKind
+from jaxembed.runtime.postprocess import shape_vectors
 
 TEXTS = ["hello world", "a", "b"]
 OCTETS = {"accept": "application/octet-stream"}
@@ -153,7 +153,8 @@ def test_what_is_not_served_is_refused_by_its_name(path, status, fields, field, 
 
 def test_a_value_that_float16_cannot_hold_is_refused(embedder, monkeypatch):
     monkeypatch.setattr(
-        "jaxembed.request.shape_vectors", lambda dense, **_: np.full((1, 4), 1e5, np.float32)
+        "jaxembed.runtime.requests.shape_vectors",
+        lambda dense, **_: np.full((1, 4), 1e5, np.float32),
     )
     body = {"input": "cat", "output_dtype": "float16", "normalize": False}
     _, answer = ask(body, embedder=embedder, status=400)

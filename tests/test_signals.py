@@ -30,9 +30,9 @@ SERVING = """
 import logging, sys, threading
 from fake_embedder import FakeEmbedder
 from jaxembed.config import ServerConfig
-from jaxembed.server.models import Models
+from jaxembed.server.registry.models import Models
 from jaxembed.server.run import run
-from jaxembed.signals import end_at_signals
+from jaxembed.platform.signals import end_at_signals
 
 class Slow(FakeEmbedder):
     def drain(self):

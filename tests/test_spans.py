@@ -7,10 +7,10 @@ from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, count_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxembed.data.spec import DenseLayer
+from jaxembed.data.work import Encoding, work_of
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import InvalidInput, TooManySpans
-from jaxembed.spec import DenseLayer
-from jaxembed.work import Encoding, work_of
 
 BOTH = frozenset({"dense", "tokens"})
 

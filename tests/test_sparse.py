@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxembed.data.spec import Vocabulary
+from jaxembed.data.work import SparseRows, no_rows, sparse_rows
 from jaxembed.engine import sparse
 from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.spec import Vocabulary
-from jaxembed.work import SparseRows, no_rows, sparse_rows
 
 TERMS, FEATURES = 37, 8
 

@@ -13,11 +13,13 @@ import sources
 from safetensors.numpy import load_file
 from test_sparse import as_dense
 
-from converters import bert, convert, folders_read, outline, outline_routes
-from jaxembed import Embedder, EngineConfig, hub
+from converters import convert, folders_read, outline, outline_routes
+from converters.families import bert
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints import hub
+from jaxembed.data.spec import Vocabulary
 from jaxembed.errors import CheckpointError, ConfigError, ConversionError, UnsupportedModel
-from jaxembed.spec import Vocabulary
-from jaxembed.verify import verification
+from jaxembed.tools.verify import verification
 
 TEXTS = ["hello world", "a", "unhappy hello ab hello world a a", "un", "world"]
 TERMS = len(sources.WORDS)

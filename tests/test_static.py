@@ -14,8 +14,10 @@ from sources import NORMALIZE, WORDS, write_static
 from converters import convert
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import TextConfig
+from jaxembed.data.inputs import Text, Tokens
+from jaxembed.data.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
+from jaxembed.data.work import Encoding, work_of
 from jaxembed.engine.host import HostEngine
-from jaxembed.engines import plan_engine
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
@@ -25,15 +27,13 @@ from jaxembed.errors import (
     NotFinite,
     UnsupportedModel,
 )
-from jaxembed.inputs import Text, Tokens
 from jaxembed.models import native, random_parameters
 from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings, numpy_means
-from jaxembed.options import EncodeOptions
-from jaxembed.processors import text as text_module
-from jaxembed.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
-from jaxembed.telemetry import Telemetry
-from jaxembed.tune.model import load_measured
-from jaxembed.work import Encoding, work_of
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.preprocessing import text as text_module
+from jaxembed.runtime.engines import plan_engine
+from jaxembed.runtime.options import EncodeOptions
+from jaxembed.tools.tune.model import load_measured
 
 WIDTH, UNKNOWN = 8, WORDS.index("[UNK]")
 TABLE = np.random.default_rng(0).standard_normal((len(WORDS), WIDTH)).astype(np.float32)

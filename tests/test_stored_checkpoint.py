@@ -16,9 +16,10 @@ import fsspec
 import pytest
 import sources
 
-from jaxembed import checkpoint, extras, hub, object_store, stored_checkpoint
-from jaxembed.checkpoint import DIGESTS, MANIFEST
+from jaxembed.checkpoints import checkpoint, hub, stored_checkpoint
+from jaxembed.checkpoints.checkpoint import DIGESTS, MANIFEST
 from jaxembed.errors import CheckpointError, ConfigError, StoreUnreachable
+from jaxembed.platform import extras, object_store
 
 URL = "memory://bucket/tiny"
 
@@ -144,7 +145,7 @@ def test_credentials_in_a_url_are_refused_and_not_shown(name, tmp_path):
 
 def test_nothing_of_object_stores_is_imported_before_a_url_is_read():
     program = (
-        "import sys, jaxembed.hub, jaxembed.server.run\n"
+        "import sys, jaxembed.checkpoints.hub, jaxembed.server.run\n"
         "print(sorted({'fsspec', 's3fs', 'gcsfs'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -20,11 +20,13 @@ def _suites():
 
 
 def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
-    assert suites.needed(["converters/nomic_bert.py"]) == ["numerics", "parity nomic_bert"]
+    assert suites.needed(["converters/families/nomic_bert.py"]) == ["numerics", "parity nomic_bert"]
     assert suites.needed(["docs/library.md", "tests/test_text.py"]) == []
-    both = suites.needed(["converters/t5.py", "jaxembed/bulk/run.py", "tests/parity/test_m3.py"])
+    both = suites.needed(
+        ["converters/families/t5.py", "jaxembed/bulk/run.py", "tests/parity/test_m3.py"]
+    )
     assert both == ["numerics", "slow", "parity m3 t5", "stores", "ray"]
-    assert suites.needed(["tests/parity/requirements.txt", "converters/t5.py"]) == [
+    assert suites.needed(["tests/parity/requirements.txt", "converters/families/t5.py"]) == [
         "numerics",
         "parity",
     ]
@@ -32,9 +34,9 @@ def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
 
 
 def test_a_file_of_the_product_without_a_line_is_found(suites):
-    assert suites.uncovered(["jaxembed/rooms/new.py", "docs/new.md", "converters/t5.py"]) == [
-        "jaxembed/rooms/new.py"
-    ]
+    assert suites.uncovered(
+        ["jaxembed/rooms/new.py", "docs/new.md", "converters/families/t5.py"]
+    ) == ["jaxembed/rooms/new.py"]
 
 
 def test_a_change_is_what_differs_from_a_base_that_is_known(suites, tmp_path, monkeypatch):

@@ -7,12 +7,12 @@ import pytest
 from conftest import TOWERS, tiny_spec
 
 from jaxembed.config import EngineConfig
+from jaxembed.data.spec import DenseLayer, PairTemplate
+from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.build import make_plan
-from jaxembed.engine.calibrate import Calibration
 from jaxembed.engine.replica import Replica
 from jaxembed.models import program, random_parameters
-from jaxembed.spec import DenseLayer, PairTemplate
-from jaxembed.summary import summary
+from jaxembed.runtime.summary import summary
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxembed.server.errors import REPLIES
-from jaxembed.telemetry import (
+from jaxembed.observability.metrics import (
     DURATION_BUCKETS,
     FAILURES,
     MOST_KEPT,
@@ -20,6 +19,7 @@ from jaxembed.telemetry import (
     exposition,
     row_lengths,
 )
+from jaxembed.server.errors import REPLIES
 
 
 def families(telemetry):

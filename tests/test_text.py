@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
 from jaxembed.config import TextConfig
+from jaxembed.data.inputs import Pair, Text, Tokens
 from jaxembed.errors import (
     BareTokenIds,
     ConfigError,
@@ -21,9 +22,8 @@ from jaxembed.errors import (
     InvalidInput,
     TokenizerError,
 )
-from jaxembed.inputs import Pair, Text, Tokens
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.processors.tokenizer import (
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.tokenizer import (
     INPUTS_A_JOB,
     JOB_CHARACTERS,
     MOST_READ,

@@ -5,9 +5,9 @@ import threading
 import numpy as np
 import pytest
 
+from jaxembed.data.work import Encoding, work_of
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, Cancelled, NotFinite
-from jaxembed.work import Encoding, work_of
 
 
 def ticket_of(lengths, outputs=frozenset({"dense"}), spans=None) -> tuple[Ticket, list[int]]:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of, timed_costs, until
 
-from jaxembed.cores import CpuTimes
-from jaxembed.engine import costs as costs_module
-from jaxembed.engine import timing as timing_module
+from jaxembed.engine.autotune import costs as costs_module
+from jaxembed.engine.autotune import timing as timing_module
+from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.autotune.timing import BucketTimer, Together, full_planes, milliseconds
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.null_replica import NullReplica
-from jaxembed.engine.timing import BucketTimer, Together, full_planes, milliseconds
 from jaxembed.engine.turn import DeviceTurn, Share
-from jaxembed.telemetry import Telemetry
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.platform.cores import CpuTimes
 
 BUCKET = Bucket(2, 16)
 NULL = {"dense": 3, "tokens": 5}  # widths

@@ -17,13 +17,13 @@ from conftest import tiny_spec, word_tokenizer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
 from jaxembed.config import TextConfig
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, EmptyInput
-from jaxembed.hub import DEFAULT_MODEL_PACKAGE
-from jaxembed.inputs import Text
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.processors.tokenizer import cut_tokens, parse_tokenizer
-from jaxembed.spec import PairTemplate
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.tokenizer import cut_tokens, parse_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "shared" / "tokenizers"
 VECTORS = json.loads((FOLDER / "id_vectors.json").read_text()) if FOLDER.exists() else {}

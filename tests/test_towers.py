@@ -14,8 +14,9 @@ from fakes import count_of
 from flax import nnx
 from jax import lax
 
-from jaxembed import Embedder, EngineConfig, checkpoint
-from jaxembed.engine.kernels import calls
+from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints import checkpoint
+from jaxembed.engine.autotune.kernels import calls
 from jaxembed.models import ModelSpec, disentangled, program, random_parameters
 from jaxembed.models.attention import Sight
 from jaxembed.models.bert import positions_after_pad

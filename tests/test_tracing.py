@@ -23,9 +23,9 @@ from test_static import OF_SENTENCE_TRANSFORMERS
 from jaxembed import Embedder
 from jaxembed.cli.logs import JsonFormatter, TextFormatter
 from jaxembed.config import EngineConfig, ServerConfig
+from jaxembed.observability.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
 from jaxembed.server.app import create_app
-from jaxembed.server.models import Models
-from jaxembed.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
+from jaxembed.server.registry.models import Models
 
 REASON = "needs the extra otel"
 pytest.importorskip("opentelemetry.sdk", reason=REASON)

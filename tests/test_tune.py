@@ -14,26 +14,26 @@ from conftest import LIMIT, WORDS, save_tiny
 
 from jaxembed import EngineConfig, TextConfig
 from jaxembed.cli import cli
+from jaxembed.data.spec import DenseLayer
+from jaxembed.data.work import work_of
+from jaxembed.engine.autotune.kernels import Choice
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
 from jaxembed.engine.build import make_plan
-from jaxembed.engine.kernels import Choice
 from jaxembed.errors import BackendError, ConfigError, WrongTask
 from jaxembed.models import program
 from jaxembed.models.attention import by_native
-from jaxembed.spec import DenseLayer
-from jaxembed.telemetry import Telemetry, exposition
-from jaxembed.tune import lengths as lengths_module
-from jaxembed.tune import traffic as traffic_module
-from jaxembed.tune.cost import BucketCost, CostTable, probes
-from jaxembed.tune.lengths import Lengths, of_file, of_server, of_texts
-from jaxembed.tune.model import MeasuredModel, load_measured
-from jaxembed.tune.report import draw, table
-from jaxembed.tune.search import Search, objective
-from jaxembed.tune.traffic import Figures, predict_figures, traffic_of
-from jaxembed.tune.trial import Comparison, GridTrial, Stage, Turns, compare
-from jaxembed.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
-from jaxembed.work import work_of
+from jaxembed.observability.metrics import Telemetry, exposition
+from jaxembed.tools.tune import lengths as lengths_module
+from jaxembed.tools.tune import traffic as traffic_module
+from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
+from jaxembed.tools.tune.lengths import Lengths, of_file, of_server, of_texts
+from jaxembed.tools.tune.model import MeasuredModel, load_measured
+from jaxembed.tools.tune.report import draw, table
+from jaxembed.tools.tune.search import Search, objective
+from jaxembed.tools.tune.traffic import Figures, predict_figures, traffic_of
+from jaxembed.tools.tune.trial import Comparison, GridTrial, Stage, Turns, compare
+from jaxembed.tools.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
 
 
 def mix(*lengths: int) -> Lengths:

@@ -13,17 +13,18 @@ from test_golden import answer, assert_agrees, read
 from upgrades.make import VERSIONS, write_dated_source
 
 import converters
-from jaxembed import Embedder, EngineConfig, __version__, checkpoint, hub
+from jaxembed import Embedder, EngineConfig, __version__
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.data.spec import FORMAT_VERSION
+from jaxembed.engine.autotune.cost_file import CostFile
 from jaxembed.engine.bucket import Bucket, read_grid
-from jaxembed.engine.cost_file import CostFile
 from jaxembed.errors import CheckpointError, ConfigError
-from jaxembed.spec import FORMAT_VERSION
 
 FIXTURES = Path(__file__).parent / "upgrades"
 GOLDENS = Path(__file__).parent / "golden"
 LATEST = list(VERSIONS)[-1]
 TUNED = [name for name, version in VERSIONS.items() if version.tunes]
-HUB, COSTS = "jaxembed.hub", "jaxembed.engine.cost_file"  # modules that log
+HUB, COSTS = "jaxembed.checkpoints.hub", "jaxembed.engine.autotune.cost_file"  # modules that log
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "truncated": lambda content: content[: len(content) // 2],
     "empty": lambda content: b"",

@@ -13,20 +13,20 @@ from test_golden import read, write_source
 
 from jaxembed import EngineConfig
 from jaxembed.cli import cli
+from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, ConfigError
-from jaxembed.spec import PairTemplate
-from jaxembed.verify import texts, verification
-from jaxembed.verify.agreement import (
+from jaxembed.tools.verify import texts, verification
+from jaxembed.tools.verify.agreement import (
     COSINE_BOUNDS,
     Agreement,
     cosine_distances,
     same_best,
     same_order,
 )
-from jaxembed.verify.reference import run_reference
-from jaxembed.verify.report import HEADER, report_lines
-from jaxembed.verify.texts import TEXTS
-from jaxembed.verify.verification import Verification, verify_model
+from jaxembed.tools.verify.reference import run_reference
+from jaxembed.tools.verify.report import HEADER, report_lines
+from jaxembed.tools.verify.texts import TEXTS
+from jaxembed.tools.verify.verification import Verification, verify_model
 
 FAKE = Path(__file__).parent / "fake_reference"
 GOLDEN = Path(__file__).parent / "golden"

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from jaxembed.engine import warmup as warmup_module
+from jaxembed.engine.autotune import warmup as warmup_module
+from jaxembed.engine.autotune.warmup import CompilePlan, Warmup
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.warmup import CompilePlan, Warmup
 from jaxembed.errors import BackendError
 
 GRID = BucketGrid(

@@ -8,8 +8,8 @@ import pytest
 from fakes import SMALL_GRID, WAIT_S, SumRunner, count_of, encoding, entered, sums, ticket_of, until
 
 from jaxembed.engine import watchdog as watchdog_module
+from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import Claim, DeviceTurn
 from jaxembed.engine.watchdog import OVERDUE_FACTOR, OVERDUE_S, Watchdog, WatchedCall

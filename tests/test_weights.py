@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from converters import t5, weights
+from converters import weights
+from converters.families import t5
 from converters.weights import (
     Rule,
     Tensor,

@@ -12,12 +12,12 @@ from test_embedder import save_scorer
 from test_pairs import TEMPLATE, bare, bert, template
 from test_server_openai import ask
 
+from jaxembed.data.inputs import Text
 from jaxembed.errors import InputTooLong, InvalidInput
-from jaxembed.inputs import Text
-from jaxembed.options import Chunk, ScoreOptions
-from jaxembed.processors import text as text_module
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.processors.windows import LEAST_ROOM, overlap_of, windows
+from jaxembed.preprocessing import text as text_module
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.windows import LEAST_ROOM, overlap_of, windows
+from jaxembed.runtime.options import Chunk, ScoreOptions
 
 LIMIT = 128
 QUERY = "what cat"

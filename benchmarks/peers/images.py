@@ -54,14 +54,14 @@ class Jaxembed:
         return self._embedder.encode(images=files)
 
     def prepare(self, files: Sequence[bytes], batch: int) -> Any:
-        from jaxembed.inputs import Image
+        from jaxembed.data.inputs import Image
 
         processor, rules = self._embedder.engines["image"].processor, None  # which are of texts
         jobs = [processor.executor.submit(processor.encode, [Image(f)], rules) for f in files]
         return [job.result().work for job in jobs]
 
     def forward(self, prepared: Any, batch: int) -> np.ndarray:
-        from jaxembed.work import join_work
+        from jaxembed.data.work import join_work
 
         engine, outputs = self._embedder.engines["image"].engine, frozenset({"dense"})
         ticket = engine.submit(join_work(prepared, outputs))

@@ -7,12 +7,12 @@ import numpy as np
 
 from jaxembed.bulk.ahead import ahead, divided
 from jaxembed.bulk.computations import ROWS_A_CALL
+from jaxembed.checkpoints.ranges import KeptRanges
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
-from jaxembed.options import EncodeOptions
-from jaxembed.postprocess import shape_vectors
-from jaxembed.ranges import KeptRanges
-from jaxembed.tasks import check_dimensions
+from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.postprocess import shape_vectors
+from jaxembed.runtime.tasks import check_dimensions
 
 FEWEST_TEXTS = 2  # that have a range; as in sentence-transformers
 ENOUGH_TEXTS = 100  # for ranges that other texts keep to; fewer warn in sentence-transformers too

@@ -11,12 +11,12 @@ import numpy as np
 
 from jaxembed.bulk.image_rows import RowImage
 from jaxembed.bulk.sources import arrow
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.embedder import Embedder
 from jaxembed.errors import InvalidImage
-from jaxembed.images.decode import image_facts
-from jaxembed.options import EncodeOptions, Label, ScoreOptions
-from jaxembed.outputs import OutputName
-from jaxembed.work import Ragged, SparseRows
+from jaxembed.preprocessing.images.decode import image_facts
+from jaxembed.runtime.options import EncodeOptions, Label, ScoreOptions
 
 ROWS_A_CALL = 1024
 MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token

@@ -9,10 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from filelock import FileLock, Timeout
 
-from jaxembed import object_store
 from jaxembed.bulk.sources import opened
 from jaxembed.errors import ConfigError
-from jaxembed.files import PARTIAL, replacing, unfinished
+from jaxembed.platform import object_store
+from jaxembed.platform.files import PARTIAL, replacing, unfinished
 
 LOCK = ".lock"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxembed import object_store
 from jaxembed.bulk.ahead import ahead
 from jaxembed.bulk.sources import (
     IMAGE_FILES,
@@ -33,9 +32,10 @@ from jaxembed.bulk.sources import (
     read_rows,
 )
 from jaxembed.errors import CheckpointError, ConfigError, EmptyInput, InvalidImage, StoreUnreachable
-from jaxembed.extras import require
-from jaxembed.images.media import excerpt, is_data_uri, read_data_uri
-from jaxembed.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile
+from jaxembed.platform import object_store
+from jaxembed.platform.extras import require
+from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_data_uri
+from jaxembed.preprocessing.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile
 
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
 IMAGES_A_BLOCK = 16  # of a column of images

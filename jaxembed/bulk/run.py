@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from jaxembed import object_store
 from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import ahead
 from jaxembed.bulk.computations import Computation, RowInputs
@@ -59,6 +58,7 @@ from jaxembed.bulk.sources import (
 )
 from jaxembed.bulk.stream import RowStream
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
+from jaxembed.platform import object_store
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ import msgspec
 import numpy as np
 import orjson
 
-from jaxembed import object_store
 from jaxembed.errors import ConfigError, InvalidInput
-from jaxembed.extras import require
 from jaxembed.memory import MIB
+from jaxembed.platform import object_store
+from jaxembed.platform.extras import require
 
 ROWS_A_BLOCK = 1024
 BLOCK_BYTES = 8 * MIB  # of lines: a block that has more ends

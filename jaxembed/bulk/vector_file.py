@@ -10,11 +10,11 @@ import orjson
 
 from jaxembed.bulk.ahead import ahead, divided
 from jaxembed.bulk.computations import ROWS_A_CALL
+from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
-from jaxembed.files import replacing
-from jaxembed.output_path import check_output
-from jaxembed.outputs import OutputName
+from jaxembed.platform.files import replacing
+from jaxembed.platform.output_path import check_output
 
 DENSE: tuple[OutputName, ...] = ("dense",)
 

@@ -24,7 +24,7 @@ from jaxembed.cli.status import exit_status
 from jaxembed.cli.tune import tune_command
 from jaxembed.cli.verify import verify_command
 from jaxembed.errors import JaxembedError
-from jaxembed.signals import end_at_signals
+from jaxembed.platform.signals import end_at_signals
 
 # Commands import JAX, the engine and the server inside their functions: --help stays quick.
 

@@ -56,7 +56,7 @@ def calibrate_command(
 
     from jaxembed.bulk.calibration import ENOUGH_TEXTS, measure_ranges
     from jaxembed.bulk.sources import read_texts
-    from jaxembed.ranges import check_writable, save_ranges
+    from jaxembed.checkpoints.ranges import check_writable, save_ranges
 
     lines = read_texts(texts, text_column)  # a missing file is reported first
     refuse_without_outputs(model, prompt_name, flags)

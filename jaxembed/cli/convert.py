@@ -25,7 +25,7 @@ def convert_command(model: str, out: str, **flags: Any) -> None:
     """
     configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
-    from jaxembed import hub
+    from jaxembed.checkpoints import hub
 
     source = model_source(flags)
     del source["cache_dir"]

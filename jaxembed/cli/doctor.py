@@ -79,8 +79,8 @@ def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
     """
     import msgspec
 
-    from jaxembed.doctor.page import model_page
-    from jaxembed.doctor.probe import ask, probe_model
+    from jaxembed.tools.doctor.page import model_page
+    from jaxembed.tools.doctor.probe import ask, probe_model
 
     examinations = ask(url, key)
     probes = {}
@@ -101,9 +101,9 @@ def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bo
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import msgspec
 
-    from jaxembed import hub
-    from jaxembed.doctor.local import examine_here
-    from jaxembed.doctor.page import local_page
+    from jaxembed.checkpoints import hub
+    from jaxembed.tools.doctor.local import examine_here
+    from jaxembed.tools.doctor.page import local_page
 
     spec = hub.describe_model(model, **model_source(flags)).main
     name = model or hub.DEFAULT_MODEL

@@ -23,8 +23,8 @@ from jaxembed.cli.options import (
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
 )
+from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.errors import ConfigError
-from jaxembed.outputs import REPRESENTATIONS, OutputName
 from jaxembed.quantise import EmbeddingDtype
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
     import msgspec
 
-    from jaxembed import hub
-    from jaxembed.summary import summary_of_routes
+    from jaxembed.checkpoints import hub
+    from jaxembed.runtime.summary import summary_of_routes
 
     source = model_source(flags)
     if verify:  # before reading the manifest, which may be damaged

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxembed.cli.loading import load_embedder, refuse_without_task
+from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError
-from jaxembed.signals import set_resume_hint
-from jaxembed.spec import Task
+from jaxembed.platform.signals import set_resume_hint
 
 if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
@@ -26,9 +26,9 @@ def folder_options(flags: dict[str, Any]) -> dict[str, Any]:
 def check_folder_job(inputs: Sequence[str], output: str) -> None:
     """Raise ConfigError, before a model is loaded, for an input that is missing and for an extra
     that reads an input or writes the folder and is not installed."""
-    from jaxembed import object_store
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files
-    from jaxembed.extras import require
+    from jaxembed.platform import object_store
+    from jaxembed.platform.extras import require
 
     require("parquet", f"--output {output}, a folder of Parquet")
     object_store.require_extra(output)

@@ -6,9 +6,9 @@ from typing import Any
 from jaxembed.cli.jax_setup import configure_jax
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.settings import engine_config, model_source, text_config
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError, WrongTask
-from jaxembed.outputs import OutputName
-from jaxembed.spec import Task
 
 
 def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
@@ -37,8 +37,8 @@ def refuse_without_outputs(
     """Raise WrongTask if the model does not give these outputs, or takes no images, and ConfigError
     if nothing says by which of its routes, before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    from jaxembed import hub
-    from jaxembed.tasks import KIND
+    from jaxembed.checkpoints import hub
+    from jaxembed.runtime.tasks import KIND
 
     routes = hub.describe_model(model, **model_source(flags))
     name, task = model or hub.DEFAULT_MODEL, routes.main.task
@@ -65,8 +65,8 @@ def refuse_without_outputs(
 def refuse_without_task(model: str | None, task: Task, flags: dict[str, Any]) -> None:
     """Raise WrongTask if the model cannot do the task, before its weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    from jaxembed import hub
-    from jaxembed.tasks import check_task
+    from jaxembed.checkpoints import hub
+    from jaxembed.runtime.tasks import check_task
 
     name = model or hub.DEFAULT_MODEL
     check_task(name, hub.describe_model(model, **model_source(flags)).main, task)

@@ -3,7 +3,7 @@
 import logging
 import os
 
-from jaxembed.tracing import current_trace
+from jaxembed.observability.tracing import current_trace
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TRACED_LINE = LINE + " trace_id=%(trace_id)s"

@@ -7,7 +7,7 @@ import click
 from jaxembed.cli.help import Command
 
 if TYPE_CHECKING:
-    from jaxembed.known_models import KnownModel, KnownModels
+    from jaxembed.tools.known_models import KnownModel, KnownModels
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
 MOST_LANGUAGES = 2  # that a line names; of more it gives the number
@@ -26,7 +26,7 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
     import msgspec
 
     from jaxembed.errors import ConfigError
-    from jaxembed.known_models import known_models
+    from jaxembed.tools.known_models import known_models
 
     table = known_models()
     found = table.search(words)
@@ -74,7 +74,7 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
 
 def _described(model: "KnownModel", table: "KnownModels") -> str:
     """Every fact of a model on its own line, with its source."""
-    from jaxembed.known_models import VERIFIED
+    from jaxembed.tools.known_models import VERIFIED
 
     source_of = {fact: source for source, facts in model.sources.items() for fact in facts}
     values = {

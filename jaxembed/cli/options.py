@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import click
 
-from jaxembed.adapter_folders import adapter_folders
+from jaxembed.checkpoints.adapter_folders import adapter_folders
 from jaxembed.cli.help import section
 from jaxembed.config import EngineConfig
+from jaxembed.data.spec import DType, PoolingChoice
 from jaxembed.errors import CheckpointError
-from jaxembed.spec import DType, PoolingChoice
 
 # TEI's names of poolings, which --pooling takes.
 POOLING_CHOICES: dict[str, PoolingChoice] = {

@@ -19,8 +19,8 @@ from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, serv
 from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.tracing import tracer_of
 from jaxembed.config import PoolLimits
+from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError, JaxembedError
-from jaxembed.spec import Task
 
 logger = logging.getLogger("jaxembed")
 
@@ -72,11 +72,11 @@ def serve_command(
     _refuse_admin_key(flags["admin_key"], flags["api_key"])
     configure_logging(json_output)
     tracer = tracer_of(flags)
-    from jaxembed import object_store
+    from jaxembed.checkpoints.hub import DEFAULT_MODEL
     from jaxembed.engine.admission import capacity_of
-    from jaxembed.hub import DEFAULT_MODEL
-    from jaxembed.server.catalog import Catalog
-    from jaxembed.server.models import Models, served_names
+    from jaxembed.platform import object_store
+    from jaxembed.server.registry.catalog import Catalog
+    from jaxembed.server.registry.models import Models, served_names
     from jaxembed.server.run import listen, run
 
     models = models or (() if others else (DEFAULT_MODEL,))
@@ -108,8 +108,8 @@ def serve_command(
 def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
     """The keys of --api-key-file and the log of --audit-log, each None without its flag. SIGHUP is
     ignored until they can be read and opened again. Raises ConfigError."""
-    from jaxembed.server.audit import AuditLog
-    from jaxembed.server.keyring import Keyring
+    from jaxembed.server.auth.audit import AuditLog
+    from jaxembed.server.auth.keyring import Keyring
 
     keys, log = flags["api_key_file"], flags["audit_log"]
     for path, variable in ((keys, "API_KEY_FILE"), (log, "AUDIT_LOG")):
@@ -239,7 +239,7 @@ def _load_later(
 
 def _task_of(flags: dict[str, Any], model: str) -> Task:
     """What a model is for that a server may load. Raises JaxembedError."""
-    from jaxembed import hub
+    from jaxembed.checkpoints import hub
 
     return hub.describe_model(model, **model_source(flags)).main.task
 

@@ -263,7 +263,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
 def _media_networks(flags: dict[str, Any]) -> tuple[Any, ...]:
     """The networks of --allow-media-network. Raises ConfigError for what is no such network, and
     for a network without a host to fetch from."""
-    from jaxembed.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
+    from jaxembed.preprocessing.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
 
     networks = tuple(map(parse_media_network, flags["media_networks"]))
     if networks and not flags["media_hosts"]:

@@ -10,7 +10,7 @@ from jaxembed.errors import (
     NoRoom,
     StoreUnreachable,
 )
-from jaxembed.files import DISK_FULL
+from jaxembed.platform.files import DISK_FULL
 
 EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
 EXIT_HEALTHY, EXIT_FINDINGS = 0, 1  # of `doctor`

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from jaxembed.extras import require
-from jaxembed.tracing import Tracer
+from jaxembed.observability.tracing import Tracer
+from jaxembed.platform.extras import require
 
 SPANS_PATH = "/v1/traces"  # of a receiver that takes http/protobuf
 PROTOCOLS = ("grpc", "http/protobuf")

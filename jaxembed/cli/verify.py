@@ -49,8 +49,8 @@ def verify_command(
             raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
     configure_logging()
     from jaxembed.bulk.sources import read_texts
-    from jaxembed.verify.report import HEADER, markdown_row, report_lines
-    from jaxembed.verify.verification import verify_model
+    from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
+    from jaxembed.tools.verify.verification import verify_model
 
     extra_texts = list(read_texts([texts], text_column)) if texts is not None else []
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxembed.data.outputs import OUTPUTS, OutputName
+from jaxembed.data.work import SparseRows, WorkResult, join_results, no_rows
 from jaxembed.engine.recovery import Answers
 from jaxembed.engine.ticket import Entry, Key, Ticket
-from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import SparseRows, WorkResult, join_results, no_rows
+from jaxembed.observability.metrics import Telemetry
 
 # Bytes of an answer beside its values and the tokens in its key: tuples, an array and a place in
 # the table. Measured with tracemalloc: 370 to 395.

@@ -12,7 +12,12 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
-from jaxembed.cores import MOST_WAITED, core_count
+from jaxembed.data.spec import DType, ModelSpec
+from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, device_id
+from jaxembed.engine.autotune.cost_file import CostFile, KeptFile
+from jaxembed.engine.autotune.costs import BucketCosts, Timings, often_enough
+from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
+from jaxembed.engine.autotune.native_trial import Verdict, Verdicts, try_native
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
@@ -24,20 +29,15 @@ from jaxembed.engine.bucket import (
     one_length_grid,
     read_grid,
 )
-from jaxembed.engine.calibrate import ACCELERATOR_TOKENS, Calibration, device_id
-from jaxembed.engine.cost_file import CostFile, KeptFile
-from jaxembed.engine.costs import BucketCosts, Timings, often_enough
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.kernels import Choice, choose_kernels, choose_native
-from jaxembed.engine.native_trial import Verdict, Verdicts, try_native
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.placement import Device, place_parameters
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native, overflows_float16, position_limit
-from jaxembed.spec import DType, ModelSpec
-from jaxembed.telemetry import Telemetry
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.platform.cores import MOST_WAITED, core_count
 
 logger = logging.getLogger(__name__)
 

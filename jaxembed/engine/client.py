@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from jaxembed.data.inputs import Priority
+from jaxembed.data.work import Work
 from jaxembed.engine.state import EngineState
 from jaxembed.engine.ticket import Ticket
-from jaxembed.inputs import Priority
-from jaxembed.tracing import TicketTrace
-from jaxembed.work import Work
+from jaxembed.observability.tracing import TicketTrace
 
 
 @runtime_checkable

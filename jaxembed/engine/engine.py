@@ -19,19 +19,22 @@ from typing import get_args
 import numpy as np
 
 from jaxembed import memory
+from jaxembed.data.inputs import Priority
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Encoding, Work, work_of
 from jaxembed.engine.answer_cache import AnswerCache
+from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.autotune.timing import BucketTimer
+from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.costs import BucketCosts
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Answers, Recovery, reference_to
 from jaxembed.engine.replica import ServedRunner
 from jaxembed.engine.settlement import fail_entries, settle_answers
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
 from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.timing import BucketTimer
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
-from jaxembed.engine.warmup import Warmup
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
 from jaxembed.errors import (
     BackendError,
@@ -40,11 +43,8 @@ from jaxembed.errors import (
     InputTooLong,
     TooManySpans,
 )
-from jaxembed.inputs import Priority
-from jaxembed.outputs import OutputName
-from jaxembed.telemetry import Telemetry
-from jaxembed.tracing import BatchRun, TicketTrace
-from jaxembed.work import Encoding, Work, work_of
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.observability.tracing import BatchRun, TicketTrace
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import get_args
 
 import numpy as np
 
+from jaxembed.data.inputs import Priority
+from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
 from jaxembed.engine.engine import INTERNAL
 from jaxembed.engine.state import EngineState, LaneState
 from jaxembed.errors import BackendError, NotFinite
-from jaxembed.inputs import Priority
 from jaxembed.models.static import StaticModel
-from jaxembed.telemetry import Telemetry
-from jaxembed.work import Ragged, SparseRows, Work, WorkResult
+from jaxembed.observability.metrics import Telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from jaxembed.data.inputs import Priority
 from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.ticket import Entry, Key, Ticket
-from jaxembed.inputs import Priority
 
 # A request without a priority is interactive if it is small: it has at most so many inputs, and at
 # most this share of the tokens of the largest bucket, so that it takes a small part of a batch.

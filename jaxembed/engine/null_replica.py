@@ -4,11 +4,11 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from jaxembed.data.outputs import OUTPUTS, OutputName
+from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.work import SparseRows
 
 
 class NullReplica:

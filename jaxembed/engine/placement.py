@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxembed.data.spec import DType
 from jaxembed.memory import available_bytes
 from jaxembed.models import native
 from jaxembed.models.heads import TABLE_OF_TERMS
-from jaxembed.spec import DType
 
 Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxembed.cache_folder import make_private, refuse_shared
-from jaxembed.engine.calibrate import host_id
+from jaxembed.engine.autotune.calibrate import host_id
 from jaxembed.engine.compiles import replace_unreadable_programs
+from jaxembed.platform.cache_folder import make_private, refuse_shared
 
 
 def keep_programs(cache_dir: Path) -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.engine.batch import Batch, pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Outputs, Runner
 from jaxembed.engine.ticket import Entry, flat_ranges
 from jaxembed.errors import BackendError, NotFinite
-from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.telemetry import Telemetry
+from jaxembed.observability.metrics import Telemetry
 
 logger = logging.getLogger(__name__)
 

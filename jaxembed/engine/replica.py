@@ -13,6 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxembed import memory
+from jaxembed.data.outputs import OUTPUTS, OutputName
+from jaxembed.data.spec import DType
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
@@ -20,8 +22,6 @@ from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
-from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.spec import DType
 
 Outputs = dict[OutputName, Any]
 """float32 `[rows, slots or length, width]`, a sparse one SparseRows `[rows * slots, width]`."""

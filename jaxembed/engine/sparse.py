@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxembed.work import SparseRows, sparse_rows
+from jaxembed.data.work import SparseRows, sparse_rows
 
 # Values per token of a bucket that there is room for, where they are gathered on the device. It is
 # a guess that costs only time: of a batch with more everything is copied.

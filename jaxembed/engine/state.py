@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from jaxembed.data.inputs import Priority
+from jaxembed.engine.autotune.costs import CostSource
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.costs import CostSource
-from jaxembed.inputs import Priority
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult, empty_result
 from jaxembed.engine.bucket import least_row
 from jaxembed.errors import Cancelled
-from jaxembed.outputs import OutputName
-from jaxembed.tracing import TicketTrace
-from jaxembed.work import Ragged, SparseRows, Work, WorkResult, empty_result
+from jaxembed.observability.tracing import TicketTrace
 
 logger = logging.getLogger(__name__)
 

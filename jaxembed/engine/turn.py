@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jaxembed.cores import usable_cores
+from jaxembed.platform.cores import usable_cores
 
 
 @dataclass(eq=False)

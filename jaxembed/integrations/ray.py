@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
 from jaxembed.bulk.computations import as_arrow, labels_as_arrow
+from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder, output_options, rerank_options, score_options
 from jaxembed.errors import InvalidInput
-from jaxembed.options import Ranked
-from jaxembed.outputs import OutputName
+from jaxembed.runtime.options import Ranked
 
 SHOWN = 60  # characters of a text in an error
 

@@ -11,12 +11,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
+from jaxembed.data.outputs import OUTPUTS, OutputName
+from jaxembed.data.spec import ImageRules, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
 from jaxembed.models.heads import HEADS
 from jaxembed.models.tokens import WORD_BYTES, PackedTokens
-from jaxembed.outputs import OUTPUTS, OutputName
-from jaxembed.spec import ImageRules, ModelSpec
 
 ARCHITECTURES = {
     "bert": "jaxembed.models.bert:Bert",

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxembed.data.spec import Adapter
 from jaxembed.errors import CheckpointError
 from jaxembed.models import native
 from jaxembed.models.layers import Embedding, Linear
-from jaxembed.spec import Adapter
 
 Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
 

@@ -8,11 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import MASKED
-from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
-from jaxembed.models.pooling import POOLINGS, members
-from jaxembed.models.tokens import Hidden, PackedTokens
-from jaxembed.spec import (
+from jaxembed.data.spec import (
     DenseLayer,
     Head,
     LayerNormLayer,
@@ -22,6 +18,10 @@ from jaxembed.spec import (
     Probed,
     Vocabulary,
 )
+from jaxembed.models.attention import MASKED
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.pooling import POOLINGS, members
+from jaxembed.models.tokens import Hidden, PackedTokens
 
 BLOCK_TOKENS = 256  # whose logits are in memory at once: 31 MB of 30,592 terms
 TABLE_OF_TERMS = ".terms.kernel"  # how the name of its parameter ends

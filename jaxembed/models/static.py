@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxembed.data.spec import Activation, DenseLayer, ModelSpec, Module, Vocabulary
+from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import KIB
-from jaxembed.spec import Activation, DenseLayer, ModelSpec, Module, Vocabulary
-from jaxembed.work import Ragged, SparseRows, Work, WorkResult
 
 ARCHITECTURE = "static"
 TABLE = "table"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from jaxembed.spec import Expansion, ImageRules
+from jaxembed.data.spec import Expansion, ImageRules
 
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
 Segments = Int[Array, "rows length"]

@@ -15,10 +15,10 @@ from quart import Response, current_app, g, request
 from werkzeug.exceptions import BadRequest
 
 from jaxembed.engine.quota import Quota
-from jaxembed.server.body import discard_body
-from jaxembed.server.bounded_body import BoundedBody
+from jaxembed.server.auth.permissions import open_account, use_key
 from jaxembed.server.errors import REPOSITORY, Unauthorized
-from jaxembed.server.permission import open_account, use_key
+from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.pipeline.body import discard_body
 from jaxembed.server.service import Service, current_service
 
 OPEN_ROUTES = {

@@ -10,17 +10,22 @@ from werkzeug.routing import BaseConverter, MapAdapter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
-from jaxembed.images.media_fetch import MediaFetcher
-from jaxembed.images.media_urls import AllowedAddresses
-from jaxembed.server import (
-    access,
+from jaxembed.observability.tracing import Tracer
+from jaxembed.preprocessing.images.media_fetch import MediaFetcher
+from jaxembed.preprocessing.images.media_urls import AllowedAddresses
+from jaxembed.server import access, errors
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.http.connection import Exchange
+from jaxembed.server.pipeline.media import MOST_IMAGE_BYTES
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
+from jaxembed.server.routes import (
     classify,
     cohere,
     cohere_embed,
     contextualized,
     docs,
-    errors,
-    hosted,
     info,
     jina,
     multi,
@@ -28,18 +33,16 @@ from jaxembed.server import (
     openai,
     ops,
     playground,
-    repository,
     tei,
     tei_scores,
 )
-from jaxembed.server.audit import AuditLog
-from jaxembed.server.connection import Exchange
-from jaxembed.server.keyring import Keyring
-from jaxembed.server.media import MOST_IMAGE_BYTES
-from jaxembed.server.models import Models
-from jaxembed.server.pool import ModelPool
+from jaxembed.server.routes import (
+    cloud as hosted,
+)
+from jaxembed.server.routes import (
+    triton as repository,
+)
 from jaxembed.server.service import Service, install
-from jaxembed.tracing import Tracer
 
 BLUEPRINTS = (
     openai.blueprint,

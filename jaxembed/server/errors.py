@@ -37,10 +37,10 @@ from jaxembed.errors import (
     UnknownRoute,
     WrongTask,
 )
-from jaxembed.server.encoding import json_response
+from jaxembed.observability.tracing import current_trace
+from jaxembed.server.http.encoding import json_response
 from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
-from jaxembed.tracing import current_trace
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,17 @@ from typing import Any, Literal, cast
 
 from quart import Response, g, request
 
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Held
-from jaxembed.loaded_model import LoadedModel
-from jaxembed.options import Embeddings, Scores, Similarities
-from jaxembed.outputs import OutputName
-from jaxembed.server.bounded_body import BoundedBody
-from jaxembed.server.models import Residence
-from jaxembed.server.permission import check_name
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.observability.tracing import current_trace
+from jaxembed.runtime.model import LoadedModel
+from jaxembed.runtime.options import Embeddings, Scores, Similarities
+from jaxembed.server.auth.permissions import check_name
+from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.registry.models import Residence
 from jaxembed.server.service import Service, current_service
-from jaxembed.spec import Task
-from jaxembed.telemetry import Telemetry
-from jaxembed.tracing import current_trace
 
 Method = Literal["single", "batch"]
 

@@ -36,8 +36,8 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from jaxembed.observability.tracing import MOST_LINKS, BatchRun, TicketTrace, Trace
 from jaxembed.server.access import is_open
-from jaxembed.tracing import MOST_LINKS, BatchRun, TicketTrace, Trace
 
 logger = logging.getLogger(__name__)
 

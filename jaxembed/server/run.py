@@ -19,20 +19,20 @@ from hypercorn.config import Config
 
 from jaxembed import memory
 from jaxembed.config import PoolLimits, ServerConfig
-from jaxembed.doctor.history import SAMPLE_S
 from jaxembed.errors import BackendError, ConfigError
-from jaxembed.loaded_model import LoadedModel
-from jaxembed.server import playground
+from jaxembed.observability.tracing import Tracer
+from jaxembed.platform.signals import STOP_SIGNALS, leave
+from jaxembed.runtime.diagnostics.history import SAMPLE_S
+from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
-from jaxembed.server.audit import AuditLog
-from jaxembed.server.connection import use_connections
-from jaxembed.server.keyring import Keyring
-from jaxembed.server.models import Models
-from jaxembed.server.pool import Describe, Load, ModelPool
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.http.connection import use_connections
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import Describe, Load, ModelPool
+from jaxembed.server.routes import playground
 from jaxembed.server.service import Service
 from jaxembed.server.supervisor import READY, STOPPING, feed_watchdog, tell
-from jaxembed.signals import STOP_SIGNALS, leave
-from jaxembed.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 

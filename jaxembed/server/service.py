@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from quart import Quart, current_app
 
 from jaxembed.config import ServerConfig
-from jaxembed.doctor.history import History
-from jaxembed.images.media_fetch import MediaFetcher
-from jaxembed.server.audit import AuditLog
-from jaxembed.server.keyring import Keyring
-from jaxembed.server.models import Models
-from jaxembed.server.pool import ModelPool
-from jaxembed.tracing import Tracer
+from jaxembed.observability.tracing import Tracer
+from jaxembed.preprocessing.images.media_fetch import MediaFetcher
+from jaxembed.runtime.diagnostics.history import History
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.registry.models import Models
+from jaxembed.server.registry.pool import ModelPool
 
 _KEY = "jaxembed"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.preprocessing.text import Rules
 
 __version__ = "6.2.0"
 

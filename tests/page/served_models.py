@@ -16,8 +16,8 @@ from playwright.sync_api import Browser, Error, sync_playwright
 from test_embedder import save_scorer
 from test_static import OF_MODEL2VEC
 
-from jaxembed import checkpoint, hub
-from jaxembed.spec import LateInteraction, NormalizeLayer, PerToken
+from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.data.spec import LateInteraction, NormalizeLayer, PerToken
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SWITCHES = (

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxembed import Embedder, EngineConfig
-from jaxembed.spec import DType, PoolingChoice
+from jaxembed.data.spec import DType, PoolingChoice
 
 _AGREEMENT = "agreement"  # a property of tests, which pytest-xdist sends along
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxembed.hub import DEFAULT_MODEL_PACKAGE
+from jaxembed.checkpoints.hub import DEFAULT_MODEL_PACKAGE
 
 
 def minilm() -> Path:

@@ -10,11 +10,11 @@ from golden import make
 from golden.colbert import STANFORD_MARKERS, Saved, save
 
 from jaxembed import Embedder
-from jaxembed.inputs import Text
-from jaxembed.options import EncodeOptions
-from jaxembed.processors.prompts import Role
-from jaxembed.spec import PerToken
-from jaxembed.work import Encoding
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import PerToken
+from jaxembed.data.work import Encoding
+from jaxembed.preprocessing.prompts import Role
+from jaxembed.runtime.options import EncodeOptions
 from parity import sentences
 from parity.reference import relative
 

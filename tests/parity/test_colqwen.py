@@ -25,8 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from converters import convert
-from converters.image_rules import read_rules
-from converters.qwen_vision import (
+from converters.vision.image_rules import read_rules
+from converters.vision.qwen_vision import (
     SECOND,
     SECOND_AND_HALF,
     vision_config,
@@ -35,12 +35,12 @@ from converters.qwen_vision import (
 )
 from converters.weights import Tensor, plan_steps
 from jaxembed.errors import InvalidImage
-from jaxembed.images.decode import picture_of
-from jaxembed.images.places import page_places
-from jaxembed.images.prepare import prepare_image
 from jaxembed.models import normalised
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import PackedTokens
+from jaxembed.preprocessing.images.decode import picture_of
+from jaxembed.preprocessing.images.places import page_places
+from jaxembed.preprocessing.images.prepare import prepare_image
 
 SIZES = [(56, 56), (42, 70), (333, 501), (1080, 1920), (30, 2000), (1, 200), (9, 7), (1754, 1240)]
 PATCH = 14

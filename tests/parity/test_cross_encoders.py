@@ -15,12 +15,12 @@ from transformers.models.auto.tokenization_auto import (
 )
 
 from converters import CONVERTERS
-from converters.tokenizer import TYPED_BY_DEFAULT, WITH_TYPES
+from converters.tokenizers.tokenizer import TYPED_BY_DEFAULT, WITH_TYPES
 from jaxembed import Embedder
-from jaxembed.inputs import Pair
-from jaxembed.outputs import OutputName
-from jaxembed.processors.text import Rules
-from jaxembed.work import work_of
+from jaxembed.data.inputs import Pair
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import work_of
+from jaxembed.preprocessing.text import Rules
 from parity import sentences
 from parity.test_towers import SIZES, ragged
 

@@ -11,8 +11,8 @@ from golden import make
 from golden.families import FAMILIES
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
+from jaxembed.data.work import Encoding, work_of
 from jaxembed.models.disentangled import Distances
-from jaxembed.work import Encoding, work_of
 from parity.reference import relative
 
 TOLERANCE = 1e-5  # float32, sums in another order
@@ -78,7 +78,7 @@ def test_hidden_states_agree_in_long_rows(changes, length, lengths, tmp_path, ma
 @pytest.mark.parametrize("head", ["deberta_cross_encoder", "deberta_classifier"])
 def test_a_config_is_read_as_transformers_4_writes_it(head, tmp_path):
     """Terms in one string; torch_dtype; without what transformers 5 adds."""
-    from converters import deberta
+    from converters.families import deberta
 
     make.save(make.CASES[head], tmp_path)
     path = Path(tmp_path) / "config.json"

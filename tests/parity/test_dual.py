@@ -23,10 +23,10 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
     get_image_size_for_max_num_patches,
 )
 
-from converters.image_rules import read_rules
+from converters.vision.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
-from jaxembed.images.decode import decode_image, picture_of
-from jaxembed.images.prepare import image_places, patches, prepare_image, resized_size
+from jaxembed.preprocessing.images.decode import decode_image, picture_of
+from jaxembed.preprocessing.images.prepare import image_places, patches, prepare_image, resized_size
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
 TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]

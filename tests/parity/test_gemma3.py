@@ -8,7 +8,7 @@ import pytest
 from golden import make
 from golden.families import WORDS
 
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_of
 from parity.reference import relative, smallest_cosine
 
 # but for the number of layers

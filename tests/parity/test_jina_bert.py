@@ -7,8 +7,8 @@ import pytest
 from golden import make
 from golden.families import FAMILIES, class_of
 
-from jaxembed.outputs import OutputName
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.work import Encoding, work_of
 from parity.reference import relative
 
 LIMIT = 8192

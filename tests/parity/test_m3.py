@@ -7,7 +7,7 @@ import pytest
 from golden import make
 from golden.m3 import Reference, save
 
-from jaxembed.outputs import REPRESENTATIONS
+from jaxembed.data.outputs import REPRESENTATIONS
 from parity import sentences
 from parity.reference import relative
 from parity.test_splade import as_dense

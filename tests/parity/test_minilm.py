@@ -7,10 +7,10 @@ from golden import make
 from sentence_transformers import SentenceTransformer
 
 from converters import convert
-from jaxembed import checkpoint
+from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.inputs import Text
-from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.data.inputs import Text
+from jaxembed.preprocessing.text import Rules, TextProcessor
 from parity import sentences
 from parity.reference import minilm, smallest_cosine
 

@@ -14,11 +14,12 @@ import transformers
 from golden import make
 
 from converters import convert
-from jaxembed import Embedder, checkpoint
+from jaxembed import Embedder
+from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.inputs import Text
-from jaxembed.processors.text import Rules, TextProcessor
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.inputs import Text
+from jaxembed.data.work import Encoding, work_of
+from jaxembed.preprocessing.text import Rules, TextProcessor
 from parity import sentences
 from parity.reference import relative
 

@@ -18,9 +18,9 @@ import torch
 import transformers
 from golden import make
 
-from converters import qwen3
-from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules
+from converters.families import qwen3
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.preprocessing.text import Rules
 from parity import sentences
 from parity.reference import smallest_cosine
 

@@ -13,7 +13,7 @@ import transformers
 from golden import make
 from golden.families import FAMILIES
 
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_of
 from parity.reference import relative
 
 ORIGINAL = {"original_max_position_embeddings": 64}

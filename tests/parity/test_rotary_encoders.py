@@ -12,7 +12,7 @@ from golden import make
 from golden.families import FAMILIES
 
 from jaxembed import Embedder
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_of
 from parity.reference import relative
 
 LIMIT = 8192

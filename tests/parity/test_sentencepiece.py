@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from converters.tokenizer import read_tokenizer
+from converters.tokenizers.tokenizer import read_tokenizer
 from parity import sentences
 from parity.test_xlm_roberta import PUBLISHED, VOCABULARY
 

@@ -18,7 +18,7 @@ from sentence_transformers.sentence_transformer import modules
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 
 from jaxembed import Embedder
-from jaxembed.work import SparseRows
+from jaxembed.data.work import SparseRows
 from parity import sentences
 from parity.reference import relative
 

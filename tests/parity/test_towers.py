@@ -14,9 +14,9 @@ from golden import make
 from golden.families import FAMILIES, WORDS, class_of
 
 from jaxembed import Embedder
-from jaxembed.inputs import Text
-from jaxembed.processors.text import Rules
-from jaxembed.work import Encoding, work_of
+from jaxembed.data.inputs import Text
+from jaxembed.data.work import Encoding, work_of
+from jaxembed.preprocessing.text import Rules
 from parity.reference import relative
 
 BASE = {

@@ -9,7 +9,7 @@ from golden import make
 from golden.families import FAMILIES
 
 from jaxembed import EngineConfig
-from jaxembed.verify.verification import Verification, verify_model
+from jaxembed.tools.verify.verification import Verification, verify_model
 from parity.test_towers import SIZES
 
 THREE = make.Head(("no", "perhaps", "yes"))

@@ -11,10 +11,10 @@ from golden import make
 from golden.families import FAMILIES
 
 from converters import convert
-from jaxembed import checkpoint
+from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.inputs import Pair, Text
-from jaxembed.processors.text import Rules, TextProcessor
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.preprocessing.text import Rules, TextProcessor
 from parity import sentences
 from parity.reference import relative
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import jax
 
-from jaxembed.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_shared
 from jaxembed.errors import ConfigError
-from jaxembed.files import replacing
 from jaxembed.models.native import compiler
 from jaxembed.models.native.compiler import Build, Unavailable
 from jaxembed.models.native.means import NativeMeans
+from jaxembed.platform.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_shared
+from jaxembed.platform.files import replacing
 
 logger = logging.getLogger(__name__)
 

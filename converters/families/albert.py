@@ -1,0 +1,124 @@
+"""Converts ALBERT from transformers: BERT with few layers, each of which runs several times."""
+
+from typing import Any
+
+from converters.families import bert
+from converters.features.scores import Scorer
+from converters.features.terms import TermHead, term_head, transform_layers
+from converters.fields import activation_of, require
+from converters.weights import Rule, concatenate, concatenate_transposed, transpose
+from jaxembed.errors import CheckpointError
+
+ARCHITECTURE = bert.ARCHITECTURE
+
+CLASSES = ("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining")
+CLASSIFIERS = ("AlbertForSequenceClassification",)
+
+PREFIXES = ("albert.",)
+RENAMES: dict[str, str] = {}
+
+MAPPING = "encoder.embedding_hidden_mapping_in"
+
+RULES = [  # of the embeddings; config_rules has those of the layers
+    *(rule for rule in bert.RULES if rule.target.startswith("tower.embeddings.")),
+    Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
+    Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
+]
+
+# The heads of training are not used, nor the pooler and the classifier for embeddings.
+IGNORED = [
+    "embeddings.position_ids",
+    "pooler.*",
+    "predictions.*",
+    "sop_classifier.*",
+    "classifier.*",
+]
+
+DEFAULTS = {  # of transformers, where they are not BERT's
+    "embedding_size": 128,
+    "hidden_act": "gelu_new",
+    "num_hidden_groups": 1,
+    "inner_group_num": 1,
+}
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of BertConfig from a config.json, with the order in which layers run.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    hf = DEFAULTS | hf
+    require(hf, ("embedding_size", "num_hidden_groups", "inner_group_num"))
+    fields = bert.config(hf)
+    runs, groups, inner = hf["num_hidden_layers"], hf["num_hidden_groups"], hf["inner_group_num"]
+    if groups > runs:
+        raise CheckpointError(
+            f"config.json: num_hidden_groups is {groups}; wanted 1 to {runs} groups, which is "
+            "num_hidden_layers"
+        )
+    first = [int(run / (runs / groups)) * inner for run in range(runs)]  # as transformers rounds it
+    return fields | {
+        "num_layers": groups * inner,
+        "embedding_size": hf["embedding_size"],
+        "layer_order": [layer + n for layer in first for n in range(inner)],
+    }
+
+
+def config_rules(hf: dict[str, Any]) -> list[Rule]:
+    """The rules for the layers of each group."""
+    hf = DEFAULTS | hf
+    inner = hf["inner_group_num"]
+    return [
+        rule
+        for number in range(hf["num_hidden_groups"] * inner)
+        for rule in _layer_rules(
+            f"encoder.albert_layer_groups.{number // inner}.albert_layers.{number % inner}",
+            f"tower.layers.{number}",
+        )
+    ]
+
+
+def _layer_rules(layer: str, target: str) -> list[Rule]:
+    attention = f"{layer}.attention"
+    parts = [f"{attention}.{part}" for part in ("query", "key", "value")]
+    return [
+        Rule(
+            tuple(f"{part}.weight" for part in parts),
+            f"{target}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(tuple(f"{part}.bias" for part in parts), f"{target}.attention.qkv.bias", concatenate),
+        Rule(f"{attention}.dense.weight", f"{target}.attention.out.kernel", transpose),
+        Rule(f"{attention}.dense.bias", f"{target}.attention.out.bias"),
+        Rule(f"{attention}.LayerNorm.weight", f"{target}.attention_norm.scale"),
+        Rule(f"{attention}.LayerNorm.bias", f"{target}.attention_norm.bias"),
+        Rule(f"{layer}.ffn.weight", f"{target}.mlp.up.kernel", transpose),
+        Rule(f"{layer}.ffn.bias", f"{target}.mlp.up.bias"),
+        Rule(f"{layer}.ffn_output.weight", f"{target}.mlp.down.kernel", transpose),
+        Rule(f"{layer}.ffn_output.bias", f"{target}.mlp.down.bias"),
+        Rule(f"{layer}.full_layer_layer_norm.weight", f"{target}.mlp_norm.scale"),
+        Rule(f"{layer}.full_layer_layer_norm.bias", f"{target}.mlp_norm.bias"),
+    ]
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """AlbertForSequenceClassification: the pooler with tanh on the first token, then the logits."""
+    return bert.two_layers(hf["hidden_size"], labels, "pooler", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """AlbertMLMHead: a dense layer with the activation to the width of the embeddings, a norm, and
+    the decoder."""
+    hf = DEFAULTS | hf
+    eps, features = hf.get("layer_norm_eps", 1e-12), hf["embedding_size"]
+    return term_head(
+        hf,
+        transform_layers(
+            hf["hidden_size"], activation_of(hf, "hidden_act"), eps, features=features
+        ),
+        dense="predictions.dense",
+        norms=("predictions.LayerNorm",),
+        decoder="predictions.decoder",
+        biases=("predictions.bias",),
+    )

@@ -1,0 +1,140 @@
+"""Converts BERT from transformers: its config, and the rules for its tensors."""
+
+from typing import Any
+
+from converters.features.scores import Scorer
+from converters.features.terms import TermHead, term_head, transform_layers
+from converters.fields import activation_of, require
+from converters.heads import dense_rules
+from converters.weights import Rule, concatenate, concatenate_transposed, transpose
+from jaxembed.data.spec import Activation, DenseLayer, Pooled
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = "bert"
+
+CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+CLASSIFIERS = ("BertForSequenceClassification",)
+
+PREFIXES = ("bert.",)
+RENAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+LAYER = "encoder.layer.{i}"
+SELF = f"{LAYER}.attention.self"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+    Rule(
+        (f"{SELF}.query.weight", f"{SELF}.key.weight", f"{SELF}.value.weight"),
+        f"{TARGET}.attention.qkv.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{SELF}.query.bias", f"{SELF}.key.bias", f"{SELF}.value.bias"),
+        f"{TARGET}.attention.qkv.bias",
+        concatenate,
+    ),
+    Rule(f"{LAYER}.attention.output.dense.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.attention.output.dense.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.attention.output.LayerNorm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.attention.output.LayerNorm.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(f"{LAYER}.intermediate.dense.weight", f"{TARGET}.mlp.up.kernel", transpose),
+    Rule(f"{LAYER}.intermediate.dense.bias", f"{TARGET}.mlp.up.bias"),
+    Rule(f"{LAYER}.output.dense.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.output.dense.bias", f"{TARGET}.mlp.down.bias"),
+    Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
+]
+
+# The pooler and the heads are not used for embeddings; position_ids is 0, 1, 2, ...
+IGNORED = [
+    "embeddings.position_ids",
+    "pooler.dense.*",
+    "cls.predictions.*",
+    "cls.seq_relationship.*",
+    "classifier.weight",
+    "classifier.bias",
+]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of BertConfig from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    require(hf, REQUIRED)
+    positions = hf.get("position_embedding_type") or "absolute"
+    if positions != "absolute":
+        raise UnsupportedModel(
+            f"position_embedding_type {positions!r} is not supported; known: absolute"
+        )
+    for flag in ("is_decoder", "add_cross_attention", "pruned_heads"):
+        if hf.get(flag):
+            raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: BERT runs as an encoder")
+    if hf["hidden_size"] % hf["num_attention_heads"]:
+        raise CheckpointError(
+            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
+            f"{hf['num_attention_heads']}"
+        )
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "type_vocab_size": hf.get("type_vocab_size", 2),
+        "norm_eps": hf.get("layer_norm_eps", 1e-12),
+        "activation": activation_of(hf, "hidden_act"),
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of BertForSequenceClassification: the pooler on the first token, then the logits."""
+    return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """BertLMPredictionHead: a dense layer with the activation, a norm, and the decoder."""
+    eps = hf.get("layer_norm_eps", 1e-12)
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], activation_of(hf, "hidden_act"), eps),
+        dense="cls.predictions.transform.dense",
+        norms=("cls.predictions.transform.LayerNorm",),
+        decoder="cls.predictions.decoder",
+        biases=("cls.predictions.bias",),
+    )
+
+
+def two_layers(
+    width: int, labels: int, first: str, second: str, *, activation: Activation = "tanh"
+) -> Scorer:
+    """A head of two dense layers: second(activation(first(hidden state of the first token))).
+
+    `width` is that of the hidden state. `first` and `second` are the tensors' names without
+    ".weight" and ".bias".
+    """
+    layers = (
+        DenseLayer(in_features=width, out_features=width, activation=activation),
+        DenseLayer(in_features=width, out_features=labels, activation="identity"),
+    )
+    rules = (
+        *dense_rules("logits", 0, layers[0], first),
+        *dense_rules("logits", 1, layers[1], second),
+    )
+    return Scorer(Pooled(("cls",), layers), rules)

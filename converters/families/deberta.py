@@ -1,0 +1,225 @@
+"""Converts DeBERTa v2 and v3 from transformers 4 and 5: its config, head and tensor rules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from converters.families import bert
+from converters.features.scores import Scorer
+from converters.fields import activation_of, require
+from converters.weights import Rule, Shape, Tensor, Transform, transpose
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = "deberta"
+
+CLASSES = ("DebertaV2Model", "DebertaV2ForMaskedLM")
+CLASSIFIERS = ("DebertaV2ForSequenceClassification",)
+
+PREFIXES = ("deberta.",)
+RENAMES = {
+    "self.query_proj.weight": "self.query.weight",
+    "self.query_proj.bias": "self.query.bias",
+    "self.key_proj.weight": "self.key.weight",
+    "self.key_proj.bias": "self.key.bias",
+    "self.value_proj.weight": "self.value.weight",
+    "self.value_proj.bias": "self.value.bias",
+}
+
+
+def projected(norm_eps: float) -> Transform:
+    """A transform from a table, perhaps the scale and shift of its norm, and a linear layer, to the
+    float32 table of what the layer makes of each row."""
+
+    def apply(table: np.ndarray, *rest: np.ndarray) -> np.ndarray:
+        *norm, weight, bias = (array.astype(np.float64) for array in rest)
+        rows = table.astype(np.float64)
+        if norm:
+            scale, shift = norm
+            rows = rows - rows.mean(axis=1, keepdims=True)
+            variance = (rows * rows).mean(axis=1, keepdims=True)
+            rows = rows / np.sqrt(variance + norm_eps) * scale + shift
+        return (rows @ weight.T + bias).astype(np.float32)
+
+    def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+        width = shape[1]
+        *norm, weight, bias = sources[1:]
+        wanted = [(sources[0], shape), (weight, (width, width)), (bias, (width,))]
+        wanted += [(vector, (width,)) for vector in norm]
+        return [
+            f"{source.name}: wanted shape {fitting}, got {source.shape}"
+            for source, fitting in wanted
+            if source.shape != fitting
+        ]
+
+    return Transform(apply, misfits, dtype="float32")
+
+
+def _unfold(weight: np.ndarray) -> np.ndarray:
+    out, features, width = weight.shape
+    return np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(width * features, out))
+
+
+def _unfolded(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    features, out = shape
+    return [
+        f"{source.name}: wanted shape ({out}, {out}, {features // out}), got {source.shape}"
+        for source in sources
+        if source.shape != (out, out, features // out)
+    ]
+
+
+unfold = Transform(_unfold, _unfolded)  # a convolution's weight is [out, in, tokens]
+
+CONV = "encoder.conv"
+
+RULES = [
+    *bert.RULES,
+    Rule("embeddings.embed_proj.weight", "tower.embeddings.projection.kernel", transpose),
+    Rule(f"{CONV}.conv.weight", "tower.convolution.linear.kernel", unfold),
+    Rule(f"{CONV}.conv.bias", "tower.convolution.linear.bias"),
+    Rule(f"{CONV}.LayerNorm.weight", "tower.convolution.norm.scale"),
+    Rule(f"{CONV}.LayerNorm.bias", "tower.convolution.norm.bias"),
+]
+
+# The heads of training are not used, nor the pooler for embeddings. Published models have a table
+# of positions also where none are added.
+IGNORED = [
+    "embeddings.position_ids",
+    "embeddings.position_embeddings.weight",
+    "pooler.dense.*",
+    "classifier.*",
+    "cls.predictions.*",
+    "lm_predictions.*",
+    "mask_predictions.*",
+]
+
+CONTENT_TO_POSITION, POSITION_TO_CONTENT = "c2p", "p2c"
+
+RELATIVE_TABLE = "encoder.rel_embeddings.weight"
+TABLE_NORM = ("encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of DebertaConfig from a config.json.
+
+    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that
+    are not supported, and CheckpointError for missing or inconsistent ones.
+    """
+    require(hf, bert.REQUIRED)
+    _refuse_other_sizes(hf)
+    terms = _terms(hf)
+    buckets, max_distance = _distances(hf)
+    positions = hf.get("position_biased_input", True)
+    fields = {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "type_vocab_size": hf.get("type_vocab_size", 0),
+        "norm_eps": float(hf.get("layer_norm_eps", 1e-7)),
+        "activation": activation_of(hf, "hidden_act"),
+        "embedding_size": hf.get("embedding_size", hf["hidden_size"]),
+        "absolute_positions": bool(positions),
+        "buckets": buckets,
+        "max_distance": max_distance,
+        "content_to_position": CONTENT_TO_POSITION in terms,
+        "position_to_content": POSITION_TO_CONTENT in terms,
+    }
+    return fields | _convolution(hf)
+
+
+def config_rules(hf: dict[str, Any]) -> list[Rule]:
+    """The rules for the relative keys and queries, whose sources depend on the config."""
+    return [_relative_rule(hf, "key"), _relative_rule(hf, "query")]
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head: a dense layer with an activation on the first token, then the logits."""
+    activation = activation_of(hf, "pooler_hidden_act")
+    return bert.two_layers(
+        hf["hidden_size"], labels, "pooler.dense", "classifier", activation=activation
+    )
+
+
+def _relative_rule(hf: dict[str, Any], part: str) -> Rule:
+    """The rule for the relative keys or queries of each layer: projections of one table."""
+    is_shared = hf.get("share_att_key", False)
+    linear = f"{bert.SELF}.{part if is_shared else f'pos_{part}_proj'}"
+    is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
+    sources = (
+        RELATIVE_TABLE,
+        *(TABLE_NORM if is_normed else ()),
+        f"{linear}.weight",
+        f"{linear}.bias",
+    )
+    transform = projected(float(hf.get("layer_norm_eps", 1e-7)))
+    return Rule(sources, f"{bert.TARGET}.attention.relative_{part}", transform)
+
+
+def _refuse_other_sizes(hf: dict[str, Any]) -> None:
+    """Refuse widths that differ from the tower's where transformers would read them."""
+    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if width % heads:
+        raise CheckpointError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
+        )
+    for key, only in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
+        if hf.get(key, only) != only:
+            raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {only} here")
+
+
+def _terms(hf: dict[str, Any]) -> list[str]:
+    """The relative terms of a score. Raises UnsupportedModel if there are none, or unknown ones."""
+    if not hf.get("relative_attention", False):
+        raise UnsupportedModel(
+            "relative_attention=False is not supported: DeBERTa runs with relative positions"
+        )
+    terms = _names(hf.get("pos_att_type") or ())
+    unknown = set(terms) - {CONTENT_TO_POSITION, POSITION_TO_CONTENT}
+    if unknown or not terms:
+        raise UnsupportedModel(
+            f"pos_att_type {hf.get('pos_att_type')!r} is not supported; known: c2p, p2c, c2p|p2c"
+        )
+    norms = set(_names(hf.get("norm_rel_ebd", "none"))) - {"layer_norm", "none"}
+    if norms:
+        raise UnsupportedModel(
+            f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
+        )
+    return terms
+
+
+def _names(value: Any) -> list[str]:
+    """The names in a string with bars between them, as transformers 4 writes it, or in a list."""
+    names = value.split("|") if isinstance(value, str) else value
+    return [str(name).strip().lower() for name in names]
+
+
+def _distances(hf: dict[str, Any]) -> tuple[int, int]:
+    """The number of buckets on either side, or 0, and the distance from which on all are alike."""
+    buckets = hf.get("position_buckets", -1)
+    furthest = hf.get("max_relative_positions", -1)
+    furthest = furthest if furthest >= 1 else hf["max_position_embeddings"]
+    buckets = max(buckets, 0)
+    if buckets and not 2 <= buckets < 2 * (furthest - 1):
+        raise CheckpointError(
+            f"position_buckets is {buckets}, wanted at least 2 and less than twice the largest "
+            f"distance, {furthest - 1}, which max_relative_positions gives"
+        )
+    return buckets, furthest
+
+
+def _convolution(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the convolution beside the first layer; empty if there is none."""
+    width = hf.get("conv_kernel_size", 0)
+    if not width or width < 0:
+        return {}
+    if width % 2 == 0:
+        raise UnsupportedModel(f"conv_kernel_size {width} is not supported: it must be odd")
+    if hf.get("conv_groups", 1) != 1:
+        raise UnsupportedModel(f"conv_groups {hf['conv_groups']} is not supported; known: 1")
+    activation = hf.get("conv_act", "tanh")
+    activation = activation if activation == "tanh" else activation_of(hf, "conv_act")
+    return {"conv_width": width, "conv_activation": activation}

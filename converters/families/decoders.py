@@ -1,0 +1,206 @@
+"""What the converters of decoders share: tensor rules, config fields, windows and heads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from converters.families.rope import rope_fields, scaled_positions
+from converters.features.scores import Scorer
+from converters.fields import activation_of, require
+from converters.heads import parameter_of
+from converters.weights import (
+    Rule,
+    concatenate,
+    concatenate_transposed,
+    difference_of_rows,
+    transpose,
+)
+from jaxembed.data.spec import DenseLayer, Pooled, Pooling
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = "qwen3"
+
+PREFIXES = ("model.",)
+RENAMES: dict[str, str] = {}
+
+LAYER = "layers.{i}"
+SELF = f"{LAYER}.self_attn"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embed_tokens.weight", "tower.embeddings.word.embedding"),
+    Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(
+        (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
+        f"{TARGET}.attention.qkv.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
+        f"{TARGET}.attention.qkv.bias",
+        concatenate,
+    ),
+    Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale"),
+    Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale"),
+    Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(
+        (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
+        f"{TARGET}.mlp.gate_up.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{LAYER}.mlp.gate_proj.bias", f"{LAYER}.mlp.up_proj.bias"),
+        f"{TARGET}.mlp.gate_up.bias",
+        concatenate,
+    ),
+    Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
+    Rule("norm.weight", "tower.norm.scale"),
+]
+
+# The language model's head is not used for embeddings; files may hold it even if it is tied.
+IGNORED = ["lm_head.weight"]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"
+
+
+def decoder_config(
+    hf: dict[str, Any],
+    head_width: int,
+    *,
+    causal: bool,
+    rope: dict[str, Any] | None = None,
+    activation: str = "hidden_act",
+    norm_eps: float = 1e-6,
+) -> dict[str, Any]:
+    """Read the fields of Qwen3Config that all decoders have.
+
+    `rope` are the fields of the rotary positions, if they are not those of `rope_fields`;
+    `activation` is the key of the activation, `norm_eps` the default of rms_norm_eps. Raises
+    UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    require(hf, REQUIRED)
+    if head_width % 2:
+        raise CheckpointError(
+            f"heads are {head_width} wide; wanted an even number, to rotate pairs"
+        )
+    heads, key_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
+    if heads % key_heads:
+        raise CheckpointError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
+        )
+    rope = rope_fields(hf, head_width) if rope is None else rope
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": heads,
+        "num_key_heads": key_heads,
+        "head_width": head_width,
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": scaled_positions(hf, rope["rope_scaling"]),
+        **{name: value for name, value in rope.items() if value is not None},
+        "norm_eps": float(hf.get("rms_norm_eps", norm_eps)),
+        "activation": activation_of(hf, activation, "silu"),
+        "causal": causal,
+    }
+
+
+def head_width_of(hf: dict[str, Any]) -> int:
+    """head_dim, or an equal share of hidden_size. Raises CheckpointError if there is none."""
+    require(hf, ("hidden_size", "num_attention_heads"))
+    width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
+    if hf.get("head_dim"):
+        return hf["head_dim"]
+    if rest:
+        raise CheckpointError(
+            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
+            f"{hf['num_attention_heads']}"
+        )
+    return width
+
+
+def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
+    """Whether config.json asks for causal attention; `otherwise` if it does not say.
+
+    Two keys may say so. Raises CheckpointError if they contradict each other.
+    """
+    causal, both_ways = hf.get("is_causal"), hf.get("use_bidirectional_attention")
+    if causal and both_ways:
+        raise CheckpointError(
+            "is_causal and use_bidirectional_attention are both true; wanted one of them"
+        )
+    if both_ways:
+        return False
+    return otherwise if causal is None else bool(causal)
+
+
+def window_fields(
+    hf: dict[str, Any], window: Any, layers: Sequence[int], causal: bool
+) -> dict[str, Any]:
+    """Read local_layers and local_reach, from layer_types or else the family's own `layers`.
+
+    `window` is the size of the window, None if there is none. Raises UnsupportedModel for an
+    unknown layer type, and CheckpointError for inconsistent fields.
+    """
+    kinds = hf.get("layer_types")
+    if kinds is not None:
+        unknown = sorted({str(kind) for kind in kinds} - {GLOBAL_LAYER, LOCAL_LAYER})
+        if unknown:
+            raise UnsupportedModel(
+                f"layer_types {', '.join(unknown)} are not supported; known: {GLOBAL_LAYER}, "
+                f"{LOCAL_LAYER}"
+            )
+        if len(kinds) != hf["num_hidden_layers"]:
+            raise CheckpointError(
+                f"{len(kinds)} layer_types for num_hidden_layers {hf['num_hidden_layers']}"
+            )
+        layers = [number for number, kind in enumerate(kinds) if kind == LOCAL_LAYER]
+    if not layers:
+        return {}
+    if not window:
+        raise CheckpointError(
+            f"sliding_window is {window!r}, wanted a whole number over 0 for the layers with a "
+            "window"
+        )
+    # in transformers a causal window holds the token itself, a bidirectional one reaches that far
+    return {"local_layers": list(layers), "local_reach": window - 1 if causal else window}
+
+
+def last_token_classifier(
+    hf: dict[str, Any], labels: int, pooling: Pooling = "lasttoken"
+) -> Scorer:
+    """The head of transformers' GenericForSequenceClassification: one layer on the last token."""
+    kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
+    return Scorer(Pooled((pooling,), (_row_head(hf, labels),)), (kernel,))
+
+
+def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
+    """A head that gives logit(true_id) - logit(false_id) at the last token.
+
+    `hf` is the content of config.json, `config` that of the tower. Only these two rows of the
+    language model's head are converted.
+    """
+    rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
+    difference = difference_of_rows(true_id, false_id)
+    kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
+    return Scorer(Pooled(("lasttoken",), (_row_head(config, 1),)), (kernel,))
+
+
+def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
+    """A layer from the hidden state to the logits, without bias."""
+    return DenseLayer(
+        in_features=config["hidden_size"], out_features=labels, bias=False, activation="identity"
+    )

@@ -1,0 +1,61 @@
+"""Converts EuroBERT from transformers 5 and its own code: Llama's layers without causal mask."""
+
+from typing import Any
+
+from converters.families import decoders
+from converters.families.llama import llama_config
+from converters.features.scores import Scorer
+from converters.heads import dense_rules
+from jaxembed.data.spec import DenseLayer, Pooled, Pooling
+from jaxembed.errors import UnsupportedModel
+
+ARCHITECTURE = decoders.ARCHITECTURE
+
+CLASSES = ("EuroBertModel", "EuroBertForMaskedLM")
+CLASSIFIERS = ("EuroBertForSequenceClassification",)
+
+PREFIXES, RENAMES, RULES = decoders.PREFIXES, decoders.RENAMES, decoders.RULES
+
+# The heads are not used for embeddings.
+IGNORED = ["lm_head.*", "dense.*", "classifier.*"]
+
+_SOURCES = ("", *(f"EuroBERT/EuroBERT-{size}--" for size in ("210m", "610m", "2.1B")))
+_MODEL, _CLASSIFIER = (
+    tuple(f"{source}modeling_eurobert.EuroBert{name}" for source in _SOURCES)
+    for name in ("Model", "ForSequenceClassification")
+)
+OWN_CODE = {"AutoModel": _MODEL, "AutoModelForSequenceClassification": (*_MODEL, *_CLASSIFIER)}
+
+# "late", the mean of each token's logits, would need the layers of the head before its pooling
+POOLINGS_OF_CLASSES: dict[str, Pooling] = {"bos": "cls", "mean": "mean"}
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    if hf.get("is_causal"):
+        raise UnsupportedModel("is_causal=true is not supported: EuroBERT is an encoder")
+    return llama_config({"rms_norm_eps": 1e-5} | hf, False)
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of EuroBertForSequenceClassification: classifier(gelu(dense(pooled))).
+
+    Raises UnsupportedModel for a pooling that is not supported.
+    """
+    width, pooling = hf["hidden_size"], hf.get("classifier_pooling", "late")
+    if pooling not in POOLINGS_OF_CLASSES:
+        names = ", ".join(POOLINGS_OF_CLASSES)
+        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
+    layers = (
+        DenseLayer(in_features=width, out_features=width, activation="gelu"),
+        DenseLayer(in_features=width, out_features=labels, activation="identity"),
+    )
+    rules = (
+        *dense_rules("logits", 0, layers[0], "dense"),
+        *dense_rules("logits", 1, layers[1], "classifier"),
+    )
+    return Scorer(Pooled((POOLINGS_OF_CLASSES[pooling],), layers), rules)

@@ -1,0 +1,44 @@
+"""Converts Gemma 2 from transformers 4 and 5, as in bge-multilingual-gemma2."""
+
+from typing import Any
+
+from converters.families import gemma3
+from converters.families.decoders import is_causal, window_fields
+from converters.families.gemma3 import gemma_config
+from converters.features.scores import Scorer
+from jaxembed.errors import UnsupportedModel
+
+ARCHITECTURE = gemma3.ARCHITECTURE
+
+CLASSES = ("Gemma2Model",)
+CLASSIFIERS = ("Gemma2ForSequenceClassification",)
+GENERATORS = ("Gemma2ForCausalLM",)
+
+PREFIXES, RENAMES, IGNORED = gemma3.PREFIXES, gemma3.RENAMES, gemma3.IGNORED
+RULES = gemma3.RULES  # of which those of head norms are for Gemma 3
+classifier = gemma3.classifier
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    if hf.get("use_bidirectional_attention"):
+        raise UnsupportedModel(
+            "use_bidirectional_attention is not supported in Gemma 2, where transformers applies "
+            "it only in some implementations of attention; known: is_causal=false"
+        )
+    cap = hf.get("attn_logit_softcapping", 50.0)
+    causal = is_causal(hf, True)
+    fields = gemma_config(hf, causal) | {"qk_norm": False}
+    layers = range(0, hf["num_hidden_layers"], 2)
+    fields |= window_fields(hf, hf.get("sliding_window", 4096), layers, causal)
+    return fields if cap is None else fields | {"score_cap": float(cap)}
+
+
+def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
+    """As Gemma 3's. Logits have a soft cap unless the config says null."""
+    hf = {"final_logit_softcapping": 30.0} | hf
+    return gemma3.score_head(hf, config, true_id, false_id)

@@ -1,0 +1,139 @@
+"""Converts the text model of Gemma 3 from transformers 4 and 5, as in EmbeddingGemma."""
+
+import logging
+from typing import Any
+
+from converters.families import decoders
+from converters.families.decoders import (
+    GLOBAL_LAYER,
+    LAYER,
+    LOCAL_LAYER,
+    SELF,
+    TARGET,
+    answer_head,
+    decoder_config,
+    is_causal,
+    window_fields,
+)
+from converters.families.rope import read_parameters
+from converters.features.scores import Scorer
+from converters.weights import Rule, one_plus
+from jaxembed.errors import UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+ARCHITECTURE = decoders.ARCHITECTURE
+
+CLASSES = ("Gemma3TextModel",)
+CLASSIFIERS = ("Gemma3TextForSequenceClassification",)
+GENERATORS = ("Gemma3ForCausalLM",)
+
+PREFIXES, RENAMES, IGNORED = decoders.PREFIXES, decoders.RENAMES, decoders.IGNORED
+classifier = decoders.last_token_classifier
+
+# Norms multiply by one more than their weight, and there are two around each block.
+NORMS = [
+    Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale", one_plus),
+    Rule(
+        f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.attention_out_norm.scale", one_plus
+    ),
+    Rule(f"{LAYER}.pre_feedforward_layernorm.weight", f"{TARGET}.mlp_norm.scale", one_plus),
+    Rule(f"{LAYER}.post_feedforward_layernorm.weight", f"{TARGET}.mlp_out_norm.scale", one_plus),
+    Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale", one_plus),
+    Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale", one_plus),
+    Rule("norm.weight", "tower.norm.scale", one_plus),
+]
+RULES = [*(rule for rule in decoders.RULES if not rule.target.endswith(".scale")), *NORMS]
+
+HEAD_WIDTH = 256  # default of every Gemma, whatever its hidden_size
+EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    if hf.get("attn_logit_softcapping") is not None:
+        raise UnsupportedModel(
+            f"attn_logit_softcapping {hf['attn_logit_softcapping']} is not supported in Gemma 3"
+        )
+    causal = is_causal(hf, True)
+    fields = gemma_config(hf, causal, rope=_rope(hf))
+    return fields | _windows(hf, causal) | {"qk_norm": True}
+
+
+def gemma_config(
+    hf: dict[str, Any], causal: bool, rope: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The fields of Qwen3Config that are alike in every Gemma."""
+    width, bias = hf.get("head_dim") or HEAD_WIDTH, bool(hf.get("attention_bias", False))
+    scalar = hf.get("query_pre_attn_scalar", 256)
+    activation = {"hidden_activation": "gelu_pytorch_tanh"}
+    return decoder_config(
+        activation | hf, width, causal=causal, rope=rope, activation="hidden_activation"
+    ) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "block_norms": True,
+        "query_scale": (width / scalar) ** 0.5,
+        "overflows_float16": True,
+    }
+
+
+def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
+    """A head that gives logit(true_id) - logit(false_id) at the last token.
+
+    Raises UnsupportedModel if logits have a soft cap, because then it is no product.
+    """
+    if hf.get("final_logit_softcapping") is not None:
+        raise UnsupportedModel(
+            f"final_logit_softcapping {hf['final_logit_softcapping']} is not supported in a "
+            "language model that scores"
+        )
+    return answer_head({"tie_word_embeddings": True} | hf, config, true_id, false_id)
+
+
+def _windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
+    """The windows of all layers but every n-th one.
+
+    With use_bidirectional_attention half the window lies on either side, as in transformers.
+    """
+    window = hf.get("sliding_window", 4096)
+    every = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
+    layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % every]
+    fields = window_fields(hf, window, layers, causal)
+    if not fields or not hf.get("use_bidirectional_attention"):
+        return fields
+    if window % 2:
+        logger.warning(
+            "sliding_window %d is odd: an older transformers may have saved half of what it read, "
+            "which would be halved twice; published is %d",
+            window,
+            (window - 1) * 2,
+        )
+    return fields | {"local_reach": window // 2}
+
+
+def _rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """The angles of global and local layers. rope_scaling of transformers 4 is for the former."""
+    by_kind = hf.get("rope_parameters") or {}
+    others = sorted(set(by_kind) - {GLOBAL_LAYER, LOCAL_LAYER})
+    if others:
+        raise UnsupportedModel(
+            f"rope_parameters of {', '.join(others)} are not supported; known: {GLOBAL_LAYER}, "
+            f"{LOCAL_LAYER}"
+        )
+    width = hf.get("head_dim") or HEAD_WIDTH
+    everywhere = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
+    fields = read_parameters(hf, width, everywhere, hf.get("rope_theta", 1e6))
+    near = by_kind.get(LOCAL_LAYER) or {}
+    local = read_parameters(hf, width, near, hf.get("rope_local_base_freq", 1e4))
+    if local["rope_scaling"] is not None:
+        raise UnsupportedModel(
+            f"rope_parameters.{LOCAL_LAYER} {near} are not supported: angles of layers with a "
+            "window are not scaled"
+        )
+    return fields | {"local_theta": local["rope_theta"]}

@@ -1,0 +1,170 @@
+"""Converts GTE ("new"): BERT with rotary positions and a gated MLP.
+
+It reads the config of Alibaba's own code, which Snowflake uses too, and that of transformers 5. The
+tensors' names are the same.
+"""
+
+from typing import Any
+
+from converters.families import bert
+from converters.families.rope import rope_fields, rope_parameters, scaled_positions
+from converters.features.scores import Scorer
+from converters.features.terms import TermHead, term_head, transform_layers
+from converters.fields import activation_of, even_head_width, refuse_unless, require
+from converters.weights import (
+    Rule,
+    concatenate,
+    concatenate_transposed,
+    swap_halves_transposed,
+    transpose,
+)
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = bert.ARCHITECTURE
+
+# The class that gte-multilingual-base names: its classifier of tokens gives the sparse weights.
+SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
+CLASSES = ("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM", *SPARSE)
+CLASSIFIERS = ("NewForSequenceClassification", "GteForSequenceClassification")
+
+# The model's own code, which is never run: the tower does the same.
+_ALIBABA = ("modeling.New", "Alibaba-NLP/new-impl--modeling.New")
+_NAMES = (*_ALIBABA, "modeling_hf_alibaba_nlp_gte.Gte")
+_TOWERS = tuple(f"{name}Model" for name in _NAMES)
+OWN_CODE = {
+    "AutoModel": _TOWERS,
+    "AutoModelForSequenceClassification": (
+        *_TOWERS,
+        *(f"{name}ForSequenceClassification" for name in _NAMES),
+    ),
+    "AutoModelForMaskedLM": (*_TOWERS, *(f"{name}ForMaskedLM" for name in _NAMES)),
+}
+
+PREFIXES = ("new.", "gte.")
+RENAMES: dict[str, str] = {}
+
+LAYER = "encoder.layer.{i}"
+SELF = f"{LAYER}.attention"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+    Rule(f"{SELF}.qkv_proj.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+    Rule(f"{SELF}.qkv_proj.bias", f"{TARGET}.attention.qkv.bias"),
+    Rule(  # with pack_qkv=false
+        (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
+        f"{TARGET}.attention.qkv.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
+        f"{TARGET}.attention.qkv.bias",
+        concatenate,
+    ),
+    Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.attn_ln.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.attn_ln.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(  # the second half is the gate, to which the activation is applied
+        f"{LAYER}.mlp.up_gate_proj.weight",
+        f"{TARGET}.mlp.gate_up.kernel",
+        swap_halves_transposed,
+    ),
+    Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
+    Rule(f"{LAYER}.mlp_ln.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.mlp_ln.bias", f"{TARGET}.mlp_norm.bias"),
+]
+
+# The pooler and the heads are not used for embeddings; `classifier` is also the head of the sparse
+# weights.
+IGNORED = ["pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"]
+
+# The values that the tower runs of switches of Alibaba's code.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope", None),
+    "layer_norm_type": ("layer_norm", None),
+    "logn_attention_scale": (False, None),
+}
+
+NTK = "ntk"
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of BertConfig from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    architectures = set(hf.get("architectures") or ())
+    if architectures and architectures <= set(SPARSE):
+        raise UnsupportedModel(
+            f"architecture {', '.join(sorted(architectures))} is not supported by itself: tokens "
+            "are not classified"
+        )
+    require(hf, bert.REQUIRED)
+    refuse_unless(hf, SWITCHES)
+    width = even_head_width(hf["hidden_size"], hf["num_attention_heads"])
+    refuse_unless(hf, {"head_dim": (width, None)})
+    rope = _rope(hf, width)
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": scaled_positions(hf, rope["rope_scaling"]),
+        "type_vocab_size": hf.get("type_vocab_size", 1),
+        "norm_eps": hf.get("layer_norm_eps", 1e-12),
+        "activation": activation_of(hf, "hidden_act"),
+        "gated": True,
+        "up_bias": False,
+        **rope,
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of NewForSequenceClassification: BERT's."""
+    return bert.two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """NewLMPredictionHead, a dense layer with the activation, a norm, and the decoder; or
+    transformers' GteLMHead, which has GELU, whatever hidden_act is, and another name of the
+    norm."""
+    own = hf["model_type"] == "new"
+    activation = activation_of(hf, "hidden_act") if own else "gelu"
+    return term_head(
+        hf,
+        transform_layers(hf["hidden_size"], activation, hf.get("layer_norm_eps", 1e-12)),
+        dense="lm_head.dense",
+        norms=("lm_head.norm", "lm_head.layer_norm"),
+        decoder="lm_head.decoder",
+    )
+
+
+def _rope(hf: dict[str, Any], width: int) -> dict[str, Any]:
+    """The base of the rotary angles, and how they are scaled, for heads of `width`.
+
+    Alibaba's "ntk" scales texts of every length, because its table is built for the scaled length.
+    """
+    scaling = rope_parameters(hf)
+    theta = scaling.get("rope_theta", hf.get("rope_theta"))
+    if theta is None:
+        raise CheckpointError("config.json lacks rope_theta")
+    if scaling.get("rope_type", scaling.get("type")) != NTK:
+        return rope_fields(hf, width)
+    if scaling.get("mixed_b") is not None:
+        raise UnsupportedModel(f"rope_scaling.mixed_b {scaling['mixed_b']} is not supported")
+    # checked as that of a linear kind, which it is but for its numbers
+    linear = {key: value for key, value in scaling.items() if key != "mixed_b"}
+    linear |= {"type": "linear", "rope_type": "linear"}
+    fields = rope_fields(hf | {"rope_scaling": linear}, width)
+    factor = fields["rope_scaling"]["factor"]
+    return {
+        "rope_theta": fields["rope_theta"] * factor,
+        "rope_scaling": {"kind": "linear", "factor": factor ** (2 / width)},
+    }

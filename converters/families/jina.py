@@ -1,0 +1,124 @@
+"""Converts Jina's XLM-RoBERTa with flash attention: jina-embeddings-v3 with its adapters for tasks,
+and jina-reranker-v2."""
+
+from typing import Any
+
+from converters.families import bert, roberta
+from converters.families.rope import rope_fields
+from converters.features.adapters import BuiltIn
+from converters.features.scores import Scorer
+from converters.weights import Rule, transpose
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = bert.ARCHITECTURE
+
+CLASSES = (
+    "XLMRobertaModel",
+    "XLMRobertaForMaskedLM",
+    "XLMRobertaLoRA",
+    "JinaEmbeddingsV3Model",
+    "JinaEmbeddingsV3ForMaskedLM",
+)
+CLASSIFIERS = (
+    "XLMRobertaForSequenceClassification",
+    "JinaEmbeddingsV3ForSequenceClassification",
+)
+
+# The models' own code, which is never run: the tower does the same.
+_PLACES = (
+    "",
+    "jinaai/jina-reranker-v2-base-multilingual--",
+    "jinaai/xlm-roberta-flash-implementation--",
+)
+_TOWERS = (
+    *(f"{place}modeling_xlm_roberta.XLMRobertaModel" for place in _PLACES),
+    *(f"{place}modeling_lora.XLMRobertaLoRA" for place in _PLACES),
+)
+_SCORER = "modeling_xlm_roberta.XLMRobertaForSequenceClassification"
+OWN_CODE = {
+    "AutoModel": _TOWERS,
+    "AutoModelForSequenceClassification": (*_TOWERS, *(f"{place}{_SCORER}" for place in _PLACES)),
+}
+
+PREFIXES = ("roberta.",)
+RENAMES = {"parametrizations.weight.original": "weight"}  # of a weight that has adapters
+
+LAYER = "encoder.layers.{i}"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+    Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
+    Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
+    Rule(f"{LAYER}.mixer.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+    Rule(f"{LAYER}.mixer.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+    Rule(f"{LAYER}.mixer.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.mixer.out_proj.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(f"{LAYER}.mlp.fc1.weight", f"{TARGET}.mlp.up.kernel", transpose),
+    Rule(f"{LAYER}.mlp.fc1.bias", f"{TARGET}.mlp.up.bias"),
+    Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
+    Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
+]
+
+IGNORED = roberta.IGNORED
+
+THETA = 20000.0
+POSITIONS = ("rotary", "absolute")
+
+
+def is_flash(hf: dict[str, Any]) -> bool:
+    """Whether a config of XLM-RoBERTa is of this family, whose tensors have other names."""
+    codes = hf.get("auto_map") or {}
+    own = any(str(code).endswith("XLMRobertaFlashConfig") for code in codes.values())
+    return own or hf.get("position_embedding_type") == "rotary"
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of BertConfig from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    native = hf.get("model_type") == "jina_embeddings_v3"
+    kind = "rotary" if native else hf.get("position_embedding_type") or "absolute"
+    if kind not in POSITIONS:
+        raise UnsupportedModel(
+            f"position_embedding_type {kind!r} is not supported; known: {', '.join(POSITIONS)}"
+        )
+    plain = hf | {"position_embedding_type": "absolute"}
+    if kind == "absolute":
+        return roberta.config(plain)
+    fields = bert.config(plain)
+    head_width = fields["hidden_size"] // fields["num_heads"]
+    theta = hf.get("rotary_emb_base") or THETA
+    return fields | rope_fields(hf, head_width, theta)
+
+
+def built_in(hf: dict[str, Any]) -> BuiltIn | None:
+    """The adapters that the model's own tensors hold; None without any.
+
+    Raises CheckpointError if config.json does not say what they are.
+    """
+    names = hf.get("lora_adaptations")
+    if not names:
+        return None
+    rank, alpha = hf.get("lora_rank"), hf.get("lora_alpha")
+    if rank is None or alpha is None:
+        raise CheckpointError(
+            f"config.json: lora_adaptations without a lora_rank over 0 and a lora_alpha; they are "
+            f"{rank!r} and {alpha!r}"
+        )
+    instructions = hf.get("task_instructions") or {}
+    prompts = {name: instructions.get(name) or "" for name in names}
+    return BuiltIn(tuple(names), rank, alpha / rank, prompts)
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of jina-reranker-v2, which is RoBERTa's."""
+    return roberta.classifier(hf, labels)

@@ -1,0 +1,102 @@
+"""Converts Llama from transformers 4 and 5, and NVIDIA's bidirectional Llama, `llama_bidirec`.
+
+The tower is Qwen3's without head norms. The own code of llama_bidirec is Llama's but for the mask,
+the pooling of its classifier and a temperature.
+"""
+
+from typing import Any
+
+from converters.families import decoders
+from converters.families.decoders import (
+    decoder_config,
+    head_width_of,
+    is_causal,
+    last_token_classifier,
+)
+from converters.features.rerankers import Reranker
+from converters.features.scores import Scorer
+from converters.heads import parameter_of
+from converters.weights import Rule, transposed_over
+from jaxembed.data.spec import PairTemplate, Pooling
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = decoders.ARCHITECTURE
+
+CLASSES = ("LlamaModel", "LlamaBidirectionalModel")
+CLASSIFIERS = ("LlamaForSequenceClassification", "LlamaBidirectionalForSequenceClassification")
+GENERATORS = ("LlamaForCausalLM",)
+
+PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
+RULES, IGNORED = decoders.RULES, decoders.IGNORED
+score_head = decoders.answer_head
+
+_MODEL = "llama_bidirectional_model.LlamaBidirectionalModel"
+OWN_CODE = {
+    "AutoModel": (_MODEL,),
+    "AutoModelForSequenceClassification": (
+        _MODEL,
+        "llama_bidirectional_model.LlamaBidirectionalForSequenceClassification",
+    ),
+}
+
+POOLINGS_OF_SCORES: dict[str, Pooling] = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
+
+# The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
+# model's. The cut is before the colon, because a token may hold it and the first letter after it.
+RERANKER = Reranker(
+    name="llama-nemotron-rerank",
+    quote="question:{query} \\n \\n passage:{passage}",
+    template=PairTemplate(
+        prefix="<|begin_of_text|>",
+        first="question:{query} \n \n passage",
+        second=":{document}",
+        suffix="",
+        instruction="",
+    ),
+)
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    has_own_code = "AutoModel" in (hf.get("auto_map") or {})
+    return llama_config(hf, is_causal(hf, not (has_own_code or _is_bidirectional(hf))))
+
+
+def llama_config(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
+    """The fields of Qwen3Config of Llama and of what is built like it."""
+    key_heads = hf.get("num_key_value_heads")  # older configs have none: as many as heads
+    hf = hf | {"num_key_value_heads": key_heads or hf.get("num_attention_heads")}
+    bias = bool(hf.get("attention_bias", False))
+    return decoder_config(hf, head_width_of(hf), causal=causal) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "qk_norm": False,
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of LlamaForSequenceClassification: one layer on the last token; or that of
+    LlamaBidirectionalForSequenceClassification: score(pooled) / temperature.
+
+    Raises UnsupportedModel for a pooling that is not supported.
+    """
+    if not _is_bidirectional(hf):
+        return last_token_classifier(hf, labels)
+    pooling, temperature = hf.get("pooling", "avg"), hf.get("temperature", 1.0)
+    if pooling not in POOLINGS_OF_SCORES:
+        names = ", ".join(POOLINGS_OF_SCORES)
+        raise UnsupportedModel(f"pooling {pooling!r} is not supported; known: {names}")
+    if not temperature:
+        raise CheckpointError(f"temperature is {temperature!r}, wanted a number over 0")
+    head = last_token_classifier(hf, labels, POOLINGS_OF_SCORES[pooling]).logits
+    kernel = parameter_of("logits", 0, "kernel")
+    return Scorer(head, (Rule("score.weight", kernel, transposed_over(float(temperature))),))
+
+
+def _is_bidirectional(hf: dict[str, Any]) -> bool:
+    return hf["model_type"] == "llama_bidirec"

@@ -1,0 +1,63 @@
+"""Converts Ministral 3 from transformers: Mistral whose queries grow with their position."""
+
+from typing import Any
+
+from converters.families import decoders
+from converters.families.decoders import decoder_config, is_causal
+from converters.families.mistral import mistral_windows
+from converters.families.rope import ORIGINAL, rope_fields
+from jaxembed.errors import CheckpointError
+
+ARCHITECTURE = decoders.ARCHITECTURE
+
+CLASSES = ("Ministral3Model",)
+CLASSIFIERS = ("Ministral3ForSequenceClassification",)
+GENERATORS = ("Ministral3ForCausalLM",)
+
+PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
+RULES, IGNORED = decoders.RULES, decoders.IGNORED
+classifier, score_head = decoders.last_token_classifier, decoders.answer_head
+
+HEAD_WIDTH = 128  # default of every Ministral 3, whatever its hidden_size
+BETA = "llama_4_scaling_beta"
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
+        raise CheckpointError("config.json lacks rope_parameters, which Ministral 3 needs")
+    causal, width = is_causal(hf, True), hf.get("head_dim") or HEAD_WIDTH
+    # of Ministral 3 alone: its growth, and a second copy of max_position_embeddings
+    rope = rope_fields(hf, width, ignored=(BETA, "max_position_embeddings", ORIGINAL))
+    fields = decoder_config(hf, width, causal=causal, rope=rope, norm_eps=1e-5)
+    return (
+        fields
+        | mistral_windows(hf, causal, hf.get("sliding_window"))
+        | _growth(hf)
+        | {
+            "qkv_bias": False,
+            "out_bias": False,
+            "qk_norm": False,
+        }
+    )
+
+
+def _growth(hf: dict[str, Any]) -> dict[str, Any]:
+    """How queries grow: by llama_4_scaling_beta, at each multiple of the original length.
+
+    Raises CheckpointError if only one of the two is there.
+    """
+    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    beta = parameters.get(BETA)
+    if not beta:
+        return {}
+    length = hf.get(ORIGINAL) or parameters.get(ORIGINAL)
+    if length is None:
+        raise CheckpointError(
+            f"{ORIGINAL} is {length!r}, wanted a whole number over 0 beside {BETA} {beta}"
+        )
+    return {"query_growth": float(beta), "query_growth_length": length}

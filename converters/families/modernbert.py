@@ -1,0 +1,193 @@
+"""Converts ModernBERT from transformers 4 and 5: its config, classifier and tensor rules."""
+
+from typing import Any
+
+from converters.features.scores import Scorer
+from converters.features.terms import TermHead, term_head
+from converters.fields import activation_of, even_head_width, require
+from converters.heads import dense_rules, parameter_of
+from converters.weights import Rule, transpose
+from jaxembed.data.spec import DenseLayer, LayerNormLayer, Pooled, Pooling
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = "modernbert"
+
+CLASSES = ("ModernBertModel", "ModernBertForMaskedLM")
+CLASSIFIERS = ("ModernBertForSequenceClassification",)
+
+PREFIXES = ("model.",)
+RENAMES: dict[str, str] = {}
+
+LAYER = "layers.{i}"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.tok_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.norm.weight", "tower.embeddings.norm.scale"),
+    Rule("embeddings.norm.bias", "tower.embeddings.norm.bias"),
+    Rule(f"{LAYER}.attn_norm.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.attn_norm.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+    Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+    Rule(f"{LAYER}.attn.Wo.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.attn.Wo.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.mlp_norm.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.mlp_norm.bias", f"{TARGET}.mlp_norm.bias"),
+    Rule(f"{LAYER}.mlp.Wi.weight", f"{TARGET}.mlp.gate_up.kernel", transpose),
+    Rule(f"{LAYER}.mlp.Wi.bias", f"{TARGET}.mlp.gate_up.bias"),
+    Rule(f"{LAYER}.mlp.Wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.Wo.bias", f"{TARGET}.mlp.down.bias"),
+    Rule("final_norm.weight", "tower.norm.scale"),
+    Rule("final_norm.bias", "tower.norm.bias"),
+]
+
+# The heads are not used for embeddings. Those of masked language models and classifiers share
+# names.
+IGNORED = ["head.dense.*", "head.norm.*", "decoder.*", "classifier.*"]
+
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+
+# The keys and defaults of transformers 4.
+THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
+
+CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of ModernBertConfig from a config.json.
+
+    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that
+    are not supported, and CheckpointError for missing or inconsistent ones.
+    """
+    require(hf, REQUIRED)
+    for flag in ("is_decoder", "is_causal", "add_cross_attention"):
+        if hf.get(flag):
+            raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: ModernBERT is an encoder")
+    even_head_width(hf["hidden_size"], hf["num_attention_heads"])
+    if hf.get("rope_scaling"):
+        raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
+    global_theta = _theta(hf, GLOBAL, None)
+    return {
+        "vocab_size": hf["vocab_size"],
+        "hidden_size": hf["hidden_size"],
+        "num_layers": hf["num_hidden_layers"],
+        "num_heads": hf["num_attention_heads"],
+        "intermediate_size": hf["intermediate_size"],
+        "max_positions": hf["max_position_embeddings"],
+        "global_layers": _global_layers(hf),
+        "local_reach": hf.get("local_attention", 128) // 2,
+        "global_theta": global_theta,
+        "local_theta": _theta(hf, LOCAL, global_theta),
+        "norm_eps": float(hf.get("norm_eps", 1e-5)),
+        "activation": activation_of(hf, "hidden_activation"),
+        "attention_bias": bool(hf.get("attention_bias", False)),
+        "mlp_bias": bool(hf.get("mlp_bias", False)),
+        "norm_bias": bool(hf.get("norm_bias", False)),
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of ModernBertForSequenceClassification: out(norm(activation(dense(pooled)))).
+
+    Raises UnsupportedModel for a pooling or an activation that is not supported.
+    """
+    pooling = hf.get("classifier_pooling", "cls")
+    if pooling not in CLASSIFIER_POOLINGS:
+        names = ", ".join(CLASSIFIER_POOLINGS)
+        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
+    dense, norm = _prediction_head(hf)
+    out = DenseLayer(in_features=norm.features, out_features=labels, activation="identity")
+    rules = (
+        *dense_rules("logits", 0, dense, "head.dense"),
+        Rule("head.norm.weight", parameter_of("logits", 1, "scale")),
+        Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
+        *dense_rules("logits", 2, out, "classifier"),
+    )
+    return Scorer(Pooled((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out)), rules)
+
+
+def masked_lm(hf: dict[str, Any]) -> TermHead:
+    """The head of ModernBertForMaskedLM: decoder(norm(activation(dense(hidden state))))."""
+    return term_head(
+        hf,
+        _prediction_head(hf),
+        dense="head.dense",
+        norms=("head.norm",),
+        decoder="decoder",
+        tied="embeddings.tok_embeddings.weight",
+        bias=hf.get("decoder_bias") is not False,
+    )
+
+
+def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
+    """ModernBertPredictionHead, which classifiers and masked language models have."""
+    width = hf["hidden_size"]
+    dense = DenseLayer(
+        in_features=width,
+        out_features=width,
+        bias=bool(hf.get("classifier_bias", False)),
+        activation=activation_of(hf, "classifier_activation"),
+    )
+    norm = LayerNormLayer(
+        features=width,
+        eps=float(hf.get("norm_eps", 1e-5)),
+        bias=bool(hf.get("norm_bias", False)),
+    )
+    return dense, norm
+
+
+def _global_layers(hf: dict[str, Any]) -> list[int]:
+    """The indices of the layers with global attention.
+
+    transformers 5 lists them in layer_types; in transformers 4 they are every n-th layer. Raises
+    UnsupportedModel for an unknown layer type, and CheckpointError for inconsistent fields.
+    """
+    layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
+    if kinds is None:
+        return list(range(0, layers, hf.get("global_attn_every_n_layers", 3)))
+    unknown_kinds = sorted({str(kind) for kind in kinds} - set(THETAS))
+    if unknown_kinds:
+        raise UnsupportedModel(
+            f"layer_types {', '.join(unknown_kinds)} are not supported; known: {', '.join(THETAS)}"
+        )
+    if len(kinds) != layers:
+        raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
+    return [number for number, kind in enumerate(kinds) if kind == GLOBAL]
+
+
+def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
+    """The RoPE theta (base of the rotary position embeddings) of layers of type `kind`.
+
+    If the config has no value, it is the default of transformers; if the value is null, it is
+    `otherwise`. Raises UnsupportedModel for other kinds or settings of RoPE, and CheckpointError if
+    the result is not a positive number.
+    """
+    by_kind = hf.get("rope_parameters") or {}
+    others = sorted(set(by_kind) - set(THETAS))
+    if others:
+        raise UnsupportedModel(
+            f"rope_parameters of {', '.join(others)} are not supported; known: {', '.join(THETAS)}"
+        )
+    key, default = THETAS[kind]
+    parameters = dict(by_kind.get(kind) or {})
+    theta = parameters.pop("rope_theta", hf.get(key, default))
+    rope_type = parameters.pop("rope_type", "default")
+    if rope_type != "default" or parameters:
+        raise UnsupportedModel(
+            f"rope_parameters.{kind} with rope_type {rope_type!r} and "
+            f"{', '.join(parameters) or 'no more'} is not supported; known: rope_type 'default' "
+            "and rope_theta"
+        )
+    theta = otherwise if theta is None else theta
+    if theta is None:
+        raise CheckpointError(f"{key} is {theta!r}, wanted a number over 0")
+    return float(theta)

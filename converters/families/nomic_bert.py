@@ -1,0 +1,175 @@
+"""Converts NomicBERT v1 and v1.5: BERT with rotary positions and a gated MLP.
+
+It reads the config of the model's own code, that of transformers 5, and those that have both. The
+tensors' names are the same.
+"""
+
+from typing import Any
+
+from converters.families import bert
+from converters.families.rope import rope_fields, rope_parameters
+from converters.features.scores import Scorer
+from converters.fields import activation_of, either, even_head_width, refuse_unless
+from converters.weights import Rule, concatenate, concatenate_transposed, transpose
+from jaxembed.data.spec import Activation
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+ARCHITECTURE = bert.ARCHITECTURE
+
+CLASSES = ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining")
+CLASSIFIERS = ("NomicBertForSequenceClassification",)
+
+# The model's own code, which is never run: the tower does the same.
+_PLACES = ("", "nomic-ai/nomic-bert-2048--")
+OWN_CODE = {"AutoModel": tuple(f"{p}modeling_hf_nomic_bert.NomicBertModel" for p in _PLACES)}
+
+PREFIXES = ("bert.", "nomic_bert.")
+RENAMES: dict[str, str] = {}
+
+LAYER = "encoder.layers.{i}"
+TARGET = "tower.layers.{i}"
+
+RULES = [
+    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+    Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
+    Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
+    Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+    Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+    Rule(f"{LAYER}.attn.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+    Rule(f"{LAYER}.attn.out_proj.bias", f"{TARGET}.attention.out.bias"),
+    Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
+    Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
+    Rule(  # fc12 is the gate, to which the activation is applied
+        (f"{LAYER}.mlp.fc12.weight", f"{LAYER}.mlp.fc11.weight"),
+        f"{TARGET}.mlp.gate_up.kernel",
+        concatenate_transposed,
+    ),
+    Rule(
+        (f"{LAYER}.mlp.fc12.bias", f"{LAYER}.mlp.fc11.bias"),
+        f"{TARGET}.mlp.gate_up.bias",
+        concatenate,
+    ),
+    Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
+    Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
+    Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
+    Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
+]
+
+# The pooler and the heads are not used for embeddings.
+IGNORED = ["pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"]
+
+# By the field of BertConfig: the key of the model's own code, and that of transformers.
+SIZES = {
+    "vocab_size": ("vocab_size", "vocab_size"),
+    "hidden_size": ("n_embd", "hidden_size"),
+    "num_layers": ("n_layer", "num_hidden_layers"),
+    "num_heads": ("n_head", "num_attention_heads"),
+    "intermediate_size": ("n_inner", "intermediate_size"),
+}
+
+# Of these the largest counts: rotary positions have no table, and trained ones are fewer.
+LENGTHS = ("n_positions", "max_position_embeddings", "max_trained_positions")
+
+# The values that the tower runs of switches of the model's own code.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "prenorm": (False,),
+    "causal": (False,),
+    "parallel_block": (False,),
+    "use_rms_norm": (False, None),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "rotary_emb_fraction": (1.0,),
+    "rotary_emb_interleaved": (False,),
+    "rotary_emb_scale_base": (None,),
+    "num_experts": (0, None),
+    "moe_every_n_layers": (0, None),
+}
+
+GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+
+TRAINED = 2048  # tokens of the longest text of the training, where max_trained_positions is missing
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of BertConfig from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    refuse_unless(hf, SWITCHES)
+    sizes = _sizes(hf)
+    multiple = hf.get("pad_vocab_size_multiple") or 1
+    return sizes | {
+        "vocab_size": -(-sizes["vocab_size"] // multiple) * multiple,
+        "max_positions": max(hf[key] for key in LENGTHS if isinstance(hf.get(key), int)),
+        "type_vocab_size": hf.get("type_vocab_size", 2),
+        "norm_eps": either(hf, "layer_norm_epsilon", "layer_norm_eps", 1e-12),
+        "activation": _activation(hf),
+        "attention_bias": bool(hf.get("qkv_proj_bias")),
+        "gated": True,
+        "up_bias": bool(hf.get("mlp_fc1_bias")),
+        "down_bias": bool(hf.get("mlp_fc2_bias")),
+        **_rope(hf, sizes),
+    }
+
+
+def classifier(hf: dict[str, Any], labels: int) -> Scorer:
+    """The head of NomicBertForSequenceClassification: BERT's."""
+    return bert.two_layers(_sizes(hf)["hidden_size"], labels, "pooler.dense", "classifier")
+
+
+def _sizes(hf: dict[str, Any]) -> dict[str, int]:
+    sizes = {field: either(hf, *keys) for field, keys in SIZES.items()}
+    missing = [" or ".join(dict.fromkeys(SIZES[field])) for field in SIZES if not sizes[field]]
+    if not any(isinstance(hf.get(key), int) for key in LENGTHS):
+        missing.append(" or ".join(LENGTHS))
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}")
+    width = even_head_width(sizes["hidden_size"], sizes["num_heads"])
+    refuse_unless(hf, {"head_dim": (width, None)})
+    return sizes
+
+
+def _activation(hf: dict[str, Any]) -> Activation:
+    """The activation of the gate, which the model's own code names together with the gate."""
+    gated = hf.get("activation_function")
+    if gated is None:
+        return activation_of(hf, "hidden_act", "silu")
+    if gated not in GATED_ACTIVATIONS:
+        known = ", ".join(GATED_ACTIVATIONS)
+        raise UnsupportedModel(f"activation_function {gated!r} is not supported; known: {known}")
+    if activation_of(hf, "hidden_act", GATED_ACTIVATIONS[gated]) != GATED_ACTIVATIONS[gated]:
+        raise CheckpointError(
+            f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
+            "which are one setting"
+        )
+    return GATED_ACTIVATIONS[gated]
+
+
+def _rope(hf: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """The base of the rotary angles, and how they are scaled.
+
+    With rotary_scaling_factor the base grows with the length of a text over
+    max_trained_positions; the model's own code keeps that base for later, shorter texts too.
+    """
+    base, factor = hf.get("rotary_emb_base"), hf.get("rotary_scaling_factor")
+    if base is None and hf.get("rope_theta", rope_parameters(hf).get("rope_theta")) is None:
+        raise CheckpointError("config.json lacks rotary_emb_base or rope_parameters.rope_theta")
+    width = sizes["hidden_size"] // sizes["num_heads"]
+    fields = rope_fields({"rope_theta": base} | hf, width)
+    if base is not None and fields["rope_theta"] != base:
+        raise CheckpointError(
+            f"config.json: rotary_emb_base is {base} and rope_theta {fields['rope_theta']}, which "
+            "are one setting"
+        )
+    if factor is None:
+        return fields
+    if fields["rope_scaling"] is not None:
+        raise UnsupportedModel(
+            f"rotary_scaling_factor {factor} beside rope_parameters of kind "
+            f"{fields['rope_scaling']['kind']} is not supported; known: one of them"
+        )
+    length = hf.get("max_trained_positions") or TRAINED
+    scaling = {"kind": "dynamic", "factor": float(factor), "length": length}
+    return fields | {"rope_scaling": scaling}

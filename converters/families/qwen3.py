@@ -1,0 +1,65 @@
+"""Converts Qwen3 from transformers 4 and 5: its config and its reranker's template."""
+
+from typing import Any
+
+from converters.families import decoders
+from converters.families.decoders import decoder_config, is_causal, window_fields
+from converters.features.rerankers import Reranker
+from jaxembed.data.spec import PairTemplate
+
+ARCHITECTURE = decoders.ARCHITECTURE
+
+CLASSES = ("Qwen3Model",)
+CLASSIFIERS = ("Qwen3ForSequenceClassification",)
+GENERATORS = ("Qwen3ForCausalLM",)
+
+PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
+RULES, IGNORED = decoders.RULES, decoders.IGNORED
+classifier, score_head = decoders.last_token_classifier, decoders.answer_head
+
+HEAD_WIDTH = 128  # default of every Qwen3, whatever its hidden_size
+
+# From the code in Qwen3-Reranker's README.
+RERANKER = Reranker(
+    name="qwen3-reranker",
+    quote="Judge whether the Document meets the requirements based on the Query and the Instruct "
+    "provided.",
+    template=PairTemplate(
+        prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on the "
+        'Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>'
+        "\n<|im_start|>user\n",
+        first="<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
+        second=" {document}",
+        suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        instruction="Given a web search query, retrieve relevant passages that answer the query",
+    ),
+)
+
+
+def config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Read the fields of Qwen3Config from a config.json.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
+    inconsistent ones.
+    """
+    bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, True)
+    fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
+    return (
+        fields
+        | qwen_windows(hf, causal)
+        | {
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "qk_norm": True,
+        }
+    )
+
+
+def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
+    """The windows of Qwen: only with use_sliding_window, in the layers from max_window_layers on.
+
+    transformers 5 writes layer_types.
+    """
+    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
+    first = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
+    return window_fields(hf, window, range(first, hf["num_hidden_layers"]), causal)

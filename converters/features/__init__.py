@@ -1,0 +1,1 @@
+"""What is read beside the weights: labels, adapters, token and term heads, static embeddings."""

@@ -1,0 +1,468 @@
+"""Converts low-rank adapters, as PEFT and sentence-transformers save them, by the rules of their
+base model."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from converters.field_types import ADAPTER_FIELDS, check_fields
+from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
+from converters.weights import (
+    NUMPY_DTYPES,
+    Rule,
+    Shape,
+    Step,
+    Tensor,
+    Transform,
+    canonical,
+    choose,
+    expand,
+    identity,
+    safetensors_of,
+    transpose,
+)
+from jaxembed.data.spec import Adapter
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.models.adapters import owners_of
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+# What PEFT appends to the name of a layer; the names of rules end in ".weight".
+DOWN = (".lora_A.weight", ".lora_embedding_A")
+UP = (".lora_B.weight", ".lora_embedding_B")
+
+# Names that hold the name of an adapter too, such as `lora_A.default.weight`.
+_IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
+
+PARAMETRIZED = ".parametrizations.weight.0."  # in names of tensors of built-in adapters
+
+# Fields of adapter_config.json whose value changes nothing that is computed, or that are read here.
+# Any other field must be unset: what it asks for has no code.
+READ = {"peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
+HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "rank_pattern",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+_LARGEST = 65504.0  # the largest float16
+INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base as it is
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Two small matrices whose product an adapter adds to a weight: scale * up . down."""
+
+    down: Tensor  # [rank, in]; of a table in is its number of rows
+    up: Tensor  # [out, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        """The number of columns between the two."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """An adapter that is not read yet: its factors, by the name that rules give the weight.
+
+    `copies` are weights of the base model that were saved with it.
+    """
+
+    name: str
+    factors: Mapping[str, Factors]
+    copies: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The adapters of Jina v3, one for each task, beside every weight: two tensors hold all."""
+
+    names: tuple[str, ...]
+    rank: int
+    scale: float
+    prompts: Mapping[str, str]  # by the names of the adapters
+
+
+def built_in_ranks(
+    own: BuiltIn, rules: Sequence[Rule], shapes: Mapping[str, Shape]
+) -> list[Adapter]:
+    """The columns of each built-in adapter: as many in each weight."""
+    ranks = {
+        _layer(rule): own.rank * len(rule.sources)
+        for rule in expand(rules, shapes)
+        if _is_adaptable(rule)
+    }
+    return [Adapter(name, ranks) for name in own.names]
+
+
+def without_built_in(
+    model: str, own: BuiltIn, family: ModuleType, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[AdapterSource]]:
+    """The tensors that are no part of built-in adapters, and these adapters.
+
+    Raises ConversionError for tensors of other shapes, and if a weight has none.
+    """
+    endings = (f"{PARAMETRIZED}lora_A", f"{PARAMETRIZED}lora_B")
+    rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
+    stems = dict.fromkeys(name.split(PARAMETRIZED)[0] for name in tensors if name not in rest)
+    found: list[dict[str, Factors]] = [{} for _ in own.names]
+    problems = []
+    for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", family)):
+        first, second = (tensors.get(stem + ending) for ending in endings)
+        table = "embeddings" in stem
+        columns, rows = (2, 1) if table else (1, 2)
+        if not (_is_stack(first, columns, own) and _is_stack(second, rows, own)):
+            problems.append(f"{stem}: its adapters are not {len(own.names)} of rank {own.rank}")
+            continue
+        assert first is not None
+        assert second is not None
+        for number, factors in enumerate(found):
+            down, up = (_nth(one, number, transposed=table) for one in (first, second))
+            factors[f"{stem}.weight"] = Factors(down, up, own.scale)
+    if problems:
+        raise ConversionError(model, problems)
+    return rest, [
+        AdapterSource(name, factors, {}) for name, factors in zip(own.names, found, strict=True)
+    ]
+
+
+def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
+    """Whether a tensor is there and has a matrix for each adapter, with the rank in this axis."""
+    shape = () if tensor is None else tensor.shape
+    return len(shape) == 3 and shape[0] == len(own.names) and shape[axis] == own.rank
+
+
+def _nth(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
+    """One matrix of a stack, as a tensor of its own."""
+    shape = tensor.shape[1:]
+
+    def read() -> np.ndarray:
+        matrix = tensor.read()[number]
+        return matrix.T if transposed else matrix
+
+    name = f"{tensor.name}[{number}]"
+    return Tensor(name, tensor.dtype, shape[::-1] if transposed else shape, read)
+
+
+def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
+    """Read an adapter's config and the names of its tensors; `family` is its base model's.
+
+    Raises UnsupportedModel for what is not run, and CheckpointError if files are missing.
+    """
+    folder = folder / tower_folder(folder) if modules_of(folder) else folder
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"adapter {name}: {folder} has no {CONFIG}, as PEFT saves it")
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"adapter {name}: {folder} has no {WEIGHTS}; save it as safetensors")
+    config = _config(name, folder / CONFIG)
+    stems: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, Tensor] = {}
+    for original, tensor in safetensors_of(folder / WEIGHTS).items():
+        stem, part = _split(original)
+        if part == "copy":
+            copies[f"{stem}.weight"] = tensor
+        else:
+            stems.setdefault(f"{stem}.weight", {})[part] = tensor
+    problems = [
+        f"adapter {name}: {one.name} {_misfit(one.name)}"
+        for parts in stems.values()
+        for one in parts.values()
+        if parts.keys() != {"down", "up"} or not _is_low_rank(**parts)
+    ]
+    if problems:
+        raise ConversionError(str(folder), problems)
+    scales = {stem: _scale(config, stem, one["down"].shape[0]) for stem, one in stems.items()}
+    factors = {
+        stem: Factors(
+            _bounded(name, parts["down"]), _bounded(name, parts["up"], scales[stem]), scales[stem]
+        )
+        for stem, parts in stems.items()
+    }
+    as_rules = partial(canonical, str(folder), prefixes=family.PREFIXES, renames=family.RENAMES)
+    renamed = as_rules({stem: one.down for stem, one in factors.items()})
+    by_tensor = {one.down.name: one for one in factors.values()}
+    return AdapterSource(
+        name, {key: by_tensor[down.name] for key, down in renamed.items()}, as_rules(copies)
+    )
+
+
+def check_heads(name: str, folder: Path, hidden_size: int, heads: Mapping[Any, Any]) -> None:
+    """Raise UnsupportedModel if the adapter's own modules.json has other heads than its base."""
+    if modules_of(folder) is None:
+        return
+    own = read_layout(folder, hidden_size).heads
+    if own != heads:
+        raise UnsupportedModel(
+            f"adapter {name}: its modules.json says {own}, and the model has {dict(heads)}; an "
+            "adapter is served with the pooling and modules of the model"
+        )
+
+
+def layer_ranks(
+    source: AdapterSource, family: ModuleType, rules: Sequence[Rule], shapes: Mapping[str, Shape]
+) -> Adapter:
+    """The columns that the adapter has in each layer.
+
+    `rules` and `shapes` are those of the whole model. Raises ConversionError, which lists every
+    weight that has no layer or whose layer takes no adapter.
+    """
+    ranks: dict[str, int] = {}
+    known: set[str] = set()
+    problems = []
+    for rule in expand(rules, shapes):
+        found = [name for name in rule.sources if name in source.factors]
+        known.update(found)
+        if found and not _is_adaptable(rule):
+            problems += [f"adapter {source.name}: {one} takes no adapter" for one in found]
+        elif found:
+            ranks[_layer(rule)] = sum(source.factors[one].rank for one in found)
+    problems += [
+        f"adapter {source.name}: unused: {source.factors[name].down.name}"
+        for name in source.factors
+        if name not in known and not _is_ignored(name, family)
+    ]
+    if problems:
+        raise ConversionError(source.name, problems)
+    if not ranks:
+        raise CheckpointError(f"adapter {source.name} changes no layer of this model")
+    return Adapter(source.name, ranks)
+
+
+def plan_adapters(
+    model: str,
+    rules: Sequence[Rule],
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    sources: Sequence[AdapterSource],
+    ranks: Sequence[Adapter],
+) -> list[Step]:
+    """Plan the parameters of all adapters, whose order is that of their numbers.
+
+    `tensors` are those of the base model, of which only shapes are used; `ranks` are the adapters
+    in the spec. Raises ConversionError, which lists every factor that does not fit its weight.
+    """
+    problems = [line for source in sources for line in _changed_copies(source, tensors)]
+    chosen_rules = choose(expand(rules, shapes), tensors)
+    problems += _unequal_ranks(chosen_rules, sources, ranks)
+    steps: list[Step] = []
+    for rule in chosen_rules:
+        if any(name in source.factors for source in sources for name in rule.sources):
+            parts = [
+                (position, source.factors[name])
+                for source in sources
+                for position, name in enumerate(rule.sources)
+                if name in source.factors
+            ]
+            weights = [tensors[name].shape for name in rule.sources]
+            if rule.transform is identity:  # a table: its rows are what goes in
+                weights = [shape[::-1] for shape in weights]
+            problems += _ill_fitting(parts, weights)
+            steps += _steps(rule, parts, [shape[0] for shape in weights])
+    if problems:
+        raise ConversionError(model, problems)
+    return steps
+
+
+def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int]) -> Iterator[Step]:
+    """The steps of the two parameters beside a layer. `parts` are in the order of their columns,
+    each with the position of its weight among the rule's sources."""
+    layer, kind = rule.target.rsplit(".", 1)
+    width = len(owners_of([one.rank for _, one in parts]))
+    transform = transpose if rule.transform is identity else rule.transform
+    positions = [(position, one.scale) for position, one in parts]
+    down = partial(_side_by_side, width)
+    up = partial(_below_each_other, width, positions, outputs, transform)
+    inputs = parts[0][1].down.shape[1]
+    for part, apply, shape in (
+        (f"down.{kind}", down, (inputs, width)),
+        ("up.kernel", up, (width, sum(outputs))),
+    ):
+        sources = tuple(one.down if apply is down else one.up for _, one in parts)
+        made = Transform(apply, lambda sources, shape: [], dtype="float32")
+        yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
+
+
+def _side_by_side(width: int, *downs: np.ndarray) -> np.ndarray:
+    """All down factors as float32 `[in, width]`."""
+    columns = np.concatenate([one.astype(np.float32).T for one in downs], axis=1)
+    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
+
+
+def _below_each_other(
+    width: int,
+    positions: Sequence[tuple[int, float]],
+    outputs: Sequence[int],
+    transform: Transform,
+    *ups: np.ndarray,
+) -> np.ndarray:
+    """All up factors, scaled, as float32 `[width, out]`: each in the columns of its own weight,
+    where the transform of the layer puts that."""
+    rows = []
+    for (position, scale), up in zip(positions, ups, strict=True):
+        blocks = [np.zeros((size, up.shape[1]), np.float32) for size in outputs]
+        blocks[position] = up.astype(np.float32) * np.float32(scale)
+        rows.append(transform.apply(*blocks))
+    joined = np.concatenate(rows)
+    return np.pad(joined, ((0, width - len(joined)), (0, 0)))
+
+
+def _config(name: str, path: Path) -> dict[str, Any]:
+    """Read an adapter's config. Raises UnsupportedModel for what is not run, by its field."""
+    try:
+        config = read_optional_json(path)
+        check_fields(str(path), config, ADAPTER_FIELDS)
+    except CheckpointError as error:
+        raise CheckpointError(f"adapter {name}: {error}") from error
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModel(f"adapter {name}: peft_type {kind!r} is not supported; known: LORA")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModel(
+            f"adapter {name}: bias {config['bias']!r} is not supported; known: none"
+        )
+    initial = config.get("init_lora_weights", True)
+    if initial not in INITIAL:
+        raise UnsupportedModel(
+            f"adapter {name}: init_lora_weights {initial!r} changes the weights of the base model; "
+            "save the adapter with path_initial_model_for_weight_conversion"
+        )
+    for field, value in config.items():
+        if field not in READ and field not in HARMLESS and value:
+            raise UnsupportedModel(f"adapter {name}: {field} of {value!r} is not supported")
+    for pattern in config.get("alpha_pattern") or {}:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(
+                f"adapter {name}: alpha_pattern {pattern!r} is no regular expression: {error}"
+            ) from error
+    return config
+
+
+def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
+    """The factor of an adapter's product, as PEFT computes it."""
+    alpha = config.get("lora_alpha", 8)  # PEFT's default
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", stem.removesuffix(".weight")):
+            alpha = value
+            break
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
+    """The tensor, which raises CheckpointError when it is read if a value times `scale` is not
+    within what every dtype of the models can hold. The product of all adapters is computed for
+    every batch, so that such a value could reach sequences without this adapter."""
+
+    def read() -> np.ndarray:
+        array = tensor.read()
+        largest = np.abs(array.astype(np.float64)).max(initial=0.0) * abs(scale)
+        if not largest <= _LARGEST:  # not NaN either
+            raise CheckpointError(
+                f"adapter {adapter}: {tensor.name} has values up to {largest:g}, with its scale of "
+                f"{scale:g}; wanted at most {_LARGEST:g}"
+            )
+        return array
+
+    return replace(tensor, read=read)
+
+
+def _split(original: str) -> tuple[str, str]:
+    """The layer of a tensor, and which part it is: down, up or a copy of the base's weight."""
+    name = original.removeprefix(PEFT_PREFIX)
+    if _IN_MEMORY.search(name):
+        return original, "unknown"
+    for endings, part in ((DOWN, "down"), (UP, "up"), ((".base_layer.weight", ".weight"), "copy")):
+        for ending in endings:
+            if name.endswith(ending) and name != original:
+                return name.removesuffix(ending), part
+    return original, "unknown"
+
+
+def _misfit(name: str) -> str:
+    """Why a tensor is no factor of an adapter."""
+    if _IN_MEMORY.search(name):
+        return "has a name that PEFT gives it in memory; save the adapter with save_pretrained"
+    return "has no partner, or is no part of a low-rank adapter"
+
+
+def _is_low_rank(down: Tensor, up: Tensor) -> bool:
+    return len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
+
+
+def _layer(rule: Rule) -> str:
+    return rule.target.rpartition(".")[0]
+
+
+def _is_adaptable(rule: Rule) -> bool:
+    """Whether the rule makes a weight of the tower that an adapter can stand beside: each output of
+    a source has a column of its own, or it is a table that stays as it is."""
+    layer, _, kind = rule.target.rpartition(".")
+    by_column = kind == "kernel" and rule.transform.by_column
+    is_table = kind == "embedding" and rule.transform is identity
+    return layer.startswith("tower.") and (by_column or is_table)
+
+
+def _is_ignored(name: str, family: ModuleType) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in family.IGNORED)
+
+
+def _ill_fitting(parts: Iterable[tuple[int, Factors]], weights: Sequence[Shape]) -> Iterator[str]:
+    """The reasons why factors do not fit their weights, whose shapes are `[out, in]`."""
+    for position, one in parts:
+        outputs, inputs = weights[position]
+        for tensor, wanted in (
+            (one.down, (one.rank, inputs)),
+            (one.up, (outputs, one.rank)),
+        ):
+            if tensor.shape != wanted:
+                yield f"{tensor.name}: wanted shape {wanted} for this model, got {tensor.shape}"
+            if tensor.dtype not in NUMPY_DTYPES:
+                yield f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {tensor.dtype}"
+
+
+def _unequal_ranks(
+    rules: Iterable[Rule], sources: Sequence[AdapterSource], ranks: Sequence[Adapter]
+) -> Iterator[str]:
+    """The layers whose adapter has other columns than the spec says."""
+    layers = {_layer(rule): rule.sources for rule in rules if _is_adaptable(rule)}
+    for source, adapter in zip(sources, ranks, strict=True):
+        for layer, names in layers.items():
+            found = sum(source.factors[one].rank for one in names if one in source.factors)
+            if found != adapter.ranks.get(layer, 0):
+                wanted = adapter.ranks.get(layer, 0)
+                yield f"adapter {source.name}: wanted rank {wanted} for {layer}, got {found}"
+
+
+def _changed_copies(source: AdapterSource, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """The weights that were saved with an adapter and are not those of the base model."""
+    for name, copy in source.copies.items():
+        base = tensors.get(name)
+        if base is None:
+            yield f"adapter {source.name}: unused: {copy.name}"
+        elif copy.shape != base.shape or not np.array_equal(copy.read(), base.read()):
+            yield f"adapter {source.name}: {copy.name} differs from the model's own {base.name}"

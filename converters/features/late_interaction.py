@@ -1,0 +1,412 @@
+"""Reads models that compare texts token by token (ColBERT), as Stanford's code, PyLate and
+sentence-transformers save them: their markers, lengths, expansion and skipped tokens."""
+
+import logging
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from converters import heads
+from converters.field_types import (
+    ARTIFACT_FIELDS,
+    CONFIG_FIELDS,
+    EXPANSION_FIELDS,
+    LATE_FIELDS,
+    MASK_FIELDS,
+    TOKENIZER_FIELDS,
+    check_fields,
+)
+from converters.heads import Layout
+from converters.weights import Rule, transpose
+from jaxembed.data.spec import (
+    DenseLayer,
+    Expansion,
+    LateInteraction,
+    ModelSpec,
+    Module,
+    NormalizeLayer,
+    PerToken,
+)
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models import position_limit
+
+logger = logging.getLogger(__name__)
+
+STANFORD = "HF_ColBERT"  # among the architectures in config.json
+STANFORD_FILE = "artifact.metadata"
+STANFORD_PROJECTION = "linear.weight"
+SETTINGS = "config_sentence_transformers.json"
+PYLATE, SENTENCE_TRANSFORMERS = "ColBERT", "MultiVectorEncoder"  # its model_type
+PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "skiplist_words")
+
+# What the formats mean where they do not say: ColBERTConfig of Stanford's colbert 0.2, and
+# pylate.models.ColBERT.
+QUERY_LENGTH = 32
+STANFORD_DOCUMENT_LENGTH, PYLATE_DOCUMENT_LENGTH = 220, 180
+STANFORD_WIDTH = 128
+STANFORD_MARKERS = ("[unused0]", "[unused1]")
+PYLATE_MARKERS = ("[Q] ", "[D] ")
+PUNCTUATION = tuple(string.punctuation)
+
+SIMILARITIES = (None, "cosine", "dot", "maxsim", "meanmaxsim")  # which MaxSim serves
+SHORTEST_TEXT = 4  # a token of text, a marker, and a special token on either side
+MASK_TOKENS = ("[MASK]", "<mask>")  # of tokenizer classes whose files do not name it
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a checkpoint says of its encoding, in words that its tokenizer makes ids of.
+
+    A length that is None is the limit of the model. `prompts` are put before a text. `prefixes`
+    hold the marker of each role; None: a prompt may begin with one.
+    """
+
+    prompts: Mapping[str, str]
+    prefixes: Mapping[str, str] | None
+    query_length: int | None
+    document_length: int | None
+    fills_to: int | None = None  # None: queries are not filled up
+    filler: str | None = None  # None: the mask token
+    attended: bool = False
+    skipped: tuple[str, ...] = ()
+    default_prompt_name: str | None = None
+
+
+def is_late(source: Path) -> bool:
+    """Whether a model compares texts token by token, by its small files."""
+    config = heads.read_optional_json(source / SETTINGS)
+    kind = config.get("model_type")
+    if kind in (PYLATE, SENTENCE_TRANSFORMERS):
+        return True
+    listed = heads.listed_modules(source)
+    if kind is not None or (listed is not None and any(key in config for key in PYLATE_KEYS)):
+        return kind is None
+    hf = heads.read_optional_json(source / "config.json")
+    check_fields(str(source / "config.json"), hf, CONFIG_FIELDS)
+    is_stanford = STANFORD in (hf.get("architectures") or ())
+    return is_stanford and (listed is None or not heads.pools(source))
+
+
+def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
+    """What follows the tower, and how texts are tokenized. modules.json wins where there is one.
+
+    Raises UnsupportedModel for what is not served, by its name.
+    """
+    if heads.listed_modules(source) is None:
+        return _stanford(source, hidden_size)
+    modules = heads.modules_of(source)
+    assert modules
+    kinds = [module.kind for module in modules]
+    if not {*kinds[1:]} <= {"dense", "multi_vector_mask", "normalize"}:
+        raise UnsupportedModel(
+            f"{source}: modules {', '.join(kinds)} of a multi-vector model are not supported; "
+            "wanted transformer, then any of dense, multi_vector_mask and normalize"
+        )
+    settings = _settings(source)
+    native = settings.get("model_type") == SENTENCE_TRANSFORMERS
+    tower = source / modules[0].path
+    transformer = heads.transformer_config(tower, late=True)
+    check_fields(str(tower), transformer, LATE_FIELDS)
+    if "message" in (transformer.get("modality_config") or ()):
+        raise UnsupportedModel(
+            f"{source}: texts are put into a chat template (modality_config has message), which is "
+            "not supported for embedding; known: text"
+        )
+    words = _words(source, settings, transformer if native else None)
+    layers: list[Module] = []
+    folders: list[str] = []
+    rules: list[Rule] = []
+    for module in modules[1:]:
+        folder = source / module.path
+        if module.kind == "multi_vector_mask":
+            words = replace(words, skipped=_skipped(folder))
+        elif module.kind == "normalize":
+            layers.append(heads.token_layer(folder, module.kind))
+        else:
+            layer = heads.token_layer(folder, module.kind)
+            tensor = f"{module.path}/linear"
+            rules += heads.dense_rules("multi_vector", len(layers), layer, tensor)
+            if isinstance(layer, DenseLayer) and layer.projects_residual:
+                target = heads.parameter_of("multi_vector", len(layers), "residual.kernel")
+                rules.append(Rule(f"{module.path}/residual.weight", target, transpose))
+            layers.append(layer)
+            folders.append(module.path)
+    if not native:
+        layers.append(NormalizeLayer())  # which PyLate does without a module
+    heads.check_widths(tuple(layers), hidden_size)
+    layout = Layout(
+        tower=modules[0].path,
+        heads={"multi_vector": PerToken(tuple(layers))},
+        rules=tuple(rules),
+        folders=tuple(folders),
+        ignored=(STANFORD_PROJECTION,),  # of a repository that has both forms
+        lowercase=bool(transformer.get("do_lower_case")),
+    )
+    return layout, words
+
+
+def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Path) -> ModelSpec:
+    """The spec with the ids of markers, filler and skipped tokens, and its limits. `folder` holds
+    the files of the tokenizer."""
+    vocabulary = Tokenizer.from_str(tokenizer.decode())
+    prompts = dict(words.prompts)
+    markers: dict[str, int | None] = {}
+    for role in ("query", "document"):
+        prompt = prompts.get(role, "")
+        if words.prefixes is None:
+            markers[role], prompts[role] = _leading_marker(prompt, vocabulary)
+        else:
+            markers[role], rest = _marker(words.prefixes[role], vocabulary)
+            prompts[role] = rest + prompt
+    positions = position_limit(spec)
+    query_length, document_length = (
+        _length(folder, length, positions) for length in (words.query_length, words.document_length)
+    )
+    interaction = LateInteraction(
+        query_length,
+        document_length,
+        markers["query"],
+        markers["document"],
+        _expansion(spec, words, vocabulary, folder, positions),
+    )
+    head = spec.heads["multi_vector"]
+    assert isinstance(head, PerToken)
+    ids = [vocabulary.token_to_id(word) for word in words.skipped]
+    head = msgspec.structs.replace(head, skipped_ids=tuple(id for id in ids if id is not None))
+    return msgspec.structs.replace(
+        spec,
+        heads={"multi_vector": head},
+        interaction=interaction,
+        token_types=False,
+        prompts=prompts,
+        default_prompt_name=words.default_prompt_name or "document",
+        max_input_tokens=max(query_length, document_length),
+    )
+
+
+def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
+    path = source / STANFORD_FILE
+    config = heads.read_optional_json(path)
+    check_fields(str(path), config, ARTIFACT_FIELDS)
+    _refuse_similarity(path, config.get("similarity"))
+    if config.get("interaction") not in (None, "colbert"):
+        raise UnsupportedModel(
+            f"{path}: interaction {config['interaction']!r} is not supported; known: colbert"
+        )
+    width = _given(config, "dim", STANFORD_WIDTH)
+    layer = DenseLayer(hidden_size, width, bias=False, activation="identity")
+    markers = [
+        _given(config, key, marker)
+        for key, marker in zip(("query_token_id", "doc_token_id"), STANFORD_MARKERS, strict=True)
+    ]
+    target = heads.parameter_of("multi_vector", 0, "kernel")
+    layout = Layout(
+        tower="",
+        heads={"multi_vector": PerToken((layer, NormalizeLayer()))},
+        rules=(Rule(STANFORD_PROJECTION, target, transpose),),
+    )
+    query_length = _given(config, "query_maxlen", QUERY_LENGTH)
+    words = Words(
+        prompts={},
+        prefixes=dict(zip(("query", "document"), markers, strict=True)),
+        query_length=query_length,
+        document_length=_given(config, "doc_maxlen", STANFORD_DOCUMENT_LENGTH),
+        fills_to=query_length,
+        attended=bool(config.get("attend_to_mask_tokens")),
+        skipped=PUNCTUATION if _given(config, "mask_punctuation", True) else (),
+    )
+    return layout, words
+
+
+def _settings(source: Path) -> dict[str, Any]:
+    """config_sentence_transformers.json, checked."""
+    path = source / SETTINGS
+    config = heads.read_optional_json(path)
+    check_fields(str(path), config, LATE_FIELDS)
+    _refuse_similarity(path, config.get("similarity_fn_name"))
+    if config.get("truncate_dim") is not None:
+        raise UnsupportedModel(
+            f"{path}: truncate_dim={config['truncate_dim']} is not supported; remove it and ask "
+            "for `dimensions` in the request"
+        )
+    return config
+
+
+def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None) -> Words:
+    """What the settings say; `native` is the transformer's config of sentence-transformers' own
+    form, which has some of them."""
+    saved = {str(name): text or "" for name, text in (settings.get("prompts") or {}).items()}
+    default = settings.get("default_prompt_name")
+    if default is not None and default not in {"query", "document", *saved}:
+        raise CheckpointError(
+            f"{source / SETTINGS}: default prompt {default!r} is not among the prompts: "
+            f"{', '.join(saved) or 'none'}"
+        )
+    if native is not None:
+        words = Words(
+            prompts=saved,
+            prefixes=None,
+            query_length=native.get("query_length"),
+            document_length=native.get("document_length"),
+            default_prompt_name=default,
+        )
+        expansion = native.get("query_expansion")
+        return words if expansion is None else _expanded(source, words, expansion)
+    prefixes: dict[str, str] = {}
+    for role, key, marker in zip(
+        ("query", "document"), ("query_prefix", "document_prefix"), PYLATE_MARKERS, strict=True
+    ):
+        prefixes[role] = _given(settings, key, marker)
+        saved[role] = saved.get(role, "").removeprefix(prefixes[role])
+    query_length = _given(settings, "query_length", QUERY_LENGTH)
+    skipped = settings.get("skiplist_words")
+    return Words(
+        prompts=saved,
+        prefixes=prefixes,
+        query_length=query_length,
+        document_length=_given(settings, "document_length", PYLATE_DOCUMENT_LENGTH),
+        fills_to=query_length if _given(settings, "do_query_expansion", True) else None,
+        attended=bool(settings.get("attend_to_expansion_tokens")),
+        skipped=PUNCTUATION if skipped is None else tuple(skipped),
+        default_prompt_name=default,
+    )
+
+
+def _expanded(source: Path, words: Words, expansion: dict[str, Any]) -> Words:
+    """The words with a query_expansion of sentence-transformers: "fixed" fills queries up to its
+    length and cuts them there, "min" only fills them up."""
+    unknown = sorted(set(expansion) - set(EXPANSION_FIELDS))
+    strategy = expansion.get("strategy")
+    if unknown or strategy not in ("fixed", "min"):
+        what = f"query_expansion.{unknown[0]}" if unknown else f"strategy {strategy!r}"
+        raise UnsupportedModel(f"{source}: {what} is not supported; known: fixed, min")
+    if expansion.get("length") is None:
+        raise CheckpointError(f"{source}: query_expansion lacks length, wanted a number of tokens")
+    length = words.query_length
+    if length is not None and length < expansion["length"]:
+        raise CheckpointError(
+            f"{source}: query_length {length} is less than the {expansion['length']} tokens that "
+            "query_expansion fills queries up to"
+        )
+    return replace(
+        words,
+        query_length=expansion["length"] if strategy == "fixed" else length,
+        fills_to=expansion["length"],
+        filler=expansion.get("token"),
+        attended=bool(expansion.get("attend")),
+    )
+
+
+def _skipped(folder: Path) -> tuple[str, ...]:
+    """The words that a MultiVectorMask keeps out of documents. Raises UnsupportedModel for what
+    else it may do."""
+    config = heads.read_optional_json(folder / "config.json")
+    check_fields(str(folder / "config.json"), config, MASK_FIELDS)
+    if config.get("keep_only_token_ids"):
+        raise UnsupportedModel(f"{folder}: keep_only_token_ids is not supported")
+    words, tasks = config.get("skiplist_words") or (), config.get("skiplist_tasks")
+    if words and tasks not in (None, "document", ["document"]):
+        raise UnsupportedModel(
+            f"{folder}: skiplist_tasks {tasks!r} is not supported; known: ['document']"
+        )
+    return tuple(words)
+
+
+def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
+    """The id of the token that a prefix is or begins with, and the text after it; None, and the
+    prefix where there is no such token, which sentence-transformers takes for text."""
+    if not prefix.strip():
+        return None, ""
+    for token in (prefix, prefix.split(None, 1)[0]):
+        number = vocabulary.token_to_id(token)
+        if number is not None:
+            return number, prefix.removeprefix(token).lstrip()
+    return None, prefix
+
+
+def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
+    """The id of the added token that a prompt begins with, and the text after it; None, and the
+    prompt where it begins with another one. sentence-transformers tokenizes both as text, which
+    gives the same ids."""
+    added = [token.content for token in vocabulary.get_added_tokens_decoder().values()]
+    leading = max((token for token in added if prompt.startswith(token)), key=len, default=None)
+    if leading is None:
+        return None, prompt
+    return vocabulary.token_to_id(leading), prompt.removeprefix(leading)
+
+
+def _length(folder: Path, length: int | None, positions: int | None) -> int:
+    """The most tokens of a role's texts."""
+    if length is None:
+        length = heads.token_limit(folder, positions, late=True)
+    if length < SHORTEST_TEXT:
+        raise CheckpointError(f"{folder}: a length is {length}, wanted at least {SHORTEST_TEXT}")
+    if positions is not None and length > positions:
+        logger.warning(
+            "%s: a length is %d but there are %d positions; inputs end there",
+            folder,
+            length,
+            positions,
+        )
+        return positions
+    return length
+
+
+def _expansion(
+    spec: ModelSpec, words: Words, vocabulary: Tokenizer, folder: Path, positions: int | None
+) -> Expansion | None:
+    length = words.fills_to
+    if length is None:
+        return None
+    if positions is not None and length > positions:
+        raise CheckpointError(
+            f"{folder}: queries are filled up to {length} tokens, and there are {positions} "
+            "positions"
+        )
+    reach = spec.config.get("local_reach")
+    if not words.attended and reach is not None and length > reach:
+        raise UnsupportedModel(
+            f"{folder}: queries are filled up to {length} tokens that no token attends to, and "
+            f"some layers see {reach} on either side: a filler might see none"
+        )
+    token = words.filler or _filler(folder, vocabulary)
+    number = vocabulary.token_to_id(token)
+    if number is None:
+        raise CheckpointError(
+            f"{folder}: queries are filled up with {token!r}, which is no token of the model"
+        )
+    return Expansion(number, length, words.attended)
+
+
+def _filler(folder: Path, vocabulary: Tokenizer) -> str:
+    """The mask token, else the end token, as in PyLate."""
+    for name in ("mask_token", "eos_token"):
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            stated = heads.read_optional_json(folder / file)
+            check_fields(str(folder / file), stated, TOKENIZER_FIELDS)
+            if (token := stated.get(name)) is not None:
+                return str(token["content"] if isinstance(token, dict) else token)
+        if name == "mask_token":
+            for token in MASK_TOKENS:
+                if vocabulary.token_to_id(token) is not None:
+                    return token
+    raise CheckpointError(
+        f"{folder}: queries are filled up with the mask token, and tokenizer_config.json names none"
+    )
+
+
+def _refuse_similarity(path: Path, name: str | None) -> None:
+    if (None if name is None else name.lower()) not in SIMILARITIES:
+        known = ", ".join(filter(None, SIMILARITIES))
+        raise UnsupportedModel(f"{path}: similarity {name!r} is not supported; known: {known}")
+
+
+def _given(config: Mapping[str, Any], key: str, otherwise: Any) -> Any:
+    """The value of a key; what it means where it is absent or null."""
+    value = config.get(key)
+    return otherwise if value is None else value

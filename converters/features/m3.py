@@ -1,0 +1,92 @@
+"""Adds the further heads of an embedder: those of BGE-M3, and the sparse one of gte-multilingual.
+
+BGE-M3 keeps the weights of its two heads in files of their own, which no config names; where both
+are there they are read, as FlagEmbedding does. One without the other is refused: it is a part of a
+copy. Chen et al. 2024, arXiv:2402.03216.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from converters.heads import Layout, parameter_of, read_optional_json
+from converters.weights import Rule, transpose
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken
+from jaxembed.errors import UnsupportedModel
+
+SPARSE_FILE, VECTORS_FILE = "sparse_linear.pt", "colbert_linear.pt"
+FILES = (SPARSE_FILE, VECTORS_FILE)
+
+# Tokens that are no terms, by their names in tokenizer_config.json and what XLM-R calls them.
+_NO_TERMS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+
+
+def with_token_heads(
+    source: Path,
+    layout: Layout,
+    hf: dict[str, Any],
+    width: int,
+    sparse: Collection[str],
+    tokenizer: bytes,
+) -> Layout:
+    """The layout of an embedder with the heads that its files hold beside the one that pools.
+
+    `width` is that of hidden states. `sparse` are the family's classes of a model whose classifier
+    of tokens gives their weights. Raises UnsupportedModel for one of BGE-M3's files without the
+    other.
+    """
+    if "dense" not in layout.heads:
+        return layout
+    weight = DenseLayer(in_features=width, out_features=1, activation="relu")
+    if set(hf.get("architectures") or ()) & set(sparse):
+        return _with_weights(layout, weight, "classifier.", source / layout.tower, tokenizer)
+    missing = [name for name in FILES if not (source / name).is_file()]
+    if len(missing) == len(FILES):
+        return layout
+    if missing:
+        (found,) = {*FILES} - {*missing}
+        raise UnsupportedModel(
+            f"the model has {found} and not {missing[0]}, and BGE-M3 has both; add that file, or "
+            f"remove {found} to have dense vectors alone"
+        )
+    vectors = DenseLayer(in_features=width, out_features=width, activation="identity")
+    layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.tower, tokenizer)
+    head = PerToken((vectors, NormalizeLayer()), drops_first=True)
+    return replace(
+        layout,
+        heads={**layout.heads, "multi_vector": head},
+        rules=(*layout.rules, *_rules("multi_vector", f"{VECTORS_FILE}/")),
+        files=FILES,
+    )
+
+
+def _with_weights(
+    layout: Layout, layer: DenseLayer, tensors: str, tower: Path, tokenizer: bytes
+) -> Layout:
+    head = PerToken((layer,), skipped_ids=_no_terms(tower, tokenizer))
+    return replace(
+        layout,
+        heads={**layout.heads, "token_weights": head},
+        rules=(*layout.rules, *_rules("token_weights", tensors)),
+    )
+
+
+def _rules(head: OutputName, tensors: str) -> tuple[Rule, Rule]:
+    kernel = Rule(f"{tensors}weight", parameter_of(head, 0, "kernel"), transpose)
+    return kernel, Rule(f"{tensors}bias", parameter_of(head, 0, "bias"))
+
+
+def _no_terms(tower: Path, tokenizer: bytes) -> tuple[int, ...]:
+    """The ids of the tokens that are no terms."""
+    config = read_optional_json(tower / "tokenizer_config.json")
+    parsed = Tokenizer.from_str(tokenizer.decode())
+    ids = set()
+    for name, usual in _NO_TERMS.items():
+        token = config.get(name, usual)
+        token = token.get("content") if isinstance(token, dict) else token
+        ids.add(parsed.token_to_id(token) if isinstance(token, str) else None)
+    return tuple(sorted(ids - {None}))

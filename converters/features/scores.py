@@ -1,0 +1,119 @@
+"""Reads the labels of a cross-encoder or classifier, and how its logits become scores."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from converters.heads import (
+    MODEL_CONFIG,
+    Layout,
+    read_optional_json,
+    tower_folder,
+    transformer_config,
+)
+from converters.weights import Rule
+from jaxembed.data.spec import PairTemplate, Pooled, ScoreFunction, scoring_heads
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.preprocessing.tokenizer import parse_tokenizer
+
+SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.activation.Softmax": "softmax",
+    "torch.nn.modules.linear.Identity": None,  # logits, where the library is asked: by the labels
+}
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The head with which a family scores, and the rules for its tensors."""
+
+    logits: Pooled
+    rules: tuple[Rule, ...]
+
+
+def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
+    """id2label in the order of the ids, which are strings; LABEL_0 and so on where it is absent."""
+    named = hf.get("id2label")
+    if not named:
+        return tuple(f"LABEL_{n}" for n in range(hf.get("num_labels") or 2))  # 2: transformers'
+    try:
+        by_id = {int(number): str(label) for number, label in named.items()}
+    except (AttributeError, ValueError) as error:
+        raise CheckpointError(f"config.json: id2label {named!r} maps no ids to labels") from error
+    if sorted(by_id) != list(range(len(by_id))):
+        raise CheckpointError(f"config.json: the ids of id2label are not 0 to {len(by_id) - 1}")
+    return tuple(by_id[n] for n in range(len(by_id)))
+
+
+def scores_layout(
+    source: Path,
+    hf: dict[str, Any],
+    scorer: Scorer,
+    labels: tuple[str, ...],
+    template: PairTemplate | None = None,
+) -> Layout:
+    """The layout of a model that scores: a reranker has one label, a classifier several."""
+    tower = tower_folder(source)
+    if "lasttoken" in scorer.logits.pooling and template is None:
+        _refuse_padding_at_the_end(source / tower, hf)
+    return Layout(
+        tower=tower,
+        heads=scoring_heads(scorer.logits),
+        rules=scorer.rules,
+        labels=labels,
+        score_function=_score_function(source, hf, len(labels)),
+        template=_with_default_prompt(source, template),
+        lowercase=bool(transformer_config(source / tower).get("do_lower_case")),
+    )
+
+
+def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
+    """The template with the default prompt of the checkpoint as its instruction, which is how
+    sentence-transformers uses the default prompt of a cross-encoder."""
+    path = source / MODEL_CONFIG
+    config = read_optional_json(path)
+    name = config.get("default_prompt_name")
+    prompt = name and (config.get("prompts") or {}).get(name)
+    if not prompt:
+        return template
+    if template is None or not template.takes_instruction:
+        raise UnsupportedModel(
+            f"{path}: default prompt {name!r} is not supported: nothing stands before the texts of "
+            "a pair but what a chat template puts there"
+        )
+    return msgspec.structs.replace(template, instruction=prompt)
+
+
+def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
+    """Raises UnsupportedModel if texts end in a padding token: transformers scores the last token
+    that is not padding, jaxembed the last token."""
+    path, padding = tower / "tokenizer.json", hf.get("pad_token_id")
+    if padding is None or not path.is_file():
+        return
+    if parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
+        raise UnsupportedModel(
+            f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
+            "before it is scored; this is not supported"
+        )
+
+
+def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
+    """Sigmoid for one label or for independent ones; for others the function that the checkpoint
+    names, or softmax."""
+    problem = hf.get("problem_type")
+    if labels == 1 or problem == "multi_label_classification":
+        return "sigmoid"
+    if problem == "regression":
+        raise UnsupportedModel(
+            f"{source}: problem_type 'regression' with {labels} labels is not supported: several "
+            "values are no scores from 0 to 1; known: one label"
+        )
+    said = read_optional_json(source / MODEL_CONFIG).get("activation_fn")
+    said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
+    said = said or hf.get("sbert_ce_default_activation_function")
+    if said is not None and said not in SCORE_FUNCTIONS:
+        known = ", ".join(SCORE_FUNCTIONS)
+        raise UnsupportedModel(f"{source}: activation_fn {said!r} is not supported; known: {known}")
+    return (said and SCORE_FUNCTIONS[said]) or "softmax"

@@ -1,0 +1,1 @@
+"""Reads or builds tokenizer.json."""

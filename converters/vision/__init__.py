@@ -1,0 +1,1 @@
+"""Models of texts and images, and of pages."""

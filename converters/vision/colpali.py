@@ -1,0 +1,107 @@
+"""Converts ColPali, which reads pages: PaliGemma, and a projection of each token."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from converters.families import decoders
+from converters.families.decoders import REQUIRED, decoder_config
+from converters.families.gemma3 import HEAD_WIDTH
+from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import either, require
+from converters.heads import Layout, read_optional_json
+from converters.tokenizers.tokenizer import read_tokenizer
+from converters.vision.dual import (
+    SIGLIP,
+    TOWER_SIZES,
+    clip_config,
+    clip_rules,
+    image_rules,
+    linear_rules,
+    patch_rules,
+)
+from converters.vision.page_words import FILLERS, PageFamily, PageModel, PageWords, read_part
+from converters.weights import Rule, one_plus
+from jaxembed.data.spec import ModelSpec
+
+# What transformers takes where a part does not say; sizes must be there.
+GEMMA_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
+IMAGE_SIZES = (*TOWER_SIZES, "image_size", "patch_size")
+VISION_TOWER_DEFAULTS: dict[str, Any] = {
+    "num_channels": 3,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+}
+IMAGE_TOKEN_ID = 256000
+QUERY_PREFIX = "Question: "
+
+GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than their weight
+    Rule(rule.sources, rule.target, one_plus) if rule.target.endswith("norm.scale") else rule
+    for rule in decoders.RULES
+]
+
+
+def read_colpali(
+    source: Path, hf: Mapping[str, Any], name: str, revision: str | None
+) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
+    """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
+    supported, and CheckpointError."""
+    vlm = hf.get("vlm_config") or {}
+    check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
+    text = GEMMA_DEFAULTS | read_part(
+        source, "text_config", vlm.get("text_config") or {}, ["gemma"]
+    )
+    require(text, REQUIRED)
+    seen = vlm.get("vision_config") or {}
+    image = VISION_TOWER_DEFAULTS | read_part(
+        source, "vision_config", seen, ["siglip_vision_model"]
+    )
+    require(image, IMAGE_SIZES)
+    rules = image_rules(source, image, SIGLIP)
+    rows, columns = rules.grid
+    sizes = image | {"max_position_embeddings": rows * columns}
+    of_images = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
+    image_id = either(vlm, "image_token_id", "image_token_index", IMAGE_TOKEN_ID)
+    config = _gemma_config(text) | {
+        "image": {key: value for key, value in vars(of_images).items() if value is not None},
+        "image_token_id": image_id,
+    }
+    words = PageWords(
+        source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
+    )
+    asked = read_optional_json(source / "processor_config.json")
+    prompt = asked.get("query_prefix", QUERY_PREFIX)
+    before, pad = words.special("bos_token"), words.special("pad_token")
+    page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
+    rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
+    model = PageModel(hf, config, rules, prompt, rows * columns + len(rules.after))
+    family = PageFamily(
+        (
+            *GEMMA_RULES,
+            *patch_rules("", "tower.image.tower", bias=True),
+            *clip_rules("", "post_layernorm", "tower.image.tower"),
+            *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
+            *model.projection_rules,
+        )
+    )
+    return (
+        family,
+        *model.outline(name, revision),
+        words.framed(before, pad * FILLERS + "\n", prompt),
+    )
+
+
+def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The fields of Qwen3Config of the first Gemma, whose tokens all see each other."""
+    if hf.get("hidden_act", "gelu") == "gelu":  # of old files, which meant the approximation
+        hf = hf | {"hidden_act": "gelu_pytorch_tanh"}
+    bias = bool(hf.get("attention_bias", False))
+    return decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=False) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": False,
+        "embedding_scale": hf["hidden_size"] ** 0.5,
+        "overflows_float16": True,
+    }

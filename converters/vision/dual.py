@@ -1,0 +1,527 @@
+"""Converts models that put texts and images into one space: CLIP, SigLIP and SigLIP2.
+
+Each half, a tower and its head, becomes a route of the checkpoint. Both are read from one file.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import activation_of, require
+from converters.heads import (
+    Layout,
+    dense_rules,
+    listed_modules,
+    read_optional_json,
+    read_prompts,
+    token_limit,
+)
+from converters.tokenizers.tokenizer import read_tokenizer
+from converters.vision.image_rules import read_rules
+from converters.weights import (
+    Rule,
+    Shape,
+    Tensor,
+    Transform,
+    concatenate,
+    concatenate_transposed,
+    reshaped,
+    rows_of,
+    transpose,
+)
+from jaxembed.data.spec import (
+    TEXT_ROUTE,
+    DenseLayer,
+    Expansion,
+    Head,
+    ImageRules,
+    ModelSpec,
+    Module,
+    NormalizeLayer,
+    Pooled,
+    Probed,
+)
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models.clip import CLASS_ID, ClipConfig
+
+CLIP, SIGLIP, SIGLIP2 = "clip", "siglip", "siglip2"
+ARCHITECTURE = "clip"
+CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",), SIGLIP2: ("Siglip2Model",)}
+DUAL_MODULES = {  # of sentence-transformers, for both halves together
+    "sentence_transformers.models.CLIPModel",
+    "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
+}
+NORMALIZE = {
+    "sentence_transformers.models.Normalize",
+    "sentence_transformers.sentence_transformer.modules.normalize.Normalize",
+}
+
+# What transformers takes where config.json names no value.
+SIGLIP_TEXT: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 64,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "pad_token_id": 1,
+}
+SIGLIP_IMAGE: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6,
+    "vision_use_head": True,
+}
+TEXT_DEFAULTS = {
+    CLIP: {
+        "vocab_size": 49408,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 77,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+        "eos_token_id": 49407,
+    },
+    SIGLIP: SIGLIP_TEXT,
+    SIGLIP2: SIGLIP_TEXT,
+}
+IMAGE_DEFAULTS = {
+    CLIP: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_channels": 3,
+        "image_size": 224,
+        "patch_size": 32,
+        "hidden_act": "quick_gelu",
+        "layer_norm_eps": 1e-5,
+    },
+    SIGLIP: {**SIGLIP_IMAGE, "image_size": 224},
+    SIGLIP2: {**SIGLIP_IMAGE, "num_patches": 256},
+}
+TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
+
+
+@dataclass(frozen=True)
+class Half:
+    """The tower of texts or of images, as the plan of a conversion reads a family."""
+
+    RULES: tuple[Rule, ...]
+    IGNORED: tuple[str, ...]
+    ARCHITECTURE: str = ARCHITECTURE
+    PREFIXES: tuple[str, ...] = ()
+    RENAMES: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is read of a model before its halves are told apart."""
+
+    folder: Path
+    tower: str  # the folder within the source
+    kind: str  # one of CLASSES
+    hf: Mapping[str, Any]
+    normalizes: bool
+
+    def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of a half with transformers' defaults. What old files call `..._dict` comes
+        first there, with its own defaults."""
+        path = str(self.folder / "config.json")
+        given, older = (_not_null(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
+        for one in (given, older):
+            check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
+        fields = {**defaults, **({**given, **defaults, **older} if older else given)}
+        require(fields, TOWER_SIZES)
+        if fields["hidden_size"] % fields["num_attention_heads"]:
+            raise CheckpointError(
+                f"{path}, {key}: hidden_size {fields['hidden_size']} does not split into "
+                f"num_attention_heads {fields['num_attention_heads']}"
+            )
+        return fields
+
+
+def is_dual(source: Path) -> bool:
+    """Whether a directory holds a model of texts and images."""
+    kind = read_optional_json(source / folder_of(source) / "config.json").get("model_type")
+    return isinstance(kind, str) and kind in CLASSES
+
+
+def read_half(
+    source: Path, name: str, revision: str | None, route: str
+) -> tuple[Half, Layout, ModelSpec, bytes]:
+    """The family, layout, spec and tokenizer of the half that a route names; that of images has no
+    tokenizer. Raises UnsupportedModel for what is not supported, and CheckpointError."""
+    folder = source / folder_of(source)
+    path, hf = folder / "config.json", read_optional_json(folder / "config.json")
+    check_fields(str(path), hf, CONFIG_FIELDS)
+    kind = hf["model_type"]
+    for architecture in hf.get("architectures") or ():
+        if architecture not in CLASSES[kind]:
+            raise UnsupportedModel(
+                f"architecture {architecture!r} of a {kind} model is not supported; known: "
+                f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
+            )
+    model = _Source(folder, folder_of(source), kind, hf, _normalizes(source))
+    half, config, head, tokenizer, further = (_text if route == TEXT_ROUTE else _image)(model)
+    prompts, default_prompt_name = read_prompts(source)
+    dtype: Any = hf.get("dtype") or hf.get("torch_dtype")
+    layout = Layout(tower=model.tower, heads={"dense": head}, prompts=prompts)
+    spec = ModelSpec(
+        architecture=ARCHITECTURE,
+        config={key: value for key, value in vars(config).items() if value is not None},
+        heads={"dense": head},
+        token_types=False,
+        prompts=dict(prompts or {}),
+        default_prompt_name=default_prompt_name,
+        hidden_size=config.hidden_size,
+        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+        source=name,
+        revision=revision,
+        content_hash="",
+        **further,
+    )
+    return half, layout, spec, tokenizer
+
+
+_Parts = tuple[Half, ClipConfig, Head, bytes, dict[str, Any]]
+
+
+def _text(model: _Source) -> _Parts:
+    """The half of texts. Its vector is made of the last token: the end of a text, which CLIP's
+    tokens all lead to, or of SigLIP's padding."""
+    hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
+    require(hf, ("vocab_size", "max_position_embeddings"))
+    config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
+    # SigLIP was trained on small letters, whatever its tokenizer.json says
+    lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
+    tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
+    limit = token_limit(model.folder, config.max_positions)
+    further: dict[str, Any] = {"max_input_tokens": limit}
+    if model.kind == CLIP:
+        eos = hf["eos_token_id"]
+        _check_end(model.folder, tokenizer, None if eos == OLD_EOS else eos)
+        projection, tensor = _projection(model, config), "text_projection"
+    else:
+        name = _special_token(model.folder, "eos_token")
+        if name is not None:
+            named = Tokenizer.from_str(tokenizer.decode()).token_to_id(name)
+            _check_end(model.folder, tokenizer, named)
+        _check_filling(model.folder, tokenizer)
+        further["max_input_tokens"] = length = config.max_positions
+        filler = _padding_id(model.folder, tokenizer, hf)
+        further["filled"] = Expansion(filler, length, attended=True)
+        width = hf.get("projection_size") or config.hidden_size
+        projection = DenseLayer(
+            in_features=config.hidden_size, out_features=width, activation="identity"
+        )
+        tensor = "text_model.head"
+    head = Pooled(("lasttoken",), _normalized(model, projection))
+    rules = (
+        Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
+        *clip_rules("text_model.", "final_layer_norm"),
+        *dense_rules("dense", 0, projection, tensor),
+    )
+    return (
+        Half(rules, ("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)),
+        config,
+        head,
+        tokenizer,
+        further,
+    )
+
+
+def _image(model: _Source) -> _Parts:
+    """The half of images. CLIP's vector is made of the class token, SigLIP's of what a learned
+    query finds."""
+    hf = _image_fields(model)
+    is_clip, resizes = model.kind == CLIP, model.kind == SIGLIP2
+    rules = image_rules(model.folder, hf, model.kind)
+    if is_clip:
+        rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
+    tokens = _most_tokens(rules)
+    config = clip_config(
+        hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
+        resizes_positions=resizes,
+        patch_bytes=rules.patch_bytes,
+        patch_bias=not is_clip,
+        class_token=is_clip,
+        input_norm=is_clip,
+    )
+    own = [
+        *patch_rules("vision_model.", bias=not is_clip, flat=resizes),
+        *clip_rules("vision_model.", "post_layernorm"),
+    ]
+    head: Head
+    if is_clip:
+        projection = _projection(model, config)
+        head = Pooled(("cls",), _normalized(model, projection))
+        own += [
+            Rule(
+                "vision_model.embeddings.class_embedding",
+                "tower.embeddings.class_token.embedding",
+                reshaped(1, config.hidden_size),
+            ),
+            # sic
+            *_norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
+            *dense_rules("dense", 0, projection, "visual_projection"),
+        ]
+    else:
+        head = Probed(
+            width_in=config.hidden_size,
+            num_heads=config.num_heads,
+            intermediate_size=config.intermediate_size,
+            norm_eps=config.norm_eps,
+            activation=activation_of(hf, "hidden_act"),
+            modules=_normalized(model),
+        )
+        own += _probe_rules(config.hidden_size)
+    half = Half(tuple(own), ("text_model.*", "text_projection.*", *NOT_OF_TOWERS))
+    return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
+
+
+def _image_fields(model: _Source) -> dict[str, Any]:
+    """The config of the half of images. Raises UnsupportedModel for what its tower does not run."""
+    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
+    resizes = model.kind == SIGLIP2
+    require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
+    if hf["num_channels"] != 3:
+        raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
+    if model.kind != CLIP and not hf["vision_use_head"]:
+        raise UnsupportedModel("vision_use_head false is not supported; known: true")
+    if resizes and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
+        raise UnsupportedModel(
+            f"num_patches {hf['num_patches']} is not supported; known: a square number"
+        )
+    return hf
+
+
+NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
+
+
+def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
+    """The config of a tower, with transformers' defaults filled in."""
+    return ClipConfig(
+        hidden_size=hf["hidden_size"],
+        num_layers=hf["num_hidden_layers"],
+        num_heads=hf["num_attention_heads"],
+        intermediate_size=hf["intermediate_size"],
+        max_positions=hf["max_position_embeddings"],
+        norm_eps=float(hf["layer_norm_eps"]),
+        activation=activation_of(dict(hf), "hidden_act"),
+        **switches,
+    )
+
+
+def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
+    """The rules of a tower, whose parameters have that name, for all but its words or patches.
+    `half` is how the names of its tensors begin."""
+    layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
+    qkv = [f"{layer}.self_attn.{one}_proj" for one in "qkv"]
+    positions = f"{tower}.embeddings.position.embedding"
+    return [
+        Rule(f"{half}embeddings.position_embedding.weight", positions),
+        Rule(tuple(f"{one}.weight" for one in qkv), f"{target}.qkv.kernel", concatenate_transposed),
+        Rule(tuple(f"{one}.bias" for one in qkv), f"{target}.qkv.bias", concatenate),
+        *linear_rules(f"{layer}.self_attn.out_proj", f"{target}.out"),
+        *linear_rules(f"{layer}.mlp.fc1", f"{target}.up"),
+        *linear_rules(f"{layer}.mlp.fc2", f"{target}.down"),
+        *_norm_rules(f"{layer}.layer_norm1", f"{target}.attention_norm"),
+        *_norm_rules(f"{layer}.layer_norm2", f"{target}.mlp_norm"),
+        *_norm_rules(f"{half}{last_norm}", f"{tower}.norm"),
+    ]
+
+
+def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = False) -> list[Rule]:
+    """The rules of the projection of patches, as `clip_rules`; `flat` says whether it is saved as
+    a linear layer and not as a convolution."""
+    source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
+    kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)
+    return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
+
+
+def _probe_rules(width: int) -> list[Rule]:
+    """The rules of SigLIP's head of images."""
+    head, target = "vision_model.head", "heads.dense"
+    joint = f"{head}.attention.in_proj"
+    rules = [Rule(f"{head}.probe", f"{target}.probe", reshaped(width))]
+    for name, start, stop in (("query", 0, width), ("key_value", width, 3 * width)):
+        kernel = rows_of(start, stop, turned=True)
+        rules.append(Rule(f"{joint}_weight", f"{target}.{name}.kernel", kernel))
+        rules.append(Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(start, stop)))
+    return [
+        *rules,
+        *linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
+        *_norm_rules(f"{head}.layernorm", f"{target}.norm"),
+        *linear_rules(f"{head}.mlp.fc1", f"{target}.up"),
+        *linear_rules(f"{head}.mlp.fc2", f"{target}.down"),
+    ]
+
+
+def linear_rules(source: str, target: str) -> list[Rule]:
+    """The rules of a linear layer with a bias."""
+    return [
+        Rule(f"{source}.weight", f"{target}.kernel", transpose),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def _norm_rules(source: str, target: str) -> list[Rule]:
+    return [
+        Rule(f"{source}.weight", f"{target}.scale"),
+        Rule(f"{source}.bias", f"{target}.bias"),
+    ]
+
+
+def _projection(model: _Source, config: ClipConfig) -> DenseLayer:
+    """CLIP's projection into the space of both halves."""
+    return DenseLayer(
+        in_features=config.hidden_size,
+        out_features=model.hf.get("projection_dim") or 512,
+        bias=False,
+        activation="identity",
+    )
+
+
+def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
+    return (*modules, NormalizeLayer()) if model.normalizes else modules
+
+
+def processor_fields(folder: Path) -> dict[str, Any]:
+    """The fields of preprocessor_config.json, or of processor_config.json, which may hold them.
+    Raises CheckpointError if neither is there."""
+    rules = read_optional_json(folder / "preprocessor_config.json")
+    rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
+    if not isinstance(rules, dict) or not rules:
+        raise CheckpointError(
+            f"{folder} does not say how images are prepared: wanted preprocessor_config.json"
+        )
+    return rules
+
+
+def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
+    """How images are prepared for the tower of this config, of a model of this kind."""
+    fields = processor_fields(folder)
+    found = read_rules(fields, hf["patch_size"])
+    if (found.most_patches is not None) != (kind == SIGLIP2) or found.area is not None:
+        named = fields.get("image_processor_type")
+        raise UnsupportedModel(f"image processor {named!r} of a {kind} model is not supported")
+    if found.most_patches is not None:
+        return found
+    wanted = (hf["image_size"], hf["image_size"])
+    if found.made != wanted:
+        raise CheckpointError(
+            f"{folder}: images are brought to {found.made}, and the tower takes {wanted}"
+        )
+    return found
+
+
+def _most_tokens(rules: ImageRules) -> int:
+    """The most tokens of an image, those around its patches included."""
+    most = prod(rules.grid) if rules.most_patches is None else rules.most_patches
+    return len(rules.before) + most + len(rules.after)
+
+
+def _check_filling(folder: Path, stored: bytes) -> None:
+    """Raise UnsupportedModel for texts that begin with a token of their own, or are filled up on
+    the left: SigLIP was trained on neither."""
+    side = read_optional_json(folder / "tokenizer_config.json").get("padding_side")
+    if side not in (None, "right"):
+        raise UnsupportedModel(f"{folder}: padding_side {side!r} is not supported; known: right")
+    begin, tokenizer = _special_token(folder, "bos_token"), Tokenizer.from_str(stored.decode())
+    if begin is not None and tokenizer.encode("a").tokens[:1] == [begin]:
+        raise UnsupportedModel(f"{folder}: texts that begin with {begin} are not supported")
+
+
+def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
+    """Raise CheckpointError unless texts end with this token, or with the one of the largest id."""
+    tokenizer = Tokenizer.from_str(stored.decode())
+    wanted = max(tokenizer.get_vocab().values()) if eos is None else eos
+    last = tokenizer.encode("a").ids[-1:]
+    if last != [wanted]:
+        raise CheckpointError(
+            f"the tokenizer in {folder} ends texts with {last}, and the model with {wanted}"
+        )
+
+
+def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
+    """The token that texts are filled up with: that of the tokenizer, else of the config."""
+    token = _special_token(folder, "pad_token")
+    found = None if token is None else Tokenizer.from_str(stored.decode()).token_to_id(token)
+    found = hf.get("pad_token_id") if found is None else found
+    if not isinstance(found, int) or not 0 <= found < hf["vocab_size"]:
+        raise CheckpointError(
+            f"{folder} names no token that texts are filled up with: wanted pad_token in "
+            "tokenizer_config.json"
+        )
+    return found
+
+
+def _not_null(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _special_token(folder: Path, name: str) -> str | None:
+    """A token that tokenizer_config.json names."""
+    token = read_optional_json(folder / "tokenizer_config.json").get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else str(token)
+
+
+def folder_of(source: Path) -> str:
+    """Where the model lies within the source; "" is the source itself."""
+    listed = listed_modules(source)
+    if listed is not None and listed and listed[0][0] in DUAL_MODULES:
+        return listed[0][1]
+    return ""
+
+
+def _normalizes(source: Path) -> bool:
+    """Whether vectors are scaled to length one: as modules.json says, and without one they are.
+    Raises UnsupportedModel for other modules."""
+    listed = listed_modules(source)
+    if listed is None:
+        return True
+    kinds = [kind for kind, _ in listed]
+    if not kinds or not set(kinds[1:]) <= NORMALIZE or kinds[0] in NORMALIZE:
+        raise UnsupportedModel(
+            f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
+            "texts and images are not supported; wanted one, then perhaps Normalize"
+        )
+    return len(kinds) > 1
+
+
+def _patch_kernel(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0]))
+
+
+def _is_convolution(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    """Check a kernel `[out, 3, size, size]` for a weight `[3 * size * size, out]`."""
+    return [
+        f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
+        for source in sources
+        if len(source.shape) != 4
+        or source.shape[1] != 3
+        or source.shape[2] != source.shape[3]
+        or (3 * source.shape[2] ** 2, source.shape[0]) != shape
+    ]
+
+
+patch_kernel = Transform(_patch_kernel, _is_convolution)

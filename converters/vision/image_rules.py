@@ -1,0 +1,216 @@
+"""Reads how a model's images are prepared, from preprocessor_config.json."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxembed.data.spec import ImageRules, Resample
+from jaxembed.errors import CheckpointError, UnsupportedModel
+
+RESAMPLE_NAMES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+# By the processor's name without Fast, Pil and the like: what transformers takes where a field is
+# missing.
+PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
+    "CLIP": {
+        "size": {"shortest_edge": 224},
+        "crop_size": {"height": 224, "width": 224},
+        "do_center_crop": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    "Siglip": {
+        "size": {"height": 224, "width": 224},
+        "do_center_crop": False,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "Siglip2": {
+        "resample": 2,
+        "patch_size": 16,
+        "max_num_patches": 256,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+    "Qwen2VL": {
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},  # pixels in all
+        "do_center_crop": False,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+}
+MOST_AREA = 2**31  # pixels
+MOST_MERGE = 8  # patches on a side of a token
+COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
+ENDINGS = ("Fast", "Pil")
+MOST_SIDE = 8192  # pixels
+MOST_PATCHES = 8192  # of an image: the longest row of a default grid
+
+
+def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
+    """The rules of an image processor, for patches of so many pixels on each side.
+
+    Raises UnsupportedModel for another processor or for steps that are not done here, and
+    CheckpointError for damaged fields.
+    """
+    processor = _processor(config)
+    fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **_given(config)}
+    for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
+        if fields.get(switch, wanted) is not wanted:
+            raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
+    if not fields["do_resize"]:
+        raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
+    if fields["resample"] not in RESAMPLE_NAMES:
+        known = ", ".join(map(str, RESAMPLE_NAMES))
+        raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
+    shape = _shape(fields, processor, patch)
+    rules = ImageRules(
+        patch=patch,
+        resample=RESAMPLE_NAMES[fields["resample"]],
+        rescale=_number("rescale_factor", fields["rescale_factor"]),
+        mean=_colours("image_mean", fields["image_mean"]),
+        std=_colours("image_std", fields["image_std"]),
+        **shape,
+    )
+    if not all(rules.std):
+        raise CheckpointError("image_std has a zero")
+    sides = (patch,) if rules.place_numbers else rules.made
+    if patch % 2 or any(side % patch for side in sides):
+        raise UnsupportedModel(
+            f"images of {sides} in patches of {patch} are not supported; known: an even size "
+            "that divides the sides"
+        )
+    return rules
+
+
+def _shape(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
+    """The fields of ImageRules that tell what images are resized to."""
+    if processor == "Siglip2":
+        return _own_shape(fields, patch)
+    if processor == "Qwen2VL":
+        return _whole_tokens(fields, patch)
+    return _one_size(fields, processor)
+
+
+def _one_size(fields: Mapping[str, Any], processor: str) -> dict[str, Any]:
+    """The fields of ImageRules by which all images are brought to one size."""
+    size, shortest = _size(fields["size"], square=processor != "CLIP")
+    crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
+    if crop is None and size is None:
+        raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
+    if crop is not None and max(crop) > (shortest or min(size or crop)):
+        raise UnsupportedModel(f"images of {size or shortest} are not supported: {crop} is cut out")
+    return {"size": size, "shortest": shortest, "crop": crop}
+
+
+def _own_shape(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
+    """The fields of ImageRules by which images keep their shape, within a number of patches."""
+    for name in ("size", "do_center_crop", "crop_size"):
+        if fields.get(name):
+            raise UnsupportedModel(
+                f"{name} {fields[name]!r} of images that keep their shape is not supported"
+            )
+    if fields["patch_size"] != patch:
+        raise UnsupportedModel(
+            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
+            f"{patch}"
+        )
+    most = fields["max_num_patches"]
+    if type(most) is not int or not 1 <= most <= MOST_PATCHES:
+        raise CheckpointError(
+            f"max_num_patches of images has {most!r}, wanted a whole number from 1 to "
+            f"{MOST_PATCHES}"
+        )
+    return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
+
+
+def _whole_tokens(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
+    """The fields of ImageRules by which images keep their shape, in whole tokens within an area."""
+    if fields["do_center_crop"]:
+        raise UnsupportedModel("do_center_crop true of images that keep their shape is unsupported")
+    if fields["patch_size"] != patch:
+        raise UnsupportedModel(
+            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
+            f"{patch}"
+        )
+    merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
+    return {"area": _area(fields), "merge": merge, "place_numbers": 3}  # time, row, column
+
+
+def _area(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """The fewest and the most pixels of an image: min_pixels and max_pixels where they are there,
+    else those of the size."""
+    size = fields["size"]
+    if not isinstance(size, Mapping) or set(_given(size)) - {"shortest_edge", "longest_edge"}:
+        raise UnsupportedModel(
+            f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
+        )
+    least = fields.get("min_pixels", size.get("shortest_edge"))
+    most = fields.get("max_pixels", size.get("longest_edge"))
+    found = _whole("min_pixels", least, MOST_AREA), _whole("max_pixels", most, MOST_AREA)
+    if found[0] > found[1]:
+        raise CheckpointError(f"min_pixels {found[0]} of images is over max_pixels {found[1]}")
+    return found
+
+
+def _processor(config: Mapping[str, Any]) -> str:
+    """The name of the processor, by either key, as PROCESSOR_DEFAULTS has it."""
+    named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    name = str(named)
+    for ending in ENDINGS:
+        name = name.removesuffix(ending)
+    name = name.removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
+    if name not in PROCESSOR_DEFAULTS:
+        known = ", ".join(f"{one}ImageProcessor" for one in PROCESSOR_DEFAULTS)
+        raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
+    return name
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are there and not null."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
+    """The height and width, or the shorter side. A lone number is all sides of a `square`, or the
+    shorter one."""
+    if isinstance(value, Mapping) and "shortest_edge" in value:
+        if set(_given(value)) - {"shortest_edge"}:
+            raise UnsupportedModel(f"size {dict(value)} of images is not supported")
+        return None, _side("size", value["shortest_edge"])
+    if isinstance(value, int) and not square:
+        return None, _side("size", value)
+    return _height_and_width("size", value), None
+
+
+def _height_and_width(name: str, value: Any) -> tuple[int, int]:
+    if isinstance(value, Mapping):
+        return _side(name, value.get("height")), _side(name, value.get("width"))
+    return _side(name, value), _side(name, value)
+
+
+def _side(name: str, value: Any) -> int:
+    return _whole(name, value, MOST_SIDE)
+
+
+def _whole(name: str, value: Any, most: int) -> int:
+    if type(value) is not int or not 1 <= value <= most:
+        raise CheckpointError(
+            f"{name} of images has {value!r}, wanted a whole number from 1 to {most}"
+        )
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) < 1e6:
+        raise CheckpointError(f"{name} of images is {value!r}, wanted a number")
+    return float(value)
+
+
+def _colours(name: str, value: Any) -> tuple[float, float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 3:
+        raise CheckpointError(f"{name} of images is {value!r}, wanted three numbers")
+    red, green, blue = (_number(name, one) for one in value)
+    return red, green, blue

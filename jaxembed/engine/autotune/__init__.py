@@ -1,0 +1,1 @@
+"""Measures costs and chooses kernels, dtypes and what to compile first."""

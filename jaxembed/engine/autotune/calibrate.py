@@ -1,0 +1,253 @@
+"""Chooses the dtype and the default token budget of a batch; a CPU is measured once."""
+
+import hashlib
+import json
+import logging
+import math
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxembed.data.spec import DType
+from jaxembed.engine.compiles import compile_lowered
+from jaxembed.engine.placement import Device
+from jaxembed.models import Program
+from jaxembed.platform.cache_folder import make_private
+from jaxembed.platform.cores import MOST_WAITED, CpuTimes, core_count, timed, usable_cores
+from jaxembed.platform.files import replacing
+
+logger = logging.getLogger(__name__)
+
+ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, as TEI's
+ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second; only ratios matter until a timing
+LEAST_TOKENS = 256  # smallest default token budget
+BATCH_S = 0.15  # target time of a full batch on a CPU, in which nothing else runs
+SHARE_REACHED = 0.3  # share of the rate of a single product that a whole model reaches
+# The native kernels reach a larger share: with it BERT-base gets 1024 tokens in the target time
+# instead of 256, and abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
+NATIVE_SHARE = 0.7
+NATIVE_TOKENS = 1024  # largest token budget that the native kernels' share may give
+SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
+PRODUCT_RUNS = 30  # the fastest counts, because the machine may be busy
+MEASURE_S = 0.2  # a slow product runs for so much CPU time of each core, at least three times
+WAIT_S = 2.0  # where it gets little CPU time, it runs for so long
+# A neighbour on the same core slows a product down although nothing waits: one of five starts on a
+# quiet virtual machine measured half the rate. So there are several rounds, which must agree.
+ROUNDS = 2
+MOST_APART = 1.25  # the fastest round by the slowest
+# bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
+# AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
+CLEARLY_FASTER = 1.2
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast this CPU multiplies."""
+
+    flops: float  # floating-point operations per second
+    sure: bool  # False for an estimate, because other programs used the cores
+
+
+class Calibration:
+    """Chooses the dtype and the default token budget for a device; a CPU by its speed.
+
+    A CPU is measured once for each dtype, by a product. The rates are kept in `cache_dir`, if
+    given, because rates that vary from start to start would give other buckets, which would have to
+    be compiled again. Estimates are not kept.
+    """
+
+    def __init__(self, device: Device, cache_dir: Path | None = None):
+        self._device = device
+        self._file = cache_dir / "cpu-rates.json" if cache_dir is not None else None
+        self._rates: dict[DType, Rate] = {}
+
+    @property
+    def sure(self) -> bool:
+        """Whether no choice so far was made from an estimate."""
+        return all(rate.sure for rate in self._rates.values())
+
+    def native_dtype(self) -> DType:
+        """The fastest dtype of the device: bfloat16 if it multiplies that natively, else float32.
+
+        On a CPU the dtypes are measured by a product each.
+        """
+        device = self._device
+        if device.platform == "cpu":
+            self._know("bfloat16", "float32")
+            bfloat16, float32 = self._flops("bfloat16"), self._flops("float32")
+            native = bfloat16 > CLEARLY_FASTER * float32
+        elif device.platform == "gpu":
+            # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
+            capability = str(getattr(device, "compute_capability", ""))
+            native = not capability.replace(".", "").isdigit() or float(capability) >= 8.0
+        else:
+            native = device.platform == "tpu"
+        return "bfloat16" if native else "float32"
+
+    def batch_tokens(self, program: Program, dtype: DType, native_layers: bool = False) -> int:
+        """The default token budget of a batch.
+
+        It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
+        least 256. `native_layers` says whether native kernels compute whole layers.
+        """
+        if self._device.platform != "cpu":
+            return ACCELERATOR_TOKENS
+        most = max(BATCH_S * self._flops(dtype) / _flops_per_token(program), 1.0)
+        tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
+        if native_layers:
+            tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
+        return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
+
+    def token_ms(self, program: Program, dtype: DType, native_layers: bool = False) -> float:
+        """Estimate the milliseconds per token of a full bucket, for use until buckets are timed.
+
+        `native_layers` says whether native kernels compute whole layers.
+        """
+        if self._device.platform != "cpu":
+            return ACCELERATOR_TOKEN_MS
+        share = NATIVE_SHARE if native_layers else SHARE_REACHED
+        return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)))
+
+    def _flops(self, dtype: DType) -> float:
+        """The rate of a product on this CPU in FLOP/s: kept by an earlier run, or measured now."""
+        self._know(dtype)
+        return self._rates[dtype].flops
+
+    def _know(self, *dtypes: DType) -> None:
+        """Have the rates of these dtypes. Those that are measured are measured in turn."""
+        unknown: list[DType] = []
+        for dtype in dtypes:
+            if dtype in self._rates:
+                continue
+            if flops := _kept(self._file).get(self._key(dtype)):
+                self._rates[dtype] = Rate(flops, sure=True)
+            else:
+                unknown.append(dtype)
+        rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
+        for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
+            self._rates[dtype] = self._noted(dtype, _joined(measured))
+
+    def _key(self, dtype: DType) -> str:
+        return f"{device_id(self._device)}/{dtype}"
+
+    def _noted(self, dtype: DType, rate: Rate) -> Rate:
+        """The rate, which is kept unless it is an estimate."""
+        logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
+        if not rate.sure:
+            logger.warning(
+                "that is an estimate, because something else uses this machine. It is not kept, "
+                "and is measured anew at the next start"
+            )
+        elif self._file is not None:
+            _keep(_kept(self._file) | {self._key(dtype): rate.flops}, self._file)
+        return rate
+
+
+def host_id() -> str:
+    """A hash that names this kind of host by its CPU's model and features.
+
+    Hosts that share a home directory may differ in speed, and may not run each other's compiled
+    programs.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    identity = "\n".join([platform.machine(), *sorted(abilities)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+
+
+def device_id(device: Device) -> str:
+    """A name for this kind of device: devices with the same name run a program equally fast.
+
+    On a CPU it has the cores that the process may use, of which a quota may allow a part.
+    """
+    if device.platform != "cpu":
+        return device.device_kind
+    threads, cores = len(usable_cores()), core_count()
+    part = "" if cores == threads else f"{cores:g}-of-"
+    return f"cpu-{host_id()}-{part}{threads}-cores"
+
+
+def _flops_per_token(program: Program) -> float:
+    """The floating-point operations per token in products with weights: two per weight element."""
+    shapes = program.shapes.items()
+    return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
+
+
+def _kept(file: Path | None) -> dict[str, float]:
+    """Read the rates in the file; values that are not rates are left out."""
+    try:
+        rates = json.loads(file.read_text()) if file is not None else {}
+    except (OSError, RecursionError, ValueError):
+        return {}
+    if not isinstance(rates, dict):
+        return {}
+    return {
+        key: float(rate)
+        for key, rate in rates.items()
+        if type(rate) in (int, float) and 0 < rate < math.inf
+    }
+
+
+def _keep(rates: dict, file: Path) -> None:
+    """Write the rates into the file. A failure is logged and raises nothing."""
+    try:
+        make_private(file.parent)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(rates))
+    except OSError as error:
+        logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
+
+
+def _joined(rounds: Sequence[Rate]) -> Rate:
+    """The rate of the fastest round, as what disturbs only slows down. It is an estimate if one of
+    them is, or if they do not agree."""
+    fastest, slowest = max(one.flops for one in rounds), min(one.flops for one in rounds)
+    agree = fastest <= MOST_APART * slowest
+    return Rate(fastest, sure=agree and all(one.sure for one in rounds))
+
+
+def _measure(dtype: DType) -> Rate:
+    """Measure a product on this CPU."""
+    m, k, n = SHAPE
+    a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
+    product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    product = compile_lowered(product.lower(a, b), {})
+
+    def run() -> None:
+        product(a, b).block_until_ready()
+
+    run()
+    runs: list[CpuTimes] = []
+    cores, cpu_s, stop_at = core_count(), 0.0, time.monotonic() + WAIT_S
+    while len(runs) < 3 or (
+        len(runs) < PRODUCT_RUNS and cpu_s < MEASURE_S * cores and time.monotonic() < stop_at
+    ):
+        runs.append(timed(run)[1])
+        cpu_s += runs[-1].cpu
+    return _rate_of(runs, 2.0 * m * k * n, cores, threads=len(usable_cores()))
+
+
+def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> Rate:
+    """Compute the rate from runs of `flops` operations each, of so many `threads`.
+
+    It is the rate of the fastest run. If that waited for cores, it is estimated from the run with
+    the least CPU time, as if that had had all the `cores` that the process may use. The estimate
+    also limits the rate, because a quota lets a short run have more cores than it grants for long.
+    """
+    fastest = min(runs, key=lambda run: run.wall)
+    by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)
+    has_quota = cores < threads  # it lets threads wait although nothing else runs
+    waited_share = fastest.lost_share(cores) if has_quota else fastest.waited_share
+    if waited_share > MOST_WAITED:
+        return Rate(by_cpu_time, sure=False)
+    by_clock = flops / (fastest.wall * (1 - fastest.waited_share))
+    return Rate(min(by_clock, by_cpu_time), sure=True)

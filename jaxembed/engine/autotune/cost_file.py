@@ -1,0 +1,108 @@
+"""Keeps measurements in files of the cache directory, named by everything that they depend on."""
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxembed.engine.autotune.costs import Timings
+from jaxembed.engine.bucket import Bucket
+from jaxembed.platform.cache_folder import make_private
+from jaxembed.platform.files import replacing
+
+logger = logging.getLogger(__name__)
+
+Kept = TypeVar("Kept")
+KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
+
+
+class KeptFile:
+    """A JSON file in the folder `costs` of the cache, named by a hash of `identity`.
+
+    `identity` is everything that the content depends on, so another identity has another file.
+    `what` names the content, as the key in the file and in log messages.
+    """
+
+    def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str, suffix: str = ""):
+        self.identity = identity
+        self._what = what
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        self._path = cache_dir / "costs" / f"{digest[:16]}{suffix}.json"
+
+    def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
+        """Read and decode the content that an earlier run saved.
+
+        Returns None if there is no file. A damaged one is logged and also gives None.
+        """
+        try:
+            return decode(json.loads(self._path.read_bytes())[self._what])
+        except FileNotFoundError:
+            return None
+        except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning(
+                "%s is ignored, and the %s are taken anew: %s: %s",
+                self._path,
+                self._what,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def save(self, value: Any) -> None:
+        """Write the content, a value for JSON. A failure is logged and raises nothing."""
+        content = {"identity": self.identity, self._what: value}
+        try:
+            make_private(self._path.parent)
+            with replacing(self._path) as partial:
+                partial.write_text(json.dumps(content, indent=1))
+        except OSError as error:
+            logger.warning("cannot keep the %s in %s: %s", self._what, self._path, error.strerror)
+
+
+class CostFile:
+    """The file with the timings of one model on one kind of device.
+
+    `identity` is everything that they depend on, except the bucket and its kernel. `kernel_of`
+    returns the name of the kernel that a bucket runs with.
+    """
+
+    def __init__(
+        self, cache_dir: Path, identity: dict[str, Any], kernel_of: Callable[[Bucket], str]
+    ):
+        self.identity = identity
+        self._kernel_of = kernel_of
+        self._file = KeptFile(cache_dir, identity, "timings")
+
+    def load(self) -> Timings:
+        """The timings that an earlier run saved; empty if there is no file, or a damaged one."""
+        return self._file.load(self.decode) or {}
+
+    def save(self, timings: Timings) -> None:
+        """Save the timings. A failure is logged and raises nothing."""
+        self._file.save(self.encode(timings))
+
+    def encode(self, timings: Timings) -> dict[str, list[float]]:
+        """Convert timings to values for JSON: `{"8x128 native": [milliseconds, ...]}`."""
+        return {
+            f"{bucket} {self._kernel_of(bucket)}": [float(f"{value:.5g}") for value in ms]
+            for bucket, ms in sorted(timings.items())
+        }
+
+    def decode(self, encoded: dict[str, list[float]]) -> Timings:
+        """The inverse of `encode`, for the buckets that still run with the same kernel.
+
+        Raises ValueError, TypeError or AttributeError for values that `encode` does not give.
+        """
+        timings: Timings = {}
+        for key, values in encoded.items():
+            match = KEY.fullmatch(key)
+            ms = [float(value) for value in values]
+            if match is None or not ms or not all(0 < value < float("inf") for value in ms):
+                raise ValueError(f"{key!r}: no timings of a bucket")
+            bucket = Bucket(int(match[1]), int(match[2]))
+            if self._kernel_of(bucket) == match[3]:
+                timings[bucket] = ms
+        return timings

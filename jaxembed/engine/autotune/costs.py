@@ -1,0 +1,173 @@
+"""Holds the cost of a run of each bucket: timed, or estimated from the buckets that were timed.
+
+It starts no threads and reads no clock. Threads that share it must hold a lock.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from statistics import median
+from typing import Literal
+
+from jaxembed.engine.batch import HOST_MS
+from jaxembed.engine.bucket import Bucket
+from jaxembed.platform.cores import MOST_WAITED
+
+TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
+LATEST = 100  # timings of all buckets that say whether the machine is busy
+TIMED_MS = 1000.0  # or total time after which a bucket counts as timed: long runs differ less
+MOST_FAILURES = 3  # failures after which a bucket is not timed any more
+LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
+LONG_RUN_FACTOR = 2.0  # for the estimate of such a bucket: attention takes longer in long rows
+DRIFT_BATCHES = 50  # number of recent batches that the drift is computed from, about
+FIRST_BATCHES = 10  # weight of the timed cost before the first batch, in batches
+MOST_DRIFT = 8.0
+DRIFT_STEP = 1.02  # smaller relative changes of the drift do not change the costs
+
+Timings = dict[Bucket, list[float]]
+CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, by none
+
+
+def often_enough(timings: list[float]) -> list[float]:
+    """Repeat timings until there are TIMINGS of them, with about the same median.
+
+    It is for timings that were measured with more care, so that they count as enough.
+    """
+    return (timings * TIMINGS)[:TIMINGS]
+
+
+class BucketCosts:
+    """The cost of a run of each usable bucket, in milliseconds.
+
+    A cost is that of a bucket full of short sequences. Long sequences take longer, but by the same
+    amount in any bucket, so a slow batch says nothing about its own bucket. Instead all batches
+    together give one factor, `drift`, that multiplies every cost. It differs from 1 if the machine
+    is slower or faster than when it was timed, or if sequences are long.
+
+    `default_ms` is the cost of a token until something is timed. `timings` are those of an earlier
+    run in milliseconds, the latest last.
+    """
+
+    def __init__(self, default_ms: float, timings: Mapping[Bucket, Iterable[float]] | None = None):
+        self.usable: dict[Bucket, float] = {}  # replaced and never changed, so reads need no lock
+        self.drift = 1.0
+        self._default_ms = default_ms
+        self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
+        self._undisturbed: Timings = {b: list(ms) for b, ms in self._timings.items()}
+        self._lost: deque[float] = deque(maxlen=LATEST)  # shares of the latest timings
+        self._recorded: set[Bucket] = set()
+        self._failures: Counter[Bucket] = Counter()
+        self._buckets: list[Bucket] = []
+        self._took_ms = self._expected_ms = 0.0  # decaying sums over the recent batches
+
+    def add(self, bucket: Bucket) -> None:
+        """Make a bucket usable."""
+        self._buckets.append(bucket)
+        self._update()
+
+    def restrict(self, buckets: Iterable[Bucket]) -> None:
+        """Make only these buckets usable, all of which were added before."""
+        self._buckets = list(buckets)
+        self._update()
+
+    def record(self, bucket: Bucket, ms: float, lost_share: float = 0.0) -> None:
+        """Add a timing of a bucket in milliseconds. The last TIMINGS of them count.
+
+        `lost_share` is the share of the time that its threads wanted to run in which other programs
+        had the cores. A timing that was disturbed so counts in this process only.
+        """
+        _append(self._timings, bucket, ms)
+        if lost_share <= MOST_WAITED:
+            _append(self._undisturbed, bucket, ms)
+        self._lost.append(lost_share)
+        self._recorded.add(bucket)
+        self._update()
+
+    def fail(self, bucket: Bucket) -> None:
+        """Note that a bucket could not be timed.
+
+        Buckets with fewer failures are timed first. After MOST_FAILURES its cost stays an estimate.
+        """
+        self._failures[bucket] += 1
+
+    def observe(self, bucket: Bucket, took_ms: float) -> None:
+        """Update the drift with the device time of a batch.
+
+        A batch counts with at most MOST_DRIFT times its cost, so that one that nearly hung has
+        little effect. Raises KeyError if the bucket is not usable.
+        """
+        decay = 1 - 1 / DRIFT_BATCHES
+        cost = self.usable[bucket] / self.drift
+        if not self._expected_ms:  # so that the first batch alone does not decide
+            self._took_ms = self._expected_ms = FIRST_BATCHES * cost
+        self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
+        self._expected_ms = decay * self._expected_ms + cost
+        factor = self._took_ms / max(self._expected_ms, 1e-9)
+        factor = min(max(factor, 1 / MOST_DRIFT), MOST_DRIFT)
+        if not 1 / DRIFT_STEP < factor / self.drift < DRIFT_STEP:
+            self.drift = factor
+            self._update()
+
+    def untimed(self) -> Bucket | None:
+        """The bucket to time next: the one with the fewest timings, and of these the smallest.
+
+        None if every usable bucket was timed often enough or failed too often.
+        """
+        untimed_buckets = [b for b in self._buckets if not self._is_timed(b)]
+        return min(untimed_buckets, key=self._place_in_line, default=None)
+
+    def source_of(self, bucket: Bucket) -> CostSource:
+        """The source of a bucket's cost: timed by an earlier run, by this one, or by none."""
+        if bucket in self._recorded:
+            return "timed"
+        return "kept" if self._timings.get(bucket) else "assumed"
+
+    @property
+    def timings(self) -> Timings:
+        """A copy of the timings of each bucket, to keep for the next run. Needs no lock.
+
+        Those that other programs disturbed are not among them.
+        """
+        return {bucket: list(ms) for bucket, ms in list(self._undisturbed.items())}
+
+    @property
+    def lost_share(self) -> float:
+        """The median share of the latest timings that was lost to other programs; 0 without any."""
+        return median(list(self._lost) or [0.0])
+
+    def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:
+        """The sort key of a bucket that is to be timed."""
+        return self._failures[bucket], len(self._timings.get(bucket, ())), bucket.tokens
+
+    def _is_timed(self, bucket: Bucket) -> bool:
+        """Whether a bucket needs no further timing."""
+        if self._failures[bucket] >= MOST_FAILURES:
+            return True
+        timings = self._timings.get(bucket, [])
+        if not timings:
+            return self._estimate(bucket) > LONG_RUN_MS
+        return len(timings) >= TIMINGS or sum(timings) >= TIMED_MS
+
+    def _update(self) -> None:
+        """Replace `usable` by the current costs."""
+        self.usable = {bucket: self.drift * self._cost(bucket) for bucket in self._buckets}
+
+    def _cost(self, bucket: Bucket) -> float:
+        """The cost of a bucket without the drift: the median of its timings, or an estimate."""
+        timings = self._timings.get(bucket)
+        return median(timings) if timings else self._estimate(bucket)
+
+    def _estimate(self, bucket: Bucket) -> float:
+        """Estimate the cost from the median cost per token of the timed buckets.
+
+        Buckets of the same row length are used alone if there are any.
+        """
+        rate_of = {b: median(ms) / b.tokens for b, ms in self._timings.items() if ms}
+        rates = [rate for b, rate in rate_of.items() if b.length == bucket.length]
+        rates = rates or list(rate_of.values()) or [self._default_ms]
+        ms = bucket.tokens * median(rates)
+        return LONG_RUN_FACTOR * ms if LONG_RUN_FACTOR * ms > LONG_RUN_MS else ms
+
+
+def _append(timings: Timings, bucket: Bucket, ms: float) -> None:
+    """Add a timing of a bucket to the last TIMINGS of it."""
+    timings[bucket] = [*timings.get(bucket, ()), ms][-TIMINGS:]

@@ -1,0 +1,349 @@
+"""Chooses the kernels that replace parts of XLA's programs, by trials on the device.
+
+On an accelerator each attention kernel is compared with XLA in each row length. On a CPU the native
+kernels are tried, for products too. A kernel is used if its results are right and it is faster. No
+failure of a kernel stops the start.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.drawn import packed_segments
+from jaxembed.engine.autotune.native_trial import NEEDED, Verdicts, try_native
+from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.compiles import compile_lowered, compiler_options
+from jaxembed.engine.placement import FLOAT32, Device
+from jaxembed.errors import ConfigError
+from jaxembed.models import Program, kernels, native
+from jaxembed.models.attention import Attend, ByNative, Sight, by_xla, using
+from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
+
+logger = logging.getLogger(__name__)
+
+AUTO, XLA, NATIVE = "auto", "xla", "native"
+HIDING = "hides no keys, as this model's queries need it"
+UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
+PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
+PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
+HIDDEN_EVERY = 8  # a trial hides the last of so many tokens as a key, where the model hides any
+PROBE_RUNS = 10  # runs in a row that are timed together
+
+# The largest allowed difference to float32 attention of the same operands, absolute and relative.
+# bfloat16 has 8 bits, to which the query or the scores, the weights and the result are rounded.
+TOLERANCE: dict[DType, float] = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-4}
+
+Kernels = Mapping[str, Callable[[], Kernel]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen kernels: native ones, or a kernel for some row lengths and XLA for the others."""
+
+    lengths: tuple[int, ...] = ()  # all row lengths of the grid
+    taken: Mapping[int, Kernel] = field(default_factory=dict)  # by row length
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel -> reason
+    native: ByNative | None = None  # the native kernels, if they are used
+    joins: bool = False  # whether a sequence costs the same however long its row is
+
+    @property
+    def native_layout(self) -> bool:
+        """Whether weights must be packed into panels, as native.linear takes them."""
+        return self.native is not None and "linear" not in self.native.without
+
+    def implementation(self, bucket: Bucket) -> Attend:
+        """The attention implementation for the programs of a bucket."""
+        if self.native is not None:
+            return self.native
+        kernel = self.taken.get(bucket.length)
+        return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
+
+    def name_of(self, length: int) -> str:
+        """The name of the kernel that rows of this length use."""
+        if length in self.taken:
+            return self.taken[length].name
+        if self.native is None:
+            return XLA
+        return "_without_".join([NATIVE, *sorted(self.native.without)])
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """The choice for JSON: kernels "used" by row length, and "not_used" with their reasons."""
+        used = {str(length): self.name_of(length) for length in self.lengths}
+        return {"used": used, "not_used": dict(self.refused)}
+
+
+def choose_kernels(
+    program: Program,
+    device: Device,
+    dtype: DType,
+    grid: BucketGrid,
+    option: str = AUTO,
+    candidates: Kernels | None = None,
+    native_choice: Choice = Choice(),
+) -> Choice:
+    """Try attention kernels on the calls of this model, in each row length of the grid.
+
+    `option` is the value of --kernels: "auto", "xla", or a kernel to use wherever it is right, even
+    if it is slower. `candidates` are the kernels by name; None means those of the device's
+    platform. `native_choice` is the result of `choose_native`. Raises ConfigError if the option is
+    unknown, or if its kernel can be used in no row length.
+    """
+    candidates = _of_platform(device.platform) if candidates is None else candidates
+    options = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *candidates]
+    if option not in options:
+        raise ConfigError(
+            f"--kernels {option}: on {device.platform} there are {', '.join(options)}"
+        )
+    lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
+    if native_choice.native is not None:
+        choice = replace(native_choice, lengths=lengths)
+    else:
+        if option != AUTO:
+            candidates = {name: candidates[name] for name in candidates if name == option}
+        taken, refused = {}, {}
+        if candidates:
+            taken, refused = _tried(program, device, dtype, lengths, candidates, option == AUTO)
+        choice = Choice(lengths, taken, {**native_choice.refused, **refused})
+    if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
+        reason = choice.refused.get(option, f"no row holds {SHORTEST_PROBED_ROW} tokens")
+        raise ConfigError(f"--kernels {option} can be used nowhere: {reason}")
+    if choice.taken or choice.native is not None or choice.refused:
+        logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
+    return choice
+
+
+def choose_native(
+    program: Program,
+    device: Device,
+    dtype: DType,
+    option: str,
+    cache_dir: Path,
+    verdicts: Callable[[], Verdicts] | None = None,
+) -> Choice:
+    """Choose which native kernels the model uses on a CPU, before there is a grid.
+
+    `option` is the value of --kernels. A compiled library is kept in `cache_dir`. `verdicts`
+    returns the results of earlier trials; None means that the calls are tried now. The choice holds
+    for rows of any length. Without native kernels it is XLA, with the reasons.
+    """
+    if device.platform != "cpu" or option not in (AUTO, NATIVE):
+        return Choice()
+    if dtype != "bfloat16":
+        return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
+    try:
+        native.load_library(cache_dir)
+        verdict_of = try_native(program, device, dtype) if verdicts is None else verdicts()
+    except native.Unavailable as error:
+        return Choice(refused={NATIVE: str(error)})
+    except Exception as error:  # after any failure XLA is used
+        return Choice(refused={NATIVE: _line(error)})
+    if not verdict_of:
+        return Choice(refused={NATIVE: UNSUITED})
+    reasons = {name: one.refusal(faster=option == AUTO) for name, one in verdict_of.items()}
+    without = frozenset(name for name, reason in reasons.items() if reason)
+    refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
+    used = {
+        name for name in verdict_of if name not in without and not NEEDED.get(name, set()) & without
+    }
+    if not used:
+        return Choice(refused=refused)
+    call_counts = calls(program, dtype)
+    if any(call.hides_keys for call in call_counts):
+        refused = {f"{NATIVE} attention": HIDING, **refused}
+        without |= {"attention"}
+    # a tower with attention of its own makes no call
+    widths = {call.width for call in call_counts}
+    takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
+    joins = takes_all and not without & {"attention", "joint_attention"}
+    return Choice(refused=refused, native=ByNative(without), joins=joins)
+
+
+def calls(program: Program, dtype: DType) -> Counter[Call]:
+    """Count the layers of a model by the attention call that they make.
+
+    Layers make the same Call if they agree in number of heads, head width, dtype, mask, and whether
+    scores have a bias and keys are hidden. The program is only traced with abstract values of
+    `dtype`; nothing is computed.
+    """
+    counts: Counter[Call] = Counter()
+
+    def count(query, key, value, segments, sight: Sight, bias=None, key_segments=None):
+        heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
+        changes = bias is not None, key_segments is not None
+        counts[Call(heads, groups, width, str(query.dtype), sight, *changes)] += 1
+        return jnp.zeros(query.shape, jnp.float32)
+
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype)
+        for leaf in program.shapes.values()
+    ]
+    planes = jax.ShapeDtypeStruct((program.planes, 1, SHORTEST_PROBED_ROW), jnp.int32)
+    with using(count):
+        jax.eval_shape(
+            lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
+            leaves,
+            planes,
+        )
+    return counts
+
+
+def _of_platform(platform: str) -> Kernels:
+    """The attention kernels of a platform, by name."""
+    paths = kernels.KERNELS.get(platform, {})
+    return {name: partial(kernels.kernel, path) for name, path in paths.items()}
+
+
+def _tried(
+    program: Program,
+    device: Device,
+    dtype: DType,
+    lengths: tuple[int, ...],
+    candidates: Kernels,
+    faster: bool,
+) -> tuple[dict[int, Kernel], dict[str, str]]:
+    """Try each kernel in each row length, and compare it with XLA if it must be `faster`.
+
+    Returns the best kernel by row length, and for kernels that were not taken the last reason.
+    """
+    call_counts = calls(program, dtype)
+    stop_at = time.monotonic() + PROBE_S
+    refused: dict[str, str] = {}
+    usable: list[Kernel] = []
+    for name, make in candidates.items():
+        try:
+            usable.append(make())
+        except Exception as error:  # not installed, or not for this machine
+            refused[name] = _line(error)
+    taken: dict[int, Kernel] = {}
+    for length in (n for n in lengths if n >= SHORTEST_PROBED_ROW and usable):
+        try:
+            trial = KernelTrial(device, dtype, call_counts, length)
+            best = trial.xla_ms if faster else float("inf")
+        except Exception as error:  # XLA itself cannot compute these rows
+            refused |= {kernel.name: f"rows of {length}: XLA: {_line(error)}" for kernel in usable}
+            continue
+        for kernel in usable:
+            if time.monotonic() > stop_at:
+                refused[kernel.name] = f"rows of {length}: {PROBE_S:.0f} s of probing are over"
+                continue
+            try:
+                ms = trial.milliseconds_if_right(kernel)
+            except Exception as error:
+                refused[kernel.name] = f"rows of {length}: {_line(error)}"
+                continue
+            if ms < best:
+                taken[length], best = kernel, ms
+            else:
+                refused[kernel.name] = f"rows of {length}: {ms:.3f} ms, where there is {best:.3f}"
+    return taken, refused
+
+
+class NotRight(Exception):
+    """A kernel does not take a call, or its results are wrong."""
+
+
+class KernelTrial:
+    """A trial of the attention calls of one model in rows of one length.
+
+    It runs XLA for comparison when it is made. Raises what XLA raises.
+    """
+
+    def __init__(self, device: Device, dtype: DType, call_counts: Counter[Call], length: int):
+        self._device = device
+        self._dtype: DType = dtype
+        self._call_counts = call_counts
+        self._bucket = Bucket(max(PROBE_TOKENS // length, 1), length)
+        self._segments = packed_segments(self._bucket)
+        self._hidden = np.arange(self._bucket.length) % HIDDEN_EVERY == HIDDEN_EVERY - 1
+        self._operands = {call: self._drawn(call) for call in call_counts}
+        self._exact = {call: self._in_float32(call) for call in call_counts}
+        self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
+
+    def milliseconds_if_right(self, kernel: Kernel) -> float:
+        """The time of the attention of all layers with this kernel.
+
+        Raises NotRight if the kernel refuses a call or its results are wrong, and whatever the
+        kernel raises.
+        """
+        total = 0.0
+        for call, layers in self._call_counts.items():
+            if reason := kernel.refuses(call, self._bucket.length):
+                raise NotRight(reason)
+            attend = partial(kernel.attend, slots=self._bucket.slots)
+            mixed, ms = self._run(attend, call)
+            self._check(mixed, call)
+            total += ms * layers
+        return total
+
+    def _check(self, mixed: np.ndarray, call: Call) -> None:
+        """Compare a result with float32 attention, without padding. Raises NotRight."""
+        exact, real = self._exact[call], self._segments != 0
+        off = np.abs(mixed - exact) / (1 + np.abs(exact))
+        worst = np.where(np.isfinite(off), off, np.inf)[real].max()
+        if worst > TOLERANCE[self._dtype]:
+            allowed = TOLERANCE[self._dtype]
+            raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
+
+    def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
+        """Compile and run a call. Returns the result, and the milliseconds of a run."""
+        precision = "highest" if self._dtype == FLOAT32 else None
+        jitted = jax.jit(partial(_attended, attend, call, self._hidden))
+        with jax.default_matmul_precision(precision):
+            lowered = jitted.lower(*self._operands[call])
+        run = compile_lowered(lowered, compiler_options(self._device.platform))
+        last = run(*self._operands[call])
+        mixed = np.asarray(last)
+        started_at = time.perf_counter()
+        for _ in range(PROBE_RUNS):
+            last = run(*self._operands[call])
+        jax.block_until_ready(last)
+        return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
+
+    def _in_float32(self, call: Call) -> np.ndarray:
+        """The result of a call computed by XLA in float32."""
+        *operands, segments = self._operands[call]
+        wide = [x.astype(jnp.float32) for x in operands]
+        with jax.default_matmul_precision("highest"):
+            attended = partial(_attended, by_xla, call, self._hidden)
+            lowered = jax.jit(attended).lower(*wide, segments)
+        run = compile_lowered(lowered, compiler_options(self._device.platform))
+        return np.asarray(run(*wide, segments))
+
+    def _drawn(self, call: Call) -> list[jax.Array]:
+        """Draw query, key and value with variance 1 and NaN in padding.
+
+        Returns them and the segments, on the device.
+        """
+        draw = np.random.default_rng(0)
+        padding = (self._segments == 0)[..., None, None]
+        operands: list[Any] = [self._segments]
+        for heads in (call.groups, call.groups, call.heads):
+            shape = (*self._segments.shape, heads, call.width)
+            x = np.where(padding, np.float32(np.nan), draw.standard_normal(shape, np.float32))
+            operands.insert(0, x.astype(jnp.dtype(call.dtype)))
+        return jax.device_put(operands, SingleDeviceSharding(self._device))
+
+
+def _attended(attend: Attend, call: Call, hidden: np.ndarray, query, key, value, segments):
+    """The result of a call; some tokens, bool `[length]`, are hidden as keys if it hides any."""
+    if not call.hides_keys:
+        return attend(query, key, value, segments, call.sight)
+    key_segments = jnp.where(hidden[None], jnp.full_like(segments, -1), segments)
+    return attend(query, key, value, segments, call.sight, key_segments=key_segments)
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message, which may be long if it is a compiler's."""
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return first if isinstance(error, NotRight) else f"{type(error).__name__}: {first}"

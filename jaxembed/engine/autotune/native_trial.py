@@ -1,0 +1,362 @@
+"""Compares each native call that a model makes with XLA: whether it is right, and whether faster.
+
+The calls are products, some gated or followed by GELU or a norm, variants of attention, and fused
+halves of a layer. Each is tried with the model's own shapes.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from statistics import geometric_mean
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
+
+from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.drawn import packed_segments
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
+from jaxembed.engine.placement import Device, placed_dtype
+from jaxembed.models import Program, native
+from jaxembed.models.adapters import LowRank, chosen
+from jaxembed.models.attention import ByNative, Sight, by_xla, using
+from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.rope import Rotation
+from jaxembed.platform.cores import MOST_WAITED, core_count, timed
+
+# Few tokens and many tokens, because different calls take them. There is no grid yet.
+TRIED = (Bucket(2, 16), Bucket(8, 128))
+TRIAL_S = 20.0  # time limit; calls that are not tried by then are not used
+RUNS = 30  # the fastest of at most so many runs counts, because the machine may be busy
+RUNS_S = 0.05  # a slow call runs for so long, at least three times
+CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller one may be noise
+BELIEVED = 3  # times that a call must be timed as slower before it is refused
+# The largest allowed difference to XLA's result, absolute and relative: both round to the 8 bits of
+# bfloat16, in another order. The largest one seen is 0.007, in attention; products were equal.
+MOST_OFF = 0.02
+# The calls that another call depends on: weights are packed into panels only if products take them.
+NEEDED = {name: {"linear"} for name in (*native.ENDS[1:], "self_attention", "mlp")}
+RUN = 8  # tokens or columns of one adapter that stand side by side
+GATED = "gated_"  # before the activation, in names of calls
+LATE = f"was not tried: {TRIAL_S:.0f} s were over"
+
+Operands = Mapping[str, Any]  # arrays by name, on the host or traced
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the trials of one call, over all shapes that were tried."""
+
+    off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
+    times_xla: float = 0.0  # ratio of its time to XLA's; the geometric mean over shapes
+    failed: str = ""  # why it could not be tried
+    busy: bool = False  # whether other programs used the cores while it was timed
+
+    def refusal(self, faster: bool) -> str | None:
+        """The reason not to use the call, or None.
+
+        With `faster` it is also refused if it is clearly slower than XLA.
+        """
+        if self.failed:
+            return self.failed
+        if not self.off <= MOST_OFF:  # also refuses NaN
+            return f"off by {self.off:.2g}, {MOST_OFF:.2g} are allowed"
+        if faster and self.times_xla > CLEARLY_SLOWER:
+            beside = ", beside other programs: the next start tries again" if self.busy else ""
+            return f"takes {self.times_xla:.2f} times as long as XLA{beside}"
+        return None
+
+
+Verdicts = dict[str, Verdict]
+
+
+def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
+    """Try each native call that the model makes. Returns a verdict for each, by name."""
+    stop_at = time.monotonic() + TRIAL_S
+    calls = noted_calls(program, dtype)
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
+        trials = list(pool.map(lambda call: CallTrial(call, device, stop_at), calls))
+    verdicts_of: dict[str, list[Verdict]] = {}
+    for trial in trials:
+        verdicts = verdicts_of.setdefault(trial.call.name, [])
+        if time.monotonic() < stop_at:
+            verdicts.append(trial.verdict())
+    return {name: _over_all(verdicts) for name, verdicts in verdicts_of.items()}
+
+
+def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
+    """The different native calls that a model makes with few tokens and with many."""
+    leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
+    calls: dict[native.NativeCall, None] = {}
+    for bucket in TRIED:
+        planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
+
+        def forward(leaves, planes, slots: int = bucket.slots):
+            return program.forward(leaves, planes, slots, (program.primary,))
+
+        with using(ByNative()), native.noting(calls):
+            jax.eval_shape(forward, leaves, planes)
+    return list(calls)
+
+
+def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a parameter in a replica that packs weights for native kernels."""
+    leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
+    if native.packable(name, shape, leaf_dtype):
+        shape = native.packed_shape(shape)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype))
+
+
+def _over_all(verdicts: list[Verdict]) -> Verdict:
+    """Combine the verdicts of a call's shapes: the first failure, or else the worst difference."""
+    if not verdicts:
+        return Verdict(failed=LATE)
+    if failure := next((verdict for verdict in verdicts if verdict.failed), None):
+        return failure
+    off = [verdict.off for verdict in verdicts]
+    most = math.nan if any(map(math.isnan, off)) else max(off)
+    times_xla = geometric_mean(verdict.times_xla for verdict in verdicts)
+    return Verdict(most, times_xla, busy=any(verdict.busy for verdict in verdicts))
+
+
+class CallTrial:
+    """A trial of one call with one shape, compiled as a native call and in XLA.
+
+    Nothing is compiled after `stop_at` (time.monotonic()). Errors are not raised but become part of
+    the verdict.
+    """
+
+    def __init__(self, call: native.NativeCall, device: Device, stop_at: float):
+        self.call = call
+        self._device = device
+        self._programs: list[jax.stages.Compiled] = []
+        self._failed = ""
+        try:
+            for run, is_packed in (
+                (call.run, True),
+                (partial(_in_xla, call), False),
+            ):
+                if time.monotonic() < stop_at:
+                    self._programs.append(self._compiled(run, is_packed))
+        except Exception as error:  # after any failure XLA is used
+            self._failed = _line(error)
+
+    def verdict(self) -> Verdict:
+        """Run both programs several times, and return how results and times compare.
+
+        A failure of either program is part of the verdict and raises nothing.
+        """
+        if self._failed or len(self._programs) < 2:
+            return Verdict(failed=self._failed or LATE)
+        try:
+            return self._compared()
+        except Exception as error:
+            return Verdict(failed=_line(error))
+
+    def _compared(self) -> Verdict:
+        """Run both programs on the same operands and compare them. Raises what XLA raises."""
+        plain, packed = _drawn(self.call)
+        run, run_xla = (
+            _runner(program, operands, self._device)
+            for program, operands in zip(self._programs, (packed, plain), strict=True)
+        )
+        ours, xla = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
+        real = plain["segments"] != 0 if "segments" in plain else ...
+        off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
+        times_xla, spent = timed(lambda: _times_xla(run, run_xla))
+        busy = spent.lost_share(core_count()) > MOST_WAITED
+        return Verdict(float(off.max()), times_xla, busy=busy)
+
+    def _compiled(
+        self, function: Callable[[Operands], Array], is_packed: bool
+    ) -> jax.stages.Compiled:
+        """Compile a function of the operands; `is_packed` says how the weights are laid out."""
+        names = [name for name, _ in self.call.operands]
+        sharding = SingleDeviceSharding(self._device)
+        shapes = [
+            jax.ShapeDtypeStruct(
+                of.shape if is_packed else native.plain_shape(of.shape), of.dtype, sharding=sharding
+            )
+            for _, of in self.call.operands
+        ]
+
+        def of_values(*values: Array) -> Array:  # no dict, because JAX would sort its names
+            return function(dict(zip(names, values, strict=True)))
+
+        return compile_lowered(
+            jax.jit(of_values).lower(*shapes), compiler_options(self._device.platform)
+        )
+
+
+def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Draw the operands of a call, with NaN in the padding of attention.
+
+    Returns them by name twice: with plain weights for XLA, and with packed weights.
+    """
+    draw = np.random.default_rng(0)
+    plain = {}
+    for name, of in call.operands:
+        shape = native.plain_shape(of.shape)
+        values = draw.standard_normal(shape, np.float32)
+        if shape != of.shape:
+            values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
+        elif len(shape) == 1:
+            values = 0.1 * values + name.endswith("scale")
+        if name == "numbers" or name.endswith("owners"):  # of two adapters, and of none
+            values = np.broadcast_to(np.arange(shape[-1]) // RUN % 3, shape)
+        plain[name] = values.astype(of.dtype)
+    if "segments" in plain:
+        segments = packed_segments(Bucket(*plain["segments"].shape))
+        for values in plain.values():
+            if values.shape[:2] == segments.shape and values.ndim > 2:
+                values[segments == 0] = np.nan
+        plain["segments"] = segments
+    shapes = dict(call.operands)
+    packed = {
+        name: native.packed(values) if values.shape != shapes[name].shape else values
+        for name, values in plain.items()
+    }
+    return plain, packed
+
+
+def _runner(
+    program: jax.stages.Compiled, operands: Operands, device: Device
+) -> Callable[[], jax.Array]:
+    """Place operands on the device. Returns a function that runs the program and waits for it."""
+    arrays = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
+    return lambda: jax.block_until_ready(program(*arrays))
+
+
+def _line(error: Exception) -> str:
+    """The class of an error and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first}"
+
+
+def _times_xla(run: Callable[[], Any], run_xla: Callable[[], Any]) -> float:
+    """The ratio of the two times. It is measured again if the call is clearly slower than XLA."""
+    times_xla = math.inf
+    for _ in range(BELIEVED):
+        if times_xla > CLEARLY_SLOWER:
+            ms, xla_ms = _fastest_ms(run, run_xla)
+            times_xla = min(times_xla, ms / xla_ms)
+    return times_xla
+
+
+def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
+    """The milliseconds of the fastest run of each function; they run in turns."""
+    fastest = [math.inf] * len(runs)
+    began_at = time.perf_counter()
+    for turn in range(RUNS):
+        if turn >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+            break
+        for i, run in enumerate(runs):
+            started_at = time.perf_counter()
+            run()
+            fastest[i] = min(fastest[i], (time.perf_counter() - started_at) * 1000)
+    return fastest
+
+
+def _in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what a native call computes."""
+    with chosen(of.get("numbers")):
+        return XLA_CALLS[call.target](call, of)
+
+
+def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA, with the towers' layers, what the native call `linear` computes."""
+    linear = _linear(of)
+    if call.name == "norm":
+        eps = float(dict(call.attributes)["eps"])
+        norm = _layer_norm(of["scale"], of["shift"], eps)
+        return norm.of_sum(of["residual"], linear, of["x"])
+    if call.name.startswith(GATED):
+        return _gated(linear(of["x"]), call.name).astype(call.dtype)
+    return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(of["x"])).astype(
+        call.dtype
+    )
+
+
+def _attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `attention` computes."""
+    return _attend(call, of, of["query"], of["key"], of["value"])
+
+
+def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `joint_attention` computes."""
+    query, key, value = (of["joint"][:, :, i] for i in range(3))
+    if "cos" in of:
+        rotation = Rotation(of["cos"], of["sin"])
+        query, key = (rotation(x.astype(jnp.float32)).astype(x.dtype) for x in (query, key))
+    return _attend(call, of, query, key, value)
+
+
+def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `self_attention` computes."""
+    rows, length, dim = call.shape
+    heads = int(dict(call.attributes)["heads"])
+    joint = _linear(of).rounded(of["hidden"])
+    joint = joint.reshape(rows, length, 3, heads, dim // heads)
+    return _joint_attention_in_xla(call, {**of, "joint": joint}).reshape(call.shape)
+
+
+def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
+    """Compute in XLA what the native call `mlp` computes."""
+    eps, end = float(dict(call.attributes)["eps"]), call.end
+    out, up, down = (_linear(of, f"{name}_") for name in ("out", "up", "down"))
+    first, second = (
+        _layer_norm(of[f"{name}_scale"], of[f"{name}_shift"], eps) for name in ("out", "down")
+    )
+    hidden = first.of_sum(of["hidden"], out, of["mixed"])
+    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.rounded(hidden, "gelu")
+    return second.of_sum(hidden, down, inner)
+
+
+def _gated(halves: Array, name: str) -> Array:
+    """The product of two halves, the first with the activation that the name of a call names."""
+    gate, up = jnp.split(halves, 2, axis=-1)
+    return ACTIVATIONS[name.removeprefix(GATED)](gate) * up
+
+
+def _attend(call: native.NativeCall, of: Operands, query, key, value) -> Array:
+    """Compute attention in XLA with the mask that the attributes of a call describe."""
+    attributes = dict(call.attributes)
+    reach, cap = int(attributes["reach"]), float(attributes["cap"])
+    sight = Sight(bool(attributes["causal"]), None if reach < 0 else reach, cap or None)
+    mixed = by_xla(query, key, value, of["segments"], sight, of.get("distance_bias"))
+    return mixed.astype(call.dtype)
+
+
+def _linear(of: Operands, name: str = "") -> Linear:
+    """A linear layer with the weight, bias and adapters of a product, which a call may name."""
+    linear = Linear(1, 1)
+    linear.kernel, linear.bias = nnx.Param(of[f"{name}kernel"]), nnx.Param(of[f"{name}bias"])
+    if f"{name}adapter_owners" in of:
+        linear.adapter = LowRank(linear, of[f"{name}adapter_owners"])
+        linear.adapter.down.kernel = nnx.Param(of[f"{name}adapter_down"])
+        linear.adapter.up.kernel = nnx.Param(of[f"{name}adapter_up"])
+    return linear
+
+
+def _layer_norm(scale: Array, shift: Array, eps: float) -> LayerNorm:
+    """A layer norm with this scale and shift."""
+    norm = LayerNorm(1, eps=eps)
+    norm.scale, norm.bias = nnx.Param(scale), nnx.Param(shift)
+    return norm
+
+
+XLA_CALLS: dict[str, Callable[[native.NativeCall, Operands], Array]] = {
+    "linear": _linear_in_xla,
+    "attention": _attention_in_xla,
+    "joint_attention": _joint_attention_in_xla,
+    "self_attention": _self_attention_in_xla,
+    "mlp": _mlp_in_xla,
+}

@@ -1,0 +1,269 @@
+"""Times buckets: on a thread while nothing waits, or at once for a caller that owns the device."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from threading import Barrier, Thread
+
+import numpy as np
+
+from jaxembed import memory
+from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Runner
+from jaxembed.engine.turn import Claim, DeviceTurn
+from jaxembed.models.tokens import PackedTokens
+from jaxembed.observability.metrics import Telemetry
+from jaxembed.platform.cores import CpuTimes, core_count, timed
+
+logger = logging.getLogger(__name__)
+
+TIMING_S = 0.03  # least total time of the runs that make one timing
+MOST_RUNS = 16  # largest number of runs that make one timing
+SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
+LULL = 4.0  # the device must have been idle for this many times a run before a run
+SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
+LOOK_S = 0.05  # seconds between two checks whether the device is idle
+WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies of a claim for the device
+BULK_SHARE = 0.01  # share of the time for timings while bulk work never ends
+AGAIN_S = 60.0  # seconds between timings once every bucket was timed often enough
+
+
+class BucketTimer:
+    """Times the buckets of one engine on one device, in a thread.
+
+    A run starts only after the device has been idle for several times as long as the run takes.
+    After each run the device is free again, so that a request waits for one run at most. A timing
+    that is interrupted or hangs is dropped. While only bulk work runs (`is_bulk_alone`), timings
+    take a hundredth of the time although the device is not idle.
+
+    When every bucket has been timed often enough, `on_timed` is called and `timed` is set. After
+    that one bucket is timed again every AGAIN_S seconds. Each run is made in the context `watch`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        turn: DeviceTurn,
+        costs: BucketCosts,
+        lock: threading.RLock,
+        telemetry: Telemetry,
+        *,
+        name: str,
+        is_bulk_alone: Callable[[], bool],
+        on_timed: Callable[[], object] = lambda: None,
+        watch: Callable[[Claim, Bucket], AbstractContextManager] = lambda *run: nullcontext(),
+    ):
+        self._runner = runner
+        self._turn = turn
+        self._costs = costs
+        self._lock = lock  # for the costs
+        self._telemetry = telemetry
+        self._name = name
+        self._is_bulk_alone = is_bulk_alone
+        self._on_timed = on_timed
+        self._watch = watch
+        self._cores = core_count()
+        self._beside_bulk_at = 0.0  # time.monotonic() from which the next run beside bulk may start
+        self._stop = threading.Event()
+        self.timed = threading.Event()
+        self._again = 0  # timings after every bucket was timed often enough
+        self.thread = Thread(target=self._work, name="time-buckets", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which times buckets until `stop`."""
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread after its current run, without waiting for it."""
+        self._stop.set()
+
+    def _work(self) -> None:
+        """Take one timing after the other until `stop`; the threads of `pair` make the runs."""
+        pair = Together(self._turn.permits)
+        try:
+            while not self._stop.is_set():
+                bucket = self._next()
+                if bucket is None:
+                    continue
+                try:
+                    self._time(bucket, pair)
+                except Exception:  # requests get the error when a batch fails on the bucket
+                    with self._lock:
+                        self._costs.fail(bucket)
+                    logger.warning(
+                        "%s: bucket %s could not be timed", self._name, bucket, exc_info=True
+                    )
+                    self._stop.wait(AGAIN_S)
+        finally:
+            pair.close()
+
+    def _next(self) -> Bucket | None:
+        """The bucket to time now. If all were timed often enough, first wait for AGAIN_S."""
+        with self._lock:
+            bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
+        if bucket is not None:
+            return bucket
+        if usable and not self.timed.is_set():
+            logger.info("%s: %d buckets timed", self._name, len(usable))
+            self.timed.set()
+        if self._stop.wait(AGAIN_S) or not usable:
+            return None
+        self._again += 1
+        return usable[self._again % len(usable)]
+
+    def _time(self, bucket: Bucket, pair: "Together") -> None:
+        """Time a bucket by several runs and record their mean, unless a request interrupts them.
+
+        The first of several runs does not count because its caches are cold. While bulk work runs
+        the caches are warm, and one run is enough. Raises TimeoutError if a run is overdue, and
+        what the runner raises.
+        """
+        planes = full_planes(bucket, SEGMENT, self._runner.planes)
+        run = partial(pair.run, self._runner, bucket, planes)
+        runs: list[float] = []
+        spent: list[CpuTimes] = []
+        while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
+            urgency = self._urgency(bucket)
+            if urgency is None:
+                self._stop.wait(LOOK_S)
+                return
+            with self._turn.hold(lambda urgency=urgency: urgency, whole=True) as claim:
+                if self._stop.is_set():
+                    return
+                with self._watch(claim, bucket):
+                    seconds, times = timed(run)
+                runs.append(seconds)
+                spent.append(times)
+            if claim.overdue:  # the time of a hung run says nothing about the bucket
+                raise TimeoutError("the run was overdue")
+            if urgency == BESIDE_BULK:
+                runs, spent = runs[-1:], spent[-1:]
+                self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE
+                break
+        counted_runs = runs[1:] or runs
+        lost_share = sum(spent[1:] or spent, CpuTimes()).lost_share(self._cores)
+        with self._lock:
+            was_lacking = self._costs.untimed() is not None
+            self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs), lost_share)
+            is_timed = was_lacking and self._costs.untimed() is None
+        self._telemetry.bucket_timings.inc()
+        if is_timed:
+            self._on_timed()
+
+    def _urgency(self, bucket: Bucket) -> float | None:
+        """The urgency of a run of the bucket now; None if it must not run now.
+
+        It is WHILE_IDLE if the run will probably end before the next request comes, and BESIDE_BULK
+        if only bulk work runs and the next timing is due.
+        """
+        expected_s = self._costs.usable.get(bucket, 0.0) / 1000
+        if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
+            return WHILE_IDLE
+        if self._is_bulk_alone() and time.monotonic() > self._beside_bulk_at:
+            return BESIDE_BULK
+        return None
+
+
+class Together:
+    """Threads that run the same bucket at the same time, as the engine's threads do."""
+
+    def __init__(self, count: int):
+        """Start `count` threads, which wait for `run`."""
+        self._begin, self._end = Barrier(count + 1), Barrier(count + 1)
+        self._count = count
+        self._call: Callable[[], object] = lambda: None
+        self._per_s: list[float] = []
+        self._errors: list[Exception] = []
+        self._seconds = 0.0
+        self._threads = [
+            Thread(target=memory.in_kept_heap, args=(self._work,), name=f"timing-{k}", daemon=True)
+            for k in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def run(
+        self, runner: Runner, bucket: Bucket, planes: np.ndarray, seconds: float = 0.0
+    ) -> float:
+        """Measure the seconds of device time for a run of a bucket.
+
+        Each thread runs the bucket once, or repeatedly for `seconds`. The result is one divided by
+        the sum of the threads' rates, in runs per second. Raises what the runner raises.
+        """
+        self._call = lambda: runner.run(bucket, planes, (runner.primary,))
+        self._seconds = seconds
+        self._per_s, self._errors = [], []
+        self._begin.wait()
+        self._end.wait()
+        if self._errors:
+            raise self._errors[0]
+        return 1 / sum(self._per_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._begin.abort()
+
+    def _work(self) -> None:
+        """Take part in each measurement of `run` until `close`."""
+        while True:
+            try:
+                self._begin.wait()
+            except threading.BrokenBarrierError:
+                return
+            count, took = 0, 0.0
+            start = time.perf_counter()
+            try:
+                while not count or (took < self._seconds and not self._errors):
+                    self._call()
+                    count, took = count + 1, time.perf_counter() - start
+            except Exception as error:
+                self._errors.append(error)
+            self._per_s.append(count / max(took, 1e-9))
+            self._end.wait()
+
+
+def milliseconds(
+    runner: Runner,
+    bucket: Bucket,
+    together: int = 1,
+    seconds: float = TIMING_S,
+    planes: np.ndarray | None = None,
+) -> float:
+    """Time a bucket on an otherwise unused device. Returns milliseconds of device time per run.
+
+    The copies to and from the device are included. `together` threads run the bucket for `seconds`
+    each. `planes` is the batch; by default it holds short sequences. Kernels that compute attention
+    only within a sequence take longer for long sequences, but by the same amount in any bucket.
+    Raises what the runner raises.
+    """
+    pair = Together(together)
+    try:
+        filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
+        return 1000 * pair.run(runner, bucket, filled, seconds)
+    finally:
+        pair.close()
+
+
+def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) -> np.ndarray:
+    """Make a batch without padding for `Runner.run`: the planes of PackedTokens as one int32 array.
+
+    Its shape is `[count, rows, length]`, and every token has id 1 and no adapter. Each row holds
+    sequences of `segment` tokens, or of more if there would be more sequences than slots. The last
+    sequence of a row is shorter if the row has no room for all of it.
+    """
+    segment = max(segment, -(-bucket.length // bucket.slots))
+    planes = np.zeros((count, bucket.rows, bucket.length), np.int32)
+    ids, positions, segments, _, bounds = planes[: PackedTokens.PLANES]
+    place = np.arange(bucket.length)
+    ids[:], positions[:] = 1, place % segment
+    segments[:] = place // segment + 1
+    starts = place[::segment]
+    bounds[:, : len(starts)] = starts
+    ends = np.minimum(starts + segment, bucket.length)
+    bounds[:, bucket.slots : bucket.slots + len(starts)] = ends
+    return planes

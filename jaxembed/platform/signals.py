@@ -1,0 +1,69 @@
+"""Ends the process at SIGTERM and SIGINT, until a server handles these signals itself."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import NoReturn
+
+from jaxembed.platform.files import remove_unfinished
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOG_S = 1.0  # time limit for the last log line, which blocks if the log is a pipe nobody reads
+
+_resume_hint = ""
+
+
+def set_resume_hint(hint: str) -> None:
+    """Set what the last log line says after a signal: how the work can go on."""
+    global _resume_hint
+    _resume_hint = f"; {hint}"
+
+
+def end_at_signals() -> None:
+    """Let a signal end the process with the exit status 128 plus its number, as shells report it.
+
+    Unfinished files are removed. Handlers are needed because a signal without one does nothing to
+    process 1, which a container's first process is. A thread ends the process: Python runs handlers
+    in the main thread only, which may be inside XLA for minutes.
+    """
+    ending, waking = socket.socketpair()
+    waking.setblocking(False)
+
+    def wake(number: int, _: object) -> None:  # in case an event loop took the wake-up descriptor
+        waking.send(bytes([number]))
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, wake)
+    signal.set_wakeup_fd(waking.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end, args=(ending, waking), name="signals", daemon=True).start()
+
+
+def _end(ending: socket.socket, waking: socket.socket) -> None:
+    """Wait for a signal and end the process. `waking` is held so that it is not closed."""
+    number = ending.recv(1)[0]
+    name = signal.Signals(number).name
+    leave(128 + number, logging.INFO, f"{name}: exiting at once{_resume_hint}")
+
+
+def leave(status: int, level: int, reason: str) -> NoReturn:
+    """Log the reason and end the process at once, whatever still runs.
+
+    `status` is the exit status. The log line has LOG_S seconds, in case nobody reads the log's
+    pipe.
+    """
+
+    def write() -> None:
+        if sys.stderr.isatty():  # a progress bar may have left the cursor within a line
+            print(file=sys.stderr)
+        logger.log(level, "%s", reason)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(LOG_S)
+    remove_unfinished()
+    os._exit(status)

@@ -1,0 +1,263 @@
+"""Fetches files from URLs that clients send: from allowed hosts at allowed addresses, in bounds.
+
+A name is looked up once for each request that is sent, and the connection goes to an address of
+that very answer: looking it up again could give another one, to which no rule was applied. Proxies
+of the environment are not used, for they would look names up themselves.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+
+import h11
+
+from jaxembed.errors import MediaUrlError, ShuttingDown
+from jaxembed.preprocessing.images.media import excerpt
+from jaxembed.preprocessing.images.media_urls import (
+    FLAG,
+    NETWORK_FLAG,
+    WEB_PORTS,
+    Address,
+    AllowedHosts,
+    MediaUrl,
+    is_public_address,
+    parse_media_url,
+    unmapped,
+)
+
+# The addresses of a name, as text, for connections to a port. Raises OSError if it has none.
+Resolve = Callable[[str, int], Sequence[str]]
+
+REDIRECTS = (301, 302, 303, 307, 308)
+LONGEST_HEAD = 16 * 1024  # bytes of a status line and headers
+MOST_INFORMATIONAL = 8  # answers of 1xx before the final one
+_READ = 64 * 1024  # bytes
+# A body may come in this many pieces, and one more for each so many bytes: parsing a piece of one
+# byte takes as long as one of thousands, and all that time the event loop serves nobody else.
+_PIECES, _PIECE = 4096, 256
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """The addresses of a name by the system's resolver, without repetitions. Blocks.
+
+    Raises OSError if there are none.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+
+
+class MediaFetcher:
+    """Fetches files of at most `most_bytes` from `hosts`, at most `concurrency` of them at once.
+
+    `hosts` and `ports` are those of AllowedHosts; without hosts every URL is refused. `timeout_s`
+    bounds a fetch from the wait for its turn to the last byte, redirects and names included, and at
+    most `most_redirects` redirects are followed. `resolve` runs in a thread. `allowed_address`
+    decides which addresses may be connected to. `tls` None means the system's authorities.
+
+    Raises ConfigError if `hosts` has what is no host.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        most_bytes: int = 20_000_000,
+        timeout_s: float = 10.0,
+        most_redirects: int = 3,
+        concurrency: int = 16,
+        ports: Collection[int] = WEB_PORTS,
+        resolve: Resolve = addresses_of,
+        allowed_address: Callable[[Address], bool] = is_public_address,
+        tls: ssl.SSLContext | None = None,
+    ):
+        self._hosts = AllowedHosts(hosts, ports)
+        self._most_bytes = most_bytes
+        self._timeout_s = timeout_s
+        self._most_redirects = most_redirects
+        self._concurrency = concurrency
+        self._resolve = resolve
+        self._allowed_address = allowed_address
+        self._tls = ssl.create_default_context() if tls is None else tls
+        self._slots = asyncio.Semaphore(concurrency)
+        # Of its own: names that are looked up for long must not hold up others' threads.
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="media-names")
+        self._is_closed = False
+
+    async def fetch(self, url: str) -> bytes:
+        """The file at a URL.
+
+        Raises MediaUrlError if the URL may not be fetched, or its file does not arrive as the rules
+        want it, and ShuttingDown after aclose.
+        """
+        if self._is_closed:
+            raise ShuttingDown("the server is stopping and fetches no more URLs")
+        source = excerpt(url)
+        first = parse_media_url(url)
+        self._hosts.check(first, source)
+        try:
+            async with asyncio.timeout(self._timeout_s), self._slots:
+                return await self._follow(first, source)
+        except TimeoutError as error:
+            raise MediaUrlError(
+                source, f"its file did not arrive within {self._timeout_s:g} s"
+            ) from error
+
+    async def aclose(self) -> None:
+        """Wait for the fetches that run, which takes no longer than their timeout, and take no
+        more."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for _ in range(self._concurrency):
+            await self._slots.acquire()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow(self, first: MediaUrl, source: str) -> bytes:
+        """The file, at the end of any redirects; messages name `source`, not where they lead."""
+        url, asked = first, source
+        for _ in range(self._most_redirects + 1):
+            answer = await self._ask(url, asked)
+            if isinstance(answer, bytes):
+                return answer
+            asked = f"a redirect of {source}"
+            target = parse_media_url(answer, asked, url)
+            self._hosts.check(target, asked)
+            if url.scheme == "https" and target.scheme != "https":
+                raise MediaUrlError(asked, "it leads from https to http")
+            url = target
+        raise MediaUrlError(source, f"it has more than {self._most_redirects} redirects")
+
+    async def _ask(self, url: MediaUrl, source: str) -> bytes | str:
+        """The file at a URL, or the location of a redirect."""
+        addresses = await self._addresses(url, source)
+        reader, writer = await self._connect(url, addresses, source)
+        try:
+            exchange = _Exchange(reader, source)
+            if writer.is_closing():
+                raise ConnectionResetError  # uvloop would raise RuntimeError at `write`
+            writer.write(exchange.request(url))
+            return await exchange.answer(self._most_bytes)
+        except (OSError, h11.ProtocolError) as error:
+            raise MediaUrlError(
+                source, "its host broke off, or its answer is no HTTP or has a head too long"
+            ) from error
+        finally:
+            writer.transport.abort()  # `close` would wait for a peer that may not answer
+
+    async def _addresses(self, url: MediaUrl, source: str) -> list[Address]:
+        """The addresses of a URL's host, of which all are allowed."""
+        if url.address is not None:
+            addresses = [unmapped(url.address)]
+        else:
+            loop = asyncio.get_running_loop()
+            try:
+                found = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
+                addresses = [unmapped(ip_address(address)) for address in found]
+            except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
+                raise MediaUrlError(source, "its host has no address") from error
+        if not addresses:
+            raise MediaUrlError(source, "its host has no address")
+        if not all(map(self._allowed_address, addresses)):
+            raise MediaUrlError(
+                source,
+                f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
+                f"{FLAG} alone admits no other address",
+            )
+        return addresses
+
+    async def _connect(
+        self, url: MediaUrl, addresses: Sequence[Address], source: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to the first address that takes one; each has its share of the time."""
+        tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
+        failure: OSError | None = None
+        for address in addresses:
+            try:
+                async with asyncio.timeout(self._timeout_s / len(addresses)):
+                    return await asyncio.open_connection(str(address), url.port, **tls)
+            except OSError as error:  # TimeoutError is one
+                failure = error
+        if isinstance(failure, ssl.SSLCertVerificationError):
+            rule = "its host has no certificate that is valid for its name"
+        else:
+            rule = "no connection to its host could be made"
+        raise MediaUrlError(source, rule) from failure
+
+
+class _Exchange:
+    """One request and its answer; refusals name `source`."""
+
+    def __init__(self, reader: asyncio.StreamReader, source: str):
+        self._reader = reader
+        self._source = source
+        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=LONGEST_HEAD)
+
+    def request(self, url: MediaUrl) -> bytes:
+        """The bytes of a request for a URL."""
+        headers = [
+            ("Host", url.authority),
+            ("User-Agent", "jaxembed"),
+            ("Accept", "*/*"),
+            ("Accept-Encoding", "identity"),
+            ("Connection", "close"),
+        ]
+        request = h11.Request(method="GET", target=url.target, headers=headers)
+        return (self._http.send(request) or b"") + (self._http.send(h11.EndOfMessage()) or b"")
+
+    async def answer(self, most_bytes: int) -> bytes | str:
+        """The body of an answer of status 200, or the location of a redirect.
+
+        A body without a length ends where the connection does.
+
+        Raises MediaUrlError for other answers and bodies that are encoded or over `most_bytes`,
+        and OSError or h11.ProtocolError if the answer breaks off or is malformed.
+        """
+        response = await self._final_response()
+        headers = dict(response.headers)  # h11 has names in lower case
+        if response.status_code in REDIRECTS:
+            return self._location(headers.get(b"location"))
+        if response.status_code != 200:
+            raise self._refused("the status of the answer is not 200")
+        if b"content-encoding" in headers:
+            raise self._refused("its file is compressed; wanted no Content-Encoding")
+        if int(headers.get(b"content-length", 0)) > most_bytes:
+            raise self._too_large(most_bytes)
+        body, pieces = bytearray(), 0
+        while not isinstance(event := await self._event(), h11.EndOfMessage):
+            if isinstance(event, h11.Data):
+                body += event.data
+                pieces += 1
+            if len(body) > most_bytes:
+                raise self._too_large(most_bytes)
+            if pieces > _PIECES + len(body) // _PIECE:
+                raise self._refused("its file comes in too small pieces")
+        return bytes(body)
+
+    async def _final_response(self) -> h11.Response:
+        for _ in range(MOST_INFORMATIONAL + 1):
+            if isinstance(event := await self._event(), h11.Response):
+                return event
+        raise self._refused("its host puts off the answer with too many of status 1xx")
+
+    def _location(self, value: bytes | None) -> str:
+        if value is None:
+            raise self._refused("its redirect leads nowhere")
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise self._refused("its redirect leads to what is no URL") from error
+
+    async def _event(self) -> object:
+        """The next event of the answer, a response, data or the end of the message."""
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            self._http.receive_data(await self._reader.read(_READ))
+        return event
+
+    def _too_large(self, most_bytes: int) -> MediaUrlError:
+        return self._refused(f"its file is larger than the limit of {most_bytes} bytes")
+
+    def _refused(self, rule: str) -> MediaUrlError:
+        return MediaUrlError(self._source, rule)

@@ -1,0 +1,137 @@
+"""Joins two texts into one sequence with special tokens. Knows no limits and no requests."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import tokenizers
+
+from jaxembed.data.spec import ModelSpec, PairTemplate
+from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.preprocessing.tokenizer import Tokenizer
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The token ids before, between and after the two texts of a pair."""
+
+    before: np.ndarray  # int32
+    between: np.ndarray  # int32
+    after: np.ndarray  # int32
+    # token types of before, the first text, between, the second text and after; None: all zero
+    types: tuple[int, ...] | None = None
+    template: PairTemplate | None = None  # wraps a query and a document before they are tokenized
+
+    @property
+    def length(self) -> int:
+        """The number of tokens besides those of the texts."""
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def first(self, text: str, instruction: str | None) -> str:
+        """The first text as it is tokenized. Without an instruction the template's own is used."""
+        if self.template is None:
+            return text
+        if instruction is None:
+            instruction = self.template.instruction
+        return _fill(self.template.first, instruction=instruction, query=text)
+
+    @property
+    def around_second(self) -> tuple[str, str]:
+        """What the template puts before and after the second text."""
+        if self.template is None:
+            return "", ""
+        before, _, after = self.template.second.partition("{document}")
+        return before, after
+
+    def second(self, text: str) -> str:
+        """The second text as it is tokenized."""
+        return text if self.template is None else _fill(self.template.second, document=text)
+
+    def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Join the ids of two texts. Returns the ids and the types of the pair, or None for types.
+
+        Both are int32 `[length]`.
+        """
+        parts = (self.before, first, self.between, second, self.after)
+        ids = np.concatenate(parts)
+        if self.types is None:
+            return ids, None
+        return ids, np.repeat(np.array(self.types, np.int32), [len(part) for part in parts])
+
+
+def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Frame | None:
+    """The frame of a model's pairs: that of its template, or else the one of its tokenizer.
+
+    None if the tokenizer's template is not a frame and the model is no reranker. Raises
+    CheckpointError if a placeholder is missing, and UnsupportedModel for such a reranker.
+    """
+    if spec.template is not None:
+        return template_frame(
+            spec.template, lambda text: tokenizer.encode([text], special=False)[0].ids
+        )
+    try:
+        return tokenizer_frame(tokenizer.file, with_types=with_types)
+    except UnsupportedModel:
+        if spec.task == "rerank":
+            raise
+        return None
+
+
+def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:
+    """Make the frame of a language model's template; `tokenize` returns the ids of a text.
+
+    Raises CheckpointError if the template lacks the placeholder of a text.
+    """
+    for part, placeholder in ((template.first, "{query}"), (template.second, "{document}")):
+        if placeholder not in part:
+            raise CheckpointError(f"the template for pairs has no {placeholder} in {part!r}")
+    return Frame(
+        before=np.array(tokenize(template.prefix), np.int32),
+        between=np.zeros(0, np.int32),
+        after=np.array(tokenize(template.suffix), np.int32),
+        template=template,
+    )
+
+
+def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Frame:
+    """Make the frame that the tokenizer itself puts around two texts, read from a sample.
+
+    `with_types` keeps the token types. Raises UnsupportedModel if the tokenizer's template is not a
+    frame: it repeats or reorders the texts, or changes the type within a part.
+    """
+    sample = tokenizer.encode("a", "b")
+    owners = sample.sequence_ids
+    texts = [owner for owner, _ in groupby(owners) if owner is not None]
+    strays = [id for id, owner, special in _columns(sample) if owner is None and not special]
+    if texts != [0, 1] or strays:
+        raise UnsupportedModel(
+            "the tokenizer's template for pairs does not hold each text once and in order"
+        )
+    cuts = [owners.index(0), owners.index(0) + owners.count(0), owners.index(1)]
+    cuts += [owners.index(1) + owners.count(1)]
+    before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
+    types = _types(np.split(np.array(sample.type_ids, np.int32), cuts)) if with_types else None
+    return Frame(before, between, after, types)
+
+
+def _fill(part: str, **texts: str) -> str:
+    """Fill the placeholders in one pass, so that braces in users' texts are not filled."""
+    return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)
+
+
+def _columns(sample):
+    """The id, the index of the text, and the special flag of each token."""
+    return zip(sample.ids, sample.sequence_ids, sample.special_tokens_mask, strict=True)
+
+
+def _types(parts: Sequence[np.ndarray]) -> tuple[int, ...] | None:
+    """The type of each part; None if all are zero. Raises UnsupportedModel if a part has two."""
+    kinds = [set(part.tolist()) or {0} for part in parts]
+    if any(len(kind) > 1 for kind in kinds):
+        raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
+    types = tuple(kind.pop() for kind in kinds)
+    return types if any(types) else None

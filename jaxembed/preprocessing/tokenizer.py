@@ -1,0 +1,242 @@
+"""Tokenizes texts in batches, without holding the interpreter lock. Knows no prompts or pairs."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import tokenizers
+
+from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
+from jaxembed.memory import KIB
+from jaxembed.preprocessing.job_threads import go_on_among_large
+
+Side = Literal["left", "right"]
+
+# Of a long text this many characters for each needed token are read first. Real texts have 1 to 6
+# characters a token with any tokenizer, so that nearly always one reading is enough.
+FIRST_CUT = 7
+# A cut changes the tokens of the words near it. So the kept tokens must be this many tokens and
+# words of the tokenizer away from it; a special token that is cut in two becomes several of them.
+CUT_MARGIN = 128  # tokens
+CUT_WORDS = 8
+SHORT_CHARACTERS = 512  # characters of a text that is tokenized with the lock held: 0.2 ms at most
+INPUTS_A_JOB = 128  # inputs in one job of a tokenizer thread: 2 ms for short sentences
+JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
+# Texts of which more characters are read at a time go to the threads for large inputs. So many take
+# 4 ms of prose and 15 ms of Chinese with WordPiece.
+SMALL_TEXT = 8 * KIB
+MOST_GROWTH = 1000  # characters that a normalizer may make of one
+MOST_READ = 512 * KIB  # characters of a text that are read at most to find enough tokens
+# Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
+# WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
+# (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
+# limit 8192, and 400 MB for a text of which MOST_READ characters are read.
+CHARACTER_BYTES = 800
+
+WORD_END = re.compile(r"(?<=\S) ")
+Item = TypeVar("Item")
+
+
+class Tokenizer:
+    """A tokenizer that all threads share: it is configured once and not changed by requests.
+
+    Raises CheckpointError if the file at `path` cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.file = _read(path)
+        self.file.no_padding()  # the file of all-MiniLM-L6-v2 sets padding and truncation to 128
+        self.file.no_truncation()
+
+    def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
+        """Tokenize each text. Returns one tokenizers.Encoding each.
+
+        `special` adds the tokenizer's special tokens. `fast` leaves out offsets and words. Text
+        that spells a special token becomes that token, as in transformers. Raises TokenizerError if
+        the tokenizer refuses a text.
+        """
+        if max(map(len, texts), default=0) > SMALL_TEXT:
+            go_on_among_large()
+        encode = self.file.encode_batch_fast if fast else self.file.encode_batch
+        try:
+            # encode_batch() releases the interpreter lock and then waits for it
+            if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
+                return [self.file.encode(texts[0], add_special_tokens=special)]
+            return encode(list(texts), add_special_tokens=special)
+        except INTERRUPTS:
+            raise
+        except BaseException as error:  # a bare Exception, or a panic
+            raise TokenizerError(_reason(texts, error)) from error
+
+    def encode_enough(
+        self,
+        texts: Iterable[str],
+        most: int,
+        side: Side,
+        *,
+        special: bool = True,
+        fast: bool = True,
+    ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
+        """Tokenize as much of each text as is needed to keep `most` tokens.
+
+        Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
+        long text is read only until `most` of its tokens are certain to be those of the whole text.
+        `side` is the side that tokens are cut from. `fast` leaves out offsets where all texts of a
+        chunk are short. Raises InvalidInput if `most_read` characters
+        of a text do not suffice, because its words are too long, and TokenizerError.
+        """
+        first_cut = FIRST_CUT * (most + CUT_MARGIN)
+        for chunk in chunks(texts, len):
+            if max(map(len, chunk)) <= first_cut:
+                for encoding in self.encode(chunk, special=special, fast=fast):
+                    yield encoding, True
+                continue
+            parts = [_cut(text, first_cut, side) for text in chunk]
+            encodings = self.encode(parts, special=special, fast=False)
+            for text, encoding in zip(chunk, encodings, strict=True):
+                if len(text) <= first_cut:
+                    yield encoding, True
+                else:
+                    yield self._read_on(text, encoding, most, side, special=special)
+
+    def rows(
+        self, texts: Iterable[str], most: int, side: Side
+    ) -> Iterator[tuple[np.ndarray, bool]]:
+        """Yield what `encode_enough` does, as int32 ids `[tokens]` without special tokens."""
+        for encoding, whole in self.encode_enough(texts, most, side, special=False):
+            yield np.array(encoding.ids, np.int32), whole
+
+    def _read_on(
+        self, text: str, encoding, most: int, side: Side, *, special: bool
+    ) -> tuple[tokenizers.Encoding, bool]:
+        """Read more of a text than the first cut, whose encoding is given, as far as needed."""
+        cut = FIRST_CUT * (most + CUT_MARGIN)
+        while cut < len(text) and not _is_enough(encoding, most, side):
+            if cut >= most_read(most):
+                end = "first" if side == "right" else "last"
+                raise InvalidInput(
+                    f"the text has {len(text)} characters, and its {end} {cut} do not tell its "
+                    f"{end} {most} tokens: its words are too long; send it in parts"
+                )
+            cut = min(2 * cut, most_read(most))
+            encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
+        return encoding, cut >= len(text)
+
+
+def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
+    """The tokenizer of the content of a tokenizer.json. Raises CheckpointError if the content is
+    damaged, or makes texts longer and longer; the message names it as `name`."""
+    try:
+        growth = _growth(msgspec.json.decode(stored, type=_Stored).normalizer)
+        if growth > MOST_GROWTH:
+            raise ValueError(f"its normalizer makes up to {growth} characters of one")
+        return tokenizers.Tokenizer.from_str(stored.decode())
+    except INTERRUPTS:
+        raise
+    except BaseException as error:  # a bare Exception, or a panic
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+
+
+class _Stored(msgspec.Struct):
+    """What is looked at in a tokenizer.json."""
+
+    normalizer: Any = None
+
+
+def _growth(normalizer: Any) -> int:
+    """Estimate how many characters the replacements of a normalizer make of one at most.
+
+    Factors multiply where a step can replace what an earlier one has inserted.
+    """
+    growth, inserted = 1, ""
+    for step in _steps(normalizer):
+        content, pattern = step.get("content"), step.get("pattern")
+        if not isinstance(content, str) or not isinstance(pattern, dict):
+            continue
+        text, factor = pattern.get("String"), max(len(content), 1)
+        again = not isinstance(text, str) or text in inserted  # a regular expression may fit
+        growth = growth * factor if again else max(growth, factor)
+        inserted += 2 * content  # two may stand beside each other
+    return growth
+
+
+def _steps(normalizer: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer, in order."""
+    if not isinstance(normalizer, dict):
+        return []
+    steps = normalizer.get("normalizers")
+    return (
+        [one for step in steps for one in _steps(step)] if isinstance(steps, list) else [normalizer]
+    )
+
+
+def _read(path: Path) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json. Raises CheckpointError if that fails."""
+    try:
+        return parse_tokenizer(path.read_bytes(), path)
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{error}; convert the model again") from error
+
+
+def most_read(most: int) -> int:
+    """The number of characters of a text that are read at most to find `most` tokens."""
+    return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
+
+
+def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Divide items into chunks that take little time and memory to tokenize, in order.
+
+    `size` returns the characters of an item; an item with more than JOB_CHARACTERS is alone.
+    """
+    chunk: list[Item] = []
+    room = JOB_CHARACTERS
+    for item in items:
+        characters = size(item)
+        if chunk and (characters > room or len(chunk) == INPUTS_A_JOB):
+            yield chunk
+            chunk, room = [], JOB_CHARACTERS
+        chunk.append(item)
+        room -= characters
+    if chunk:
+        yield chunk
+
+
+def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
+    """Cut token ids from `side` so that at most `most` are left."""
+    return ids[:most] if side == "right" else ids[max(len(ids) - most, 0) :]
+
+
+def _cut(text: str, most: int, side: Side) -> str:
+    """The first `most` characters of a text, or about the last ones if it is cut from the left.
+
+    A left cut begins at the first space, because a tokenizer with words continues after a space as
+    if nothing had been before it. The rest of a number or of a line of dashes might be tokenized in
+    another way.
+    """
+    if side == "right" or len(text) <= most:
+        return text[:most]
+    space = WORD_END.search(text, len(text) - most)
+    return text[space.start() :] if space is not None else ""
+
+
+def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
+    """Whether the `most` tokens that are kept are far enough from the cut."""
+    if len(encoding) <= most + CUT_MARGIN:
+        return False
+    words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
+    if side == "right":
+        return words[min(most, len(words)) - 1] + CUT_WORDS <= words[-1]
+    return words[0] + CUT_WORDS <= words[-min(most, len(words))]
+
+
+def _reason(texts: Sequence[str], error: BaseException) -> str:
+    """The reason why the tokenizer refused one of these texts, for people."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "the text holds a lone surrogate, which is not Unicode text"
+    return str(error)

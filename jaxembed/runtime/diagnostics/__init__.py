@@ -1,0 +1,1 @@
+"""Facts of a loaded model, and what is wrong with it."""

@@ -1,0 +1,78 @@
+"""Reads which cores and memory settings the process has, and how busy its cores are."""
+
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+from jaxembed import memory
+from jaxembed.platform import cores
+from jaxembed.runtime.diagnostics.facts import MachineFacts
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+# Fields of a core's line in /proc/stat, in ticks. The first two include the time of guests.
+_USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
+
+
+def machine_facts() -> MachineFacts:
+    """Read the cores and memory settings of this process."""
+    return MachineFacts(
+        cores=len(cores.usable_cores()),
+        machine_cores=os.cpu_count() or 1,
+        quota_cores=cores.quota_cores(),
+        kept_bytes=len(memory.kept),
+        not_kept=memory.reason_not_kept(),
+        huge_pages=_huge_pages(),
+    )
+
+
+def machine_counts() -> dict[str, float]:
+    """Counters of CPU time in seconds, by name; only differences of two calls have a meaning.
+
+    `cpu`: of this process. `loop`: of the calling thread. `busy`: of the cores that the process may
+    use, by all programs. `throttled`: time in which the quota stopped the process. A counter that
+    the system does not offer is left out.
+    """
+    counts = {"cpu": time.process_time(), "loop": time.thread_time()}
+    if (busy_s := _busy_s()) is not None:
+        counts["busy"] = busy_s
+    if (throttled_s := cores.throttled_s()) is not None:
+        counts["throttled"] = throttled_s
+    return counts
+
+
+@cache
+def has_avx512_bf16() -> bool:
+    """Whether the CPU has the AVX-512 instructions that multiply bfloat16."""
+    return "avx512_bf16" in cores.text_of(cores.PROC / "cpuinfo")
+
+
+def _busy_s() -> float | None:
+    """Seconds that the usable cores were busy, by all programs; None if it cannot be read.
+
+    Programs with a lower priority (nice) give way to this one and do not count, unless this process
+    has a lower priority itself.
+    """
+    if sys.platform != "linux":
+        return None
+    fields = [_USER, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL]
+    if os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        fields.append(_NICE)
+    names = {f"cpu{core}" for core in cores.usable_cores()}
+    try:
+        with (cores.PROC / "stat").open() as lines:
+            ours = [line.split() for line in lines if line.split(" ", 1)[0] in names]
+    except OSError:
+        return None
+    ticks = sum(int(line[field]) for line in ours for field in fields)
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _huge_pages() -> str | None:
+    """The setting of transparent huge pages; None if the system has none."""
+    if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
+        return "off for this process"
+    marked_words = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
+    return marked_words[0].strip("[]") if marked_words else None

@@ -1,0 +1,341 @@
+"""One request as plain data: it makes work for the engine of its inputs, and the answer of results.
+Runs nothing."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from jaxembed.data.inputs import ChunkSize, Input, Pair, Priority, Text
+from jaxembed.data.outputs import OUTPUTS, OutputName
+from jaxembed.data.spec import Head, ModelSpec, PerToken, Vocabulary
+from jaxembed.data.work import Ragged, Span, SparseRows, WorkResult, chosen_rows
+from jaxembed.engine.admission import Cost
+from jaxembed.engine.bucket import Bucket
+from jaxembed.errors import InvalidInput
+from jaxembed.preprocessing.images.processor import Processor
+from jaxembed.preprocessing.late import NO_CHUNKS, pool_slots
+from jaxembed.preprocessing.text import Row, Rules, TextProcessor, Tokenized
+from jaxembed.quantise import quantise
+from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
+from jaxembed.runtime.postprocess import shape_vectors
+from jaxembed.runtime.terms import most_active, terms_of_tokens
+
+INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
+TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
+FLOAT_BYTES = 4
+TERM_BYTES = 8  # of a value and its index
+TERMS_A_TOKEN = 16  # of a sparse answer, as a guess; `excess_bytes` counts what is more
+LOGITS: frozenset[OutputName] = frozenset({"logits"})
+
+Answer = TypeVar("Answer")
+
+
+class Run(msgspec.Struct, frozen=True, eq=False):
+    """The results of the tokenizer and the engine for one request."""
+
+    values: WorkResult
+    tokenized: Tokenized
+    tokenization_s: float  # of all inputs together
+    queue_s: list[float]  # of each input
+    inference_s: list[float]  # of each input
+    cached: int = 0  # inputs whose answers the engine had kept
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The fields that Embeddings and Scores have in common."""
+        return {
+            "num_tokens": self.tokenized.work.own_tokens.astype(np.int64),
+            "truncated": self.tokenized.truncated,
+            "tokenization_s": self.tokenization_s,
+            "queue_s": mean(self.queue_s),
+            "inference_s": mean(self.inference_s),
+            "cached": self.cached,
+        }
+
+
+@dataclass(frozen=True)
+class Request(ABC, Generic[Answer]):
+    """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine of its
+    `route`, computed with the `adapter` of that number; 0 is none.
+
+    `share` is called once, then `prepare` for each chunk of the items, in several threads at the
+    same time, and `finish` when the engine has answered.
+    """
+
+    items: Sequence
+    rules: Rules
+    outputs: frozenset[OutputName]
+    priority: Priority | None
+    route: str = field(default="", kw_only=True)
+    adapter: int = field(default=0, kw_only=True)
+
+    def share(self, processor: Processor) -> Row | None:
+        """What the chunks have in common, tokenized. Raises InvalidInput."""
+        return None
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the items. Raises InvalidInput or TokenizerError."""
+        return processor.encode(chunk, self.rules)
+
+    @abstractmethod
+    def finish(self, spec: ModelSpec, run: Run) -> Answer:
+        """Make the answer from the results."""
+
+    def inputs(self) -> Sequence[Input]:
+        """The items as inputs of the model."""
+        return self.items
+
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """The cost of the request if it is made of so many sequences and tokens."""
+        token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
+        if spec.image is not None:
+            token_bytes += 2 * spec.image.token_bytes  # twice while a batch is packed
+        for name in self.outputs:
+            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # twice while they are normalised
+            if OUTPUTS[name].sparse:
+                token_bytes += min(row_bytes, TERM_BYTES * TERMS_A_TOKEN)
+            elif OUTPUTS[name].per == "slot":
+                input_bytes += row_bytes
+            else:
+                copies = 3 if name == "multi_vector" else 1  # rows are dropped, then normalised
+                token_bytes += copies * row_bytes // 2
+        return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
+
+    def excess_bytes(self, answer: Answer) -> int:
+        """The bytes of an answer beyond what `cost` counts for it."""
+        return 0
+
+
+@dataclass(frozen=True)
+class EncodeRequest(Request[Embeddings]):
+    """A request for vectors; `items` are Inputs. `ranges` are those of the dtype asked for, if it
+    needs any."""
+
+    options: EncodeOptions
+    ranges: np.ndarray | None = field(default=None, kw_only=True)  # float32 [2, dim]
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """Cut, normalise and encode the outputs as the options say."""
+        values, dtype = dict(run.values), self.options.output_dtype
+        vector_ids = None
+        if "dense" in values:
+            dense = self._shaped(values["dense"], spec.dense)
+            values["dense"] = quantise(dense, dtype, self.ranges)
+        if "tokens" in values:
+            tokens = values["tokens"]
+            values["tokens"] = Ragged(quantise(tokens.values, dtype), tokens.offsets)
+        if "multi_vector" in values:
+            kept, vector_ids = self._kept(spec, run)
+            rows = quantise(self._shaped(kept.values, spec.heads["multi_vector"]), dtype)
+            values["multi_vector"] = Ragged(rows, kept.offsets)
+        if "sparse" in self.options.outputs:
+            values["sparse"] = self._terms(spec, run)
+            values.pop("token_weights", None)
+        return Embeddings(values, **run.figures, vector_ids=vector_ids)
+
+    def divided(self, most: int) -> "MixedRequest":
+        """The request in parts of at most so many items."""
+        firsts = range(0, len(self.items), most)
+        return MixedRequest(
+            self.items,
+            self.rules,
+            self.outputs,
+            self.priority,
+            self.options,
+            parts=tuple(replace(self, items=self.items[k : k + most]) for k in firsts),
+            places=tuple(np.arange(len(self.items))[k : k + most] for k in firsts),
+        )
+
+    def excess_bytes(self, answer: Embeddings) -> int:
+        """Those of weights of terms: how many a text has, only its answer says."""
+        if "sparse" not in answer.values:
+            return 0
+        usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
+        return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - usual, 0)
+
+    def _shaped(self, vectors: np.ndarray, head: Head) -> np.ndarray:
+        normalize = self.options.normalize
+        return shape_vectors(
+            vectors,
+            dimensions=self.options.dimensions,
+            normalize=head.normalize if normalize is None else normalize,
+        )
+
+    def _kept(self, spec: ModelSpec, run: Run) -> tuple[Ragged, np.ndarray]:
+        """The rows of the tokens that are answered, and the ids of these tokens."""
+        head, rows = spec.heads["multi_vector"], run.values["multi_vector"]
+        assert isinstance(head, PerToken)
+        kept, ids = np.ones(len(rows.values), bool), run.tokenized.work.planes["ids"]
+        if head.skipped_ids and self.rules.role != "query":
+            kept = ~np.isin(ids, head.skipped_ids)
+        if head.drops_first:
+            kept[rows.offsets[:-1]] = False
+        return (rows, ids) if kept.all() else (rows.where(kept), ids[kept])
+
+    def _terms(self, spec: ModelSpec, run: Run) -> SparseRows:
+        """The weights of terms, of which no more than asked for."""
+        if "sparse" in run.values:
+            head, terms = spec.heads["sparse"], run.values["sparse"]
+            most = head.max_active if isinstance(head, Vocabulary) else None
+        else:
+            head, work, most = spec.heads["token_weights"], run.tokenized.work, None
+            assert isinstance(head, PerToken)
+            terms = terms_of_tokens(
+                run.values["token_weights"].values[:, 0],
+                work.planes["ids"],
+                work.lengths,
+                skipped=head.skipped_ids,
+                vocab_size=int(spec.config["vocab_size"]),
+            )
+        most = self.options.max_active_dims or most
+        return terms if most is None else most_active(terms, most)
+
+
+@dataclass(frozen=True)
+class MixedRequest(EncodeRequest):
+    """A request for vectors of texts and images, in parts: requests of texts or of some images, and
+    the places of their inputs, int `[inputs of the part]`, among all."""
+
+    parts: tuple[EncodeRequest, ...] = field(kw_only=True)
+    places: tuple[np.ndarray, ...] = field(kw_only=True)
+
+    @contextmanager
+    def placed(self, number: int) -> Iterator[EncodeRequest]:
+        """The part with this number, to run in the context: an InvalidInput of one of its inputs
+        gets the place of that among all."""
+        try:
+            yield self.parts[number]
+        except InvalidInput as error:
+            if error.index is not None:
+                error.index = int(self.places[number][error.index])
+            raise
+
+    def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
+        """The answer of answers to the parts, in the order of the inputs."""
+        first = Embeddings.joined(answers)
+        order = np.argsort(np.concatenate(self.places))
+        values = chosen_rows(first.values, order)
+        ids = first.vector_ids
+        if ids is not None:
+            ids = Ragged(ids, first.multi_vector.offsets).ordered(order).values
+        num_tokens = first.num_tokens[order]
+        return msgspec.structs.replace(first, values=values, num_tokens=num_tokens, vector_ids=ids)
+
+
+@dataclass(frozen=True)
+class ComparedRequest(EncodeRequest):
+    """A request for the outputs of documents that are compared with a query; `items` are Texts,
+    which may be empty, and divided into windows."""
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the documents. Raises InvalidInput or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
+        return processor.encode_documents(chunk, self.rules)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """The outputs of each document, or of each of its windows."""
+        return msgspec.structs.replace(super().finish(spec, run), windows=run.tokenized.windows)
+
+
+@dataclass(frozen=True)
+class LateRequest(EncodeRequest):
+    """A request for a vector of each chunk of some texts; `items` are ChunkedTexts."""
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the texts. Raises InvalidInput or TokenizerError."""
+        assert isinstance(processor, TextProcessor)
+        return processor.encode_late(chunk, self.rules, Bucket(1, processor.limit).slots)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
+        """The vectors of all chunks, in order, shaped as the options say. Each token of a text
+        counts once, in however many windows it was run."""
+        chunked = run.tokenized.chunked or NO_CHUNKS
+        dense = run.values["dense"]
+        if len(dense):
+            dense = pool_slots(dense, run.tokenized.work.bounds, chunked)
+        answer = super().finish(spec, msgspec.structs.replace(run, values={"dense": dense}))
+        return msgspec.structs.replace(answer, num_tokens=chunked.tokens, chunked=chunked)
+
+    def inputs(self) -> Sequence[Input]:
+        """The texts without their chunks."""
+        return [Text(item.text) for item in self.items]
+
+    def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
+        """The cost of the request, with what its vectors take: one for each chunk."""
+        whole = super().cost(spec, sequences, tokens)
+        vectors = self._most_chunks(tokens) * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
+        return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
+
+    def _most_chunks(self, tokens: int) -> int:
+        """The most chunks of all texts, if they have so many tokens together."""
+        chunks: list[Sequence[Span] | ChunkSize] = [item.chunks for item in self.items]
+        given = [len(one) for one in chunks if not isinstance(one, ChunkSize)]
+        steps = [one.tokens - one.overlap for one in chunks if isinstance(one, ChunkSize)]
+        divided = len(steps) + tokens // min(steps) if steps else 0
+        return sum(given) + divided
+
+
+@dataclass(frozen=True)
+class ScoreRequest(Request[Scores]):
+    """A request for logits; `items` are Texts and Pairs."""
+
+    options: ScoreOptions
+
+    def finish(self, spec: ModelSpec, run: Run) -> Scores:
+        """The logits, with what it takes to show them as scores."""
+        logits = run.values["logits"]
+        return Scores(logits, spec.labels, spec.score_function, **run.figures)
+
+
+@dataclass(frozen=True)
+class QueryRequest(ScoreRequest):
+    """A request for the logits of documents, the `items`, each beside the one query."""
+
+    query: str
+
+    def share(self, processor: Processor) -> Row | None:
+        """Tokenize the query."""
+        assert isinstance(processor, TextProcessor)
+        return processor.query_row(self.query, self.rules)
+
+    def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
+        """Tokenize some of the documents, each beside the tokenized query."""
+        assert shared is not None
+        assert isinstance(processor, TextProcessor)
+        return processor.encode_beside(shared, chunk, self.rules)
+
+    def finish(self, spec: ModelSpec, run: Run) -> Scores:
+        """The logits of the best window of each document, if they may be divided."""
+        answer, windows = super().finish(spec, run), run.tokenized.windows
+        if windows is None:
+            return answer
+        first, best, chunks = best_windows(answer.logits[:, 0], windows)
+        return replace(
+            answer,
+            logits=answer.logits[best],
+            num_tokens=np.add.reduceat(answer.num_tokens, first),
+            chunks=chunks,
+        )
+
+    def inputs(self) -> Sequence[Input]:
+        """The pairs of the query and each document."""
+        return [Pair(self.query, document) for document in self.items]
+
+
+@dataclass(frozen=True)
+class ComputeRequest(Request[WorkResult]):
+    """A request for any outputs of a model; `items` are Inputs."""
+
+    def finish(self, spec: ModelSpec, run: Run) -> WorkResult:
+        """The outputs as the heads give them."""
+        return run.values
+
+
+def mean(seconds: list[float]) -> float:
+    """The mean; 0 of nothing."""
+    return sum(seconds) / len(seconds) if seconds else 0.0

@@ -1,0 +1,87 @@
+"""Summarises a model from its spec, before it is served. Reads no parameters, starts no device."""
+
+import math
+from typing import Any, get_args
+
+import msgspec
+
+from jaxembed.data.spec import DType, ModelSpec, Routes
+from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
+from jaxembed.engine.placement import placed_bytes
+from jaxembed.models import is_static, parameter_shapes, position_limit
+
+
+def summary_of_routes(routes: Routes) -> dict[str, Any]:
+    """Summarise a model; of one with several routes the main one, and then each under `routes`."""
+    facts = summary(routes.main)
+    if len(routes.specs) == 1:
+        return facts
+    each = {route: summary(spec) for route, spec in routes.specs.items()}
+    return facts | {"default_route": routes.default, "routes": each}
+
+
+def summary(spec: ModelSpec) -> dict[str, Any]:
+    """Summarise a model as plain values for JSON.
+
+    `parameter_bytes` is the size of the parameters on the device, by dtype.
+    """
+    shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
+    return {
+        "source": spec.source,
+        "revision": spec.revision,
+        "converted": bool(spec.content_hash),
+        "content_hash": spec.content_hash or None,
+        "format_version": spec.format_version,
+        "architecture": spec.architecture,
+        "task": spec.task,
+        "dimensions": spec.dim,
+        **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
+        "pooling": list(spec.pooling),
+        "adapters": list(spec.adapter_names),
+        "modules": [msgspec.to_builtins(module) for module in spec.head.modules],
+        "limits": _limits(spec),
+        "parameters": sum(math.prod(shape) for shape in shapes.values()),
+        "parameter_dtype": spec.dtype,
+        "parameter_bytes": {dtype: placed_bytes(shapes, dtype) for dtype in _dtypes(spec)},
+        "config": spec.config,
+    }
+
+
+def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "outputs": spec.widths,
+        "normalized": spec.head.normalize,
+        "prompts": spec.prompts,
+        "default_prompt_name": spec.default_prompt_name,
+        "include_prompt": spec.include_prompt,
+        "interaction": msgspec.to_builtins(spec.interaction),
+    }
+
+
+def _of_scorer(spec: ModelSpec) -> dict[str, Any]:
+    return {
+        "outputs": {"logits": spec.dim},
+        "labels": list(spec.labels),
+        "score_function": spec.score_function,
+        "template": msgspec.to_builtins(spec.template),
+    }
+
+
+def _limits(spec: ModelSpec) -> dict[str, int | None]:
+    """The input limits in tokens.
+
+    They are the checkpoint's own, the positions of the tower (None: no limit), and the limit that
+    is served if neither --max-input-length nor --buckets is given.
+    """
+    positions = position_limit(spec)
+    limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
+    return {
+        "max_input_tokens": spec.max_input_tokens,
+        "positions": positions,
+        "served_by_default": limit if is_static(spec) else min(limit, LONGEST_DEFAULT_ROW),
+    }
+
+
+def _dtypes(spec: ModelSpec) -> tuple[DType, ...]:
+    """The dtypes that the model can be served in."""
+    return ("float32",) if is_static(spec) else get_args(DType)

@@ -1,0 +1,697 @@
+"""The tasks that a model can do, and the requests for them, checked. Runs nothing."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from math import inf
+from typing import Literal, get_args
+
+import msgspec
+import numpy as np
+
+from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
+from jaxembed.config import TextConfig
+from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text
+from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
+from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
+from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
+from jaxembed.models import is_static
+from jaxembed.preprocessing.late import LEAST_CHUNK
+from jaxembed.preprocessing.prompts import (
+    Role,
+    prompt_for,
+    prompt_of_role,
+    role_of,
+    same_purpose,
+)
+from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.tokenizer import MOST_READ
+from jaxembed.preprocessing.windows import MOST_WINDOWS
+from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
+from jaxembed.runtime.options import EncodeOptions, ScoreOptions
+from jaxembed.runtime.requests import (
+    LOGITS,
+    ComparedRequest,
+    ComputeRequest,
+    EncodeRequest,
+    LateRequest,
+    MixedRequest,
+    QueryRequest,
+    ScoreRequest,
+)
+from jaxembed.runtime.similarity import Weights, weights_of
+
+DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
+    "embed": ("embed",),
+    "classify": ("classify",),
+    "rerank": ("rerank", "classify"),
+}
+KIND: dict[Task, str] = {
+    "embed": "an embedding model",
+    "classify": "a classifier",
+    "rerank": "a reranker",
+}
+FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
+PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
+IMAGE_URI = "data:image/"  # how the data URI of an image begins
+NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
+
+
+class _Form(msgspec.Struct, frozen=True):
+    """What all requests for embeddings with the same options have in common."""
+
+    rules: Rules
+    outputs: frozenset[OutputName]  # of the engine
+    route: str
+    adapter: int
+
+
+class Tasks:
+    """Makes the requests to one model.
+
+    All methods raise WrongTask for what the model cannot do, and InvalidInput for options that it
+    does not have.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        routes: Routes,
+        processor: TextProcessor,
+        text: TextConfig,
+        ranges: Mapping[VectorKind, KeptRanges] = NO_RANGES,
+    ):
+        """`processor` is that of any route: all have the same prompts. `ranges` are those kept for
+        the model's vectors."""
+        self._name = name
+        self._routes = routes.of_texts
+        self._takes_images = routes.image is not None
+        self._spec = self._routes.main
+        self._offered, self._widths = self._spec.representations, self._spec.widths
+        self._processor = processor
+        self._text = text
+        self._ranges = ranges
+        # Options come again and again; a prompt of a client could be long, so it is not kept.
+        self._usual_forms = lru_cache(maxsize=64)(self._form)
+
+    def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
+        """The request for a vector of each input, and for the other outputs of the options.
+
+        Images are refused with a prompt, which is for texts.
+        """
+        check_task(self._name, self._spec, "embed")
+        if Image in map(type, inputs):
+            self._check_outputs(options)
+            return self._embed_images(inputs, options)
+        if self._takes_images:
+            _check_texts(inputs)
+        dtype = embedding_dtype(options.output_dtype)
+        form = (self._form if options.prompt else self._usual_forms)(options)
+        if inputs and form.rules.role == "document" and self._spec.image is not None:
+            raise InvalidInput(
+                f"the documents of {self._name} are images, and its texts are queries; send images"
+            )
+        return EncodeRequest(
+            inputs,
+            form.rules,
+            form.outputs,
+            options.priority,
+            options,
+            route=form.route,
+            adapter=form.adapter,
+            ranges=self.ranges(options, dtype),
+        )
+
+    def _form(self, options: EncodeOptions) -> _Form:
+        """The form of requests with these options. Raises WrongTask and InvalidInput."""
+        self._check_outputs(options)
+        options, adapter = self._with_prompt_of_adapter(options)
+        prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        route = self._route(options)
+        rules = Rules(
+            prompt,
+            self._truncate(options),
+            options.truncation_side,
+            bare_ids=options.bare_ids,
+            role=self._role(options),
+        )
+        outputs = self._computed(options.outputs, route)
+        return _Form(rules, outputs, route, adapter)
+
+    def check_images(self) -> None:
+        """Raise WrongTask unless the model embeds images."""
+        if not self._takes_images:
+            raise WrongTask(f"{self._name} takes texts and no images")
+
+    def _embed_images(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
+        """The request for vectors of inputs of which some are images."""
+        self.check_images()
+        for name in ("prompt", "prompt_name", "route"):
+            if getattr(options, name):
+                raise InvalidInput(
+                    f"`{name}` is for texts, and the request has images; leave it out, with "
+                    "any `input_type` or `task` that chose it",
+                    field=name,
+                )
+        images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
+        others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
+        plain = self.embed([inputs[k] for k in others], options)
+        of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
+        if not others:
+            return of_images
+        return MixedRequest(
+            inputs,
+            plain.rules,
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            parts=(plain, of_images),
+            places=(np.array(others), np.array(images)),
+        )
+
+    def _check_outputs(self, options: EncodeOptions) -> None:
+        """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
+        that ask for nothing of those asked for."""
+        unknown = {*options.outputs}.difference(self._offered)
+        if missing := [name for name in REPRESENTATIONS if name in unknown]:
+            raise WrongTask(
+                f"{self._name} gives no {' and no '.join(missing)} output, only "
+                f"{' and '.join(self._offered)}"
+            )
+        if options.output_dtype != "float" and options.outputs == {"sparse"}:
+            raise InvalidInput(
+                f"`output_dtype` of {options.output_dtype} is for vectors; weights of terms are "
+                "float",
+                field="output_dtype",
+            )
+        check_cut(self._widths, options.outputs, options.dimensions)
+        most = options.max_active_dims
+        if most is not None and "sparse" not in options.outputs:
+            raise InvalidInput(
+                "`max_active_dims` is for sparse outputs; ask for one or leave it out",
+                field="max_active_dims",
+            )
+        if most is not None and most < 1:
+            raise InvalidInput(
+                f"`max_active_dims` must be 1 or more. Given: {most}", field="max_active_dims"
+            )
+
+    def _computed(self, outputs: Collection[OutputName], route: str) -> frozenset[OutputName]:
+        """The outputs of the engine that these are made of."""
+        heads = self._routes.specs[route].heads
+        made = "sparse" if "sparse" in heads else "token_weights"
+        return frozenset(made if name == "sparse" else name for name in outputs)
+
+    def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
+        """The request for a vector of each chunk of some texts (late chunking): all tokens of a
+        text are run together, and those of a chunk are pooled.
+
+        Raises InvalidInput for a model that does not pool by the mean alone, and for texts that are
+        divided into chunks of an impossible size.
+        """
+        plain = self.embed((), options)
+        _check_late(self._routes.specs[plain.route], plain.options)
+        for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
+            _check_size(size)
+        windows = MOST_READ if plain.rules.truncate else 1  # as many as it takes
+        return LateRequest(
+            texts,
+            msgspec.structs.replace(plain.rules, max_windows=windows),
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            route=plain.route,
+            adapter=plain.adapter,
+            ranges=plain.ranges,
+        )
+
+    def ranges(
+        self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
+    ) -> np.ndarray | None:
+        """The ranges to quantise the vectors of such a request with, float32 `[2, dim]`; None for
+        a dtype that needs none. The `output_dtype` of the options does not count.
+
+        Raises InvalidInput, which names the field that asked for the dtype, if none are kept for
+        such vectors.
+        """
+        if dtype not in NEEDS_RANGES:
+            return None
+        _check_calibrated(self._spec, options, dtype, field)
+        kind = self.kind(options)
+        spec = self._routes.specs[kind.route]
+        kept = self._ranges.get(kind)
+        if kept is None or kept.content_hash != spec.content_hash:
+            why = "there are none" if kept is None else "those kept are of another checkpoint"
+            raise InvalidInput(
+                f"`{field}` of {dtype} needs ranges of these vectors, and {why}: run "
+                f"`{_calibration(self._name, spec, kind)}` with the flags that load the model, and "
+                "load it again",
+                field=field,
+            )
+        return kept.values
+
+    def kind(self, options: EncodeOptions) -> VectorKind:
+        """The kind of the vectors of such a request, by which ranges are kept. Raises
+        InvalidInput."""
+        self._check_outputs(options)
+        options, number = self._with_prompt_of_adapter(options)
+        route = self._route(options)
+        spec = self._routes.specs[route]
+        return VectorKind(
+            route=route,
+            pooling=spec.dense.pooling,
+            adapter=spec.adapter_names[number - 1] if number else None,
+            dimensions=options.dimensions or spec.dim,
+        )
+
+    def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
+        """The request for the logits of each text or pair."""
+        check_task(self._name, self._spec, "classify")
+        if options.max_chunks != 1:
+            raise InvalidInput("only `rerank` divides documents", field="max_chunks")
+        rules, adapter = self._rules(options), self._number(options.adapter)
+        return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
+
+    def rerank(
+        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
+    ) -> QueryRequest:
+        """The request for the logit of each document with the query, which is tokenized once.
+
+        Equal documents get equal logits and keep their order: the engine computes them once.
+        Documents may be empty, as in TEI. Raises EmptyInput for an empty query, and WrongTask for
+        an embedding model, whose requests `compare` makes.
+        """
+        if "rerank" not in DOES[self._spec.task]:
+            raise _wrong_task(self._name, self._spec, "rerank")
+        if Image in map(type, documents):
+            self.check_images()
+        if options.weights is not None:
+            raise InvalidInput(
+                "`weights` are for models that compare several outputs; leave them out",
+                field="weights",
+            )
+        check_query(query)
+        rules, adapter = self._rules(options), self._number(options.adapter)
+        return QueryRequest(
+            documents, rules, LOGITS, options.priority, options, query, adapter=adapter
+        )
+
+    def compare(
+        self, query: str, documents: Sequence[str | Image], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        """The requests for the outputs of a query and of documents, by which the documents are
+        ranked, and the weights of the outputs.
+
+        Queries and documents have the routes and prompts of their roles. Dense vectors are
+        normalised, so that their product is the cosine, unless the model also gives several vectors
+        a text: then its heads decide. Documents may be empty, as in `rerank`; those of a model that
+        reads pages are images. Raises also EmptyInput for an empty query.
+        """
+        check_query(query)
+        return self._compare([query], documents, options)
+
+    def compare_pairs(
+        self, pairs: Sequence[tuple[str, str]], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights, list[int]]:
+        """The requests for the outputs of all different queries and of the documents of some pairs,
+        as `compare` makes them, and for each pair the number of its query. Raises EmptyInput, with
+        the index of the pair, for an empty query."""
+        if options.max_chunks != 1:
+            raise InvalidInput("only `rerank` divides documents", field="max_chunks")
+        numbers: dict[str, int] = {}
+        for index, (query, _) in enumerate(pairs):
+            if not query:
+                raise EmptyInput("query", index)
+            numbers.setdefault(query, len(numbers))
+        compared = self._compare(list(numbers), [document for _, document in pairs], options)
+        return *compared, [numbers[query] for query, _ in pairs]
+
+    def _compare(
+        self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
+    ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        check_task(self._name, self._spec, "embed")
+        usual = ScoreOptions()
+        for field in ("instruction", "max_document_tokens"):
+            if getattr(options, field) != getattr(usual, field):
+                raise InvalidInput(
+                    f"`{FIELDS.get(field, field)}` is for models that score pairs, and this one "
+                    "compares embeddings; leave it out",
+                    field=FIELDS.get(field, field),
+                )
+        _check_windows(options)
+        self._check_weights(options.weights)
+        weights = weights_of(self._offered, options.weights)
+        encoded = EncodeOptions(
+            outputs=frozenset(weights),
+            normalize=None if "multi_vector" in self._offered else True,
+            truncate=options.truncate,
+            truncation_side=options.truncation_side,
+            adapter=options.adapter,
+            priority=options.priority,
+        )
+        of_queries = self.embed(list(map(Text, queries)), self.for_role("query", encoded))
+        of_documents = self.for_role("document", encoded)
+        inputs = [one if isinstance(one, Image) else Text(one) for one in documents]
+        if self._spec.image is not None or Image in map(type, inputs):
+            if options.max_chunks != 1:
+                raise InvalidInput(
+                    "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",
+                    field="max_chunks_per_doc",
+                )
+            return of_queries, self.embed(inputs, of_documents), weights
+        if self._takes_images:
+            _check_texts(inputs)
+        plain = self.embed((), of_documents)
+        rules = msgspec.structs.replace(
+            plain.rules,
+            max_windows=options.max_chunks,
+            overlap=options.overlap_tokens,
+            may_be_empty=True,
+        )
+        compared = ComparedRequest(
+            inputs,
+            rules,
+            plain.outputs,
+            plain.priority,
+            plain.options,
+            route=plain.route,
+            adapter=plain.adapter,
+        )
+        return of_queries, compared, weights
+
+    def _check_weights(self, weights: Sequence[float] | None) -> None:
+        """Raise InvalidInput for weights of outputs that the model does not give."""
+        offered = self._spec.representations
+        if weights is None:
+            return
+        if len(weights) != len(REPRESENTATIONS) or min(weights) < 0 or not 0 < sum(weights) < inf:
+            raise InvalidInput(
+                f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
+                f"not all 0. Given: {list(weights)}",
+                field="weights",
+            )
+        for name, weight in zip(REPRESENTATIONS, weights, strict=True):
+            if weight and name not in offered:
+                raise InvalidInput(
+                    f"`weights` has {weight} for {name}, which the model does not give; send 0",
+                    field="weights",
+                )
+
+    def compute(
+        self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
+    ) -> ComputeRequest:
+        """The request for any outputs of the model, as its heads give them. Raises InvalidInput for
+        outputs that it does not have."""
+        offered = self._spec.widths
+        unknown = [name for name in outputs if name not in offered]
+        if unknown or not outputs:
+            raise InvalidInput(
+                f"`outputs` must be some of {', '.join(offered)}. "
+                f"Given: {', '.join(unknown) or 'none'}",
+                field="outputs",
+            )
+        options, adapter = self._with_prompt_of_adapter(options)
+        prompt = self._prompt(options)
+        rules = Rules(
+            prompt, self._truncate(options), options.truncation_side, role=self._role(options)
+        )
+        chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
+        route = self._route(options)
+        return ComputeRequest(inputs, rules, chosen, options.priority, route=route, adapter=adapter)
+
+    def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
+        """The options for texts of a role: its route, and unless they have a prompt or an adapter,
+        the prompt of the role or none. The default prompt is for no role, as in
+        sentence-transformers. Raises UnknownRoute."""
+        route = self.route_for(role) if options.route is None else options.route
+        options, prompts = replace(options, route=route, role=role), self._spec.prompts
+        if {options.prompt, options.prompt_name, options.adapter} != {None}:
+            return options
+        chosen = prompt_for(role, prompts)
+        if chosen in self._spec.adapter_names:  # as in Jina v3: the prompt goes with its adapter
+            return replace(options, prompt_name=chosen)
+        name = prompt_of_role(role, prompts)
+        return replace(options, prompt="" if name is None else prompts[name])
+
+    def route_for(self, purpose: str) -> str:
+        """The route of texts with this purpose, such as "query": the one of that name, else one of
+        the same role; of a model with one route that one. Raises UnknownRoute."""
+        specs = self._routes.specs
+        if "" in specs or purpose in specs:
+            return "" if "" in specs else purpose
+        route = same_purpose(purpose, specs)
+        if route is None:
+            raise UnknownRoute(purpose, tuple(specs))
+        return route
+
+    def named_route(self, prompt_name: str | None) -> str:
+        """The route of texts with this prompt: the one that it is named after, else the default.
+        None is the prompt of the flags, if they name one. Raises UnknownRoute."""
+        prompt_name = prompt_name or self._text.default_prompt_name
+        if prompt_name is not None:
+            with suppress(UnknownRoute):
+                return self.route_for(prompt_name)
+        if self._routes.default is None:
+            raise UnknownRoute(prompt_name, tuple(self._routes.specs))
+        return self._routes.default
+
+    def _role(self, options: EncodeOptions) -> Literal["query", "document"] | None:
+        """The role of the texts: that of the options, else the one that their prompt is named
+        after, or the default prompt."""
+        name = options.prompt_name
+        if name is None and options.prompt is None:
+            name = self._processor.default_prompt_name
+        role = options.role or (None if name is None else role_of(name))
+        return role if role in ("query", "document") else None
+
+    def _route(self, options: EncodeOptions) -> str:
+        if options.route is None:
+            return self.named_route(options.prompt_name)
+        if options.route not in self._routes.specs:
+            raise UnknownRoute(options.route, tuple(self._routes.specs))
+        return options.route
+
+    def _with_prompt_of_adapter(self, options: EncodeOptions) -> tuple[EncodeOptions, int]:
+        """The options with the prompt of their adapter, and the adapter's number.
+
+        An adapter and a prompt of the same name go together: either chooses the other, unless the
+        request has another prompt. Raises InvalidInput for an unknown adapter, and for the prompt
+        of another one.
+        """
+        number = self._number(options.adapter)
+        if not self._spec.adapters or options.prompt is not None:
+            return options, number
+        names, name = self._spec.adapter_names, options.prompt_name
+        if name is None and options.adapter is None:
+            name = self._processor.default_prompt_name
+        elif name is None and options.adapter in self._spec.prompts:
+            return replace(options, prompt_name=options.adapter), number
+        if options.adapter is not None and name in names and name != options.adapter:
+            raise InvalidInput(
+                f"`prompt_name` of `{name}` asks for the adapter of that name, and the request "
+                f"for the adapter `{options.adapter}`; ask for one of them",
+                field="prompt_name",
+            )
+        return options, number or self._number(name if name in names else None)
+
+    def _number(self, adapter: str | None) -> int:
+        """The number of the adapter with this name; 0 without one. Raises InvalidInput."""
+        if adapter is None:
+            return 0
+        names = self._spec.adapter_names
+        if adapter not in names:
+            known = f"it has {', '.join(names)}" if names else "it has none"
+            raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")
+        return names.index(adapter) + 1
+
+    def _prompt(self, options: EncodeOptions) -> str:
+        """The prompt of the options. Raises InvalidInput for one to a model that takes none."""
+        if self._spec.task == "embed":
+            return self._processor.prompt(options.prompt, options.prompt_name)
+        for field in ("prompt", "prompt_name"):
+            if getattr(options, field) is not None:
+                raise InvalidInput(
+                    f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
+                )
+        return ""
+
+    def _rules(self, options: ScoreOptions) -> Rules:
+        most = options.max_document_tokens
+        if most is not None and most < 1:
+            raise InvalidInput(
+                f"`max_document_tokens` must be 1 or more. Given: {most}",
+                field="max_document_tokens",
+            )
+        template = self._spec.template
+        if options.instruction is not None and not (template and template.takes_instruction):
+            raise InvalidInput(
+                "this model takes no `instruction`; leave it out", field="instruction"
+            )
+        _check_windows(options)
+        return Rules(
+            "",
+            self._truncate(options),
+            options.truncation_side,
+            options.instruction,
+            most,
+            max_windows=options.max_chunks,
+            overlap=options.overlap_tokens,
+        )
+
+    def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
+        return self._text.truncate if options.truncate is None else options.truncate
+
+
+def _check_texts(inputs: Sequence[Input]) -> None:
+    """Raise InvalidInput for an image that comes as a text: its vector would be that of letters."""
+    for index, item in enumerate(inputs):
+        if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
+            error = InvalidInput("the text is a data URI of an image; send it as an image")
+            error.index = index
+            raise error
+
+
+def _check_windows(options: ScoreOptions) -> None:
+    """Raise InvalidInput for an impossible number of windows, or overlap of these."""
+    if not 1 <= options.max_chunks <= MOST_WINDOWS:
+        raise InvalidInput(
+            f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. Given: {options.max_chunks}",
+            field="max_chunks_per_doc",
+        )
+    if options.overlap_tokens is not None and options.overlap_tokens < 0:
+        raise InvalidInput(
+            f"`overlap_tokens` must be 0 or more. Given: {options.overlap_tokens}",
+            field="overlap_tokens",
+        )
+
+
+def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
+    """Raise InvalidInput for a model without late chunking, and for options that it does not
+    take."""
+    if "dense" not in spec.representations:
+        raise InvalidInput(
+            "late chunking is for models that give a dense vector, and this one gives "
+            f"{' and '.join(spec.representations)}"
+        )
+    if options.outputs != {"dense"}:
+        raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
+    pooling = spec.dense.pooling
+    if pooling != ("mean",):
+        raise InvalidInput(
+            "late chunking is for models that pool by the mean, and this one pools by "
+            f"{' and '.join(pooling)}; send each chunk as an input of its own"
+        )
+    if is_static(spec):
+        raise InvalidInput(
+            "late chunking is for models whose tokens see each other, and this one has static "
+            "embeddings; send each chunk as an input of its own"
+        )
+    if options.truncation_side != "right":
+        raise InvalidInput(
+            "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
+        )
+
+
+def _check_size(size: ChunkSize) -> None:
+    """Raise InvalidInput for chunks that are too short, or overlap too much."""
+    if size.tokens < LEAST_CHUNK:
+        raise InvalidInput(
+            f"`chunk_size` must be {LEAST_CHUNK} tokens or more. Given: {size.tokens}",
+            field="chunk_size",
+        )
+    if not 0 <= size.overlap <= size.tokens // 2:
+        raise InvalidInput(
+            f"`chunk_overlap` must be from 0 to {size.tokens // 2}, half of `chunk_size`. "
+            f"Given: {size.overlap}",
+            field="chunk_overlap",
+        )
+
+
+def _check_calibrated(
+    spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingDtype, field: str
+) -> None:
+    """Raise InvalidInput for vectors that no calibration has ranges of."""
+    normalize = options.normalize
+    if "dense" not in options.outputs or options.outputs & PER_TOKEN:
+        which = "of inputs, not of tokens"
+    elif not (spec.dense.normalize if normalize is None else normalize):
+        which = "of length one; ask for them by `normalize`"
+    else:
+        return
+    others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
+    raise InvalidInput(
+        f"`{field}` of {dtype} is for vectors {which}; for others there are {others}", field=field
+    )
+
+
+def _calibration(model: str, spec: ModelSpec, kind: VectorKind) -> str:
+    """The command that computes the ranges of vectors of this kind."""
+    command = f"jaxembed calibrate {model} TEXTS"
+    if kind.route:
+        command += f" --prompt-name {kind.route}"
+    if kind.adapter is not None:
+        command += f" --adapter-name {kind.adapter}"
+    return command if kind.dimensions == spec.dim else f"{command} --dimensions {kind.dimensions}"
+
+
+def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
+    """The tasks that a model is listed for. An embedding model with a vector for each token is
+    listed as one that reranks."""
+    return (*DOES[spec.task], "rerank") if "multi_vector" in spec.heads else DOES[spec.task]
+
+
+def fit(spec: ModelSpec, task: Task) -> int | None:
+    """How well a model does a task: 0 if it is made for it, 1 if it is listed for it, 2 for any
+    other embedding model that reranks, by the similarity of its embeddings. None if it cannot."""
+    if spec.task == task:
+        return 0
+    if task in tasks_of(spec):
+        return 1
+    return 2 if (spec.task, task) == ("embed", "rerank") else None
+
+
+def check_task(name: str, spec: ModelSpec, task: Task) -> None:
+    """Raises WrongTask if a model cannot do the task."""
+    if fit(spec, task) is None:
+        raise _wrong_task(name, spec, task)
+
+
+def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
+    able = " and ".join(DOES[spec.task])
+    return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {able}")
+
+
+def check_cut(
+    widths: Mapping[OutputName, int],
+    outputs: Collection[OutputName],
+    dimensions: int | None,
+    field: str = "dimensions",
+) -> None:
+    """Raises InvalidInput if the vectors among the outputs, of these widths, cannot be cut to so
+    many dimensions, or there are none. `field` is where the request has the number."""
+    vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
+    asked: list[OutputName] = [name for name in vectors if name in outputs]
+    if dimensions is not None and not asked and "sparse" in outputs:
+        raise InvalidInput(
+            f"`{field}` is for vectors; `max_active_dims` shortens sparse outputs", field=field
+        )
+    for name in asked:
+        check_dimensions(widths[name], dimensions, field)
+
+
+def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:
+    """Raises InvalidInput for more dimensions than the `width` of a model's vectors, or fewer than
+    one."""
+    if dimensions is not None and not 0 < dimensions <= width:
+        raise InvalidInput(
+            f"`{field}` must be from 1 to {width}, the size of this model's "
+            f"embeddings. Given: {dimensions}",
+            field=field,
+        )
+
+
+def check_query(query: str) -> None:
+    """Raises EmptyInput for an empty query."""
+    if not query:
+        raise EmptyInput("query")

@@ -1,0 +1,1 @@
+"""API keys, permissions and the audit log."""

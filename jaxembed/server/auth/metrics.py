@@ -1,0 +1,97 @@
+"""The metrics of API keys and of the audit log: there for a server that has them."""
+
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+
+from jaxembed.engine.quota import REFUSAL_REASONS
+from jaxembed.server.auth.audit import AuditLog
+from jaxembed.server.auth.keyring import Keyring
+
+Labels = Mapping[str, str]
+
+
+def access_registry(keyring: Keyring | None, audit: AuditLog | None) -> CollectorRegistry:
+    """The metrics of a keyring and of an audit log. The label `key` is the name of a key: there are
+    as many as the file has, and a key that leaves it takes its series along."""
+    registry = CollectorRegistry()
+    registry.register(_AccessMetrics(keyring, audit))
+    return registry
+
+
+class _AccessMetrics(Collector):
+    def __init__(self, keyring: Keyring | None, audit: AuditLog | None):
+        self._keyring, self._audit = keyring, audit
+
+    def collect(self) -> Iterable[Metric]:
+        if self._keyring is not None:
+            yield from _of_keys(self._keyring)
+        if self._audit is not None:
+            yield from _of_audit(self._audit)
+
+
+def _of_keys(keyring: Keyring) -> Iterable[Metric]:
+    quotas = keyring.quotas
+    yield _counter(
+        "jaxembed_key_requests",
+        "Requests that a key opened",
+        [({"key": one.name}, one.requests) for one in quotas],
+    )
+    yield _counter(
+        "jaxembed_key_tokens",
+        "Tokens of a key's requests that were answered",
+        [({"key": one.name}, one.tokens) for one in quotas],
+    )
+    yield _counter(
+        "jaxembed_key_refused",
+        "Requests refused because of what their key may use",
+        [
+            ({"key": one.name, "reason": reason}, one.refused[reason])
+            for one in quotas
+            for reason in REFUSAL_REASONS
+        ],
+    )
+    waiting = GaugeMetricFamily(
+        "jaxembed_key_waiting_inputs", "Inputs of a key admitted and not answered", labels=["key"]
+    )
+    for one in quotas:
+        waiting.add_metric([one.name], one.waiting)
+    yield waiting
+    yield _counter(
+        "jaxembed_unknown_keys",
+        "Requests without a key, or with a wrong one",
+        [({}, keyring.unknown)],
+    )
+    yield _counter(
+        "jaxembed_key_file_reads",
+        "Times that the key file was read again, or could not be",
+        [({"result": "done"}, keyring.done), ({"result": "failed"}, keyring.failed)],
+    )
+    yield GaugeMetricFamily(
+        "jaxembed_key_file_ok",
+        "1 if the key file could be read the last time, 0 while earlier keys are in use",
+        value=float(keyring.is_current),
+    )
+    yield GaugeMetricFamily(
+        "jaxembed_key_file_read_at",
+        "When the keys in use were read, in seconds since 1970",
+        value=keyring.read_at,
+    )
+
+
+def _of_audit(audit: AuditLog) -> Iterable[Metric]:
+    yield _counter(
+        "jaxembed_audit_lines",
+        "Lines of the audit log, written or lost",
+        [({"result": "written"}, audit.written), ({"result": "lost"}, audit.lost)],
+    )
+
+
+def _counter(name: str, text: str, values: Iterable[tuple[Labels, int | float]]) -> Metric:
+    """A counter without the suffix `_total`, as those of TEI are."""
+    family = CounterMetricFamily(name, text)
+    family.samples += [Sample(name, dict(labels), float(value)) for labels, value in values]
+    return family

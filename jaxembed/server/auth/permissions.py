@@ -1,0 +1,60 @@
+"""What the API key of the current request may use. Knows no header and no file."""
+
+from collections.abc import Collection
+from typing import cast
+
+from quart import g, request
+
+from jaxembed.engine.quota import Account, Quota, Refusal
+from jaxembed.errors import Forbidden
+from jaxembed.server.auth.key_file import ApiKey
+from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.registry.models import UNSPECIFIED
+
+LONGEST_NAME = 200  # characters, in a message or the audit log
+MOST_LISTED_NAMES = 20  # in a message
+
+
+def open_account(quota: Quota | None) -> Account:
+    """Have the current request counted, for its key or for the audit log."""
+    account = Account(quota)
+    cast(BoundedBody, request.body).held.account = account
+    return account
+
+
+def note_model(name: str) -> None:
+    """Have the audit log name a model that the current request is about, but not computed by."""
+    account = cast(BoundedBody, request.body).held.account
+    if account is not None:
+        account.models.add(name[:LONGEST_NAME])
+
+
+def use_key(key: ApiKey, quota: Quota) -> None:
+    """Let this be the key of the current request. Raises Forbidden if it does not open the route,
+    and QuotaExceeded."""
+    g.key, g.quota = key, quota
+    open_account(quota)
+    if not key.may_take(request.path):
+        raise refusal("route", f"may not use {request.path[:LONGEST_NAME]}", key.routes or ())
+    if request.method == "POST":
+        quota.count_request()
+
+
+def check_name(name: str | None) -> Collection[str] | None:
+    """The names of the models that the key of the request may use, None for any. Raises Forbidden
+    if `name`, as the request has it, is none of them: before it is even looked for."""
+    key: ApiKey | None = g.get("key")
+    if key is None or key.models is None:
+        return None
+    if name and name != UNSPECIFIED and name not in key.models:
+        raise refusal("model", f"may not use the model `{name[:LONGEST_NAME]}`", key.models)
+    return key.models
+
+
+def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
+    """The error for what the key of the request may not do, counted."""
+    g.quota.refuse(reason)
+    shown = sorted(allowed)[:MOST_LISTED_NAMES]
+    more = len(allowed) - len(shown)
+    listed = ", ".join([*shown, f"{more} more"] if more else shown)
+    return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")

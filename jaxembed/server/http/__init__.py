@@ -1,0 +1,1 @@
+"""HTTP connections, bodies in bounded memory, and JSON answers."""

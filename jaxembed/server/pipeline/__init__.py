@@ -1,0 +1,1 @@
+"""The steps that the requests of all routes have in common."""

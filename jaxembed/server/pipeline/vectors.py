@@ -1,0 +1,62 @@
+"""The dtype of the vectors in an answer, which clients ask for by several names. Knows no route."""
+
+from typing import Annotated, Any
+
+from quart import Response
+
+from jaxembed.errors import InvalidInput
+from jaxembed.quantise import EmbeddingDtype, embedding_dtype
+from jaxembed.server.pipeline.unsupported import NOTHING, ModelRequest, Unserved
+
+DTYPE = "x-embedding-dtype"  # response header: the dtype that the request asked for
+
+VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
+
+_LIST = Unserved("answers have vectors of one dtype; send `output_dtype`", ("float", ["float"]))
+
+
+class VectorsRequest(ModelRequest, kw_only=True):
+    """The base of bodies that are answered with vectors: the dtype of these.
+
+    `output_dtype` is Voyage's name, `embedding_type` Jina's, `encoding_type` that of LlamaIndex's
+    client of Jina, `embed_dtype` vLLM's. A list holds one dtype.
+    """
+
+    output_dtype: str | list[str] | None = None
+    embedding_type: str | list[str] | None = None
+    encoding_type: str | list[str] | None = None
+    embed_dtype: str | None = None
+    embedding_types: Annotated[Any, _LIST] = None
+
+
+def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
+    """The dtype that a body asks for, None if it does not say.
+
+    Raises InvalidInput for one that is not served, for several, and for fields that contradict
+    each other.
+    """
+    found: dict[str, EmbeddingDtype] = {}
+    for field in ("output_dtype", "embedding_type", "encoding_type"):
+        if (value := getattr(body, field)) not in NOTHING:
+            found[field] = embedding_dtype(_only(value), field)
+    if body.embed_dtype:
+        value = body.embed_dtype
+        found["embed_dtype"] = embedding_dtype(VLLM_DTYPES.get(value, value), "embed_dtype")
+    if len(set(found.values())) > 1:
+        shown = " and ".join(f"`{field}` of {dtype}" for field, dtype in found.items())
+        raise InvalidInput(
+            f"{shown} contradict each other; send one of them", field=next(iter(found))
+        )
+    return next(iter(found.values()), None)
+
+
+def add_dtype(response: Response, body: VectorsRequest) -> Response:
+    """Add the header DTYPE if the body asks for a dtype."""
+    if dtype := asked_dtype(body):
+        response.headers.add(DTYPE, dtype)
+    return response
+
+
+def _only(value: str | list[str]) -> str | list[str]:
+    """The one item of a list of one; else the value itself."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value

@@ -1,0 +1,282 @@
+"""POST /v2/embed and /v1/embed in the words of Cohere: translates bodies into those of
+/v1/embeddings, and writes answers as Cohere's clients read them. Knows JSON and no tokens."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from quart import Blueprint, Response, g
+
+from jaxembed.preprocessing.tokenizer import Side
+from jaxembed.quantise import quantise
+from jaxembed.runtime.model import LoadedModel
+from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.postprocess import to_base64
+from jaxembed.server.errors import BadField
+from jaxembed.server.http.encoding import (
+    json_answer,
+    json_items,
+    json_lists,
+    json_stream,
+    object_width,
+)
+from jaxembed.server.meter import current_meter
+from jaxembed.server.pipeline.answering import embed_inputs, encode_answer
+from jaxembed.server.pipeline.body import (
+    MOST_CONTENT,
+    AnyPriority,
+    read_body_as,
+    read_sources,
+    too_many_parts,
+)
+from jaxembed.server.pipeline.media import ImageSource, ImageUrl, facts_of_images
+from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
+from jaxembed.server.routes import openai
+from jaxembed.server.routes.cohere import ApiVersion, CohereMeta, meta_of
+
+blueprint = Blueprint("cohere_embed", __name__)
+
+EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+CohereTruncate = Literal["NONE", "START", "END"]
+
+Ranges = dict[EmbeddingType, np.ndarray | None]  # of each type asked for; None where it needs none
+
+CUT_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}
+
+
+_TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
+
+
+class ContentPart(msgspec.Struct, gc=False):
+    """A part of an input: a text, or an image by its URL."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: str | ImageUrl | None = None
+
+
+class ContentInput(msgspec.Struct, gc=False):
+    """An input of several parts, which has one vector: that of its one image, or of its texts as
+    lines of one.
+
+    Its parts become one as soon as it is decoded: many small ones take much memory. Raises
+    ValueError for an image beside other parts.
+    """
+
+    content: list[ContentPart]
+
+    def __post_init__(self) -> None:
+        if len(self.content) > MOST_CONTENT:
+            raise ValueError(too_many_parts(len(self.content)))
+        for k, part in enumerate(self.content):
+            field = "text" if part.type == "text" else "image_url"
+            if not getattr(part, field):
+                raise ValueError(f"`content[{k}].{field}` cannot be empty")
+            if field == "image_url" and len(self.content) > 1:
+                raise ValueError(
+                    f"`content[{k}]` is an image beside other parts, and this server gives an "
+                    "image a vector of its own"
+                )
+        if all(part.type == "text" for part in self.content):
+            text = "\n".join(part.text or "" for part in self.content)
+            self.content = [ContentPart("text", text)]
+
+    @property
+    def source(self) -> str | ImageSource:
+        """The text, or the image."""
+        (part,) = self.content
+        url = part.image_url
+        if url is None:
+            return part.text or ""
+        return ImageSource(url.url if isinstance(url, ImageUrl) else url)
+
+
+class CohereEmbedRequest(ModelRequest, kw_only=True):
+    """Cohere's fields, of which `texts`, `images` or `inputs` holds what to embed; and
+    `prompt_name` and `normalize` as at /v1/embeddings. For images an `input_type` of image changes
+    nothing.
+
+    `truncate` is START or END for the side that is cut off, NONE to refuse what is too long. A
+    number as `priority` changes nothing.
+    """
+
+    texts: list[str] | None = None
+    images: list[str] | None = None
+    inputs: list[ContentInput] | None = None
+    model: str | None = None
+    input_type: str | None = None
+    embedding_types: list[EmbeddingType] | None = None
+    truncate: CohereTruncate | None = None
+    output_dimension: int | None = None
+    dimensions: Annotated[Any, Unserved("send `output_dimension`", (0,))] = None
+    output_dtype: Annotated[Any, _TYPES] = None
+    embedding_type: Annotated[Any, _TYPES] = None
+    prompt_name: str | None = None
+    normalize: bool | None = None
+    priority: AnyPriority | None = None
+
+
+class ImageShown(msgspec.Struct):
+    """What the header of an image says: `bit_depth` is that of a pixel."""
+
+    width: int
+    height: int
+    format: str
+    bit_depth: int
+
+
+class EmbeddingsByType(msgspec.Struct, omit_defaults=True):
+    """For each type that was asked for one vector per input: a list of numbers, or base64 of
+    little-endian float32. Both kinds of bits have eight dimensions to a number."""
+
+    response_type: Literal["embeddings_by_type"]
+    id: str
+    embeddings: dict[str, list[list[float] | str]]
+    texts: list[str]
+    meta: CohereMeta
+    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingsFloats(msgspec.Struct, omit_defaults=True):
+    """The answer of version 1 to a body that asks for no types: one vector per input."""
+
+    response_type: Literal["embeddings_floats"]
+    id: str
+    embeddings: list[list[float]]
+    texts: list[str]
+    meta: CohereMeta
+    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
+
+
+@blueprint.post("/v2/embed")
+async def embed_cohere() -> Response:
+    """Answer with one vector per input, of each type."""
+    return await _embed("2")
+
+
+@blueprint.post("/v1/embed")
+async def embed_cohere_v1() -> Response:
+    """Answer with one vector per input; of each type if the body names types."""
+    return await _embed("1")
+
+
+async def _embed(version: ApiVersion) -> Response:
+    with current_meter() as meter:
+        body = await read_body_as(CohereEmbedRequest)
+        sources, field = _sources(body)
+        request = _as_openai(body, has_images=any(isinstance(one, ImageSource) for one in sources))
+        ranges: Ranges = {}
+
+        def options(loaded: LoadedModel) -> EncodeOptions:
+            side = CUT_SIDES.get(body.truncate, "right")
+            chosen = replace(
+                openai.options(request, loaded),
+                outputs=frozenset({"dense"}),  # no other is answered
+                truncation_side=side,
+            )
+            ranges.update(_ranges(body, replace(chosen, adapter=meter.adapter), loaded))
+            return chosen
+
+        answer = await embed_inputs(
+            meter, body.model, lambda: read_sources(sources, field), options
+        )
+        texts = [one for one in sources if isinstance(one, str)]
+        rest: dict[str, Any] = {"meta": meta_of(answer, version)}
+        if facts := await facts_of_images(meter.images):
+            rest["images"] = [asdict(one) for one in facts]
+
+        async def encode() -> Response:
+            response = await json_stream(_parts(answer, texts, rest, ranges, version))
+            return openai.with_prompt(response, request, meter.loaded.spec)
+
+        return await encode_answer(meter, answer, encode)
+
+
+def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str]:
+    """The texts and images to embed, and the field that they came in. Raises BadField unless there
+    is exactly one such field."""
+    given = [name for name in ("texts", "images", "inputs") if getattr(body, name) is not None]
+    if len(given) > 1:
+        shown = " and ".join(f"`{name}`" for name in given)
+        raise BadField(f"{shown} both hold what to embed; send one of them", field=given[-1])
+    if body.texts is not None:
+        return body.texts, "texts"
+    if body.images is not None:
+        return [ImageSource(image) for image in body.images], "images"
+    if body.inputs is None:
+        raise BadField(
+            "Object missing required field `texts` (or `images`, `inputs`)", field="texts"
+        )
+    return [item.source for item in body.inputs], "inputs"
+
+
+def _as_openai(body: CohereEmbedRequest, *, has_images: bool) -> openai.EmbeddingsRequest:
+    """The options of a body in the words of /v1/embeddings, without its inputs."""
+    is_of_images = has_images and body.input_type == "image"
+    return openai.EmbeddingsRequest(
+        input=[],
+        model=body.model,
+        output_dimension=body.output_dimension,
+        truncate=None if body.truncate is None else body.truncate != "NONE",
+        prompt_name=body.prompt_name,
+        input_type=None if is_of_images else body.input_type,
+        normalize=body.normalize,
+        priority=body.priority,
+    )
+
+
+def _ranges(body: CohereEmbedRequest, options: EncodeOptions, loaded: LoadedModel) -> Ranges:
+    """The types that a body asks for, in its order, with what each needs. Raises InvalidInput for
+    those that the model cannot give."""
+    field = "embedding_types"
+    return {
+        name: None if name == "base64" else loaded.tasks.ranges(options, name, field)
+        for name in body.embedding_types or ()
+    }
+
+
+async def _parts(
+    answer: Embeddings,
+    texts: list[str],
+    rest: dict[str, Any],
+    ranges: Ranges,
+    version: ApiVersion,
+) -> AsyncIterator[bytes]:
+    """The answer as EmbeddingsByType, or as EmbeddingsFloats, in slices. `rest` has the fields that
+    are not lists of inputs."""
+    is_bare = version == "1" and not ranges
+    kind = "embeddings_floats" if is_bare else "embeddings_by_type"
+    rest = {"response_type": kind, "id": g.request_id, **rest}
+    if is_bare:
+        yield b'{"embeddings":['
+        async for part in _vectors(answer.dense, "float", None):
+            yield part
+        yield b"],"
+    else:
+        yield b'{"embeddings":{'
+        asked: Ranges = ranges or {"float": None}
+        lists = {name: _vectors(answer.dense, name, kept) for name, kept in asked.items()}
+        async for part in json_lists(lists):
+            yield part
+        yield b"},"
+    shown = json_items(len(texts), object_width(texts), lambda start, stop: texts[start:stop])
+    async for part in json_answer({"texts": shown}, rest, first=b""):
+        yield part
+
+
+def _vectors(
+    dense: np.ndarray, name: EmbeddingType, ranges: np.ndarray | None
+) -> AsyncIterator[bytes]:
+    """The inside of a JSON list of the vectors as this type, in slices: each is encoded when it is
+    written, so that none is held beside the float32 ones."""
+
+    def items(start: int, stop: int) -> np.ndarray | list[str]:
+        rows = dense[start:stop]
+        if name == "base64":
+            return [to_base64(row) for row in rows]
+        return quantise(rows, name, ranges)
+
+    count, width = dense.shape
+    return json_items(count, width, items)

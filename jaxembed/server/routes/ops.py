@@ -1,0 +1,168 @@
+"""Health, metrics, the list of models: what operators and probes ask. Never waits for a device."""
+
+import time
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+from quart import Blueprint, Response
+
+from jaxembed.data.outputs import OutputName
+from jaxembed.data.spec import Task
+from jaxembed.observability.metrics import text_format
+from jaxembed.runtime.tasks import tasks_of
+from jaxembed.server.auth.metrics import access_registry
+from jaxembed.server.auth.permissions import check_name
+from jaxembed.server.errors import Unhealthy
+from jaxembed.server.http.encoding import json_response
+from jaxembed.server.process_metrics import process_exposition
+from jaxembed.server.registry.models import Models
+from jaxembed.server.routes.playground import lead_browsers
+from jaxembed.server.service import current_service
+
+blueprint = Blueprint("ops", __name__)
+metrics_blueprint = Blueprint("metrics", __name__)
+
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class QueueStats(msgspec.Struct):
+    """The work that waits for one model, as Infinity's clients read it."""
+
+    queue_absolute: int  # inputs that wait for a batch
+    queue_fraction: float  # of the most that may be admitted
+
+
+class ServedModel(msgspec.Struct):
+    """One served name. Of a model that was never in memory only that is known."""
+
+    id: str
+    created: int
+    loaded: bool  # whether it is in memory
+    max_model_len: int | None = None  # while it is
+    task: Task | None = None
+    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # in Infinity's words
+    outputs: tuple[OutputName, ...] = ()  # of an embedding model: how a text may be represented
+    stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
+    object: Literal["model"] = "model"
+    owned_by: str | msgspec.UnsetType = "jaxembed"
+
+
+class ModelList(msgspec.Struct):
+    """The names this server answers to."""
+
+    data: list[ServedModel]
+    object: Literal["list"] = "list"
+
+
+class Health(msgspec.Struct):
+    """The time on the server's clock, which Infinity's client reads."""
+
+    unix: float  # seconds since 1970
+
+
+@blueprint.get("/")
+async def probe() -> Response:
+    """200 while every model answers. A browser is led to the page, where there is one."""
+    _check_health()
+    return lead_browsers() or Response(b"")
+
+
+@blueprint.get("/ping")
+async def ping() -> Response:
+    """200 while every model answers, for SageMaker."""
+    _check_health()
+    return Response(b"")
+
+
+@blueprint.get("/health")
+async def health() -> Response:
+    """200 while every model answers, with a body for Infinity's client."""
+    _check_health()
+    return json_response(msgspec.json.encode(Health(time.time())))
+
+
+@blueprint.get("/livez")
+async def livez() -> Response:
+    """200 while the process can do work, or will. 503 when no device of a model returns from its
+    call: a thread in native code cannot be stopped, so whoever supervises the process must end it.
+    """
+    if current_service().models.stuck:
+        raise Unhealthy("stuck in a device call that does not return: end this process")
+    return Response(b"")
+
+
+@blueprint.get("/ready")
+async def ready() -> Response:
+    """200 while traffic should come here: warm, healthy and not shutting down."""
+    models = current_service().models
+    if models.draining:
+        raise Unhealthy("not ready: shutting down")
+    if not models.healthy:
+        raise Unhealthy("not ready: unhealthy")
+    if not models.ready:
+        raise Unhealthy("not ready: still warming up")
+    return Response(b"")
+
+
+@blueprint.get("/v1/models")
+async def list_models() -> Response:
+    """Every served name that the request may use."""
+    models, permitted = current_service().models, check_name(None)
+    names = models.names_among(permitted)
+    listed = ModelList([_model(name, models, permitted) for name in names])
+    return json_response(msgspec.json.encode(listed))
+
+
+@blueprint.get("/models")
+async def list_models_unprefixed() -> Response:
+    """As /v1/models without `owned_by`: Infinity's client fails on an owner other than its own."""
+    models, permitted = current_service().models, check_name(None)
+    listed = [_model(name, models, permitted) for name in models.names_among(permitted)]
+    for one in listed:
+        one.owned_by = msgspec.UNSET
+    return json_response(msgspec.json.encode(ModelList(listed)))
+
+
+@blueprint.get("/v1/models/<model:name>")
+async def model(name: str) -> Response:
+    """One served name."""
+    permitted = check_name(name)
+    found = _model(name, current_service().models, permitted)
+    return json_response(msgspec.json.encode(found))
+
+
+@metrics_blueprint.get("/metrics")
+async def metrics() -> Response:
+    """Every metric in the Prometheus text format: of the models, the keys and the process."""
+    service = current_service()
+    series = service.models.exposition()
+    if service.keyring is not None or service.audit is not None:
+        series += text_format(access_registry(service.keyring, service.audit))
+    series += process_exposition()
+    return Response(series, content_type=EXPOSITION)
+
+
+def _check_health() -> None:
+    if not current_service().models.healthy:
+        raise Unhealthy("unhealthy")
+
+
+def _model(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
+    known, adapter = models.named(name, permitted), models.adapter_of(name)
+    listed = ServedModel(id=name, created=0, loaded=known.residence is not None)
+    if known.spec is not None:
+        listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
+        if known.spec.task == "embed":
+            listed.outputs = known.spec.representations
+        if known.takes_images:
+            listed.capabilities += ("image_embed",)
+    if known.residence is not None:
+        loaded = known.residence.loaded
+        waiting = loaded.waiting
+        listed.max_model_len = loaded.max_input_tokens
+        listed.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)
+    if adapter:
+        listed.parent = name.removesuffix(f":{adapter}")
+    return listed

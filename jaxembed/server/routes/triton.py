@@ -1,0 +1,158 @@
+"""The routes that load models and take them out of memory, as Triton has them, and the one that
+moves an alias from a model to another.
+
+A name must be one that the operator has named: nothing is loaded by a path or a URL.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+from quart import Blueprint, Response, request
+
+from jaxembed.errors import (
+    BackendError,
+    CheckpointError,
+    ConfigError,
+    InvalidInput,
+    ShuttingDown,
+)
+from jaxembed.server import access
+from jaxembed.server.auth.permissions import note_model
+from jaxembed.server.errors import BadField, LoadFailed
+from jaxembed.server.http.encoding import json_response
+from jaxembed.server.pipeline.body import decode_body, read_body, read_data
+from jaxembed.server.registry.models import KnownModel, Models
+from jaxembed.server.registry.pool import ModelPool, State
+from jaxembed.server.service import current_service
+
+blueprint = Blueprint("repository", __name__)
+blueprint.before_request(access.check_admin_key)
+
+VERSION_DIGITS = 12  # of the content hash of a checkpoint
+
+Body = TypeVar("Body")
+
+
+class IndexRequest(msgspec.Struct):
+    """Which models to list."""
+
+    ready: bool = False  # only those in memory
+
+
+class IndexedModel(msgspec.Struct):
+    """One model by one of its names; `version` is the beginning of its checkpoint's content hash,
+    and empty until it was loaded once."""
+
+    name: str
+    version: str
+    state: State
+    reason: str
+    pinned: bool
+    bytes: int  # of memory; 0 while it is in none
+
+
+class LoadRequest(msgspec.Struct):
+    """How to load a model. `pinned`: never take it out of memory to make room."""
+
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class AliasRequest(msgspec.Struct):
+    """The model that an alias names from now on."""
+
+    model: str
+
+
+@blueprint.post("/v2/repository/index")
+async def index() -> Response:
+    """Every model by every name, and whether it is in memory."""
+    body, pool = await _body(IndexRequest), current_service().pool
+    models = pool.models
+    if models.changes:
+        models.discover()
+    listed = [
+        _indexed(pool, name, known) for known in models.known for name in models.names_of(known)
+    ]
+    wanted = [one for one in listed if one.state == "READY" or not body.ready]
+    return json_response(msgspec.json.encode(wanted))
+
+
+@blueprint.post("/v2/repository/models/<model:name>/load")
+async def load(name: str) -> Response:
+    """Load a model, and answer when it has answered."""
+    body, pool = await _body(LoadRequest), current_service().pool
+    pinned = _flag(body.parameters, "pinned")
+    note_model(name)
+    known = _known(pool.models, name)
+    try:
+        await pool.load(known, pinned=pinned)
+    except (BackendError, CheckpointError, ConfigError) as error:
+        raise LoadFailed(f"{name} cannot be loaded: {error}") from error
+    return json_response(msgspec.json.encode(_indexed(pool, name, known)))
+
+
+@blueprint.post("/v2/repository/models/<model:name>/unload")
+async def unload(name: str) -> Response:
+    """Take a model out of memory, and answer when it is freed. The next request loads it again."""
+    body, pool = await _body(LoadRequest), current_service().pool
+    _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
+    note_model(name)
+    known = _known(pool.models, name)
+    await pool.unload(known)
+    return json_response(msgspec.json.encode(_indexed(pool, name, known)))
+
+
+@blueprint.put("/v2/repository/aliases/<model:alias>")
+async def alias(alias: str) -> Response:
+    """Move a name to another model, which is loaded first."""
+    body, pool = await _body(AliasRequest), current_service().pool
+    note_model(body.model)
+    known = _known(pool.models, body.model)
+    try:
+        await pool.move(alias, body.model)
+    except (BackendError, CheckpointError, ConfigError) as error:
+        raise LoadFailed(f"{body.model} cannot be loaded: {error}") from error
+    return json_response(msgspec.json.encode(_indexed(pool, alias, known)))
+
+
+@blueprint.delete("/v2/repository/aliases/<model:alias>")
+async def drop_alias(alias: str) -> Response:
+    """Forget a name that a model has beside its own. The answer has the model by another name."""
+    pool = current_service().pool
+    note_model(alias)
+    known = pool.models.drop_alias(alias)
+    return json_response(msgspec.json.encode(_indexed(pool, pool.models.names_of(known)[0], known)))
+
+
+async def _body(kind: type[Body]) -> Body:
+    """The body as `kind`. Triton's clients do not declare it, and send an empty one for none."""
+    data = await read_data() if request.mimetype else await read_body()
+    return await decode_body(data or bytearray(b"{}"), kind)
+
+
+def _known(models: Models, name: str) -> KnownModel:
+    """The model of a name, which may not be that of an adapter."""
+    if models.draining:
+        raise ShuttingDown("the server is shutting down", retry_after_s=5)
+    known = models[name]
+    if name not in models.names_of(known):
+        raise InvalidInput(f"`{name}` names an adapter; name the model")
+    return known
+
+
+def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
+    state, reason = pool.state(known)
+    version = known.spec.content_hash[:VERSION_DIGITS] if known.spec else ""
+    taken = known.residence.loaded.resident_bytes if known.residence else 0
+    return IndexedModel(name, version, state, reason, known.pinned, taken)
+
+
+def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
+    """The one parameter that is served. Raises BadField for others, Triton's `config` and files
+    among them: a model is loaded as the flags of the server say."""
+    for parameter, value in parameters.items():
+        if parameter != flag:
+            raise BadField(f"`parameters.{parameter}` is not served; wanted only `{flag}`")
+        if not isinstance(value, bool):
+            raise BadField(f"`parameters.{flag}` must be true or false. Given: {value!r}"[:200])
+    return parameters.get(flag)

@@ -1,0 +1,1 @@
+"""Tools beside the server: doctor, tuning, verification, known models."""

@@ -1,0 +1,37 @@
+"""Examines what a model would have on this machine. It plans the model but does not load it."""
+
+from pathlib import Path
+
+from jaxembed.config import EngineConfig
+from jaxembed.data.spec import ModelSpec
+from jaxembed.engine.autotune.calibrate import host_id
+from jaxembed.models import native
+from jaxembed.runtime.diagnostics.examine import device_facts, kernel_facts
+from jaxembed.runtime.diagnostics.facts import LocalExamination, LocalFacts
+from jaxembed.runtime.diagnostics.findings import findings_before
+from jaxembed.runtime.diagnostics.machine import machine_facts
+from jaxembed.runtime.engines import plan_engine
+
+
+def examine_here(
+    name: str, spec: ModelSpec, config: EngineConfig, cache_dir: Path
+) -> LocalExamination:
+    """Choose device, dtype, kernels and buckets as a server would, and return them with findings.
+
+    It starts the device and tries the kernels. Raises ConfigError if the settings do not fit.
+    """
+    plan = plan_engine(spec, config, cache_dir).plan
+    programs = cache_dir / "programs" / host_id()
+    facts = LocalFacts(
+        model=name,
+        device=device_facts(plan, config),
+        kernels=kernel_facts(plan, config),
+        machine=machine_facts(),
+        compiler=native.find_compiler(),
+        cache_dir=str(cache_dir),
+        kept_programs=sum(1 for _ in programs.glob("*-cache")),
+        max_input_tokens=plan.max_input_tokens,
+        max_batch_tokens=plan.max_batch_tokens,
+        buckets=[str(bucket) for bucket in plan.grid.buckets],
+    )
+    return LocalExamination(findings_before(facts), facts)

@@ -1,0 +1,152 @@
+"""Measures what buckets cost on this device, and interpolates the cost of the others."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from jaxembed.data.outputs import OutputName
+from jaxembed.engine.autotune.timing import SEGMENT, full_planes, milliseconds
+from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.replica import Outputs, Replica
+from jaxembed.engine.turn import DeviceTurn
+
+PAIRS = 7  # pairs of timings: one with long sequences, one with short ones
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """The measured cost of one compiled bucket."""
+
+    ms: float  # a run of short sequences, including the copies to and from the device
+    compile_s: float  # with nothing cached
+    temporary_bytes: int  # of device memory, besides the parameters
+
+
+class Workbench:
+    """A model on the device, with each bucket compiled only once although several grids have it.
+
+    An engine can use it as its runner; to compile a compiled bucket again then costs nothing.
+    """
+
+    def __init__(self, replica: Replica):
+        self.costs: dict[Bucket, BucketCost] = {}
+        self.timings: dict[Bucket, list[float]] = {}  # milliseconds
+        self.tokens_run = 0  # padding included
+        self.primary: OutputName = replica.primary
+        self.planes = replica.planes
+        self.run_in_float32 = replica.run_in_float32
+        self.temporary_bytes = replica.temporary_bytes
+        self.free = replica.free
+        self._replica = replica
+
+    @property
+    def float32_bucket(self) -> Bucket | None:
+        """As of the replica."""
+        return self._replica.float32_bucket
+
+    def compile(self, bucket: Bucket) -> None:
+        """Compile and time a bucket, unless this was done before. Raises what XLA raises."""
+        if bucket not in self.costs:
+            self._measure(bucket)
+
+    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+        """Run a batch as `Replica.run` does, and count its tokens."""
+        self.tokens_run += bucket.tokens
+        return self._replica.run(bucket, planes, outputs)
+
+    def time_again(self, buckets: Iterable[Bucket]) -> None:
+        """Time each of these buckets once more; its cost becomes the median of its timings."""
+        for bucket in buckets:
+            self.costs[bucket] = replace(self.costs[bucket], ms=self._time(bucket))
+
+    def _measure(self, bucket: Bucket) -> None:
+        start = time.perf_counter()
+        self._replica.compile(bucket)
+        seconds = time.perf_counter() - start
+        ms = self._time(bucket)
+        self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
+
+    def pair_ms(self, bucket: Bucket) -> float:
+        """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
+
+        It compares runs of a compiled bucket of long rows with one sequence a row and with short
+        sequences. The difference is above 0 with kernels that skip other sequences of a row.
+        """
+        whole = full_planes(bucket, bucket.length, self.planes)
+        times = [
+            milliseconds(self, bucket, self._permits, planes=whole)
+            - milliseconds(self, bucket, self._permits)
+            for _ in range(PAIRS)
+        ]
+        pairs = bucket.rows * bucket.length * max(bucket.length - SEGMENT, 1)
+        return max(median(times), 0.0) / pairs
+
+    def _time(self, bucket: Bucket) -> float:
+        times = self.timings.setdefault(bucket, [])
+        times.append(milliseconds(self, bucket, self._permits))
+        return median(times)
+
+    @property
+    def _permits(self) -> int:
+        return DeviceTurn.for_platform(self._replica.devices[0].platform).permits
+
+
+class CostTable:
+    """The cost of any bucket in milliseconds, measured or interpolated.
+
+    Costs are interpolated linearly, first over the tokens of a batch, then over the row length:
+    matrix products cost by the token, attention by the token and the row length. Below the smallest
+    measured batch of a length the cost is proportional to the tokens. Above the largest it goes on
+    with the last slope.
+    """
+
+    def __init__(self, costs: Mapping[Bucket, BucketCost]):
+        self._measured_ms = {bucket: cost.ms for bucket, cost in costs.items()}
+        self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        for length in sorted({bucket.length for bucket in costs}):
+            points = sorted((b.tokens, cost.ms) for b, cost in costs.items() if b.length == length)
+            tokens, ms = np.array(points, float).T
+            self._curves[length] = tokens, ms
+        self._lengths = list(self._curves)  # sorted
+
+    def ms(self, bucket: Bucket) -> float:
+        """The cost of a run of this bucket in milliseconds; an estimate unless it was measured."""
+        if bucket in self._measured_ms:
+            return self._measured_ms[bucket]
+        right = bisect_left(self._lengths, bucket.length)
+        if right == len(self._lengths):
+            return self._on_curve(self._lengths[-1], bucket.tokens)
+        long = self._lengths[right]
+        upper = self._on_curve(long, bucket.tokens)
+        if right == 0 or long == bucket.length:
+            return upper
+        short = self._lengths[right - 1]
+        lower = self._on_curve(short, bucket.tokens)
+        return lower + (bucket.length - short) / (long - short) * (upper - lower)
+
+    def _on_curve(self, length: int, tokens: int) -> float:
+        """Estimate the cost of a batch of `tokens` tokens in rows of a measured length."""
+        points, ms = self._curves[length]
+        if len(points) == 1 or tokens < points[0]:
+            return float(ms[0] * tokens / points[0])
+        if tokens > points[-1]:
+            slope = (ms[-1] - ms[-2]) / (points[-1] - points[-2])
+            return float(ms[-1] + max(slope, ms[-1] / points[-1]) * (tokens - points[-1]))
+        return float(np.interp(tokens, points, ms))
+
+
+def probes(lengths: Sequence[int], most_tokens: int, shards: int) -> list[Bucket]:
+    """Choose a few buckets to measure, from which the costs of the rest are interpolated.
+
+    For each row length it takes one row, and batches of a sixteenth, a quarter and all of
+    `most_tokens`. The number of rows is a multiple of `shards`.
+    """
+    steps = (0, most_tokens // 16, most_tokens // 4, most_tokens)
+    pairs = (
+        (max(tokens // (length * shards), 1), length) for length in lengths for tokens in steps
+    )
+    return list(dict.fromkeys(Bucket(rows * shards, length) for rows, length in pairs))

@@ -1,0 +1,205 @@
+"""Reads the distribution of input lengths from texts, a file of lengths or a live server.
+
+It knows no model: the caller passes a function that counts the tokens of texts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxembed.errors import ConfigError
+from jaxembed.platform.fetch import fetch
+from jaxembed.platform.json_file import read_user_json, shown
+
+SAMPLE = 20_000  # texts to tokenize; with these the quantiles are exact to about 1 %
+TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
+LONGEST = 2**19  # tokens; no model takes longer inputs
+SERIES = "jaxembed_input_tokens"
+MOST_INPUTS = 2**40  # inputs of one length; their sum must fit an int64
+LENGTHS_FORM = (
+    'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
+    "texts go into a .txt or .jsonl file"
+)
+SERVER = (
+    "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; one with "
+    "--prometheus-port has its metrics at that port"
+)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of input lengths, and the file or URL that it came from."""
+
+    counts: np.ndarray  # int64 [longest + 1]; counts[n] is the number of inputs of n tokens
+    source: str
+
+    def cut(self, limit: int) -> "Lengths":
+        """The lengths as a model with this limit has them: longer inputs count as `limit` long."""
+        counts = self.counts[: limit + 1].copy()
+        counts[-1] += self.counts[limit + 1 :].sum()
+        return Lengths(counts, self.source)
+
+    @property
+    def total(self) -> int:
+        """The number of inputs."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """The mean length in tokens."""
+        return float(self.counts @ np.arange(len(self.counts))) / self.total
+
+    @property
+    def present(self) -> np.ndarray:
+        """The lengths that occur, shortest first."""
+        return np.flatnonzero(self.counts)
+
+    @property
+    def longest(self) -> int:
+        """The longest length in tokens."""
+        return int(self.present[-1])
+
+    def quantile(self, share: float) -> int:
+        """The length in tokens that this share (0 to 1) of the inputs does not exceed."""
+        return int(np.searchsorted(np.cumsum(self.counts), share * self.total))
+
+    def draw(self, count: int, random: np.random.Generator) -> list[int]:
+        """Draw `count` lengths in tokens from the distribution, in random order.
+
+        Sampling is stratified: the sorted inputs are divided into `count` equal parts, and one
+        length is drawn from each. So even a small sample has nearly the mean and the tail of the
+        distribution.
+        """
+        shares = (np.arange(count) + random.random(count)) / count
+        lengths = np.searchsorted(np.cumsum(self.counts), shares * self.total, side="right")
+        return random.permutation(lengths).tolist()
+
+    def describe(self) -> dict[str, Any]:
+        """Summarise the distribution for JSON; lengths are in tokens."""
+        return {
+            "source": self.source,
+            "inputs": self.total,
+            "mean": round(self.mean, 1),
+            "p50": self.quantile(0.5),
+            "p95": self.quantile(0.95),
+            "longest": self.longest,
+        }
+
+
+def of_texts(
+    texts: Iterable[str],
+    count_tokens: Callable[[Sequence[str]], Sequence[int]],
+    source: str,
+) -> Lengths:
+    """Measure the lengths of up to SAMPLE texts, drawn at random with equal probability.
+
+    `count_tokens` returns the number of tokens of each text that it is given. `source` names the
+    texts in messages. Raises ConfigError if there is no text.
+    """
+    sample, lengths = _sample(texts), []
+    for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
+        lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
+    return _lengths([(length, 1) for length in lengths], source)
+
+
+def _sample(texts: Iterable[str]) -> list[str]:
+    """Draw SAMPLE texts by reservoir sampling: algorithm R (Vitter 1985)."""
+    random, sample = Random(0), []
+    for number, text in enumerate(texts):
+        if number < SAMPLE:
+            sample.append(text)
+        elif (place := random.randrange(number + 1)) < SAMPLE:
+            sample[place] = text
+    return sample
+
+
+def of_file(path: Path) -> Lengths:
+    """Read a JSON file with a list of lengths, or an object of counts by length.
+
+    Raises ConfigError if the file cannot be read, holds anything else, or has no inputs.
+    """
+    content = read_user_json(path, str(path), LENGTHS_FORM)
+    pairs: list[tuple[Any, Any]]  # any JSON values, checked below
+    if isinstance(content, dict):
+        pairs = [(_number(length), count) for length, count in content.items()]
+    elif isinstance(content, list):
+        pairs = [(length, 1) for length in content]
+    else:
+        raise ConfigError(f"{path}: it holds {shown(content)}; wanted {LENGTHS_FORM}")
+    for length, count in pairs:
+        if type(length) is not int or length < 1:
+            raise ConfigError(
+                f"{path}: {shown(length)} is no length in tokens; wanted {LENGTHS_FORM}"
+            )
+        if type(count) is not int or not 0 <= count <= MOST_INPUTS:
+            raise ConfigError(
+                f"{path}: {shown(count)} is no count of inputs of {length} tokens; "
+                f"wanted {LENGTHS_FORM}"
+            )
+    return _lengths(pairs, str(path))
+
+
+def _number(key: str) -> int | str:
+    """Parse a key of a JSON object as a number; return it unchanged if it is not one."""
+    return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
+
+
+def of_server(url: str, model: str | None = None) -> Lengths:
+    """Read the lengths of the inputs of a live server since its start from its metrics.
+
+    They are approximate: the metrics have a histogram, not each length. `url` is the server's base
+    URL or that of its metrics. `model` is the served name, needed if the server has several models.
+    Raises ConfigError if the metrics cannot be fetched or have no inputs of this model.
+    """
+    url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
+    text = fetch(url, SERVER).decode(errors="replace")
+    return _lengths(list(_spread(_buckets(text, model, url))), url)
+
+
+def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
+    """The buckets of the model's histogram: upper bound, and number of inputs up to it."""
+    try:
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+    except (ValueError, IndexError) as error:  # the parser raises both for text it cannot parse
+        raise ConfigError(f"{url} answers with no metrics; {SERVER}") from error
+    if SERIES not in families:
+        raise ConfigError(f"{url} has no series {SERIES}; {SERVER}")
+    samples = [s for s in families[SERIES].samples if s.name.endswith("_bucket")]
+    names = sorted({s.labels["model"] for s in samples if "model" in s.labels})
+    if names and model not in names:
+        model_name = "" if model is None else f", not {model}"
+        raise ConfigError(
+            f"{url} serves {', '.join(names)}{model_name}; say which with --served-model-name"
+        )
+    own_samples = [s for s in samples if not names or s.labels["model"] == model]
+    return [
+        (int(float(s.labels["le"])), int(s.value)) for s in own_samples if s.labels["le"] != "+Inf"
+    ]
+
+
+def _spread(buckets: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    """Spread the inputs of each histogram bucket evenly over its lengths. Yields length, count."""
+    below, below_count = 0, 0
+    for bound, upto in buckets:
+        places = bound - below
+        for k in range(places):
+            yield (
+                below + 1 + k,
+                (upto - below_count) * (k + 1) // places - (upto - below_count) * k // places,
+            )
+        below, below_count = bound, upto
+
+
+def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
+    """Add up pairs of length and count. Raises ConfigError if there are no inputs."""
+    counts = np.zeros(min(max((n for n, _ in pairs), default=0), LONGEST) + 1, np.int64)
+    for length, count in pairs:
+        counts[min(length, LONGEST)] += count
+    if not counts.any():
+        raise ConfigError(f"{source}: no inputs in it, so nothing to tune for")
+    return Lengths(counts, source)

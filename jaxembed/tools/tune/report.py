@@ -1,0 +1,136 @@
+"""Shows the result of a tuning as a table for a terminal and as a picture."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxembed.errors import ConfigError
+from jaxembed.platform.output_path import check_output
+from jaxembed.tools.tune.tuning import GridResult, Tuning
+
+ROWS: dict[str, Callable[[GridResult], float]] = {
+    "buckets": lambda side: len(side.grid.buckets),
+    "tokens of the largest": lambda side: side.max_batch_tokens,
+    "ms of the slowest": lambda side: side.slowest_ms,
+    "compile s, cold": lambda side: side.compile_s,
+    "compile s to be ready": lambda side: side.covering_s,
+    "temporary MB": lambda side: side.temporary_bytes / 1e6,
+    "full load: tokens/s": lambda side: side.measured.full_tokens_per_s,
+    "  predicted": lambda side: side.predicted.full_tokens_per_s,
+    "full load: fill": lambda side: side.measured.full_fill,
+    "4, 16, 64 texts: ms": lambda side: side.measured.request_ms,
+    "  predicted ": lambda side: side.predicted.request_ms,
+    "lone text: p50 ms": lambda side: side.measured.lone_p50_ms,
+    "lone text: p95 ms": lambda side: side.measured.lone_p95_ms,
+    "  predicted  ": lambda side: side.predicted.lone_p95_ms,
+}
+PICTURES = (".png", ".svg")
+LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
+
+
+def table(tuning: Tuning) -> str:
+    """The result of a tuning as lines of text.
+
+    They are: the model and the input lengths; a table of the figures of both grids; for each load
+    the time after relative to before, as median and range of the rounds; a warning if the machine
+    was busy; and the buckets of both grids.
+    """
+    about = tuning.lengths.describe()
+    plan = tuning.model.plan
+    lines = [
+        f"{tuning.model.name}, {plan.dtype}, {plan.device_name}, "
+        f"inputs up to {plan.max_input_tokens} tokens",
+        f"{about['inputs']} inputs of {about['source']}: mean {about['mean']} tokens, "
+        f"p50 {about['p50']}, p95 {about['p95']}, longest {about['longest']}",
+        "",
+        f"{'':24}{'before':>10}{'after':>10}",
+    ]
+    for name, figure in ROWS.items():
+        cells = (_cell(figure(side)) for side in (tuning.before, tuning.after))
+        lines.append(f"{name:24}" + "".join(f"{cell:>10}" for cell in cells))
+    lines += ["", "Time after / before, median and range of the rounds:"]
+    rounds = tuning.comparison.by_round
+    for load, median, ratios in zip(LOADS, tuning.comparison.ratios, rounds.T, strict=True):
+        lines.append(f"  {load:28} {median:.3f}  ({ratios.min():.3f} to {ratios.max():.3f})")
+    if tuning.is_noisy:
+        lines.append("The same grid was now fast and now slow: tune again on a quiet machine.")
+    return "\n".join([*lines, "", *_grids(tuning)])
+
+
+def _grids(tuning: Tuning) -> Iterator[str]:
+    """A line with the buckets of each grid, sorted by length."""
+    for name, side in (("before", tuning.before), ("after", tuning.after)):
+        ordered = sorted(side.grid.buckets, key=lambda bucket: (bucket.length, bucket.rows))
+        yield f"{name}: {' '.join(map(str, ordered))}"
+
+
+def _cell(value: int | float) -> str:
+    """Format a figure: integers in full, floats below 1000 with three significant digits."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError unless `draw` can write a picture to this path.
+
+    The suffix must be one of PICTURES, the directory must exist, and matplotlib be installed.
+    """
+    check_output(path, "--picture", PICTURES)
+    try:
+        import matplotlib  # noqa: F401  only pictures need it
+    except ImportError as error:
+        raise ConfigError("--picture needs matplotlib: pip install matplotlib") from error
+
+
+def draw(tuning: Tuning, path: Path) -> None:
+    """Plot the input lengths, and the buckets of both grids with their time per token.
+
+    The suffix of `path` chooses the format. Needs matplotlib. Raises ConfigError if the file cannot
+    be written.
+    """
+    from matplotlib.figure import Figure as Canvas  # only pictures need it
+
+    figure = Canvas(figsize=(9, 6), layout="constrained")
+    top, bottom = figure.subplots(2, sharex=True, height_ratios=[1, 2])
+    lengths = tuning.lengths
+    top.bar(lengths.present, lengths.counts[lengths.present] / lengths.total, width=1.0)
+    top.set_ylabel("share of inputs")
+    top.set_title(f"{tuning.model.name}, {lengths.source}, {tuning.model.plan.device_name}")
+    for name, side, mark, size in (
+        ("before", tuning.before, "o", 110),
+        ("after", tuning.after, "D", 45),
+    ):
+        buckets = side.grid.buckets
+        costs = [1000 * side.costs[b].ms / b.tokens for b in buckets]
+        points = bottom.scatter(
+            [b.length for b in buckets],
+            [b.tokens for b in buckets],
+            c=np.log10(costs),
+            vmin=_cheapest(tuning),
+            vmax=_cheapest(tuning) + 1,
+            marker=mark,
+            s=size,
+            cmap="viridis_r",
+            edgecolors="black" if name == "after" else "none",
+            alpha=1.0 if name == "after" else 0.45,
+            label=f"{name}: {len(buckets)} buckets",
+        )
+    bottom.set_xscale("log", base=2)
+    bottom.set_yscale("log", base=2)
+    bottom.set_xlabel("tokens of a row")
+    bottom.set_ylabel("tokens of a bucket")
+    bottom.legend()
+    figure.colorbar(points, ax=bottom, label="log10 of microseconds a token")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write --picture {path}: {error.strerror}") from error
+
+
+def _cheapest(tuning: Tuning) -> float:
+    """The log10 of the least time per token, in microseconds, among the buckets of both grids."""
+    sides = (tuning.before, tuning.after)
+    costs = [side.costs[b].ms / b.tokens for side in sides for b in side.grid.buckets]
+    return float(np.log10(1000 * min(costs)))

@@ -1,0 +1,368 @@
+"""Finds the grid of least cost for a length mix: measures, searches, measures the result, tries
+it."""
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxembed.data.work import Encoding
+from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, BucketGrid
+from jaxembed.engine.build import package_versions, tuned_for
+from jaxembed.errors import ConfigError
+from jaxembed.models import native
+from jaxembed.observability.metrics import row_lengths
+from jaxembed.platform.files import replacing
+from jaxembed.platform.output_path import check_output
+from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
+from jaxembed.tools.tune.lengths import Lengths
+from jaxembed.tools.tune.model import MeasuredModel
+from jaxembed.tools.tune.search import WORTH, Search, objective, row_counts
+from jaxembed.tools.tune.traffic import Figures, Traffic, predict_figures, traffic_of
+from jaxembed.tools.tune.trial import Comparison, GridTrial, Stage, compare, median
+
+logger = logging.getLogger(__name__)
+
+BATCHES = 32  # full batches at full load in the trial, so that the last, partial ones count little
+SEARCHED_TEXTS = 100  # texts at full load in the search, which is shorter: it tries many grids
+LEAST_BATCHES = 8  # full batches at full load in the search, at least
+REPEATS = 4  # searches at most; after each one the buckets that it chose are measured
+PROBING = 0.35  # share of the given time after which no more probes are measured
+MEASURING = 0.6  # share of the given time after which the trial starts
+SEARCH_S = 15.0  # time limit of one search
+LAST_TIMINGS = 3  # least number of further timings of every bucket before the last search
+QUICK_MS = 500.0  # only a bucket faster than this is used to measure what long sequences cost
+MOST_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
+ROOM = 4  # the longest candidate row, in multiples of the mean input
+STRAYS = 4  # lone texts of rare lengths that the search adds to the sampled ones
+SLOWER = 1.05  # limit of a bucket's time relative to the slowest in use: the next request waits
+BETTER = 0.01  # gain in the objective that a grid needs to replace the one in use
+NO_SLOWER = 0.005  # loss in the median round that may be noise between two equal grids
+MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
+NOISY = 1.25  # ratio of the fastest round to the slowest of one grid that shows a busy machine
+NOISE = 1.05  # a load may take this many times as long in one round without a penalty
+
+
+TuningProgress = Callable[[str, int, int], object]  # step, number done, total number
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits on a grid and on the time for finding it."""
+
+    seconds: float = 120.0  # for finding, approximately; the trial is always finished
+    most_buckets: int = MOST_DEFAULT_BUCKETS
+    # time to compile all buckets one after the other, with nothing cached; None: no limit
+    compile_s: float | None = None
+    rounds: int = 5  # rounds of the trial
+
+
+@dataclass(frozen=True)
+class GridResult:
+    """A grid, the costs of its buckets, and its predicted and measured figures."""
+
+    grid: BucketGrid
+    costs: dict[Bucket, BucketCost]
+    predicted: Figures
+    measured: Figures
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds to compile all buckets with nothing cached."""
+        return sum(self.costs[bucket].compile_s for bucket in self.grid.buckets)
+
+    @property
+    def covering_s(self) -> float:
+        """Seconds to compile what a server with --warmup minimal needs to be ready."""
+        return sum(self.costs[bucket].compile_s for bucket in self.grid.covering)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Device memory that the largest bucket needs besides the parameters."""
+        return max(self.costs[bucket].temporary_bytes for bucket in self.grid.buckets)
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Tokens of the largest bucket."""
+        return max(bucket.tokens for bucket in self.grid.buckets)
+
+    @property
+    def slowest_ms(self) -> float:
+        """Milliseconds of the slowest bucket."""
+        return max(self.costs[bucket].ms for bucket in self.grid.buckets)
+
+    def describe(self) -> dict[str, Any]:
+        """The grid and its figures as values for JSON."""
+        return {
+            "buckets": [[bucket.rows, bucket.length] for bucket in self.grid.buckets],
+            "max_batch_tokens": self.max_batch_tokens,
+            "compile_s": self.compile_s,
+            "covering_compile_s": self.covering_s,
+            "temporary_mb": self.temporary_bytes / 1e6,
+            "slowest_ms": self.slowest_ms,
+            "predicted": self.predicted.describe(),
+            "measured": self.measured.describe(),
+        }
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The result of a tuning: the grid in use (before), the one found (after), and their trial."""
+
+    model: MeasuredModel
+    lengths: Lengths
+    before: GridResult
+    after: GridResult
+    comparison: Comparison
+    seconds: float  # that the tuning took
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the trial confirmed the search: the new grid is no slower, and better if each
+        bucket that it saves counts as a gain of WORTH."""
+        rounds = zip(self.comparison.after, self.comparison.before, strict=True)
+        gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
+        saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
+        agreed = np.mean(gains + saved > 0) >= MOST_ROUNDS
+        return bool(agreed and np.median(gains) > -NO_SLOWER and np.median(gains) + saved > BETTER)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the same grid was fast in one round and slow in another: the machine was busy."""
+        rates = [figures.full_tokens_per_s for figures in self.comparison.before]
+        return max(rates) > NOISY * min(rates)
+
+    def write(self, path: Path) -> None:
+        """Write the better grid as JSON for --buckets, with the facts that it was tuned on.
+
+        Raises ConfigError if the file cannot be written.
+        """
+        side, plan = self.after if self.is_better else self.before, self.model.plan
+        file = {
+            "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
+            # no less than before, so that as many tokens may wait
+            "max_batch_tokens": max(side.max_batch_tokens // plan.shards, plan.max_batch_tokens),
+            "tuned": {
+                "model": self.model.name,
+                **tuned_for(self.model.spec, plan.devices, plan.dtype),
+                "costs": self._costs(side),
+                "versions": package_versions(),
+                "max_input_tokens": plan.max_input_tokens,
+                "lengths": self.lengths.describe(),
+                "before": self.before.measured.describe(),
+                "after": side.measured.describe(),
+            },
+        }
+        text = re.sub(r"\[\s+([\d., \s]+?)\s+\]", _on_one_line, json.dumps(file, indent=1))
+        try:
+            with replacing(path) as partial:
+                partial.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+    def _costs(self, side: GridResult) -> dict[str, Any] | None:
+        """The timings of a grid's buckets for the file, so that a server need not time them."""
+        file = self.model.plan.cost_file
+        assert file is not None  # the null model, which has none, cannot be tuned
+        timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
+        return {"identity": file.identity, "timings": file.encode(timings)}
+
+
+def _on_one_line(numbers: re.Match) -> str:
+    return f"[{' '.join(numbers[1].split())}]"
+
+
+def tune(
+    model: MeasuredModel,
+    lengths: Lengths,
+    budget: Budget,
+    on_progress: TuningProgress = lambda what, done, total: None,
+) -> Tuning:
+    """Find the buckets of least cost for these lengths, and try them against `model.plan.grid`.
+
+    The cost is the weighted geometric mean of the times at full load, of requests of several texts
+    and of lone texts. A load more than 1 % slower than before is penalised, and buckets much slower
+    than the slowest in use are excluded. `on_progress` is called with each step. Raises what XLA
+    raises on a bucket, and ConfigError if there are no lengths.
+    """
+    started_at = time.monotonic()
+    lengths = lengths.cut(model.plan.max_input_tokens)
+    tuner = _Tuner(model, lengths, budget, started_at, on_progress)
+    candidate = tuner.find()
+    before, after, comparison = tuner.tried(candidate)
+    return Tuning(model, lengths, before, after, comparison, time.monotonic() - started_at)
+
+
+def check_grid_path(path: Path) -> None:
+    """Raise ConfigError unless a grid can be written there."""
+    check_output(path, "--output", [".json"])
+
+
+class _Tuner:
+    """One tuning: the model, the sampled traffic, and the deadlines of its steps."""
+
+    def __init__(
+        self,
+        model: MeasuredModel,
+        lengths: Lengths,
+        budget: Budget,
+        started_at: float,
+        on_progress: TuningProgress,
+    ):
+        self.model, self.lengths, self.budget = model, lengths, budget
+        self.workbench, self.grid = model.workbench, model.plan.grid
+        self.deadline = started_at + MEASURING * budget.seconds
+        self.probes_until = started_at + PROBING * budget.seconds
+        self.on_progress = on_progress
+        self.most = model.config.max_batch_requests
+        self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
+        least, most = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
+        tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, least, most))
+        self.traffic = self._with_strays(self._traffic(tokens, seed=0))
+        self.pair_ms = 0.0
+
+    def find(self) -> BucketGrid:
+        """Measure and search. Returns the grid of least predicted cost, all buckets measured."""
+        self._measure(self.grid.buckets, "the grid in use", math.inf)
+        costs = self.workbench.costs
+        rows = [b for b in self.grid.buckets if b.length <= self._covering_length]
+        quick = [b for b in rows if costs[b].ms < QUICK_MS] or [min(rows)]
+        self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
+        slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
+        self.slowest_ms = SLOWER * slowest
+        useful = self._lengths()
+        sparse = [*useful[:: max(len(useful) // 8, 1)], useful[-1]]
+        around = self._allowed(probes(sparse, 2 * self.most_tokens, self._shards))
+        self._measure(around, "probes", self.probes_until)
+        for _ in range(REPEATS):
+            chosen = self._search(self._allowed(self._lattice()))
+            unmeasured = chosen - self.workbench.costs.keys()
+            if not unmeasured or time.monotonic() > self.deadline:
+                break
+            self._measure(sorted(unmeasured), "what the search chose", self.deadline)
+        timings = 0
+        while timings < LAST_TIMINGS or time.monotonic() < self.deadline:
+            timings += 1
+            self.on_progress("timing every bucket again", timings, max(timings, LAST_TIMINGS))
+            self.workbench.time_again(self.workbench.costs)
+        chosen = self._search(self._allowed(self.workbench.costs))
+        return BucketGrid(tuple(sorted(chosen)))
+
+    def tried(self, candidate: BucketGrid) -> tuple[GridResult, GridResult, Comparison]:
+        """Try both grids on the engine, with texts that the search has not seen."""
+        self.on_progress("trying the grid found beside the one in use", 1, 1)
+        traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
+        plan = self.model.plan
+        grids = (self.grid, candidate)
+        widths = self.model.spec.widths
+        with Stage(self.workbench, grids, widths, plan.platform, self.most) as stage:
+            before, after = (GridTrial(stage, grid) for grid in grids)
+            comparison = compare(before, after, traffic, self.budget.rounds)
+        sides = [
+            GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
+            for grid, runs in ((self.grid, comparison.before), (candidate, comparison.after))
+        ]
+        return sides[0], sides[1], comparison
+
+    def _traffic(self, tokens: int, seed: int) -> Traffic:
+        vocabulary = int(self.model.spec.config["vocab_size"])
+        return traffic_of(self.lengths, vocabulary, tokens, seed)
+
+    def _with_strays(self, traffic: Traffic) -> Traffic:
+        """The traffic and lone texts of lengths that are rare or missing in it, so that no such
+        text needs a row of the limit."""
+        lengths = np.geomspace(min(SHORTEST_ROW, self._limit), self._limit, STRAYS).astype(int)
+        strays = [Encoding(np.full(length, 1, np.int32)) for length in lengths]
+        return replace(traffic, lone=[*traffic.lone, *strays])
+
+    def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
+        cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
+        return predict_figures(traffic, cost, self.most, self.pair_ms)
+
+    @property
+    def _shards(self) -> int:
+        return self.model.plan.shards
+
+    @property
+    def _limit(self) -> int:
+        return self.model.plan.max_input_tokens
+
+    def _lengths(self) -> list[int]:
+        """The row lengths to consider: those up to the longest input or ROOM average ones, the
+        limit, and those in use."""
+        in_use = {bucket.length for bucket in self.grid.buckets}
+        kernels = self.model.plan.kernels
+        if kernels.taken:  # kernels were tried in these rows only
+            return sorted(in_use)
+        fitting = row_lengths(self._limit)
+        if kernels.joins:
+            fitting = row_lengths(max(self._limit, self.most_tokens // self._shards))
+        if kernels.native:  # it has no attention for other lengths, which are slower
+            fitting = [n for n in fitting if n % native.TILE == 0]
+        longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
+        most = max(longest, ROOM * self.lengths.mean)
+        return sorted({n for n in fitting if n <= most} | {self._limit} | in_use)
+
+    @property
+    def _covering_length(self) -> int:
+        """The shortest row length in use that holds every input."""
+        return min(b.length for b in self.grid.buckets if b.length >= self._limit)
+
+    def _lattice(self) -> list[Bucket]:
+        """All candidate buckets: every row length with every row count up to MOST_TOKENS."""
+        return [
+            Bucket(rows * self._shards, length)
+            for length in self._lengths()
+            for rows in row_counts(
+                max(MOST_TOKENS * self.most_tokens // (length * self._shards), 1)
+            )
+        ]
+
+    def _allowed(self, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """The buckets that are, as far as is known, no slower than the slowest allowed."""
+        table = CostTable(self.workbench.costs)
+        return [bucket for bucket in buckets if table.ms(bucket) <= self.slowest_ms]
+
+    def _search(self, candidates: list[Bucket]) -> frozenset[Bucket]:
+        self.on_progress("searching", 1, 1)
+        search = Search(
+            CostTable(self.workbench.costs),
+            self.traffic,
+            self._predicted(self.grid, self.traffic),
+            candidates,
+            min(b for b in self.grid.buckets if b.length == self._covering_length),
+            self._affords,
+            time.monotonic() + SEARCH_S,
+            self.most,
+            self.pair_ms,
+        )
+        return search.run()
+
+    def _affords(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether these buckets keep to the budget; unmeasured ones count with the median time."""
+        chosen = list(buckets)
+        if len(chosen) > self.budget.most_buckets:
+            return False
+        if self.budget.compile_s is None:
+            return True
+        costs = self.workbench.costs
+        usual = float(np.median([cost.compile_s for cost in costs.values()]))
+        seconds = sum(costs[b].compile_s if b in costs else usual for b in chosen)
+        return seconds <= self.budget.compile_s
+
+    def _measure(self, buckets: Iterable[Bucket], what: str, until: float) -> None:
+        """Compile and time the buckets that are not measured yet, until a time.monotonic()."""
+        new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self.workbench.costs]
+        for number, bucket in enumerate(new, start=1):
+            if time.monotonic() > until:
+                logger.info("out of time after %d of %d of %s", number - 1, len(new), what)
+                return
+            self.on_progress(f"measuring {what}", number, len(new))
+            self.workbench.compile(bucket)

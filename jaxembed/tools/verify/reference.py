@@ -1,0 +1,126 @@
+"""Runs sentence-transformers in float32 on the CPU. No other module imports it."""
+
+import importlib.util
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxembed.data.spec import Task
+from jaxembed.errors import ConfigError
+from jaxembed.tools.verify.texts import InputGroup
+
+PACKAGE = "sentence_transformers"
+REQUIREMENT = "sentence-transformers>=6.2"  # as in tests/parity/requirements.txt
+OLDEST = (6, 2)
+
+# Of a pair over the limit, cut the second text, as we do.
+CUT_SECOND = {"text": {"truncation": "only_second"}}
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The results of one group of inputs."""
+
+    outputs: np.ndarray  # float32 [inputs, width]: embeddings or logits
+    ids: list[list[int]]  # token ids of each input
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """The results of the reference for each group."""
+
+    version: str  # of sentence-transformers
+    results: list[Computed]
+
+
+def check_installed() -> None:
+    """Raise ConfigError unless sentence-transformers is installed. Imports nothing."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            f"sentence-transformers is not installed; pip install '{REQUIREMENT}' (it brings torch)"
+        )
+
+
+def run_apart(
+    folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
+) -> ReferenceRun:
+    """Call `run_reference` in a process of its own, so that its memory is free when this returns.
+
+    Raises ConfigError if the process fails for any reason.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(run_reference, folder, task, template, limit, groups).result()
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "the process of sentence-transformers ended early, perhaps for want of memory"
+            ) from error
+        except ConfigError:
+            raise
+        except Exception as error:  # any error of the library means that nothing can be compared
+            raise ConfigError(
+                f"sentence-transformers cannot run {folder}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def run_reference(
+    folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
+) -> ReferenceRun:
+    """Compute the results of the groups, one input at a time, so that nothing is padded.
+
+    `folder` holds the checkpoint. Inputs are cut at the model's own limit, or at `limit` tokens if
+    that is less. `template` says whether the model is a language model that is prompted with a
+    template. Raises ConfigError if the installed version is too old.
+    """
+    # an optional package that only this function needs
+    import sentence_transformers  # pyright: ignore[reportMissingImports]
+
+    version = sentence_transformers.__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise ConfigError(f"sentence-transformers is {version}; pip install '{REQUIREMENT}'")
+    kind = (
+        sentence_transformers.SentenceTransformer
+        if task == "embed"
+        else sentence_transformers.CrossEncoder
+    )
+    model = kind(
+        str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": "float32"}
+    )
+    model.eval().float().requires_grad_(False)
+    if limit is not None:
+        model.max_seq_length = min(limit, model.max_seq_length or limit)
+    of_pairs = {} if template else {"processing_kwargs": CUT_SECOND}
+    compute = _vector if task == "embed" else _logits
+    return ReferenceRun(version, [_results(model, group, of_pairs, compute) for group in groups])
+
+
+def _results(model: Any, group: InputGroup, of_pairs: dict[str, Any], compute: Any) -> Computed:
+    name = group.prompt_name or model.default_prompt_name
+    prompt = model.prompts[name] if name else None
+    rows, ids = [], []
+    for one in group.inputs:
+        options = {} if isinstance(one, str) else of_pairs
+        features = model.preprocess([one], prompt=prompt, **options)
+        ids.append([int(token) for token in features["input_ids"].reshape(-1)])
+        rows.append(compute(model, group, one, features))
+    return Computed(np.stack(rows), ids)
+
+
+def _vector(model: Any, group: InputGroup, one: str, features: Any) -> np.ndarray:
+    """The embedding of one text, float32 `[dim]`, from `encode`, as users get it."""
+    vectors = model.encode([one], prompt_name=group.prompt_name, show_progress_bar=False)
+    return np.asarray(vectors[0], np.float32)
+
+
+def _logits(model: Any, group: InputGroup, one: str | tuple[str, str], features: Any) -> np.ndarray:
+    """The logits of one text or pair, float32 `[labels]`.
+
+    They do not come from `predict`, which takes no single texts, and which may apply an activation.
+    """
+    return np.asarray(model(features)["scores"][0], np.float32).reshape(-1)

@@ -1,0 +1,117 @@
+"""Reports a verification: lines for a terminal, and a row for the table of verified models."""
+
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from jaxembed import __version__
+from jaxembed.tools.verify.agreement import NEIGHBOURS, Agreement, locate
+from jaxembed.tools.verify.texts import InputGroup
+from jaxembed.tools.verify.verification import Verification
+
+HEADER = (
+    "| model | of | task | architecture | outputs | jaxembed, jax | compared with | device "
+    "| float32 | served |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
+MOST_SHOWN_TEXT = 50  # characters of an input
+MOST_SHOWN_IDS = 12
+
+MEASURE = {
+    "embed": "cosine distance",
+    "rerank": "difference of logits, relative to the largest",
+    "classify": "difference of logits, relative to the largest",
+}
+RANK = {
+    "embed": f"nearest {NEIGHBOURS} shared",
+    "rerank": "in the same order",
+    "classify": "same best label",
+}
+
+
+def report_lines(result: Verification) -> Iterator[str]:
+    """Yield the lines of the report."""
+    spec, task = result.spec, result.spec.task
+    yield f"{result.name} ({_identity(result)}): {spec.architecture}, {task}, {_outputs(result)}"
+    normalized = ", normalised" if spec.head.normalize else ""
+    prompts = ", ".join(sorted(spec.prompts)) or "none"
+    yield f"pooling {' + '.join(spec.pooling)}{normalized}; prompts: {prompts}"
+    yield (
+        f"compared with sentence-transformers {result.reference.version} in float32 on the CPU; "
+        f"inputs cut at {result.limit} tokens"
+    )
+    yield from ("", *_token_lines(result))
+    yield f"\n{MEASURE[task]}:"
+    yield f"{'':10}{'inputs':>8}{'median':>10}{'worst':>10}{'bound':>10}  {RANK[task]}"
+    for one in result.agreements:
+        yield from _agreement_lines(one, result)
+    verdict = "agrees" if result.agrees else "DISAGREES"
+    yield f"\n{result.name} {verdict} ({result.seconds:.0f} s)"
+
+
+def markdown_row(result: Verification) -> str:
+    """The verification as a row of the Markdown table that HEADER begins."""
+    spec, exact, served = result.spec, result.agreements[0], result.agreements[-1]
+    cells = [
+        Path(result.name).name if Path(result.name).exists() else result.name,
+        _identity(result),
+        spec.task,
+        spec.architecture,
+        _outputs(result),
+        f"{__version__}, {metadata.version('jax')}",
+        f"sentence-transformers {result.reference.version}",
+        f"{result.device}, {platform.machine()}",
+        f"{exact.distances.max():.1e}",
+        f"{served.dtype} {served.distances.max():.1e}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _identity(result: Verification) -> str:
+    spec = result.spec
+    return (
+        f"revision {spec.revision[:12]}" if spec.revision else f"content {spec.content_hash[:12]}"
+    )
+
+
+def _outputs(result: Verification) -> str:
+    spec = result.spec
+    unit = "dimension" if spec.task == "embed" else "logit"
+    return f"{spec.dim} {unit}{'s' * (spec.dim > 1)}"
+
+
+def _token_lines(result: Verification) -> Iterator[str]:
+    count = sum(len(group.inputs) for group in result.groups)
+    if not result.different:
+        yield f"tokens: the same for all {count} inputs"
+        return
+    group, number = result.different[0]
+    yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
+    yield f"  {_place(result.groups[group], number)}"
+    for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
+        ids = results[group].ids[number]
+        more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
+        excerpt = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
+        yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
+
+
+def _agreement_lines(one: Agreement, result: Verification) -> Iterator[str]:
+    distances = one.distances
+    figures = (np.median(distances), distances[one.worst], one.bound)
+    cells = "".join(f"{figure:>10.1e}" for figure in figures)
+    yield f"{one.dtype:10}{len(distances):>8}{cells}  {one.rank:.3f}"
+    group, number = locate(one.worst, result.groups)
+    yield f"{'':10}worst: {_place(result.groups[group], number)}"
+    if len(one.lengths):
+        yield f"{'':10}lengths of vectors within {one.lengths.max():.1e}"
+
+
+def _place(group: InputGroup, number: int) -> str:
+    """Describe one input: its group, its number, and the start of its text."""
+    one = group.inputs[number]
+    text = one if isinstance(one, str) else one[1]
+    excerpt = repr(text) if len(text) <= MOST_SHOWN_TEXT else f"{text[:MOST_SHOWN_TEXT]!r} ..."
+    return f"{group.name}, {number + 1} of {len(group.inputs)}: {excerpt}"

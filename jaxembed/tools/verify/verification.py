@@ -1,0 +1,215 @@
+"""Runs a model and its reference one after the other, and compares the results. Prints nothing."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxembed.checkpoints import hub
+from jaxembed.config import EngineConfig
+from jaxembed.data.inputs import Pair, Text
+from jaxembed.data.spec import ModelSpec, Routes
+from jaxembed.embedder import Embedder
+from jaxembed.errors import ConfigError
+from jaxembed.models import is_static
+from jaxembed.preprocessing.text import Rules
+from jaxembed.runtime.summary import summary
+from jaxembed.tools.verify.agreement import Agreement, agreement, different_tokens
+from jaxembed.tools.verify.reference import Computed, ReferenceRun, check_installed, run_apart
+from jaxembed.tools.verify.texts import InputGroup, input_groups
+
+logger = logging.getLogger(__name__)
+
+# The default limit of an input: one of 8,192 tokens takes minutes on a CPU in float32.
+MOST_INPUT_TOKENS = 2048
+
+RunReference = Callable[..., ReferenceRun]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The results of a model and of the reference, and how they agree."""
+
+    name: str
+    spec: ModelSpec
+    limit: int  # tokens of an input
+    device: str
+    groups: list[InputGroup]
+    got: list[Computed]  # in float32
+    reference: ReferenceRun
+    agreements: list[Agreement]  # in float32, and in the served dtype if that is another
+    seconds: float
+
+    @cached_property
+    def different(self) -> list[tuple[int, int]]:
+        """The inputs with other token ids than in the reference: group, and index in it."""
+        return different_tokens(self.got, self.reference.results)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all token ids are equal and all results are within the bounds."""
+        return not self.different and all(one.within_bounds for one in self.agreements)
+
+
+def verify_model(
+    model: str | None,
+    texts: Sequence[str],
+    *,
+    source: dict[str, Any],
+    config: EngineConfig,
+    run_reference: RunReference = run_apart,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Compare a model with sentence-transformers, on our texts and on `texts`.
+
+    `model` is a name or a path; None means the default model. `source` holds the arguments of
+    `hub.resolve`. `on_progress` is called while buckets compile, with the number done and the
+    total. Only one model is in memory at a time. Raises ConfigError or CheckpointError if the
+    comparison is not possible.
+    """
+    started = time.monotonic()
+    check_installed()
+    spec = _only_route(hub.describe_model(model, **source))
+    _check_outputs(spec)
+    fetched = {name: source[name] for name in ("revision", "offline", "token")}
+    folder = hub.fetch_source(model, **fetched).folder
+    check_template(spec, folder)
+    _check_rules(spec, folder)
+    limit, config = _limited(spec, config)
+    groups = input_groups(spec, limit, texts)
+    at_most = config.max_input_tokens
+    reference = run_reference(folder, spec.task, spec.template is not None, at_most, groups)
+    logger.info("sentence-transformers is done after %.0f s", time.monotonic() - started)
+
+    def load(config: EngineConfig) -> Embedder:
+        return Embedder(model, **source, config=config, on_progress=on_progress)
+
+    got, facts = _run(load, config, groups)
+    results = {facts["dtype"]: got}
+    if facts["dtype"] != "float32":
+        # the native kernels compute bfloat16, so --kernels native cannot be kept
+        kernels = "xla" if config.kernels == "xla" else "auto"
+        results["float32"], _ = _run(
+            load, replace(config, dtype="float32", kernels=kernels), groups
+        )
+    agreements = [
+        agreement(dtype, spec.task, results[dtype], reference.results)
+        for dtype in sorted(results, key=lambda dtype: dtype != "float32")
+    ]
+    return Verification(
+        name=model or hub.DEFAULT_MODEL,
+        spec=facts["spec"],
+        limit=limit,
+        device=facts["device"],
+        groups=groups,
+        got=results["float32"],
+        reference=reference,
+        agreements=agreements,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _only_route(routes: Routes) -> ModelSpec:
+    """The spec of a model with one route. Raises ConfigError for one with several, and for a sparse
+    encoder."""
+    if len(routes.specs) > 1:
+        raise ConfigError(
+            f"{routes.main.source} has the routes {', '.join(routes.specs)}; only models of one "
+            "route are compared so far"
+        )
+    if routes.main.primary == "sparse":
+        raise ConfigError(
+            f"{routes.main.source} is a sparse encoder; only vectors and logits are compared so far"
+        )
+    return routes.main
+
+
+def _check_outputs(spec: ModelSpec) -> None:
+    """Raise ConfigError for a model that gives neither vectors of whole texts nor scores."""
+    if "dense" not in spec.heads:
+        raise ConfigError(
+            f"{spec.source} gives {', '.join(spec.heads)}; only vectors of whole texts and scores "
+            "are compared so far"
+        )
+
+
+def _check_rules(spec: ModelSpec, folder: Path) -> None:
+    """Raise ConfigError for static embeddings that the reference would treat by other rules."""
+    if is_static(spec) and not (folder / "modules.json").is_file():
+        raise ConfigError(
+            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
+            "sentence-transformers does not know them"
+        )
+
+
+def check_template(spec: ModelSpec, folder: Path) -> None:
+    """Raise ConfigError if the reference would prompt a language model with another template."""
+    if spec.template is not None and not (folder / "modules.json").is_file():
+        raise ConfigError(
+            f"{folder} has no modules.json: sentence-transformers does not know the template that "
+            "this reranker is asked with; take a revision that has its files"
+        )
+
+
+def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
+    """Choose the input limit in tokens. Returns it, and the config with it where it is needed.
+
+    Raises ConfigError if the config asks for more than the checkpoint says, because the reference
+    would cut earlier.
+    """
+    own = summary(spec)["limits"]["served_by_default"]
+    flag = config.max_input_tokens
+    if flag is not None and flag > spec.max_input_tokens:
+        raise ConfigError(
+            f"--max-input-length {flag} is more than the {spec.max_input_tokens} tokens at which "
+            "the checkpoint says to cut, and the reference does"
+        )
+    limit = flag or min(own, MOST_INPUT_TOKENS)
+    if is_static(spec):
+        if flag is not None:
+            raise ConfigError(
+                f"--max-input-length {flag}: the reference cuts static embeddings only as the "
+                "checkpoint says; leave it out"
+            )
+        return limit, config
+    return limit, config if limit == own else replace(config, max_input_tokens=limit)
+
+
+def _run(
+    load: Callable[[EngineConfig], Embedder], config: EngineConfig, groups: Sequence[InputGroup]
+) -> tuple[list[Computed], dict[str, Any]]:
+    """Load a model, compute the groups, and free the model.
+
+    Returns the results, and the model's `dtype`, `device` and `spec` by these names.
+    """
+    started = time.monotonic()
+    embedder = load(config)
+    try:
+        results = [_compute(embedder, group) for group in groups]
+        facts = {name: getattr(embedder, name) for name in ("dtype", "device", "spec")}
+    finally:
+        embedder.close()
+    del embedder
+    gc.collect()
+    logger.info("jaxembed in %s is done after %.0f s", facts["dtype"], time.monotonic() - started)
+    return results, facts
+
+
+def _compute(embedder: Embedder, group: InputGroup) -> Computed:
+    processor = embedder.processor
+    rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
+    inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
+    ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]
+    if embedder.spec.task == "embed":
+        texts = [one for one in group.inputs if isinstance(one, str)]
+        return Computed(embedder.encode(texts, prompt_name=group.prompt_name), ids)
+    labelled = embedder.classify(group.inputs, raw_scores=True)
+    scores = [{one.label: one.score for one in labels} for labels in labelled]
+    rows = [[row[label] for label in embedder.spec.labels] for row in scores]
+    return Computed(np.array(rows, np.float32), ids)
