@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from fakes import ticket_of
 from safetensors.numpy import save_file
-from test_sparse import as_dense
+from sparse_matrix import as_dense
 
 import converters
 from converters import CONVERTERS, convert, outline, weights

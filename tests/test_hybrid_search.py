@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 import sources
+from sparse_matrix import as_dense
 from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
-from test_sparse import as_dense
 
 from benchmarks import eval_hybrid
 from jaxembed import EngineConfig

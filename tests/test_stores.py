@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import open_tiny
+from sparse_matrix import as_dense
 from test_m3 import _files  # noqa: F401, a fixture
-from test_sparse import as_dense
 
 from converters import convert, weights
 

@@ -238,7 +238,7 @@ class Corpus:
         return 1e-5 if self.exact else 2e-2  # bfloat16 rounds a logit of 4 to 0.016
 
     def _same(self, got: np.ndarray, expected: np.ndarray) -> bool:
-        """Whether two results are equal, with the tolerances of tests/test_invariance.py.
+        """Whether two results are equal, with the tolerances of tests/models/test_invariance.py.
 
         Other sequences in a batch change the order of sums and the rounding of bfloat16.
         """

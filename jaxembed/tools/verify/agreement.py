@@ -12,8 +12,9 @@ from jaxembed.tools.verify.reference import Computed
 from jaxembed.tools.verify.texts import InputGroup
 
 # Bounds of the cosine distance. The one of float32 is from tests/parity/test_minilm.py and
-# test_qwen3.py. The others are ten times what tests/parity/test_minilm.py and tests/test_replica.py
-# allow a model of two to six layers, because the rounding errors of the layers add up.
+# test_qwen3.py. The others are ten times what tests/parity/test_minilm.py and
+# tests/engine/test_replica.py allow a model of two to six layers, because the rounding errors of
+# the layers add up.
 COSINE_BOUNDS: dict[DType, float] = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-4}
 
 # Bounds of the relative error of logits (relative to the largest one) and of vector lengths. The

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sparse_matrix import as_dense
 
 from jaxembed.data.spec import Vocabulary
-from jaxembed.data.work import SparseRows, no_rows, sparse_rows
+from jaxembed.data.work import no_rows, sparse_rows
 from jaxembed.engine import sparse
 from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
@@ -21,16 +22,6 @@ def mostly_zero(rows: int, width: int, share: float = 0.1, seed: int = 0) -> np.
     draw = np.random.default_rng(seed)
     values = draw.standard_normal((rows, width), np.float32)
     return np.where(draw.random((rows, width)) < share, values, np.float32(0))
-
-
-def as_dense(rows: SparseRows) -> np.ndarray:
-    matrix = np.zeros((len(rows), rows.width), np.float32)
-    for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
-        assert (np.diff(indices) > 0).all()
-        assert (values != 0).all()
-        assert (indices.dtype, values.dtype) == (np.int32, np.float32)
-        row[indices] = values
-    return matrix
 
 
 def test_sparse_rows_hold_the_matrix_exactly():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sources
 from safetensors.numpy import load_file
-from test_sparse import as_dense
+from sparse_matrix import as_dense
 
 from converters import convert, folders_read, outline, outline_routes
 from converters.families import bert

@@ -25,7 +25,7 @@ from jaxembed.errors import CheckpointError, EmptyInput
 from jaxembed.preprocessing.text import Rules, TextProcessor
 from jaxembed.preprocessing.tokenizer import cut_tokens, parse_tokenizer
 
-FOLDER = Path(__file__).parents[2] / "shared" / "tokenizers"
+FOLDER = Path(__file__).parents[3] / "shared" / "tokenizers"
 VECTORS = json.loads((FOLDER / "id_vectors.json").read_text()) if FOLDER.exists() else {}
 LIMIT = 512
 XLM_R = "xlm-roberta-paraphrase-multilingual-mpnet-base-v2"

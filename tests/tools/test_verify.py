@@ -28,8 +28,8 @@ from jaxembed.tools.verify.report import HEADER, report_lines
 from jaxembed.tools.verify.texts import TEXTS
 from jaxembed.tools.verify.verification import Verification, verify_model
 
-FAKE = Path(__file__).parent / "fake_reference"
-GOLDEN = Path(__file__).parent / "golden"
+FAKE = Path(__file__).parents[1] / "fake_reference"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -253,8 +253,8 @@ run.run(Models([FakeEmbedder()]), ServerConfig(port=0, drain_timeout_s=0.1))
 def start(program):
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}."},
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}."},
         stdout=subprocess.PIPE,
         text=True,
     )

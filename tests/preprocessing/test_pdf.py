@@ -280,7 +280,7 @@ def script(code: str, *paths: str | Path) -> list[str]:
     return [sys.executable, "-P", "-W", "error", "-c", START + code, *map(str, paths), TESTS]
 
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 RENDERS = "file = PdfFile(io.BytesIO(pdf([(0, 0, 255)]))); print(file.render(0, 72)[0, 0])"
 HANGS = """
 file = PdfFile(io.BytesIO(endless([(0, 0, 255)])))

@@ -30,7 +30,7 @@ SPECS = {  # by the end of the route
     "embed_sparse": ALL_OUTPUTS,
     "multi-vector": ALL_OUTPUTS,
 }
-RECORDED = json.loads((Path(__file__).parent / "clients" / "requests.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "clients" / "requests.json").read_text())
 
 # What is refused because it is not served, and what the client is told.
 REFUSED = {

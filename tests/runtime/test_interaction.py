@@ -6,9 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 from conftest import TOWERS, WORDS, save_tiny
+from sparse_matrix import as_dense
 from test_late_interaction import late
 from test_server_openai import ask
-from test_sparse import as_dense
 
 from jaxembed import Embedder
 from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken, Pooled

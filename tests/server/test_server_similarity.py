@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import sources
 from conftest import save_tiny
+from sparse_matrix import as_dense
 from test_late_interaction import HEAD, ID, LENGTH, late
 from test_server_openai import ask
-from test_sparse import as_dense
 from test_splade import weights_of_terms
 
 from jaxembed import Embedder, EngineConfig

@@ -32,7 +32,7 @@ from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask
 from jaxembed.runtime.tasks import check_task
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KILLS = 20
 
 

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from test_sparse import as_dense, mostly_zero
+from sparse_matrix import as_dense
+from test_sparse import mostly_zero
 
 from jaxembed.data.work import sparse_rows
 from jaxembed.runtime.terms import cosines, most_active, products, terms_of_tokens

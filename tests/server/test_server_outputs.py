@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 from fake_embedder import DIM, M3, MAX_TOKENS, SPEC, FakeEmbedder
+from sparse_matrix import as_dense
 from test_m3 import TEXTS, _embedder, _files  # noqa: F401, fixtures
 from test_server_openai import ask
-from test_sparse import as_dense
 
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import Vocabulary

@@ -78,7 +78,7 @@ def test_every_family_is_tried():
 
 
 def test_every_key_that_a_converter_reads_has_a_type():
-    code = "".join(file.read_text() for file in Path(field_types.__file__).parent.glob("*.py"))
+    code = "".join(file.read_text() for file in Path(field_types.__file__).parent.rglob("*.py"))
     keys = set(re.findall(r"""\bhf(?:\.get\(|\[)"(\w+)\"""", code))
     assert len(keys) > 50
     assert keys - set(CONFIG_FIELDS) == ANY_VALUE

@@ -27,7 +27,7 @@ from jaxembed.runtime.diagnostics.findings import OTHERS_SHARE
 from jaxembed.runtime.diagnostics.machine import has_avx512_bf16, machine_counts
 from jaxembed.tools.doctor.probe import ask
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0  # for what must happen: reached only when it doesn't
 POLL_S = 0.2  # asked again and again without a pause, the server would have work
 BUSY = "something else uses the machine"

@@ -74,7 +74,7 @@ IGNORING_SIGNALS = ["sh", "-c", 'trap "" TERM INT; exec "$@"', "sh"]
 
 
 def start(program, *arguments):
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     return subprocess.Popen(
         [*IGNORING_SIGNALS, sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},

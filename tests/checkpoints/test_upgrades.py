@@ -20,8 +20,8 @@ from jaxembed.engine.autotune.cost_file import CostFile
 from jaxembed.engine.bucket import Bucket, read_grid
 from jaxembed.errors import CheckpointError, ConfigError
 
-FIXTURES = Path(__file__).parent / "upgrades"
-GOLDENS = Path(__file__).parent / "golden"
+FIXTURES = Path(__file__).parents[1] / "upgrades"
+GOLDENS = Path(__file__).parents[1] / "golden"
 LATEST = list(VERSIONS)[-1]
 TUNED = [name for name, version in VERSIONS.items() if version.tunes]
 HUB, COSTS = "jaxembed.checkpoints.hub", "jaxembed.engine.autotune.cost_file"  # modules that log

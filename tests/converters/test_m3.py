@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sources
 from safetensors.numpy import save_file
-from test_sparse import as_dense
+from sparse_matrix import as_dense
 
 from converters import convert, outline, weights
 from converters.features.m3 import SPARSE_FILE, VECTORS_FILE

@@ -18,7 +18,7 @@ from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.metrics import access_registry
 from jaxembed.server.process_metrics import process_registry
 
-MONITORING = Path(__file__).parent.parent / "deploy" / "monitoring"
+MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 GROUPS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]
 DASHBOARD = json.loads((MONITORING / "dashboard.json").read_text())
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
