@@ -3,7 +3,7 @@ minutes, in which requests wait for the device. It changes no answer where model
 """
 
 from jaxembed.cli import main
-from jaxembed.engine import costs, timing
+from jaxembed.engine.autotune import costs, timing
 
 costs.TIMINGS = 1
 timing.TIMING_S = 0.0

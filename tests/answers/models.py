@@ -14,7 +14,7 @@ from page_sources import write_pages
 from sources import HIDDEN, write_router, write_static
 from sources import WORDS as PIECES
 
-from jaxembed.spec import (
+from jaxembed.data.spec import (
     Adapter,
     DenseLayer,
     Expansion,
