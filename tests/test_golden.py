@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,10 +17,9 @@ from fakes import ticket_of
 from safetensors.numpy import save_file
 from sparse_matrix import as_dense
 
-import converters
-from converters import CONVERTERS, convert, outline, weights
+from converters import CONVERTERS, convert, outline, steps, weights
 from converters.heads import POOLING_FLAGS
-from converters.vision import dual, page_words
+from converters.registry import family_of_type
 from jaxembed import Embedder
 from jaxembed.data.spec import ModelSpec
 from jaxembed.data.work import Encoding
@@ -236,7 +234,7 @@ def conversion_of(arrays: dict[str, np.ndarray], folder: Path, **config: Any) ->
     path = source / "config.json"
     if config:
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    spec, parameters, _ = converters._contents(outline(source, name="golden"), iter)
+    spec, parameters, _ = steps.contents(outline(source, name="golden"), iter)
     total = 0.0
     for name, array in parameters:
         draw = np.random.default_rng(crc32(f"{name} {array.dtype}".encode()))
@@ -264,9 +262,9 @@ def test_every_architecture_and_converter_has_a_golden():
     configs = [json.loads(read(file)["source/config.json"].item()) for file in TOWERS]
     converters = {CONVERTERS[config["model_type"]] for config in configs}
     assert converters == set(CONVERTERS.values())
-    towers = {import_module(name).ARCHITECTURE for name in converters}
+    towers = {family_of_type(kind).architecture for kind in CONVERTERS}
     # test_dual has CLIP's in numpy, and that of pages is made of it and of Qwen3's
-    assert towers | {dual.ARCHITECTURE, page_words.ARCHITECTURE} == set(ARCHITECTURES)
+    assert towers | {"clip", "pages"} == set(ARCHITECTURES)
 
 
 def test_every_pooling_has_a_model_of_its_own():

@@ -3,37 +3,13 @@
 from typing import Any
 
 from converters.families import bert
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError
 
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining")
-CLASSIFIERS = ("AlbertForSequenceClassification",)
-
-PREFIXES = ("albert.",)
-RENAMES: dict[str, str] = {}
-
 MAPPING = "encoder.embedding_hidden_mapping_in"
-
-RULES = [  # of the embeddings; config_rules has those of the layers
-    *(rule for rule in bert.RULES if rule.target.startswith("tower.embeddings.")),
-    Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
-    Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
-]
-
-# The heads of training are not used, nor the pooler and the classifier for embeddings.
-IGNORED = [
-    "embeddings.position_ids",
-    "pooler.*",
-    "predictions.*",
-    "sop_classifier.*",
-    "classifier.*",
-]
-
 DEFAULTS = {  # of transformers, where they are not BERT's
     "embedding_size": 128,
     "hidden_act": "gelu_new",
@@ -43,11 +19,7 @@ DEFAULTS = {  # of transformers, where they are not BERT's
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json, with the order in which layers run.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json, with the order in which layers run."""
     hf = DEFAULTS | hf
     require(hf, ("embedding_size", "num_hidden_groups", "inner_group_num"))
     fields = bert.config(hf)
@@ -122,3 +94,28 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
         decoder="predictions.decoder",
         biases=("predictions.bias",),
     )
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining"),
+    classifiers=("AlbertForSequenceClassification",),
+    prefixes=("albert.",),
+    rules=(  # of the embeddings; config_rules has those of the layers
+        *(rule for rule in bert.FAMILY.rules if rule.target.startswith("tower.embeddings.")),
+        Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
+        Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
+    ),
+    # The heads of training are not used, nor the pooler and the classifier for embeddings.
+    ignored=(
+        "embeddings.position_ids",
+        "pooler.*",
+        "predictions.*",
+        "sop_classifier.*",
+        "classifier.*",
+    ),
+    config=config,
+    config_rules=config_rules,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

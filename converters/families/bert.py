@@ -2,63 +2,17 @@
 
 from typing import Any
 
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, require
 from converters.heads import dense_rules
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation, DenseLayer, Pooled
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = "bert"
-
-CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
-CLASSIFIERS = ("BertForSequenceClassification",)
-
-PREFIXES = ("bert.",)
-RENAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention.self"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
-    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
-    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
-    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
-    Rule(
-        (f"{SELF}.query.weight", f"{SELF}.key.weight", f"{SELF}.value.weight"),
-        f"{TARGET}.attention.qkv.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{SELF}.query.bias", f"{SELF}.key.bias", f"{SELF}.value.bias"),
-        f"{TARGET}.attention.qkv.bias",
-        concatenate,
-    ),
-    Rule(f"{LAYER}.attention.output.dense.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{LAYER}.attention.output.dense.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.attention.output.LayerNorm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.attention.output.LayerNorm.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(f"{LAYER}.intermediate.dense.weight", f"{TARGET}.mlp.up.kernel", transpose),
-    Rule(f"{LAYER}.intermediate.dense.bias", f"{TARGET}.mlp.up.bias"),
-    Rule(f"{LAYER}.output.dense.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.output.dense.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
-]
-
-# The pooler and the heads are not used for embeddings; position_ids is 0, 1, 2, ...
-IGNORED = [
-    "embeddings.position_ids",
-    "pooler.dense.*",
-    "cls.predictions.*",
-    "cls.seq_relationship.*",
-    "classifier.weight",
-    "classifier.bias",
-]
 
 REQUIRED = (
     "vocab_size",
@@ -71,11 +25,7 @@ REQUIRED = (
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     require(hf, REQUIRED)
     positions = hf.get("position_embedding_type") or "absolute"
     if positions != "absolute":
@@ -138,3 +88,51 @@ def two_layers(
         *dense_rules("logits", 1, layers[1], second),
     )
     return Scorer(Pooled(("cls",), layers), rules)
+
+
+FAMILY = Family(
+    architecture="bert",
+    classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    classifiers=("BertForSequenceClassification",),
+    prefixes=("bert.",),
+    renames={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    rules=(
+        Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+        Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+        Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+        Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+        Rule(
+            (f"{SELF}.query.weight", f"{SELF}.key.weight", f"{SELF}.value.weight"),
+            f"{TARGET}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{SELF}.query.bias", f"{SELF}.key.bias", f"{SELF}.value.bias"),
+            f"{TARGET}.attention.qkv.bias",
+            concatenate,
+        ),
+        Rule(f"{LAYER}.attention.output.dense.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{LAYER}.attention.output.dense.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.attention.output.LayerNorm.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.attention.output.LayerNorm.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(f"{LAYER}.intermediate.dense.weight", f"{TARGET}.mlp.up.kernel", transpose),
+        Rule(f"{LAYER}.intermediate.dense.bias", f"{TARGET}.mlp.up.bias"),
+        Rule(f"{LAYER}.output.dense.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.output.dense.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
+    ),
+    # The pooler and the heads are not used for embeddings; position_ids is 0, 1, 2, ...
+    ignored=(
+        "embeddings.position_ids",
+        "pooler.dense.*",
+        "cls.predictions.*",
+        "cls.seq_relationship.*",
+        "classifier.weight",
+        "classifier.bias",
+    ),
+    config=config,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

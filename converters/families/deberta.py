@@ -6,25 +6,10 @@ from typing import Any
 import numpy as np
 
 from converters.families import bert
-from converters.features.scores import Scorer
+from converters.family import Family, Scorer
 from converters.fields import activation_of, require
 from converters.weights import Rule, Shape, Tensor, Transform, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-
-ARCHITECTURE = "deberta"
-
-CLASSES = ("DebertaV2Model", "DebertaV2ForMaskedLM")
-CLASSIFIERS = ("DebertaV2ForSequenceClassification",)
-
-PREFIXES = ("deberta.",)
-RENAMES = {
-    "self.query_proj.weight": "self.query.weight",
-    "self.query_proj.bias": "self.query.bias",
-    "self.key_proj.weight": "self.key.weight",
-    "self.key_proj.bias": "self.key.bias",
-    "self.value_proj.weight": "self.value.weight",
-    "self.value_proj.bias": "self.value.bias",
-}
 
 
 def projected(norm_eps: float) -> Transform:
@@ -73,27 +58,6 @@ unfold = Transform(_unfold, _unfolded)  # a convolution's weight is [out, in, to
 
 CONV = "encoder.conv"
 
-RULES = [
-    *bert.RULES,
-    Rule("embeddings.embed_proj.weight", "tower.embeddings.projection.kernel", transpose),
-    Rule(f"{CONV}.conv.weight", "tower.convolution.linear.kernel", unfold),
-    Rule(f"{CONV}.conv.bias", "tower.convolution.linear.bias"),
-    Rule(f"{CONV}.LayerNorm.weight", "tower.convolution.norm.scale"),
-    Rule(f"{CONV}.LayerNorm.bias", "tower.convolution.norm.bias"),
-]
-
-# The heads of training are not used, nor the pooler for embeddings. Published models have a table
-# of positions also where none are added.
-IGNORED = [
-    "embeddings.position_ids",
-    "embeddings.position_embeddings.weight",
-    "pooler.dense.*",
-    "classifier.*",
-    "cls.predictions.*",
-    "lm_predictions.*",
-    "mask_predictions.*",
-]
-
 CONTENT_TO_POSITION, POSITION_TO_CONTENT = "c2p", "p2c"
 
 RELATIVE_TABLE = "encoder.rel_embeddings.weight"
@@ -101,11 +65,7 @@ TABLE_NORM = ("encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of DebertaConfig from a config.json.
-
-    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that
-    are not supported, and CheckpointError for missing or inconsistent ones.
-    """
+    """Read the fields of DebertaConfig from a config.json."""
     require(hf, bert.REQUIRED)
     _refuse_other_sizes(hf)
     terms = _terms(hf)
@@ -223,3 +183,41 @@ def _convolution(hf: dict[str, Any]) -> dict[str, Any]:
     activation = hf.get("conv_act", "tanh")
     activation = activation if activation == "tanh" else activation_of(hf, "conv_act")
     return {"conv_width": width, "conv_activation": activation}
+
+
+FAMILY = Family(
+    architecture="deberta",
+    classes=("DebertaV2Model", "DebertaV2ForMaskedLM"),
+    classifiers=("DebertaV2ForSequenceClassification",),
+    prefixes=("deberta.",),
+    renames={
+        "self.query_proj.weight": "self.query.weight",
+        "self.query_proj.bias": "self.query.bias",
+        "self.key_proj.weight": "self.key.weight",
+        "self.key_proj.bias": "self.key.bias",
+        "self.value_proj.weight": "self.value.weight",
+        "self.value_proj.bias": "self.value.bias",
+    },
+    rules=(
+        *bert.FAMILY.rules,
+        Rule("embeddings.embed_proj.weight", "tower.embeddings.projection.kernel", transpose),
+        Rule(f"{CONV}.conv.weight", "tower.convolution.linear.kernel", unfold),
+        Rule(f"{CONV}.conv.bias", "tower.convolution.linear.bias"),
+        Rule(f"{CONV}.LayerNorm.weight", "tower.convolution.norm.scale"),
+        Rule(f"{CONV}.LayerNorm.bias", "tower.convolution.norm.bias"),
+    ),
+    # The heads of training are not used, nor the pooler for embeddings. Published models have a
+    # table of positions also where none are added.
+    ignored=(
+        "embeddings.position_ids",
+        "embeddings.position_embeddings.weight",
+        "pooler.dense.*",
+        "classifier.*",
+        "cls.predictions.*",
+        "lm_predictions.*",
+        "mask_predictions.*",
+    ),
+    config=config,
+    config_rules=config_rules,
+    classifier=classifier,
+)

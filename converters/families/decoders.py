@@ -1,10 +1,11 @@
 """What the converters of decoders share: tensor rules, config fields, windows and heads."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from converters.families.rope import rope_fields, scaled_positions
-from converters.features.scores import Scorer
+from converters.family import Family, Scorer
 from converters.fields import activation_of, require
 from converters.heads import parameter_of
 from converters.weights import (
@@ -17,16 +18,11 @@ from converters.weights import (
 from jaxembed.data.spec import DenseLayer, Pooled, Pooling
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = "qwen3"
-
-PREFIXES = ("model.",)
-RENAMES: dict[str, str] = {}
-
 LAYER = "layers.{i}"
 SELF = f"{LAYER}.self_attn"
 TARGET = "tower.layers.{i}"
 
-RULES = [
+RULES = (
     Rule("embed_tokens.weight", "tower.embeddings.word.embedding"),
     Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale"),
     Rule(
@@ -57,10 +53,7 @@ RULES = [
     Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
     Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
     Rule("norm.weight", "tower.norm.scale"),
-]
-
-# The language model's head is not used for embeddings; files may hold it even if it is tied.
-IGNORED = ["lm_head.weight"]
+)
 
 REQUIRED = (
     "vocab_size",
@@ -204,3 +197,16 @@ def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
     return DenseLayer(
         in_features=config["hidden_size"], out_features=labels, bias=False, activation="identity"
     )
+
+
+# A family of decoders, but for its classes and config.
+decoder_family = partial(
+    Family,
+    architecture="qwen3",
+    prefixes=("model.",),
+    rules=RULES,
+    # The language model's head is not used for embeddings; files may hold it even if it is tied.
+    ignored=("lm_head.weight",),
+    classifier=last_token_classifier,
+    score_head=answer_head,
+)

@@ -3,60 +3,15 @@
 from typing import Any
 
 from converters.families import bert
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("DistilBertModel", "DistilBertForMaskedLM")
-CLASSIFIERS = ("DistilBertForSequenceClassification",)
-
-PREFIXES = ("distilbert.",)
-RENAMES: dict[str, str] = {}
-
 LAYER = "transformer.layer.{i}"
 SELF = f"{LAYER}.attention"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
-    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
-    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
-    Rule(
-        (f"{SELF}.q_lin.weight", f"{SELF}.k_lin.weight", f"{SELF}.v_lin.weight"),
-        f"{TARGET}.attention.qkv.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{SELF}.q_lin.bias", f"{SELF}.k_lin.bias", f"{SELF}.v_lin.bias"),
-        f"{TARGET}.attention.qkv.bias",
-        concatenate,
-    ),
-    Rule(f"{SELF}.out_lin.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{SELF}.out_lin.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.sa_layer_norm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.sa_layer_norm.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(f"{LAYER}.ffn.lin1.weight", f"{TARGET}.mlp.up.kernel", transpose),
-    Rule(f"{LAYER}.ffn.lin1.bias", f"{TARGET}.mlp.up.bias"),
-    Rule(f"{LAYER}.ffn.lin2.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.ffn.lin2.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.output_layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.output_layer_norm.bias", f"{TARGET}.mlp_norm.bias"),
-]
-
-# The heads are not used for embeddings; position_ids is 0, 1, 2, ...
-IGNORED = [
-    "embeddings.position_ids",
-    "vocab_transform.*",
-    "vocab_layer_norm.*",
-    "vocab_projector.*",
-    "pre_classifier.*",
-    "classifier.*",
-]
 
 REQUIRED = ("vocab_size", "dim", "n_layers", "n_heads", "hidden_dim", "max_position_embeddings")
 
@@ -66,9 +21,7 @@ NORM_EPS = 1e-12  # fixed in transformers' code; configs cannot change it
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of BertConfig from a config.json.
 
-    With sinusoidal_pos_embds the weights hold the table of positions like a learned one. Raises
-    UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
+    With sinusoidal_pos_embds the weights hold the table of positions like a learned one.
     """
     require(hf, REQUIRED)
     if hf.get("pruned_heads"):
@@ -102,3 +55,49 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
         norms=("vocab_layer_norm",),
         decoder="vocab_projector",
     )
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("DistilBertModel", "DistilBertForMaskedLM"),
+    classifiers=("DistilBertForSequenceClassification",),
+    prefixes=("distilbert.",),
+    rules=(
+        Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+        Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+        Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+        Rule(
+            (f"{SELF}.q_lin.weight", f"{SELF}.k_lin.weight", f"{SELF}.v_lin.weight"),
+            f"{TARGET}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{SELF}.q_lin.bias", f"{SELF}.k_lin.bias", f"{SELF}.v_lin.bias"),
+            f"{TARGET}.attention.qkv.bias",
+            concatenate,
+        ),
+        Rule(f"{SELF}.out_lin.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{SELF}.out_lin.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.sa_layer_norm.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.sa_layer_norm.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(f"{LAYER}.ffn.lin1.weight", f"{TARGET}.mlp.up.kernel", transpose),
+        Rule(f"{LAYER}.ffn.lin1.bias", f"{TARGET}.mlp.up.bias"),
+        Rule(f"{LAYER}.ffn.lin2.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.ffn.lin2.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.output_layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.output_layer_norm.bias", f"{TARGET}.mlp_norm.bias"),
+    ),
+    # The heads are not used for embeddings; position_ids is 0, 1, 2, ...
+    ignored=(
+        "embeddings.position_ids",
+        "vocab_transform.*",
+        "vocab_layer_norm.*",
+        "vocab_projector.*",
+        "pre_classifier.*",
+        "classifier.*",
+    ),
+    config=config,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

@@ -3,34 +3,10 @@
 from typing import Any
 
 from converters.families import bert
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head, transform_layers
 from converters.fields import refuse_unless, require
 from converters.weights import Rule, transpose
-
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM")
-CLASSIFIERS = ("ElectraForSequenceClassification",)
-
-PREFIXES = ("electra.",)
-RENAMES = bert.RENAMES
-
-RULES = [
-    *bert.RULES,
-    Rule("embeddings_project.weight", "tower.embeddings.projection.kernel", transpose),
-    Rule("embeddings_project.bias", "tower.embeddings.projection.bias"),
-]
-
-# The heads of the discriminator and the generator are not used, nor the classifier for embeddings.
-IGNORED = [
-    "embeddings.position_ids",
-    "discriminator_predictions.*",
-    "generator_predictions.*",
-    "generator_lm_head.*",
-    "classifier.dense.*",
-    "classifier.out_proj.*",
-]
 
 EMBEDDING_SIZE = 128  # transformers' default
 
@@ -43,11 +19,7 @@ SUMMARY = {
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json, with the width of the embeddings.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json, with the width of the embeddings."""
     hf = {"embedding_size": EMBEDDING_SIZE} | hf
     require(hf, ("embedding_size",))
     refuse_unless(hf, SUMMARY)
@@ -75,3 +47,29 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
         norms=("generator_predictions.LayerNorm",),
         decoder="generator_lm_head",
     )
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("ElectraModel", "ElectraForPreTraining", "ElectraForMaskedLM"),
+    classifiers=("ElectraForSequenceClassification",),
+    prefixes=("electra.",),
+    renames=bert.FAMILY.renames,
+    rules=(
+        *bert.FAMILY.rules,
+        Rule("embeddings_project.weight", "tower.embeddings.projection.kernel", transpose),
+        Rule("embeddings_project.bias", "tower.embeddings.projection.bias"),
+    ),
+    # The heads of discriminator and generator are not used, nor the classifier for embeddings.
+    ignored=(
+        "embeddings.position_ids",
+        "discriminator_predictions.*",
+        "generator_predictions.*",
+        "generator_lm_head.*",
+        "classifier.dense.*",
+        "classifier.out_proj.*",
+    ),
+    config=config,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

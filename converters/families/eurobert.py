@@ -2,40 +2,25 @@
 
 from typing import Any
 
-from converters.families import decoders
+from converters.families.decoders import decoder_family
 from converters.families.llama import llama_config
-from converters.features.scores import Scorer
+from converters.family import Scorer
 from converters.heads import dense_rules
 from jaxembed.data.spec import DenseLayer, Pooled, Pooling
 from jaxembed.errors import UnsupportedModel
-
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("EuroBertModel", "EuroBertForMaskedLM")
-CLASSIFIERS = ("EuroBertForSequenceClassification",)
-
-PREFIXES, RENAMES, RULES = decoders.PREFIXES, decoders.RENAMES, decoders.RULES
-
-# The heads are not used for embeddings.
-IGNORED = ["lm_head.*", "dense.*", "classifier.*"]
 
 _SOURCES = ("", *(f"EuroBERT/EuroBERT-{size}--" for size in ("210m", "610m", "2.1B")))
 _MODEL, _CLASSIFIER = (
     tuple(f"{source}modeling_eurobert.EuroBert{name}" for source in _SOURCES)
     for name in ("Model", "ForSequenceClassification")
 )
-OWN_CODE = {"AutoModel": _MODEL, "AutoModelForSequenceClassification": (*_MODEL, *_CLASSIFIER)}
 
 # "late", the mean of each token's logits, would need the layers of the head before its pooling
 POOLINGS_OF_CLASSES: dict[str, Pooling] = {"bos": "cls", "mean": "mean"}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     if hf.get("is_causal"):
         raise UnsupportedModel("is_causal=true is not supported: EuroBERT is an encoder")
     return llama_config({"rms_norm_eps": 1e-5} | hf, False)
@@ -59,3 +44,14 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
         *dense_rules("logits", 1, layers[1], "classifier"),
     )
     return Scorer(Pooled((POOLINGS_OF_CLASSES[pooling],), layers), rules)
+
+
+FAMILY = decoder_family(
+    classes=("EuroBertModel", "EuroBertForMaskedLM"),
+    classifiers=("EuroBertForSequenceClassification",),
+    own_code={"AutoModel": _MODEL, "AutoModelForSequenceClassification": (*_MODEL, *_CLASSIFIER)},
+    # The heads are not used for embeddings.
+    ignored=("lm_head.*", "dense.*", "classifier.*"),
+    config=config,
+    classifier=classifier,
+)

@@ -3,28 +3,14 @@
 from typing import Any
 
 from converters.families import gemma3
-from converters.families.decoders import is_causal, window_fields
+from converters.families.decoders import decoder_family, is_causal, window_fields
 from converters.families.gemma3 import gemma_config
-from converters.features.scores import Scorer
+from converters.family import Scorer
 from jaxembed.errors import UnsupportedModel
-
-ARCHITECTURE = gemma3.ARCHITECTURE
-
-CLASSES = ("Gemma2Model",)
-CLASSIFIERS = ("Gemma2ForSequenceClassification",)
-GENERATORS = ("Gemma2ForCausalLM",)
-
-PREFIXES, RENAMES, IGNORED = gemma3.PREFIXES, gemma3.RENAMES, gemma3.IGNORED
-RULES = gemma3.RULES  # of which those of head norms are for Gemma 3
-classifier = gemma3.classifier
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModel(
             "use_bidirectional_attention is not supported in Gemma 2, where transformers applies "
@@ -42,3 +28,13 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
     """As Gemma 3's. Logits have a soft cap unless the config says null."""
     hf = {"final_logit_softcapping": 30.0} | hf
     return gemma3.score_head(hf, config, true_id, false_id)
+
+
+FAMILY = decoder_family(
+    classes=("Gemma2Model",),
+    classifiers=("Gemma2ForSequenceClassification",),
+    generators=("Gemma2ForCausalLM",),
+    rules=gemma3.FAMILY.rules,  # of which those of head norms are for Gemma 3
+    config=config,
+    score_head=score_head,
+)

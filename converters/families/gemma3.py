@@ -12,49 +12,23 @@ from converters.families.decoders import (
     TARGET,
     answer_head,
     decoder_config,
+    decoder_family,
     is_causal,
     window_fields,
 )
 from converters.families.rope import read_parameters
-from converters.features.scores import Scorer
+from converters.family import Scorer
 from converters.weights import Rule, one_plus
 from jaxembed.errors import UnsupportedModel
 
 logger = logging.getLogger(__name__)
-
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("Gemma3TextModel",)
-CLASSIFIERS = ("Gemma3TextForSequenceClassification",)
-GENERATORS = ("Gemma3ForCausalLM",)
-
-PREFIXES, RENAMES, IGNORED = decoders.PREFIXES, decoders.RENAMES, decoders.IGNORED
-classifier = decoders.last_token_classifier
-
-# Norms multiply by one more than their weight, and there are two around each block.
-NORMS = [
-    Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale", one_plus),
-    Rule(
-        f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.attention_out_norm.scale", one_plus
-    ),
-    Rule(f"{LAYER}.pre_feedforward_layernorm.weight", f"{TARGET}.mlp_norm.scale", one_plus),
-    Rule(f"{LAYER}.post_feedforward_layernorm.weight", f"{TARGET}.mlp_out_norm.scale", one_plus),
-    Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale", one_plus),
-    Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale", one_plus),
-    Rule("norm.weight", "tower.norm.scale", one_plus),
-]
-RULES = [*(rule for rule in decoders.RULES if not rule.target.endswith(".scale")), *NORMS]
 
 HEAD_WIDTH = 256  # default of every Gemma, whatever its hidden_size
 EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     if hf.get("attn_logit_softcapping") is not None:
         raise UnsupportedModel(
             f"attn_logit_softcapping {hf['attn_logit_softcapping']} is not supported in Gemma 3"
@@ -137,3 +111,29 @@ def _rope(hf: dict[str, Any]) -> dict[str, Any]:
             "window are not scaled"
         )
     return fields | {"local_theta": local["rope_theta"]}
+
+
+FAMILY = decoder_family(
+    classes=("Gemma3TextModel",),
+    classifiers=("Gemma3TextForSequenceClassification",),
+    generators=("Gemma3ForCausalLM",),
+    rules=(
+        *(rule for rule in decoders.RULES if not rule.target.endswith(".scale")),
+        # Norms multiply by one more than their weight, and there are two around each block.
+        Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale", one_plus),
+        Rule(
+            f"{LAYER}.post_attention_layernorm.weight",
+            f"{TARGET}.attention_out_norm.scale",
+            one_plus,
+        ),
+        Rule(f"{LAYER}.pre_feedforward_layernorm.weight", f"{TARGET}.mlp_norm.scale", one_plus),
+        Rule(
+            f"{LAYER}.post_feedforward_layernorm.weight", f"{TARGET}.mlp_out_norm.scale", one_plus
+        ),
+        Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale", one_plus),
+        Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale", one_plus),
+        Rule("norm.weight", "tower.norm.scale", one_plus),
+    ),
+    config=config,
+    score_head=score_head,
+)

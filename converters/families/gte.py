@@ -8,8 +8,8 @@ from typing import Any
 
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters, scaled_positions
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, TermHead
+from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, even_head_width, refuse_unless, require
 from converters.weights import (
     Rule,
@@ -20,68 +20,17 @@ from converters.weights import (
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = bert.ARCHITECTURE
-
 # The class that gte-multilingual-base names: its classifier of tokens gives the sparse weights.
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
-CLASSES = ("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM", *SPARSE)
-CLASSIFIERS = ("NewForSequenceClassification", "GteForSequenceClassification")
 
 # The model's own code, which is never run: the tower does the same.
 _ALIBABA = ("modeling.New", "Alibaba-NLP/new-impl--modeling.New")
 _NAMES = (*_ALIBABA, "modeling_hf_alibaba_nlp_gte.Gte")
 _TOWERS = tuple(f"{name}Model" for name in _NAMES)
-OWN_CODE = {
-    "AutoModel": _TOWERS,
-    "AutoModelForSequenceClassification": (
-        *_TOWERS,
-        *(f"{name}ForSequenceClassification" for name in _NAMES),
-    ),
-    "AutoModelForMaskedLM": (*_TOWERS, *(f"{name}ForMaskedLM" for name in _NAMES)),
-}
-
-PREFIXES = ("new.", "gte.")
-RENAMES: dict[str, str] = {}
 
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
-    Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
-    Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
-    Rule(f"{SELF}.qkv_proj.weight", f"{TARGET}.attention.qkv.kernel", transpose),
-    Rule(f"{SELF}.qkv_proj.bias", f"{TARGET}.attention.qkv.bias"),
-    Rule(  # with pack_qkv=false
-        (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
-        f"{TARGET}.attention.qkv.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
-        f"{TARGET}.attention.qkv.bias",
-        concatenate,
-    ),
-    Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.attn_ln.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.attn_ln.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(  # the second half is the gate, to which the activation is applied
-        f"{LAYER}.mlp.up_gate_proj.weight",
-        f"{TARGET}.mlp.gate_up.kernel",
-        swap_halves_transposed,
-    ),
-    Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.mlp_ln.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.mlp_ln.bias", f"{TARGET}.mlp_norm.bias"),
-]
-
-# The pooler and the heads are not used for embeddings; `classifier` is also the head of the sparse
-# weights.
-IGNORED = ["pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"]
 
 # The values that the tower runs of switches of Alibaba's code.
 SWITCHES: dict[str, tuple[Any, ...]] = {
@@ -94,11 +43,7 @@ NTK = "ntk"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     architectures = set(hf.get("architectures") or ())
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
@@ -124,11 +69,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "up_bias": False,
         **rope,
     }
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of NewForSequenceClassification: BERT's."""
-    return bert.two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
@@ -168,3 +108,57 @@ def _rope(hf: dict[str, Any], width: int) -> dict[str, Any]:
         "rope_theta": fields["rope_theta"] * factor,
         "rope_scaling": {"kind": "linear", "factor": factor ** (2 / width)},
     }
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("NewModel", "NewForMaskedLM", "GteModel", "GteForMaskedLM", *SPARSE),
+    classifiers=("NewForSequenceClassification", "GteForSequenceClassification"),
+    sparse_classes=SPARSE,
+    own_code={
+        "AutoModel": _TOWERS,
+        "AutoModelForSequenceClassification": (
+            *_TOWERS,
+            *(f"{name}ForSequenceClassification" for name in _NAMES),
+        ),
+        "AutoModelForMaskedLM": (*_TOWERS, *(f"{name}ForMaskedLM" for name in _NAMES)),
+    },
+    prefixes=("new.", "gte."),
+    rules=(
+        Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+        Rule("embeddings.LayerNorm.weight", "tower.embeddings.norm.scale"),
+        Rule("embeddings.LayerNorm.bias", "tower.embeddings.norm.bias"),
+        Rule(f"{SELF}.qkv_proj.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+        Rule(f"{SELF}.qkv_proj.bias", f"{TARGET}.attention.qkv.bias"),
+        Rule(  # with pack_qkv=false
+            (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
+            f"{TARGET}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
+            f"{TARGET}.attention.qkv.bias",
+            concatenate,
+        ),
+        Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.attn_ln.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.attn_ln.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(  # the second half is the gate, to which the activation is applied
+            f"{LAYER}.mlp.up_gate_proj.weight",
+            f"{TARGET}.mlp.gate_up.kernel",
+            swap_halves_transposed,
+        ),
+        Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.mlp_ln.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.mlp_ln.bias", f"{TARGET}.mlp_norm.bias"),
+    ),
+    # The pooler and the heads are not used for embeddings; `classifier` is also the head of the
+    # sparse weights.
+    ignored=("pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"),
+    config=config,
+    classifier=bert.FAMILY.classifier,
+    masked_lm=masked_lm,
+)

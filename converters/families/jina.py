@@ -5,24 +5,9 @@ from typing import Any
 
 from converters.families import bert, roberta
 from converters.families.rope import rope_fields
-from converters.features.adapters import BuiltIn
-from converters.features.scores import Scorer
+from converters.family import BuiltIn, Family
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = (
-    "XLMRobertaModel",
-    "XLMRobertaForMaskedLM",
-    "XLMRobertaLoRA",
-    "JinaEmbeddingsV3Model",
-    "JinaEmbeddingsV3ForMaskedLM",
-)
-CLASSIFIERS = (
-    "XLMRobertaForSequenceClassification",
-    "JinaEmbeddingsV3ForSequenceClassification",
-)
 
 # The models' own code, which is never run: the tower does the same.
 _PLACES = (
@@ -35,38 +20,9 @@ _TOWERS = (
     *(f"{place}modeling_lora.XLMRobertaLoRA" for place in _PLACES),
 )
 _SCORER = "modeling_xlm_roberta.XLMRobertaForSequenceClassification"
-OWN_CODE = {
-    "AutoModel": _TOWERS,
-    "AutoModelForSequenceClassification": (*_TOWERS, *(f"{place}{_SCORER}" for place in _PLACES)),
-}
-
-PREFIXES = ("roberta.",)
-RENAMES = {"parametrizations.weight.original": "weight"}  # of a weight that has adapters
 
 LAYER = "encoder.layers.{i}"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
-    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
-    Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
-    Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
-    Rule(f"{LAYER}.mixer.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
-    Rule(f"{LAYER}.mixer.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
-    Rule(f"{LAYER}.mixer.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{LAYER}.mixer.out_proj.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(f"{LAYER}.mlp.fc1.weight", f"{TARGET}.mlp.up.kernel", transpose),
-    Rule(f"{LAYER}.mlp.fc1.bias", f"{TARGET}.mlp.up.bias"),
-    Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
-]
-
-IGNORED = roberta.IGNORED
 
 THETA = 20000.0
 POSITIONS = ("rotary", "absolute")
@@ -80,11 +36,7 @@ def is_flash(hf: dict[str, Any]) -> bool:
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     native = hf.get("model_type") == "jina_embeddings_v3"
     kind = "rotary" if native else hf.get("position_embedding_type") or "absolute"
     if kind not in POSITIONS:
@@ -119,6 +71,50 @@ def built_in(hf: dict[str, Any]) -> BuiltIn | None:
     return BuiltIn(tuple(names), rank, alpha / rank, prompts)
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of jina-reranker-v2, which is RoBERTa's."""
-    return roberta.classifier(hf, labels)
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=(
+        "XLMRobertaModel",
+        "XLMRobertaForMaskedLM",
+        "XLMRobertaLoRA",
+        "JinaEmbeddingsV3Model",
+        "JinaEmbeddingsV3ForMaskedLM",
+    ),
+    classifiers=(
+        "XLMRobertaForSequenceClassification",
+        "JinaEmbeddingsV3ForSequenceClassification",
+    ),
+    own_code={
+        "AutoModel": _TOWERS,
+        "AutoModelForSequenceClassification": (
+            *_TOWERS,
+            *(f"{place}{_SCORER}" for place in _PLACES),
+        ),
+    },
+    prefixes=("roberta.",),
+    renames={"parametrizations.weight.original": "weight"},  # of a weight that has adapters
+    rules=(
+        Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),
+        Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+        Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
+        Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
+        Rule(f"{LAYER}.mixer.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+        Rule(f"{LAYER}.mixer.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+        Rule(f"{LAYER}.mixer.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{LAYER}.mixer.out_proj.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(f"{LAYER}.mlp.fc1.weight", f"{TARGET}.mlp.up.kernel", transpose),
+        Rule(f"{LAYER}.mlp.fc1.bias", f"{TARGET}.mlp.up.bias"),
+        Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
+    ),
+    ignored=roberta.FAMILY.ignored,
+    config=config,
+    built_in=built_in,
+    is_variant=is_flash,
+    classifier=roberta.FAMILY.classifier,
+)

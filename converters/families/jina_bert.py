@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from converters.families import bert
-from converters.features.scores import Scorer
+from converters.family import Family
 from converters.fields import refuse_unless
 from converters.weights import Rule, safetensors_of, swap_halves_transposed, transpose
-
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("JinaBertModel", "JinaBertForMaskedLM")
-CLASSIFIERS = ("JinaBertForSequenceClassification",)
 
 VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")  # repositories of code
 
@@ -23,29 +18,10 @@ VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")  # reposito
 _PLACES = ("", *(f"jinaai/{variant}--" for variant in VARIANTS))
 _TOWERS = tuple(f"{place}modeling_bert.JinaBertModel" for place in _PLACES)
 _SCORER = "modeling_bert.JinaBertForSequenceClassification"
-OWN_CODE = {
-    "AutoModel": _TOWERS,
-    "AutoModelForSequenceClassification": (*_TOWERS, *(f"{place}{_SCORER}" for place in _PLACES)),
-}
-
-PREFIXES = bert.PREFIXES
-RENAMES: dict[str, str] = {}
 
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention.self"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    *(rule for rule in bert.RULES if ".mlp" not in rule.target),
-    Rule(f"{SELF}.layer_norm_q.weight", f"{TARGET}.attention.norms.query.scale"),
-    Rule(f"{SELF}.layer_norm_q.bias", f"{TARGET}.attention.norms.query.bias"),
-    Rule(f"{SELF}.layer_norm_k.weight", f"{TARGET}.attention.norms.key.scale"),
-    Rule(f"{SELF}.layer_norm_k.bias", f"{TARGET}.attention.norms.key.bias"),
-    Rule(f"{LAYER}.layer_norm_1.weight", f"{TARGET}.residual_norm.scale"),
-    Rule(f"{LAYER}.layer_norm_1.bias", f"{TARGET}.residual_norm.bias"),
-]
-
-IGNORED = bert.IGNORED
 
 # The values that the tower runs of switches of the models' own code, and where they are missing.
 SWITCHES: dict[str, tuple[Any, ...]] = {
@@ -76,11 +52,7 @@ def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     refuse_unless(ABSENT | hf, SWITCHES)
     # the gate has an activation of its own, so that hidden_act is not read
     fields = bert.config(hf | {"position_embedding_type": "absolute", "hidden_act": "gelu"})
@@ -110,11 +82,6 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
     ]
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of JinaBertForSequenceClassification: BERT's."""
-    return bert.classifier(hf, labels)
-
-
 def _is_code_variant(hf: dict[str, Any]) -> bool:
     return VARIANTS[1] in _named_variants(hf)
 
@@ -123,3 +90,33 @@ def _named_variants(hf: dict[str, Any]) -> list[str]:
     """Those of VARIANTS that the config names, as the place of its code or where it came from."""
     names = (hf.get("_name_or_path"), *(hf.get("auto_map") or {}).values())
     return [variant for variant in VARIANTS if any(variant in str(name) for name in names)]
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("JinaBertModel", "JinaBertForMaskedLM"),
+    classifiers=("JinaBertForSequenceClassification",),
+    own_code={
+        "AutoModel": _TOWERS,
+        "AutoModelForSequenceClassification": (
+            *_TOWERS,
+            *(f"{place}{_SCORER}" for place in _PLACES),
+        ),
+    },
+    prefixes=bert.FAMILY.prefixes,
+    rules=(
+        *(rule for rule in bert.FAMILY.rules if ".mlp" not in rule.target),
+        Rule(f"{SELF}.layer_norm_q.weight", f"{TARGET}.attention.norms.query.scale"),
+        Rule(f"{SELF}.layer_norm_q.bias", f"{TARGET}.attention.norms.query.bias"),
+        Rule(f"{SELF}.layer_norm_k.weight", f"{TARGET}.attention.norms.key.scale"),
+        Rule(f"{SELF}.layer_norm_k.bias", f"{TARGET}.attention.norms.key.bias"),
+        Rule(f"{LAYER}.layer_norm_1.weight", f"{TARGET}.residual_norm.scale"),
+        Rule(f"{LAYER}.layer_norm_1.bias", f"{TARGET}.residual_norm.bias"),
+    ),
+    ignored=bert.FAMILY.ignored,
+    config=config,
+    completed=completed,
+    config_rules=config_rules,
+    is_variant=is_jina_bert,
+    classifier=bert.FAMILY.classifier,
+)

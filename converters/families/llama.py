@@ -6,62 +6,26 @@ the pooling of its classifier and a temperature.
 
 from typing import Any
 
-from converters.families import decoders
 from converters.families.decoders import (
     decoder_config,
+    decoder_family,
     head_width_of,
     is_causal,
     last_token_classifier,
 )
-from converters.features.rerankers import Reranker
-from converters.features.scores import Scorer
+from converters.family import Reranker, Scorer
 from converters.heads import parameter_of
 from converters.weights import Rule, transposed_over
 from jaxembed.data.spec import PairTemplate, Pooling
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("LlamaModel", "LlamaBidirectionalModel")
-CLASSIFIERS = ("LlamaForSequenceClassification", "LlamaBidirectionalForSequenceClassification")
-GENERATORS = ("LlamaForCausalLM",)
-
-PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
-RULES, IGNORED = decoders.RULES, decoders.IGNORED
-score_head = decoders.answer_head
-
 _MODEL = "llama_bidirectional_model.LlamaBidirectionalModel"
-OWN_CODE = {
-    "AutoModel": (_MODEL,),
-    "AutoModelForSequenceClassification": (
-        _MODEL,
-        "llama_bidirectional_model.LlamaBidirectionalForSequenceClassification",
-    ),
-}
 
 POOLINGS_OF_SCORES: dict[str, Pooling] = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
 
-# The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
-# model's. The cut is before the colon, because a token may hold it and the first letter after it.
-RERANKER = Reranker(
-    name="llama-nemotron-rerank",
-    quote="question:{query} \\n \\n passage:{passage}",
-    template=PairTemplate(
-        prefix="<|begin_of_text|>",
-        first="question:{query} \n \n passage",
-        second=":{document}",
-        suffix="",
-        instruction="",
-    ),
-)
-
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     has_own_code = "AutoModel" in (hf.get("auto_map") or {})
     return llama_config(hf, is_causal(hf, not (has_own_code or _is_bidirectional(hf))))
 
@@ -100,3 +64,32 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
 def _is_bidirectional(hf: dict[str, Any]) -> bool:
     return hf["model_type"] == "llama_bidirec"
+
+
+FAMILY = decoder_family(
+    classes=("LlamaModel", "LlamaBidirectionalModel"),
+    classifiers=("LlamaForSequenceClassification", "LlamaBidirectionalForSequenceClassification"),
+    generators=("LlamaForCausalLM",),
+    own_code={
+        "AutoModel": (_MODEL,),
+        "AutoModelForSequenceClassification": (
+            _MODEL,
+            "llama_bidirectional_model.LlamaBidirectionalForSequenceClassification",
+        ),
+    },
+    config=config,
+    classifier=classifier,
+    # The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
+    # model's. The cut is before the colon, as a token may hold it and the first letter after it.
+    reranker=Reranker(
+        name="llama-nemotron-rerank",
+        quote="question:{query} \\n \\n passage:{passage}",
+        template=PairTemplate(
+            prefix="<|begin_of_text|>",
+            first="question:{query} \n \n passage",
+            second=":{document}",
+            suffix="",
+            instruction="",
+        ),
+    ),
+)

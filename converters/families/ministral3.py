@@ -2,32 +2,17 @@
 
 from typing import Any
 
-from converters.families import decoders
-from converters.families.decoders import decoder_config, is_causal
+from converters.families.decoders import decoder_config, decoder_family, is_causal
 from converters.families.mistral import mistral_windows
 from converters.families.rope import ORIGINAL, rope_fields
 from jaxembed.errors import CheckpointError
-
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("Ministral3Model",)
-CLASSIFIERS = ("Ministral3ForSequenceClassification",)
-GENERATORS = ("Ministral3ForCausalLM",)
-
-PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
-RULES, IGNORED = decoders.RULES, decoders.IGNORED
-classifier, score_head = decoders.last_token_classifier, decoders.answer_head
 
 HEAD_WIDTH = 128  # default of every Ministral 3, whatever its hidden_size
 BETA = "llama_4_scaling_beta"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         raise CheckpointError("config.json lacks rope_parameters, which Ministral 3 needs")
     causal, width = is_causal(hf, True), hf.get("head_dim") or HEAD_WIDTH
@@ -61,3 +46,11 @@ def _growth(hf: dict[str, Any]) -> dict[str, Any]:
             f"{ORIGINAL} is {length!r}, wanted a whole number over 0 beside {BETA} {beta}"
         )
     return {"query_growth": float(beta), "query_growth_length": length}
+
+
+FAMILY = decoder_family(
+    classes=("Ministral3Model",),
+    classifiers=("Ministral3ForSequenceClassification",),
+    generators=("Ministral3ForCausalLM",),
+    config=config,
+)

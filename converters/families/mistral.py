@@ -2,28 +2,13 @@
 
 from typing import Any
 
-from converters.families import decoders
-from converters.families.decoders import is_causal, window_fields
+from converters.families.decoders import decoder_family, is_causal, window_fields
 from converters.families.llama import llama_config
 from jaxembed.errors import UnsupportedModel
 
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("MistralModel",)
-CLASSIFIERS = ("MistralForSequenceClassification",)
-GENERATORS = ("MistralForCausalLM",)
-
-PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
-RULES, IGNORED = decoders.RULES, decoders.IGNORED
-classifier, score_head = decoders.last_token_classifier, decoders.answer_head
-
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     causal = is_causal(hf, True)
     fields = llama_config(hf, causal) | {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
     return fields | mistral_windows(hf, causal, hf.get("sliding_window", 4096))
@@ -40,3 +25,11 @@ def mistral_windows(hf: dict[str, Any], causal: bool, window: Any) -> dict[str, 
             "every layer has the window"
         )
     return everywhere
+
+
+FAMILY = decoder_family(
+    classes=("MistralModel",),
+    classifiers=("MistralForSequenceClassification",),
+    generators=("MistralForCausalLM",),
+    config=config,
+)

@@ -2,48 +2,16 @@
 
 from typing import Any
 
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head
 from converters.fields import activation_of, even_head_width, require
 from converters.heads import dense_rules, parameter_of
 from converters.weights import Rule, transpose
 from jaxembed.data.spec import DenseLayer, LayerNormLayer, Pooled, Pooling
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = "modernbert"
-
-CLASSES = ("ModernBertModel", "ModernBertForMaskedLM")
-CLASSIFIERS = ("ModernBertForSequenceClassification",)
-
-PREFIXES = ("model.",)
-RENAMES: dict[str, str] = {}
-
 LAYER = "layers.{i}"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.tok_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.norm.weight", "tower.embeddings.norm.scale"),
-    Rule("embeddings.norm.bias", "tower.embeddings.norm.bias"),
-    Rule(f"{LAYER}.attn_norm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.attn_norm.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
-    Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
-    Rule(f"{LAYER}.attn.Wo.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{LAYER}.attn.Wo.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.mlp_norm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.mlp_norm.bias", f"{TARGET}.mlp_norm.bias"),
-    Rule(f"{LAYER}.mlp.Wi.weight", f"{TARGET}.mlp.gate_up.kernel", transpose),
-    Rule(f"{LAYER}.mlp.Wi.bias", f"{TARGET}.mlp.gate_up.bias"),
-    Rule(f"{LAYER}.mlp.Wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.mlp.Wo.bias", f"{TARGET}.mlp.down.bias"),
-    Rule("final_norm.weight", "tower.norm.scale"),
-    Rule("final_norm.bias", "tower.norm.bias"),
-]
-
-# The heads are not used for embeddings. Those of masked language models and classifiers share
-# names.
-IGNORED = ["head.dense.*", "head.norm.*", "decoder.*", "classifier.*"]
 
 REQUIRED = (
     "vocab_size",
@@ -63,11 +31,7 @@ CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of ModernBertConfig from a config.json.
-
-    Missing optional fields get transformers' defaults. Raises UnsupportedModel for settings that
-    are not supported, and CheckpointError for missing or inconsistent ones.
-    """
+    """Read the fields of ModernBertConfig from a config.json."""
     require(hf, REQUIRED)
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
         if hf.get(flag):
@@ -191,3 +155,35 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
     if theta is None:
         raise CheckpointError(f"{key} is {theta!r}, wanted a number over 0")
     return float(theta)
+
+
+FAMILY = Family(
+    architecture="modernbert",
+    classes=("ModernBertModel", "ModernBertForMaskedLM"),
+    classifiers=("ModernBertForSequenceClassification",),
+    prefixes=("model.",),
+    rules=(
+        Rule("embeddings.tok_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.norm.weight", "tower.embeddings.norm.scale"),
+        Rule("embeddings.norm.bias", "tower.embeddings.norm.bias"),
+        Rule(f"{LAYER}.attn_norm.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.attn_norm.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+        Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+        Rule(f"{LAYER}.attn.Wo.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{LAYER}.attn.Wo.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.mlp_norm.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.mlp_norm.bias", f"{TARGET}.mlp_norm.bias"),
+        Rule(f"{LAYER}.mlp.Wi.weight", f"{TARGET}.mlp.gate_up.kernel", transpose),
+        Rule(f"{LAYER}.mlp.Wi.bias", f"{TARGET}.mlp.gate_up.bias"),
+        Rule(f"{LAYER}.mlp.Wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.mlp.Wo.bias", f"{TARGET}.mlp.down.bias"),
+        Rule("final_norm.weight", "tower.norm.scale"),
+        Rule("final_norm.bias", "tower.norm.bias"),
+    ),
+    # The heads are not used for embeddings. Masked language models and classifiers share names.
+    ignored=("head.dense.*", "head.norm.*", "decoder.*", "classifier.*"),
+    config=config,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

@@ -4,18 +4,9 @@ from typing import Any
 
 from converters.families import bert, roberta
 from converters.families.distances import by_distance
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead
+from converters.family import Family
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
-
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("MPNetModel", "MPNetForMaskedLM")
-CLASSIFIERS = ("MPNetForSequenceClassification",)
-
-PREFIXES = ("mpnet.",)
-RENAMES: dict[str, str] = {}
 
 # Fixed in transformers' code; configs cannot change them.
 PAD_ID = 1  # positions count from it, whatever pad_token_id says
@@ -23,37 +14,10 @@ BUCKETS = 32
 REACH = 128  # from this distance on the bucket stays the same
 
 SELF = f"{bert.LAYER}.attention.attn"
-ATTENTION = [
-    Rule(
-        (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight"),
-        f"{bert.TARGET}.attention.qkv.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{SELF}.q.bias", f"{SELF}.k.bias", f"{SELF}.v.bias"),
-        f"{bert.TARGET}.attention.qkv.bias",
-        concatenate,
-    ),
-    Rule(f"{SELF}.o.weight", f"{bert.TARGET}.attention.out.kernel", transpose),
-    Rule(f"{SELF}.o.bias", f"{bert.TARGET}.attention.out.bias"),
-    Rule(f"{bert.LAYER}.attention.LayerNorm.weight", f"{bert.TARGET}.attention_norm.scale"),
-    Rule(f"{bert.LAYER}.attention.LayerNorm.bias", f"{bert.TARGET}.attention_norm.bias"),
-    Rule(
-        "encoder.relative_attention_bias.weight",
-        "tower.distance.bias",
-        by_distance(BUCKETS, REACH),
-    ),
-]
-RULES = [*(rule for rule in bert.RULES if ".attention" not in rule.target), *ATTENTION]
-IGNORED = roberta.IGNORED
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     fields = bert.config(hf)
     buckets = hf.get("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:
@@ -68,11 +32,35 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     return fields | {"type_vocab_size": 0, "pad_id": PAD_ID, "bias_reach": REACH}
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """MPNetClassificationHead: a dense layer with tanh on the first token, then the logits."""
-    return roberta.classifier(hf, labels)
-
-
-def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """MPNetLMHead: RoBERTa's."""
-    return roberta.masked_lm(hf)
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("MPNetModel", "MPNetForMaskedLM"),
+    classifiers=("MPNetForSequenceClassification",),
+    prefixes=("mpnet.",),
+    rules=(
+        *(rule for rule in bert.FAMILY.rules if ".attention" not in rule.target),
+        Rule(
+            (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight"),
+            f"{bert.TARGET}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{SELF}.q.bias", f"{SELF}.k.bias", f"{SELF}.v.bias"),
+            f"{bert.TARGET}.attention.qkv.bias",
+            concatenate,
+        ),
+        Rule(f"{SELF}.o.weight", f"{bert.TARGET}.attention.out.kernel", transpose),
+        Rule(f"{SELF}.o.bias", f"{bert.TARGET}.attention.out.bias"),
+        Rule(f"{bert.LAYER}.attention.LayerNorm.weight", f"{bert.TARGET}.attention_norm.scale"),
+        Rule(f"{bert.LAYER}.attention.LayerNorm.bias", f"{bert.TARGET}.attention_norm.bias"),
+        Rule(
+            "encoder.relative_attention_bias.weight",
+            "tower.distance.bias",
+            by_distance(BUCKETS, REACH),
+        ),
+    ),
+    ignored=roberta.FAMILY.ignored,
+    config=config,
+    classifier=roberta.FAMILY.classifier,
+    masked_lm=roberta.FAMILY.masked_lm,
+)

@@ -8,56 +8,17 @@ from typing import Any
 
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters
-from converters.features.scores import Scorer
+from converters.family import Family, Scorer
 from converters.fields import activation_of, either, even_head_width, refuse_unless
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = bert.ARCHITECTURE
-
-CLASSES = ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining")
-CLASSIFIERS = ("NomicBertForSequenceClassification",)
-
 # The model's own code, which is never run: the tower does the same.
 _PLACES = ("", "nomic-ai/nomic-bert-2048--")
-OWN_CODE = {"AutoModel": tuple(f"{p}modeling_hf_nomic_bert.NomicBertModel" for p in _PLACES)}
-
-PREFIXES = ("bert.", "nomic_bert.")
-RENAMES: dict[str, str] = {}
 
 LAYER = "encoder.layers.{i}"
 TARGET = "tower.layers.{i}"
-
-RULES = [
-    Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
-    Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
-    Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
-    Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
-    Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
-    Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
-    Rule(f"{LAYER}.attn.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{LAYER}.attn.out_proj.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
-    Rule(  # fc12 is the gate, to which the activation is applied
-        (f"{LAYER}.mlp.fc12.weight", f"{LAYER}.mlp.fc11.weight"),
-        f"{TARGET}.mlp.gate_up.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{LAYER}.mlp.fc12.bias", f"{LAYER}.mlp.fc11.bias"),
-        f"{TARGET}.mlp.gate_up.bias",
-        concatenate,
-    ),
-    Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
-    Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
-]
-
-# The pooler and the heads are not used for embeddings.
-IGNORED = ["pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"]
 
 # By the field of BertConfig: the key of the model's own code, and that of transformers.
 SIZES = {
@@ -92,11 +53,7 @@ TRAINED = 2048  # tokens of the longest text of the training, where max_trained_
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of BertConfig from a config.json."""
     refuse_unless(hf, SWITCHES)
     sizes = _sizes(hf)
     multiple = hf.get("pad_vocab_size_multiple") or 1
@@ -173,3 +130,42 @@ def _rope(hf: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
     length = hf.get("max_trained_positions") or TRAINED
     scaling = {"kind": "dynamic", "factor": float(factor), "length": length}
     return fields | {"rope_scaling": scaling}
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"),
+    classifiers=("NomicBertForSequenceClassification",),
+    own_code={"AutoModel": tuple(f"{p}modeling_hf_nomic_bert.NomicBertModel" for p in _PLACES)},
+    prefixes=("bert.", "nomic_bert."),
+    rules=(
+        Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
+        Rule("embeddings.token_type_embeddings.weight", "tower.embeddings.type.embedding"),
+        Rule("emb_ln.weight", "tower.embeddings.norm.scale"),
+        Rule("emb_ln.bias", "tower.embeddings.norm.bias"),
+        Rule(f"{LAYER}.attn.Wqkv.weight", f"{TARGET}.attention.qkv.kernel", transpose),
+        Rule(f"{LAYER}.attn.Wqkv.bias", f"{TARGET}.attention.qkv.bias"),
+        Rule(f"{LAYER}.attn.out_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{LAYER}.attn.out_proj.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.norm1.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{LAYER}.norm1.bias", f"{TARGET}.attention_norm.bias"),
+        Rule(  # fc12 is the gate, to which the activation is applied
+            (f"{LAYER}.mlp.fc12.weight", f"{LAYER}.mlp.fc11.weight"),
+            f"{TARGET}.mlp.gate_up.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{LAYER}.mlp.fc12.bias", f"{LAYER}.mlp.fc11.bias"),
+            f"{TARGET}.mlp.gate_up.bias",
+            concatenate,
+        ),
+        Rule(f"{LAYER}.mlp.fc2.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.mlp.fc2.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
+    ),
+    # The pooler and the heads are not used for embeddings.
+    ignored=("pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"),
+    config=config,
+    classifier=classifier,
+)

@@ -2,46 +2,15 @@
 
 from typing import Any
 
-from converters.families import decoders
-from converters.families.decoders import decoder_config, is_causal, window_fields
-from converters.features.rerankers import Reranker
+from converters.families.decoders import decoder_config, decoder_family, is_causal, window_fields
+from converters.family import Reranker
 from jaxembed.data.spec import PairTemplate
-
-ARCHITECTURE = decoders.ARCHITECTURE
-
-CLASSES = ("Qwen3Model",)
-CLASSIFIERS = ("Qwen3ForSequenceClassification",)
-GENERATORS = ("Qwen3ForCausalLM",)
-
-PREFIXES, RENAMES = decoders.PREFIXES, decoders.RENAMES
-RULES, IGNORED = decoders.RULES, decoders.IGNORED
-classifier, score_head = decoders.last_token_classifier, decoders.answer_head
 
 HEAD_WIDTH = 128  # default of every Qwen3, whatever its hidden_size
 
-# From the code in Qwen3-Reranker's README.
-RERANKER = Reranker(
-    name="qwen3-reranker",
-    quote="Judge whether the Document meets the requirements based on the Query and the Instruct "
-    "provided.",
-    template=PairTemplate(
-        prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on the "
-        'Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>'
-        "\n<|im_start|>user\n",
-        first="<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
-        second=" {document}",
-        suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
-        instruction="Given a web search query, retrieve relevant passages that answer the query",
-    ),
-)
-
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of Qwen3Config from a config.json."""
     bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, True)
     fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
     return (
@@ -63,3 +32,27 @@ def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
     return window_fields(hf, window, range(first, hf["num_hidden_layers"]), causal)
+
+
+FAMILY = decoder_family(
+    classes=("Qwen3Model",),
+    classifiers=("Qwen3ForSequenceClassification",),
+    generators=("Qwen3ForCausalLM",),
+    config=config,
+    # From the code in Qwen3-Reranker's README.
+    reranker=Reranker(
+        name="qwen3-reranker",
+        quote="Judge whether the Document meets the requirements based on the Query and the "
+        "Instruct provided.",
+        template=PairTemplate(
+            prefix="<|im_start|>system\nJudge whether the Document meets the requirements based on "
+            'the Query and the Instruct provided. Note that the answer can only be "yes" or "no".'
+            "<|im_end|>\n<|im_start|>user\n",
+            first="<Instruct>: {instruction}\n<Query>: {query}\n<Document>:",
+            second=" {document}",
+            suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            instruction="Given a web search query, retrieve relevant passages that answer the "
+            "query",
+        ),
+    ),
+)

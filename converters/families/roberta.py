@@ -3,36 +3,15 @@
 from typing import Any
 
 from converters.families import bert
-from converters.features.scores import Scorer
-from converters.features.terms import TermHead, term_head, transform_layers
+from converters.family import Family, Scorer, TermHead
+from converters.features.terms import term_head, transform_layers
 from jaxembed.errors import CheckpointError
 
-ARCHITECTURE = bert.ARCHITECTURE
-
 _NAMES = ("Camembert", "Roberta", "XLMRoberta")
-CLASSES = tuple(f"{name}{kind}" for name in _NAMES for kind in ("Model", "ForMaskedLM"))
-CLASSIFIERS = tuple(f"{name}ForSequenceClassification" for name in _NAMES)
-
-PREFIXES = ("roberta.",)
-RENAMES = bert.RENAMES
-RULES = bert.RULES
-
-# The training heads and the pooler are not used for embeddings, and the pooler not for scores.
-IGNORED = [
-    "embeddings.position_ids",
-    "pooler.dense.*",
-    "lm_head.*",
-    "classifier.dense.*",
-    "classifier.out_proj.*",
-]
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json, with the pad id that positions start from.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read BertConfig's fields from a config.json, with the pad id that positions start from."""
     fields = bert.config(hf)
     pad = hf.get("pad_token_id", 1)
     if pad is None or not 0 <= pad < fields["max_positions"] - 1:
@@ -58,3 +37,24 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
         decoder="lm_head.decoder",
         biases=("lm_head.bias",),
     )
+
+
+FAMILY = Family(
+    architecture=bert.FAMILY.architecture,
+    classes=tuple(f"{name}{kind}" for name in _NAMES for kind in ("Model", "ForMaskedLM")),
+    classifiers=tuple(f"{name}ForSequenceClassification" for name in _NAMES),
+    prefixes=("roberta.",),
+    renames=bert.FAMILY.renames,
+    rules=bert.FAMILY.rules,
+    # The training heads and the pooler are not used for embeddings, and the pooler not for scores.
+    ignored=(
+        "embeddings.position_ids",
+        "pooler.dense.*",
+        "lm_head.*",
+        "classifier.dense.*",
+        "classifier.out_proj.*",
+    ),
+    config=config,
+    classifier=classifier,
+    masked_lm=masked_lm,
+)

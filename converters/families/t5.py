@@ -6,17 +6,11 @@ from typing import Any
 import numpy as np
 
 from converters.families.distances import by_distance
+from converters.family import Family
 from converters.fields import refuse_unless, require
 from converters.weights import Rule, Transform, concatenate_transposed, identity, transpose
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
-
-ARCHITECTURE = "t5"
-
-CLASSES = ("T5EncoderModel", "T5Model", "T5ForConditionalGeneration")
-
-PREFIXES: tuple[str, ...] = ()
-RENAMES: dict[str, str] = {}
 
 LAYER = "encoder.block.{i}.layer"
 SELF = f"{LAYER}.0.SelfAttention"
@@ -25,24 +19,6 @@ TARGET = "tower.layers.{i}"
 
 # One table under two names. It takes no adapter: of PEFT's, that of `shared` changes nothing.
 shared_table = Transform(identity.apply, identity.misfits)
-
-RULES = [
-    Rule("shared.weight", "tower.embeddings.word.embedding", shared_table),
-    Rule("encoder.embed_tokens.weight", "tower.embeddings.word.embedding", shared_table),
-    Rule(f"{LAYER}.0.layer_norm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(f"{SELF}.o.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{LAYER}.1.layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(f"{MLP}.wi.weight", f"{TARGET}.mlp.up.kernel", transpose),
-    Rule(
-        (f"{MLP}.wi_0.weight", f"{MLP}.wi_1.weight"),
-        f"{TARGET}.mlp.gate_up.kernel",
-        concatenate_transposed,
-    ),
-    Rule(f"{MLP}.wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule("encoder.final_layer_norm.weight", "tower.norm.scale"),
-]
-
-IGNORED = ["encoder.embed_tokens.weight", "decoder.*", "lm_head.weight"]
 
 REQUIRED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
 
@@ -54,11 +30,7 @@ FEED_FORWARDS: dict[str, tuple[Activation, str, bool]] = {
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of T5Config from a config.json.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
-    """
+    """Read the fields of T5Config from a config.json."""
     require(hf, REQUIRED)
     name = hf.get("feed_forward_proj", "relu")
     if name not in FEED_FORWARDS:
@@ -125,3 +97,27 @@ def _distances(hf: dict[str, Any]) -> tuple[int, int]:
             f"{buckets // 4}, the distances with a bucket each"
         )
     return buckets, reach
+
+
+FAMILY = Family(
+    architecture="t5",
+    classes=("T5EncoderModel", "T5Model", "T5ForConditionalGeneration"),
+    rules=(
+        Rule("shared.weight", "tower.embeddings.word.embedding", shared_table),
+        Rule("encoder.embed_tokens.weight", "tower.embeddings.word.embedding", shared_table),
+        Rule(f"{LAYER}.0.layer_norm.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(f"{SELF}.o.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{LAYER}.1.layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(f"{MLP}.wi.weight", f"{TARGET}.mlp.up.kernel", transpose),
+        Rule(
+            (f"{MLP}.wi_0.weight", f"{MLP}.wi_1.weight"),
+            f"{TARGET}.mlp.gate_up.kernel",
+            concatenate_transposed,
+        ),
+        Rule(f"{MLP}.wo.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule("encoder.final_layer_norm.weight", "tower.norm.scale"),
+    ),
+    ignored=("encoder.embed_tokens.weight", "decoder.*", "lm_head.weight"),
+    config=config,
+    config_rules=config_rules,
+)

@@ -3,18 +3,21 @@ base model."""
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from converters.family import BuiltIn, TensorRules
 from converters.field_types import ADAPTER_FIELDS, check_fields
 from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
+from converters.outline import AdapterSource, Factors, Outline
 from converters.weights import (
     NUMPY_DTYPES,
     Rule,
@@ -31,6 +34,7 @@ from converters.weights import (
 )
 from jaxembed.data.spec import Adapter
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.models import parameter_shapes
 from jaxembed.models.adapters import owners_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -71,56 +75,32 @@ _LARGEST = 65504.0  # the largest float16
 INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base as it is
 
 
-@dataclass(frozen=True)
-class Factors:
-    """Two small matrices whose product an adapter adds to a weight: scale * up . down."""
-
-    down: Tensor  # [rank, in]; of a table in is its number of rows
-    up: Tensor  # [out, rank]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        """The number of columns between the two."""
-        return self.down.shape[0]
-
-
-@dataclass(frozen=True)
-class AdapterSource:
-    """An adapter that is not read yet: its factors, by the name that rules give the weight.
-
-    `copies` are weights of the base model that were saved with it.
-    """
-
-    name: str
-    factors: Mapping[str, Factors]
-    copies: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class BuiltIn:
-    """The adapters of Jina v3, one for each task, beside every weight: two tensors hold all."""
-
-    names: tuple[str, ...]
-    rank: int
-    scale: float
-    prompts: Mapping[str, str]  # by the names of the adapters
-
-
-def built_in_ranks(
-    own: BuiltIn, rules: Sequence[Rule], shapes: Mapping[str, Shape]
-) -> list[Adapter]:
-    """The columns of each built-in adapter: as many in each weight."""
-    ranks = {
-        _layer(rule): own.rank * len(rule.sources)
-        for rule in expand(rules, shapes)
-        if _is_adaptable(rule)
-    }
-    return [Adapter(name, ranks) for name in own.names]
+def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
+    """The outline with its built-in adapters and those in `folders`, by name, of which names,
+    shapes and ranks are known now. Raises UnsupportedModel, ConversionError and CheckpointError."""
+    spec, own, rules = model.spec, model.built_in, model.tensors.rules
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
+    sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
+    for name, at in folders.items():
+        _check_heads(name, at, spec.hidden_size, spec.heads)
+    found = [_layer_ranks(source, model.tensors, shapes) for source in sources]
+    prompts = spec.prompts
+    if own is not None:  # with as many columns in each weight
+        ranks = {
+            _layer(rule): own.rank * len(rule.sources)
+            for rule in expand(rules, shapes)
+            if _is_adaptable(rule)
+        }
+        found = [*(Adapter(name, ranks) for name in own.names), *found]
+        prompts = {**own.prompts, **prompts}
+    if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+        raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
+    spec = msgspec.structs.replace(spec, adapters=tuple(found), prompts=prompts)
+    return replace(model, adapters=sources, spec=spec)
 
 
 def without_built_in(
-    model: str, own: BuiltIn, family: ModuleType, tensors: Mapping[str, Tensor]
+    model: str, own: BuiltIn, ignored: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[AdapterSource]]:
     """The tensors that are no part of built-in adapters, and these adapters.
 
@@ -131,7 +111,7 @@ def without_built_in(
     stems = dict.fromkeys(name.split(PARAMETRIZED)[0] for name in tensors if name not in rest)
     found: list[dict[str, Factors]] = [{} for _ in own.names]
     problems = []
-    for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", family)):
+    for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", ignored)):
         first, second = (tensors.get(stem + ending) for ending in endings)
         table = "embeddings" in stem
         columns, rows = (2, 1) if table else (1, 2)
@@ -168,8 +148,8 @@ def _nth(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
     return Tensor(name, tensor.dtype, shape[::-1] if transposed else shape, read)
 
 
-def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
-    """Read an adapter's config and the names of its tensors; `family` is its base model's.
+def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
+    """Read an adapter's config and the names of its tensors; `base` are the base model's rules.
 
     Raises UnsupportedModel for what is not run, and CheckpointError if files are missing.
     """
@@ -202,7 +182,7 @@ def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
         )
         for stem, parts in stems.items()
     }
-    as_rules = partial(canonical, str(folder), prefixes=family.PREFIXES, renames=family.RENAMES)
+    as_rules = partial(canonical, str(folder), prefixes=base.prefixes, renames=base.renames)
     renamed = as_rules({stem: one.down for stem, one in factors.items()})
     by_tensor = {one.down.name: one for one in factors.values()}
     return AdapterSource(
@@ -210,7 +190,7 @@ def read_adapter(name: str, folder: Path, family: ModuleType) -> AdapterSource:
     )
 
 
-def check_heads(name: str, folder: Path, hidden_size: int, heads: Mapping[Any, Any]) -> None:
+def _check_heads(name: str, folder: Path, hidden_size: int, heads: Mapping[Any, Any]) -> None:
     """Raise UnsupportedModel if the adapter's own modules.json has other heads than its base."""
     if modules_of(folder) is None:
         return
@@ -222,18 +202,16 @@ def check_heads(name: str, folder: Path, hidden_size: int, heads: Mapping[Any, A
         )
 
 
-def layer_ranks(
-    source: AdapterSource, family: ModuleType, rules: Sequence[Rule], shapes: Mapping[str, Shape]
-) -> Adapter:
+def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
     """The columns that the adapter has in each layer.
 
-    `rules` and `shapes` are those of the whole model. Raises ConversionError, which lists every
+    `base` and `shapes` are those of the whole model. Raises ConversionError, which lists every
     weight that has no layer or whose layer takes no adapter.
     """
     ranks: dict[str, int] = {}
     known: set[str] = set()
     problems = []
-    for rule in expand(rules, shapes):
+    for rule in expand(base.rules, shapes):
         found = [name for name in rule.sources if name in source.factors]
         known.update(found)
         if found and not _is_adaptable(rule):
@@ -243,7 +221,7 @@ def layer_ranks(
     problems += [
         f"adapter {source.name}: unused: {source.factors[name].down.name}"
         for name in source.factors
-        if name not in known and not _is_ignored(name, family)
+        if name not in known and not _is_ignored(name, base.ignored)
     ]
     if problems:
         raise ConversionError(source.name, problems)
@@ -427,8 +405,8 @@ def _is_adaptable(rule: Rule) -> bool:
     return layer.startswith("tower.") and (by_column or is_table)
 
 
-def _is_ignored(name: str, family: ModuleType) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in family.IGNORED)
+def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _ill_fitting(parts: Iterable[tuple[int, Factors]], weights: Sequence[Shape]) -> Iterator[str]:

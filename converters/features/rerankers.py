@@ -1,12 +1,11 @@
 """Finds out which language models rerank, which two tokens they answer with, and their template."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 from converters import heads
+from converters.family import Family, Reranker
 from converters.features import chat, scores
 from converters.heads import Layout, read_optional_json
 from jaxembed.data.spec import PairTemplate
@@ -18,18 +17,8 @@ logger = logging.getLogger(__name__)
 LABEL = "yes"
 
 
-@dataclass(frozen=True)
-class Reranker:
-    """The published rerankers of a family, whose checkpoints do not contain their template."""
-
-    name: str  # lower case, within the name of the model
-    quote: str  # or within its README.md
-    template: PairTemplate
-    answers: tuple[str, str] = (LABEL, "no")  # the tokens whose logits are subtracted
-
-
 def reranker_layout(
-    source: Path, name: str, family: ModuleType, hf: dict[str, Any], config: dict[str, Any]
+    source: Path, name: str, family: Family, hf: dict[str, Any], config: dict[str, Any]
 ) -> Layout:
     """The layout of a language model that answers yes or no. Raises UnsupportedModel for a model
     that is not known to be one.
@@ -55,11 +44,12 @@ def reranker_layout(
             "has a Pooling in modules.json, a reranker a LogitScore, and Qwen3-Reranker and "
             "mxbai-rerank have that in their names"
         )
+    assert family.score_head is not None
     scorer = family.score_head(hf, config, true_id, false_id)
     return scores.scores_layout(source, hf, scorer, (LABEL,), template)
 
 
-def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | None:
+def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
     """The template of pairs: the chat template of the model, or that of its family, or None.
 
     A model that wants a template gives near-random scores without one, and so does one that is
@@ -84,9 +74,9 @@ def template_of(source: Path, name: str, family: ModuleType) -> PairTemplate | N
     return published.template
 
 
-def _published(source: Path, name: str, family: ModuleType) -> Reranker | None:
+def _published(source: Path, name: str, family: Family) -> Reranker | None:
     """The family's rerankers, if this is one of them."""
-    published: Reranker | None = getattr(family, "RERANKER", None)
+    published = family.reranker
     if published is None:
         return None
     readme = source / "README.md"

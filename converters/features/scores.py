@@ -1,11 +1,11 @@
 """Reads the labels of a cross-encoder or classifier, and how its logits become scores."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from converters.family import Scorer
 from converters.heads import (
     MODEL_CONFIG,
     Layout,
@@ -13,8 +13,7 @@ from converters.heads import (
     tower_folder,
     transformer_config,
 )
-from converters.weights import Rule
-from jaxembed.data.spec import PairTemplate, Pooled, ScoreFunction, scoring_heads
+from jaxembed.data.spec import PairTemplate, ScoreFunction, scoring_heads
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
@@ -23,14 +22,6 @@ SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
     "torch.nn.modules.activation.Softmax": "softmax",
     "torch.nn.modules.linear.Identity": None,  # logits, where the library is asked: by the labels
 }
-
-
-@dataclass(frozen=True)
-class Scorer:
-    """The head with which a family scores, and the rules for its tensors."""
-
-    logits: Pooled
-    rules: tuple[Rule, ...]
 
 
 def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:

@@ -7,8 +7,7 @@ unknown token is dropped, and texts are cut by characters and tokens.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,15 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from converters import heads, weights
+from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout
+from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer
 from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform
-from jaxembed.data.spec import NO_LIMIT, ModelSpec, NormalizeLayer, Pooled
+from jaxembed.data.spec import NO_LIMIT, NormalizeLayer, Pooled
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import static
-
-ARCHITECTURE = static.ARCHITECTURE
-PREFIXES = ()
-RENAMES: dict[str, str] = {}
-IGNORED = ()
 
 MODEL2VEC = "model2vec"  # model_type in config.json
 MODEL2VEC_LIMIT = 512  # tokens, where config.json says nothing
@@ -46,43 +42,52 @@ def holds_static(source: Path, route: str = "") -> bool:
     return heads.read_optional_json(source / "config.json").get("model_type") == MODEL2VEC
 
 
-def static_outline(
-    source: Path, name: str, revision: str | None, dense_path: str | None, route: str = ""
-) -> tuple[Layout, ModelSpec, bytes]:
-    """The layout, the spec and the tokenizer of static embeddings. Reads the names and shapes of
-    their tensors, because no config has them. Raises CheckpointError."""
+def static_outline(source: Path, options: Options, route: str) -> Outline:
+    """Describe static embeddings. Reads the names and shapes of their tensors, because no config
+    has them. Raises CheckpointError."""
     modules = heads.modules_of(source, route)
     folder = source / (modules[0].path if modules else "")
     tensors = weights.find(folder)
-    rule = _table_rule(name, tensors)
-    vocab_size, width = _shape(name, tensors)
+    rule = _table_rule(options.name, tensors)
+    vocab_size, width = _shape(options.name, tensors)
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=vocab_size)
     config: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": width}
     if modules is not None:
-        layout = heads.read_static_layout(source, modules, width, dense_path)
+        layout = heads.read_static_layout(source, modules, width, options.dense_path)
         limit = _limit_of_tokenizer(folder, text)
     else:
-        layout, more, limit = _by_model2vec(source, text, dense_path)
+        layout, more, limit = _by_model2vec(source, text, options)
         config |= more
-    spec = ModelSpec(
-        architecture=ARCHITECTURE,
-        config=config,
-        heads=layout.heads,
+    return outline_of_table(source, options, layout, rule, config, text, limit)
+
+
+def outline_of_table(
+    source: Path,
+    options: Options,
+    layout: Layout,
+    rule: Rule,
+    config: dict[str, Any],
+    text: bytes,
+    limit: int,
+    find: Callable[[Path], dict[str, Tensor]] = weights.find,
+) -> Outline:
+    """The outline of a model whose tower is a table, which `rule` makes of the tensors that `find`
+    finds. `text` is its tokenizer, whose special tokens are left out."""
+    spec = spec_of(
+        options,
+        layout,
+        config,
+        {},
+        architecture=static.ARCHITECTURE,
         token_types=False,
-        prompts=dict(layout.prompts or {}),
-        default_prompt_name=layout.default_prompt_name,
         max_input_tokens=limit,
-        hidden_size=width,
-        dtype="float32",
-        source=name,
-        revision=revision,
-        content_hash="",
     )
-    return replace(layout, rules=(rule, *layout.rules)), spec, without_special_tokens(text)
+    rules = TensorRules(rules=(rule, *layout.rules), find=find)
+    return Outline(source, rules, layout, spec, _without_special_tokens(text))
 
 
 def _by_model2vec(
-    source: Path, text: bytes, dense_path: str | None
+    source: Path, text: bytes, options: Options
 ) -> tuple[Layout, dict[str, Any], int]:
     """The layout, the fields of StaticConfig and the limit that config.json asks for."""
     hf = heads.read_optional_json(source / "config.json")
@@ -91,11 +96,7 @@ def _by_model2vec(
         raise UnsupportedModel(
             f"{source}: a classifier on static embeddings (head_config) is not supported"
         )
-    if dense_path is not None:
-        raise CheckpointError(
-            f"dense path {dense_path!r} takes the place of a Dense module, and {source} has none; "
-            "leave it out"
-        )
+    options.refuse_dense_path(source)
     limit = hf.get("max_length", MODEL2VEC_LIMIT)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise CheckpointError(
@@ -133,7 +134,7 @@ def _limit_of_tokenizer(folder: Path, text: bytes) -> int:
     return int(truncation["max_length"])
 
 
-def without_special_tokens(text: bytes) -> bytes:
+def _without_special_tokens(text: bytes) -> bytes:
     """The tokenizer without the step that puts special tokens around a text: static models take
     none. ByteLevel stays, which adds nothing and trims offsets."""
     content = json.loads(text)

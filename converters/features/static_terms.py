@@ -6,7 +6,6 @@ token, in which a token that is not there weighs nothing.
 
 import json
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,19 +13,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from converters import heads, weights
-from converters.features.static import without_special_tokens
+from converters.features.static import outline_of_table
 from converters.features.terms import sparse_layout
-from converters.heads import Layout
+from converters.outline import Options, Outline
 from converters.tokenizers import tokenizer
 from converters.weights import Rule, Tensor, Transform
-from jaxembed.data.spec import NO_LIMIT, ModelSpec, Vocabulary
+from jaxembed.data.spec import NO_LIMIT, Vocabulary
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import static
-
-ARCHITECTURE = static.ARCHITECTURE
-PREFIXES = ()
-RENAMES: dict[str, str] = {}
-IGNORED = ()
 
 WEIGHT = "weight"  # the tensor: one value a term
 KNOWN = {"frozen", "path"}  # of config.json; the first is about training
@@ -47,44 +41,26 @@ def holds_static_terms(source: Path, route: str = "") -> bool:
     return modules is not None and modules[0].kind == "static_terms"
 
 
-def static_outline(
-    source: Path, name: str, revision: str | None, dense_path: str | None, route: str = ""
-) -> tuple[Layout, ModelSpec, bytes]:
-    """The layout, the spec and the tokenizer of a static query encoder. Reads the shape of its
-    weights, because no config has it. Raises CheckpointError."""
-    if dense_path is not None:
-        raise CheckpointError(
-            f"dense path {dense_path!r} takes the place of a Dense module, and {source} has none; "
-            "leave it out"
-        )
+def static_outline(source: Path, options: Options, route: str) -> Outline:
+    """Describe a static query encoder. Reads the shape of its weights, because no config has it.
+    Raises CheckpointError."""
+    options.refuse_dense_path(source)
     inside = heads.tower_folder(source, route)
     folder = source / inside
-    tensor = find(folder).get(WEIGHT)
+    tensor = _find(folder).get(WEIGHT)
     if tensor is None or len(tensor.shape) != 1:
         got = "no such tensor" if tensor is None else f"shape {tensor.shape}"
-        raise ConversionError(name, [f"{WEIGHT}: wanted one value a term, got {got}"])
+        raise ConversionError(options.name, [f"{WEIGHT}: wanted one value a term, got {got}"])
     (terms,) = tensor.shape
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=terms)
     layout = sparse_layout(source, inside, Vocabulary(terms, features=1))
-    spec = ModelSpec(
-        architecture=ARCHITECTURE,
-        config={"vocab_size": terms, "hidden_size": 1},
-        heads=layout.heads,
-        token_types=False,
-        prompts=dict(layout.prompts or {}),
-        default_prompt_name=layout.default_prompt_name,
-        max_input_tokens=heads.token_limit(folder, None, otherwise=NO_LIMIT),
-        hidden_size=1,
-        dtype="float32",
-        source=name,
-        revision=revision,
-        content_hash="",
-    )
-    layout = replace(layout, rules=(Rule(WEIGHT, static.TABLE, column),))
-    return layout, spec, without_special_tokens(text)
+    limit = heads.token_limit(folder, None, otherwise=NO_LIMIT)
+    rule = Rule(WEIGHT, static.TABLE, column)
+    config = {"vocab_size": terms, "hidden_size": 1}
+    return outline_of_table(source, options, layout, rule, config, text, limit, _find)
 
 
-def find(folder: Path) -> dict[str, Tensor]:
+def _find(folder: Path) -> dict[str, Tensor]:
     """The tensors of a static query encoder: those of its weights, or one made of its JSON file.
     Raises CheckpointError, and UnsupportedModel for settings that are not known."""
     config = heads.module_config(folder)

@@ -1,12 +1,13 @@
 """Reads sparse encoders: a masked language model's head, and how its logits become weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from converters.family import TermHead
 from converters.heads import (
     MODEL_CONFIG,
     Layout,
@@ -29,14 +30,6 @@ SPARSE_ENCODER = "SparseEncoder"  # the class of sentence-transformers
 # What the config.json of a SpladePooling may hold; chunk_size only divides the work.
 WIDTHS = ("embedding_dimension", "word_embedding_dimension")
 CHOICES = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
-
-
-@dataclass(frozen=True)
-class TermHead:
-    """The head of a family's masked language models, and the rules for its tensors."""
-
-    head: Vocabulary
-    rules: tuple[Rule, ...]
 
 
 def transform_layers(

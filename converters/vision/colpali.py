@@ -9,9 +9,11 @@ import msgspec
 from converters.families import decoders
 from converters.families.decoders import REQUIRED, decoder_config
 from converters.families.gemma3 import HEAD_WIDTH
+from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import either, require
-from converters.heads import Layout, read_optional_json
+from converters.heads import read_optional_json
+from converters.outline import Options, Outline
 from converters.tokenizers.tokenizer import read_tokenizer
 from converters.vision.dual import (
     SIGLIP,
@@ -22,9 +24,8 @@ from converters.vision.dual import (
     linear_rules,
     patch_rules,
 )
-from converters.vision.page_words import FILLERS, PageFamily, PageModel, PageWords, read_part
+from converters.vision.page_words import FILLERS, PageModel, PageWords, read_part
 from converters.weights import Rule, one_plus
-from jaxembed.data.spec import ModelSpec
 
 # What transformers takes where a part does not say; sizes must be there.
 GEMMA_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
@@ -43,11 +44,8 @@ GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than 
 ]
 
 
-def read_colpali(
-    source: Path, hf: Mapping[str, Any], name: str, revision: str | None
-) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
-    """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
-    supported, and CheckpointError."""
+def read_colpali(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
+    """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     text = GEMMA_DEFAULTS | read_part(
@@ -77,20 +75,19 @@ def read_colpali(
     page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
     model = PageModel(hf, config, rules, prompt, rows * columns + len(rules.after))
-    family = PageFamily(
-        (
+    tensors = TensorRules(
+        rules=(
             *GEMMA_RULES,
             *patch_rules("", "tower.image.tower", bias=True),
             *clip_rules("", "post_layernorm", "tower.image.tower"),
             *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
             *model.projection_rules,
-        )
+        ),
+        ignored=("lm_head.weight", "embeddings.position_ids", "head.*"),
+        prefixes=("vlm.", "model.", "language_model.", "model.", "vision_tower.", "vision_model."),
     )
-    return (
-        family,
-        *model.outline(name, revision),
-        words.framed(before, pad * FILLERS + "\n", prompt),
-    )
+    tokenizer = words.framed(before, pad * FILLERS + "\n", prompt)
+    return model.outline(source, options, tensors, tokenizer)
 
 
 def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:

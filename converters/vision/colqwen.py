@@ -11,12 +11,14 @@ from converters.families import decoders
 from converters.families.decoders import decoder_config, head_width_of, is_causal
 from converters.families.qwen3 import qwen_windows
 from converters.families.rope import read_parameters, rope_parameters
+from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.heads import Layout, read_optional_json
+from converters.heads import read_optional_json
+from converters.outline import Options, Outline
 from converters.tokenizers.tokenizer import read_tokenizer
 from converters.vision.dual import processor_fields
 from converters.vision.image_rules import read_rules
-from converters.vision.page_words import FILLERS, PageFamily, PageModel, PageWords, read_part
+from converters.vision.page_words import FILLERS, PageModel, PageWords, read_part
 from converters.vision.qwen_vision import (
     SECOND,
     VISION_DEFAULTS,
@@ -24,7 +26,7 @@ from converters.vision.qwen_vision import (
     vision_rules,
     with_defaults,
 )
-from jaxembed.data.spec import ImageRules, ModelSpec
+from jaxembed.data.spec import ImageRules
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.images.prepare import MOST_ASPECT
 
@@ -48,11 +50,8 @@ PAGE_TEXT = (
 )
 
 
-def read_colqwen(
-    source: Path, hf: Mapping[str, Any], name: str, revision: str | None
-) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
-    """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
-    supported, and CheckpointError."""
+def read_colqwen(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
+    """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     kind = vlm.get("model_type", SECOND)
@@ -80,17 +79,17 @@ def read_colqwen(
     )
     prompt = asked.get("query_prefix") or QUERY_PREFIX
     model = PageModel(hf, config, rules, prompt, _limit(rules, text["max_positions"]))
-    family = PageFamily(
-        (
+    tensors = TensorRules(
+        rules=(
             *decoders.RULES,
             *vision_rules("visual", "tower.image"),
             *model.projection_rules,
         ),
-        IGNORED=("lm_head.weight",),
-        PREFIXES=("vlm.", "model.", "language_model.", "model."),
+        ignored=("lm_head.weight",),
+        prefixes=("vlm.", "model.", "language_model.", "model."),
     )
     tokenizer = words.framed("", words.special("pad_token") * FILLERS + "\n", prompt)
-    return family, *model.outline(name, revision), tokenizer
+    return model.outline(source, options, tensors, tokenizer)
 
 
 def _limit(rules: ImageRules, positions: int) -> int:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
+from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import activation_of, require
 from converters.heads import (
@@ -23,6 +24,7 @@ from converters.heads import (
     read_prompts,
     token_limit,
 )
+from converters.outline import Options, Outline, Reader, check_comparable, spec_of
 from converters.tokenizers.tokenizer import read_tokenizer
 from converters.vision.image_rules import read_rules
 from converters.weights import (
@@ -37,12 +39,12 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.data.spec import (
+    IMAGE_ROUTE,
     TEXT_ROUTE,
     DenseLayer,
     Expansion,
     Head,
     ImageRules,
-    ModelSpec,
     Module,
     NormalizeLayer,
     Pooled,
@@ -52,7 +54,6 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.clip import CLASS_ID, ClipConfig
 
 CLIP, SIGLIP, SIGLIP2 = "clip", "siglip", "siglip2"
-ARCHITECTURE = "clip"
 CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",), SIGLIP2: ("Siglip2Model",)}
 DUAL_MODULES = {  # of sentence-transformers, for both halves together
     "sentence_transformers.models.CLIPModel",
@@ -121,17 +122,6 @@ OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
 
 
 @dataclass(frozen=True)
-class Half:
-    """The tower of texts or of images, as the plan of a conversion reads a family."""
-
-    RULES: tuple[Rule, ...]
-    IGNORED: tuple[str, ...]
-    ARCHITECTURE: str = ARCHITECTURE
-    PREFIXES: tuple[str, ...] = ()
-    RENAMES: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True)
 class _Source:
     """What is read of a model before its halves are told apart."""
 
@@ -164,11 +154,23 @@ def is_dual(source: Path) -> bool:
     return isinstance(kind, str) and kind in CLASSES
 
 
-def read_half(
-    source: Path, name: str, revision: str | None, route: str
-) -> tuple[Half, Layout, ModelSpec, bytes]:
-    """The family, layout, spec and tokenizer of the half that a route names; that of images has no
-    tokenizer. Raises UnsupportedModel for what is not supported, and CheckpointError."""
+def refuse_options(source: Path, options: Options) -> None:
+    """Raise UnsupportedModel for options that a model of texts and images does not take."""
+    given = {
+        "--adapter": bool(options.adapters),
+        "--dense-path": options.dense_path is not None,
+        "--pooling splade": options.splade,
+    }
+    for flag, is_given in given.items():
+        if is_given:
+            raise UnsupportedModel(
+                f"{flag}: {source} is a model of texts and images, which takes none; leave it out"
+            )
+
+
+def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
+    """Both halves, of which that of images has no tokenizer."""
+    refuse_options(source, options)
     folder = source / folder_of(source)
     path, hf = folder / "config.json", read_optional_json(folder / "config.json")
     check_fields(str(path), hf, CONFIG_FIELDS)
@@ -180,28 +182,21 @@ def read_half(
                 f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
             )
     model = _Source(folder, folder_of(source), kind, hf, _normalizes(source))
-    half, config, head, tokenizer, further = (_text if route == TEXT_ROUTE else _image)(model)
-    prompts, default_prompt_name = read_prompts(source)
-    dtype: Any = hf.get("dtype") or hf.get("torch_dtype")
-    layout = Layout(tower=model.tower, heads={"dense": head}, prompts=prompts)
-    spec = ModelSpec(
-        architecture=ARCHITECTURE,
-        config={key: value for key, value in vars(config).items() if value is not None},
-        heads={"dense": head},
-        token_types=False,
-        prompts=dict(prompts or {}),
-        default_prompt_name=default_prompt_name,
-        hidden_size=config.hidden_size,
-        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
-        source=name,
-        revision=revision,
-        content_hash="",
-        **further,
-    )
-    return half, layout, spec, tokenizer
+    halves: dict[str, Outline] = {}
+    for route, half in ((TEXT_ROUTE, _text), (IMAGE_ROUTE, _image)):
+        tensors, config, head, tokenizer, further = half(model)
+        prompts, default = read_prompts(source)
+        layout = Layout(model.tower, {"dense": head}, prompts=prompts, default_prompt_name=default)
+        fields = _not_null(vars(config))
+        spec = spec_of(
+            options, layout, fields, hf, architecture="clip", token_types=False, **further
+        )
+        halves[route] = Outline(source, tensors, layout, spec, tokenizer)
+    check_comparable(source, halves)
+    return halves, TEXT_ROUTE
 
 
-_Parts = tuple[Half, ClipConfig, Head, bytes, dict[str, Any]]
+_Parts = tuple[TensorRules, ClipConfig, Head, bytes, dict[str, Any]]
 
 
 def _text(model: _Source) -> _Parts:
@@ -240,7 +235,7 @@ def _text(model: _Source) -> _Parts:
         *dense_rules("dense", 0, projection, tensor),
     )
     return (
-        Half(rules, ("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)),
+        TensorRules(rules=rules, ignored=("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)),
         config,
         head,
         tokenizer,
@@ -293,8 +288,14 @@ def _image(model: _Source) -> _Parts:
             modules=_normalized(model),
         )
         own += _probe_rules(config.hidden_size)
-    half = Half(tuple(own), ("text_model.*", "text_projection.*", *NOT_OF_TOWERS))
-    return half, config, head, b"", {"max_input_tokens": tokens, "image": rules}
+    ignored = ("text_model.*", "text_projection.*", *NOT_OF_TOWERS)
+    return (
+        TensorRules(rules=own, ignored=ignored),
+        config,
+        head,
+        b"",
+        {"max_input_tokens": tokens, "image": rules},
+    )
 
 
 def _image_fields(model: _Source) -> dict[str, Any]:
@@ -525,3 +526,6 @@ def _is_convolution(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 patch_kernel = Transform(_patch_kernel, _is_convolution)
+
+
+READER = Reader(is_dual, _outlines, lambda source, dense_path: [folder_of(source)])

@@ -8,36 +8,18 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.heads import Layout, dense_rules, read_optional_json
+from converters.outline import Options, Outline, spec_of
 from converters.weights import Rule
-from jaxembed.data.outputs import OutputName
-from jaxembed.data.spec import DenseLayer, Head, ImageRules, ModelSpec, NormalizeLayer, PerToken
+from jaxembed.data.spec import DenseLayer, ImageRules, NormalizeLayer, PerToken
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-ARCHITECTURE = "pages"
 QUERY = "query"
 FILLERS = 10  # tokens after a query, in which the model goes on thinking
 VECTOR_WIDTH = 128  # of a vector, where config.json does not say
 SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with which a template is tried
-
-
-@dataclass(frozen=True)
-class PageFamily:
-    """A family, as the plan of a conversion reads it."""
-
-    RULES: tuple[Rule, ...]
-    IGNORED: tuple[str, ...] = ("lm_head.weight", "embeddings.position_ids", "head.*")
-    PREFIXES: tuple[str, ...] = (
-        "vlm.",
-        "model.",
-        "language_model.",
-        "model.",
-        "vision_tower.",
-        "vision_model.",
-    )
-    RENAMES: Mapping[str, str] | None = None
-    ARCHITECTURE: str = ARCHITECTURE
 
 
 @dataclass(frozen=True)
@@ -62,27 +44,25 @@ class PageModel:
         """Where the tensors of the projection are."""
         return dense_rules("multi_vector", 0, self.projection, "embedding_proj_layer")
 
-    def outline(self, name: str, revision: str | None) -> tuple[Layout, ModelSpec]:
-        """The layout and the spec of the model, which has this name and revision."""
+    def outline(
+        self, source: Path, options: Options, tensors: TensorRules, tokenizer: bytes
+    ) -> Outline:
+        """The outline of the model in the folder `source`."""
         head = PerToken((self.projection, NormalizeLayer()))
-        heads: dict[OutputName, Head] = {"multi_vector": head}
-        dtype: Any = self.hf.get("dtype") or self.hf.get("torch_dtype")
-        spec = ModelSpec(
-            architecture=ARCHITECTURE,
-            config=self.config,
-            heads=heads,
+        layout = Layout(
+            "", {"multi_vector": head}, prompts={QUERY: self.prompt}, default_prompt_name=QUERY
+        )
+        spec = spec_of(
+            options,
+            layout,
+            self.config,
+            self.hf,
+            architecture="pages",
             image=self.rules,
             token_types=False,
-            prompts={QUERY: self.prompt},
-            default_prompt_name=QUERY,
             max_input_tokens=self.limit,
-            hidden_size=self.config["hidden_size"],
-            dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
-            source=name,
-            revision=revision,
-            content_hash="",
         )
-        return Layout(tower="", heads=heads, prompts=spec.prompts), spec
+        return Outline(source, tensors, layout, spec, tokenizer)
 
 
 def read_part(

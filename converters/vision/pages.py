@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.heads import Layout, read_optional_json
+from converters.heads import read_optional_json
+from converters.outline import Options, Outline, Reader
 from converters.vision.colpali import read_colpali
 from converters.vision.colqwen import read_colqwen
-from converters.vision.page_words import PageFamily
-from jaxembed.data.spec import ModelSpec
+from converters.vision.dual import refuse_options
 from jaxembed.errors import UnsupportedModel
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
@@ -36,11 +36,8 @@ def refuse_adapter(folder: Path, base: str) -> None:
         )
 
 
-def read_pages(
-    source: Path, name: str, revision: str | None
-) -> tuple[PageFamily, Layout, ModelSpec, bytes]:
-    """The family, layout, spec and tokenizer of a model. Raises UnsupportedModel for what is not
-    supported, and CheckpointError."""
+def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
+    refuse_options(source, options)
     path, hf = source / "config.json", read_optional_json(source / "config.json")
     check_fields(str(path), hf, CONFIG_FIELDS)
     for architecture in hf.get("architectures") or ():
@@ -49,5 +46,7 @@ def read_pages(
                 f"architecture {architecture!r} of a {hf['model_type']} model is not supported; "
                 f"known: {', '.join(CLASSES[hf['model_type']])}"
             )
-    read = PAGE_READERS[hf["model_type"]]
-    return read(source, hf, name, revision)
+    return {"": PAGE_READERS[hf["model_type"]](source, hf, options)}, ""
+
+
+READER = Reader(is_pages, _outlines)

@@ -7,9 +7,7 @@ and their numbers with torch's.
 import json
 import re
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import sources
 from test_adapter_conversion import write_adapter
 from test_golden import FILES, conversion_of, read, wanted_of, write_source
 
-from converters import CONVERTERS, convert
+from converters import convert
 from converters.families import (
     bert,
     deberta,
@@ -30,6 +28,7 @@ from converters.families import (
     modernbert,
     t5,
 )
+from converters.registry import family_of
 from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 
@@ -45,11 +44,6 @@ def golden(name: str) -> dict[str, np.ndarray]:
 
 def config_of(name: str) -> Fields:
     return json.loads(golden(name)["source/config.json"].item())
-
-
-def converter_of(hf: Fields) -> ModuleType:
-    own = jina_bert.is_jina_bert(hf)
-    return jina_bert if own else import_module(CONVERTERS[hf["model_type"]])
 
 
 def changed(config: Fields, changes: Fields) -> Fields:
@@ -732,7 +726,7 @@ FAMILIES: dict[str, Family] = {
 def test_every_spelling_of_a_config_is_read(name):
     family = FAMILIES[name]
     hf = config_of(family.golden)
-    read = converter_of(hf).config
+    read = family_of(hf).config
     fields = read(hf)
     for said in family.alike:
         assert read(changed(hf, said)) == fields, said
@@ -748,7 +742,7 @@ def test_every_spelling_of_a_config_is_read(name):
 )
 def test_odd_configs_are_read(name, said, read):
     hf = config_of(FAMILIES[name].golden)
-    converter = converter_of(hf)
+    converter = family_of(hf)
     assert converter.config(changed(hf, said)) == changed(converter.config(hf), read)
 
 
@@ -903,7 +897,7 @@ def test_pairs_have_types_where_the_tokenizer_gives_them(name, tmp_path):
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_soft_cap_of_logits_is_refused_where_they_are_scores(name):
     hf = config_of(FAMILIES[name].golden)
-    family = converter_of(hf)
+    family = family_of(hf)
     capped, plain = hf | {"final_logit_softcapping": 30.0}, hf | {"final_logit_softcapping": None}
     fields = family.config(hf)
     with pytest.raises(UnsupportedModel, match="final_logit_softcapping 30"):
@@ -966,7 +960,7 @@ def test_nvidias_reranker_takes_the_mean_and_divides_by_its_temperature(tmp_path
     spec, params = converted(arrays, tmp_path / "nvidia", name=name, **SCORER)
     _, plain = converted(arrays, tmp_path / "plain")
     assert spec.head.pooling == ("mean",)
-    assert spec.template == llama.RERANKER.template
+    assert spec.template == llama.FAMILY.reranker.template
     kernel = "heads.logits.modules.0.kernel"
     np.testing.assert_allclose(params[kernel], plain[kernel] * 4, rtol=1e-6)
     hf = config_of("llama_cross_encoder") | SCORER

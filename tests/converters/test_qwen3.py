@@ -41,7 +41,7 @@ OWN_CODE: dict[str, Any] = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"
 LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 
-QUESTION = qwen3.RERANKER.template
+QUESTION = qwen3.FAMILY.reranker.template
 CHAT = (
     "<|im_start|>system\nIs it so?<|im_end|>\n<|im_start|>user\n"
     "Task: {{ messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first"
@@ -165,7 +165,7 @@ def test_an_end_that_is_no_token_is_an_error(tmp_path):
     [
         ("my-Qwen3-Reranker-copy", None, None),
         ("abc123", "Qwen/Qwen3-Reranker-0.6B", None),
-        ("copy", None, f'prefix = "{qwen3.RERANKER.quote} Note that"'),
+        ("copy", None, f'prefix = "{qwen3.FAMILY.reranker.quote} Note that"'),
     ],
 )
 def test_a_qwen3_reranker_is_told_by_its_name_or_its_readme(tmp_path, caplog, folder, name, readme):
@@ -273,11 +273,12 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
 @pytest.mark.slow
 def test_templates_and_readmes_are_utf_8_in_any_locale(tmp_path):
     source = write(tmp_path / "source")
-    (source / "README.md").write_text(f"é {qwen3.RERANKER.quote}", encoding="utf-8")
+    (source / "README.md").write_text(f"é {qwen3.FAMILY.reranker.quote}", encoding="utf-8")
     (source / "chat_template.jinja").write_text(f"{{# é #}}{TALK}", encoding="utf-8")
     code = (
-        "import sys; from pathlib import Path; from converters import qwen3, rerankers;"
-        "assert rerankers.template_of(Path(sys.argv[1]), 'copy', qwen3) == qwen3.RERANKER.template"
+        "import sys; from pathlib import Path; from converters.families.qwen3 import FAMILY;"
+        "from converters.features.rerankers import template_of;"
+        "assert template_of(Path(sys.argv[1]), 'copy', FAMILY) == FAMILY.reranker.template"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(source)],

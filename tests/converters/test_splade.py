@@ -212,7 +212,7 @@ def test_weights_by_token_that_cannot_be_read_are_refused(tmp_path, content, mes
     sources.write_json(folder / "config.json", {"path": "idf.json"})
     sources.write_json(folder / "idf.json", content)
     with pytest.raises(CheckpointError) as caught:
-        outline(source, route="query")
+        outline_routes(source)
     assert message in str(caught.value)
 
 

@@ -109,7 +109,7 @@ def _reranker(request, tmp_path_factory) -> Path:
 
 def test_the_reranker_is_asked_and_scores_as_its_readme_does(reranker, make_embedder, note):
     embedder = make_embedder(reranker, [(1, LIMIT)])
-    assert embedder.spec.template == qwen3.RERANKER.template
+    assert embedder.spec.template == qwen3.FAMILY.reranker.template
     pairs = [Pair(QUERY, document) for document in DOCUMENTS]
     rules = Rules(prompt="", truncate=True, side="right")
     rows = [one.ids.tolist() for one in embedder.processor.encode(pairs, rules).work.encodings]

@@ -43,7 +43,7 @@ def test_prompts_are_those_that_converters_apply():
     own = {
         "colpali": {"query": colpali.QUERY_PREFIX},
         "colqwen2": {"query": colqwen.QUERY_PREFIX},
-        "qwen3": {"instruction": qwen3.RERANKER.template.instruction},
+        "qwen3": {"instruction": qwen3.FAMILY.reranker.template.instruction},
     }
     checked = set()
     for model in TABLE_OF_MODELS.models:

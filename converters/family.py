@@ -1,0 +1,86 @@
+"""What a family of models is to the converter: everything that differs from family to family."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from converters import weights
+from converters.weights import Rule, Tensor
+from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
+
+Fields = dict[str, Any]  # the content of a config.json, or the fields of a tower's config
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The head with which a family scores, and the rules for its tensors."""
+
+    logits: Pooled
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class TermHead:
+    """The head of a family's masked language models, and the rules for its tensors."""
+
+    head: Vocabulary
+    rules: tuple[Rule, ...]
+
+
+@dataclass(frozen=True)
+class Reranker:
+    """The published rerankers of a family, whose checkpoints do not contain their template."""
+
+    name: str  # lower case, within the name of the model
+    quote: str  # or within its README.md
+    template: PairTemplate
+    answers: tuple[str, str] = ("yes", "no")  # the tokens whose logits are subtracted
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """The adapters of Jina v3, one for each task, beside every weight: two tensors hold all."""
+
+    names: tuple[str, ...]
+    rank: int
+    scale: float
+    prompts: Mapping[str, str]  # by the names of the adapters
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRules:
+    """How the tensors of a model become parameters."""
+
+    rules: Sequence[Rule] = ()  # for the parameters; of a family, those of its tower
+    ignored: Sequence[str] = ()  # patterns of tensors without a use
+    prefixes: Sequence[str] = ()  # dropped from the front of a tensor's name, one after the other
+    renames: Mapping[str, str] = field(default_factory=dict)  # what endings of a name become
+    find: Callable[[Path], dict[str, Tensor]] = weights.find  # the tensors of a folder, by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(TensorRules):
+    """A family of models. Functions of `hf` are given the content of config.json; they raise
+    UnsupportedModel for what is not run, and CheckpointError for what is missing or makes no
+    sense."""
+
+    architecture: str  # of the tower, a key of ARCHITECTURES in jaxembed.models
+    classes: tuple[str, ...]  # of transformers, those that embed
+    config: Callable[[Fields], Fields]  # hf -> the fields of the tower's config
+    classifiers: tuple[str, ...] = ()  # classes that score, with the head of `classifier`
+    classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> their head
+    generators: tuple[str, ...] = ()  # classes of language models, of which some are rerankers
+    # hf, the tower's config, ids of yes and no -> the head of a reranker that is a generator
+    score_head: Callable[[Fields, Fields, int, int], Scorer] | None = None
+    reranker: Reranker | None = None  # the published ones, whose template is known
+    masked_lm: Callable[[Fields], TermHead] | None = None  # hf -> the head whose logits weigh terms
+    sparse_classes: tuple[str, ...] = ()  # of `classes`, whose classifier of tokens weighs terms
+    # code in auto_map that the tower computes alike, by the use it is named for, as in auto_map
+    own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    # whether hf, which has the model_type of another family, is of this one: see `registry`
+    is_variant: Callable[[Fields], bool] = lambda hf: False
+    # hf, the folder -> hf with what the weights tell and it does not say
+    completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
+    config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
+    built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> adapters of the model

@@ -1,0 +1,73 @@
+"""Plans and runs the conversion of a model's weights to parameters."""
+
+import logging
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
+
+import msgspec
+
+from converters import weights
+from converters.features.adapters import plan_adapters, without_built_in
+from converters.outline import Outline
+from converters.weights import Step
+from jaxembed.checkpoints.checkpoint import Contents
+from jaxembed.data.spec import DType
+from jaxembed.models import parameter_shapes
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 5.0  # between two log lines of a conversion
+
+ConversionProgress = Callable[[Sequence[Step]], Iterable[Step]]
+
+
+def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
+    """Yield the steps, and show a progress bar on a terminal, or a log line every few seconds."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm  # imported here, because only a terminal needs it
+
+        yield from tqdm(steps, desc="converting", unit="tensor", leave=False)
+        return
+    logged_at = time.monotonic()
+    for done, step in enumerate(steps):
+        if time.monotonic() - logged_at >= LOG_EVERY_S:
+            logger.info("converted %d of %d tensors", done, len(steps))
+            logged_at = time.monotonic()
+        yield step
+
+
+def contents(model: Outline, progress: ConversionProgress) -> Contents:
+    """What a checkpoint is made of; the parameters are read as they are taken."""
+    steps = _plan(model)
+    elements: Counter[str] = Counter()
+    for step in steps:
+        elements[step.dtype] += step.size
+    # that of most elements: a module may be saved in a wider dtype than the tower
+    dtype = cast(DType, elements.most_common(1)[0][0])
+    spec = msgspec.structs.replace(model.spec, dtype=dtype)
+    params = ((step.target, step.read()) for step in progress(steps))
+    return Contents(spec, params, model.tokenizer)
+
+
+def _plan(model: Outline) -> list[Step]:
+    """Plan the conversion of every parameter of the tower and of the modules after it."""
+    source, by, layout, spec = model.source, model.tensors, model.layout, model.spec
+    tower = by.find(source / layout.tower)
+    tensors = weights.canonical(spec.source, tower, by.prefixes, by.renames)
+    sources = list(model.adapters)
+    if model.built_in is not None:
+        tensors, own = without_built_in(spec.source, model.built_in, by.ignored, tensors)
+        sources = [*own, *sources]
+    for folder in layout.folders:
+        tensors |= weights.within(folder, weights.find(source / folder))
+    for name in layout.files:
+        tensors |= weights.within(name, weights.torch_file(source / name))
+    plain = msgspec.structs.replace(spec, adapters=())
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
+    ignored = [*by.ignored, *layout.ignored]
+    steps = weights.plan_steps(spec.source, by.rules, ignored, tensors, shapes)
+    steps += plan_adapters(spec.source, by.rules, tensors, shapes, sources, spec.adapters)
+    return sorted(steps, key=lambda step: step.size)  # as plan_steps says
