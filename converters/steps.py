@@ -54,12 +54,12 @@ def contents(model: Outline, progress: ConversionProgress) -> Contents:
 
 def _plan(model: Outline) -> list[Step]:
     """Plan the conversion of every parameter of the tower and of the modules after it."""
-    source, by, layout, spec = model.source, model.tensors, model.layout, model.spec
-    tower = by.find(source / layout.tower)
-    tensors = weights.canonical(spec.source, tower, by.prefixes, by.renames)
+    source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
+    tower = base.find(source / layout.tower)
+    tensors = weights.canonical(spec.source, tower, base.prefixes, base.renames)
     sources = list(model.adapters)
     if model.built_in is not None:
-        tensors, own = without_built_in(spec.source, model.built_in, by.ignored, tensors)
+        tensors, own = without_built_in(spec.source, model.built_in, base.ignored, tensors)
         sources = [*own, *sources]
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
@@ -67,7 +67,7 @@ def _plan(model: Outline) -> list[Step]:
         tensors |= weights.within(name, weights.torch_file(source / name))
     plain = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
-    ignored = [*by.ignored, *layout.ignored]
-    steps = weights.plan_steps(spec.source, by.rules, ignored, tensors, shapes)
-    steps += plan_adapters(spec.source, by.rules, tensors, shapes, sources, spec.adapters)
+    ignored = [*base.ignored, *layout.ignored]
+    steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
+    steps += plan_adapters(spec.source, base.rules, tensors, shapes, sources, spec.adapters)
     return sorted(steps, key=lambda step: step.size)  # as plan_steps says

@@ -234,13 +234,8 @@ def _text(model: _Source) -> _Parts:
         *clip_rules("text_model.", "final_layer_norm"),
         *dense_rules("dense", 0, projection, tensor),
     )
-    return (
-        TensorRules(rules=rules, ignored=("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)),
-        config,
-        head,
-        tokenizer,
-        further,
-    )
+    ignored = ("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)
+    return TensorRules(rules=rules, ignored=ignored), config, head, tokenizer, further
 
 
 def _image(model: _Source) -> _Parts:
@@ -289,13 +284,8 @@ def _image(model: _Source) -> _Parts:
         )
         own += _probe_rules(config.hidden_size)
     ignored = ("text_model.*", "text_projection.*", *NOT_OF_TOWERS)
-    return (
-        TensorRules(rules=own, ignored=ignored),
-        config,
-        head,
-        b"",
-        {"max_input_tokens": tokens, "image": rules},
-    )
+    tensors = TensorRules(rules=own, ignored=ignored)
+    return tensors, config, head, b"", {"max_input_tokens": tokens, "image": rules}
 
 
 def _image_fields(model: _Source) -> dict[str, Any]:
