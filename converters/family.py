@@ -76,11 +76,11 @@ class Family(TensorRules):
     reranker: Reranker | None = None  # the published ones, whose template is known
     masked_lm: Callable[[Fields], TermHead] | None = None  # hf -> the head whose logits weigh terms
     sparse_classes: tuple[str, ...] = ()  # of `classes`, whose classifier of tokens weighs terms
-    # code in auto_map that the tower computes alike, by the use it is named for, as in auto_map
+    # code that the tower computes alike, by the use for which auto_map names it
     own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # whether hf, which has the model_type of another family, is of this one: see `registry`
+    # of one in VARIANTS of registry.py: whether hf, whose model_type is another's, is of this one
     is_variant: Callable[[Fields], bool] = lambda hf: False
-    # hf, the folder -> hf with what the weights tell and it does not say
+    # hf, the folder -> hf with what only the weights tell
     completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
     config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
     built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> adapters of the model

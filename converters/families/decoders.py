@@ -22,39 +22,6 @@ LAYER = "layers.{i}"
 SELF = f"{LAYER}.self_attn"
 TARGET = "tower.layers.{i}"
 
-RULES = (
-    Rule("embed_tokens.weight", "tower.embeddings.word.embedding"),
-    Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale"),
-    Rule(
-        (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
-        f"{TARGET}.attention.qkv.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
-        f"{TARGET}.attention.qkv.bias",
-        concatenate,
-    ),
-    Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale"),
-    Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale"),
-    Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
-    Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
-    Rule(f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.mlp_norm.scale"),
-    Rule(
-        (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
-        f"{TARGET}.mlp.gate_up.kernel",
-        concatenate_transposed,
-    ),
-    Rule(
-        (f"{LAYER}.mlp.gate_proj.bias", f"{LAYER}.mlp.up_proj.bias"),
-        f"{TARGET}.mlp.gate_up.bias",
-        concatenate,
-    ),
-    Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
-    Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
-    Rule("norm.weight", "tower.norm.scale"),
-)
-
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -204,7 +171,38 @@ decoder_family = partial(
     Family,
     architecture="qwen3",
     prefixes=("model.",),
-    rules=RULES,
+    rules=(
+        Rule("embed_tokens.weight", "tower.embeddings.word.embedding"),
+        Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale"),
+        Rule(
+            (f"{SELF}.q_proj.weight", f"{SELF}.k_proj.weight", f"{SELF}.v_proj.weight"),
+            f"{TARGET}.attention.qkv.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{SELF}.q_proj.bias", f"{SELF}.k_proj.bias", f"{SELF}.v_proj.bias"),
+            f"{TARGET}.attention.qkv.bias",
+            concatenate,
+        ),
+        Rule(f"{SELF}.q_norm.weight", f"{TARGET}.attention.query_norm.scale"),
+        Rule(f"{SELF}.k_norm.weight", f"{TARGET}.attention.key_norm.scale"),
+        Rule(f"{SELF}.o_proj.weight", f"{TARGET}.attention.out.kernel", transpose),
+        Rule(f"{SELF}.o_proj.bias", f"{TARGET}.attention.out.bias"),
+        Rule(f"{LAYER}.post_attention_layernorm.weight", f"{TARGET}.mlp_norm.scale"),
+        Rule(
+            (f"{LAYER}.mlp.gate_proj.weight", f"{LAYER}.mlp.up_proj.weight"),
+            f"{TARGET}.mlp.gate_up.kernel",
+            concatenate_transposed,
+        ),
+        Rule(
+            (f"{LAYER}.mlp.gate_proj.bias", f"{LAYER}.mlp.up_proj.bias"),
+            f"{TARGET}.mlp.gate_up.bias",
+            concatenate,
+        ),
+        Rule(f"{LAYER}.mlp.down_proj.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
+        Rule("norm.weight", "tower.norm.scale"),
+    ),
     # The language model's head is not used for embeddings; files may hold it even if it is tied.
     ignored=("lm_head.weight",),
     classifier=last_token_classifier,

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from converters.families import decoders
+from converters.families import qwen3
 from converters.families.decoders import (
     GLOBAL_LAYER,
     LAYER,
@@ -118,7 +118,7 @@ FAMILY = decoder_family(
     classifiers=("Gemma3TextForSequenceClassification",),
     generators=("Gemma3ForCausalLM",),
     rules=(
-        *(rule for rule in decoders.RULES if not rule.target.endswith(".scale")),
+        *(rule for rule in qwen3.FAMILY.rules if not rule.target.endswith(".scale")),
         # Norms multiply by one more than their weight, and there are two around each block.
         Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale", one_plus),
         Rule(

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from converters.families import decoders
+from converters.families import qwen3
 from converters.families.decoders import REQUIRED, decoder_config
 from converters.families.gemma3 import HEAD_WIDTH
 from converters.family import TensorRules
@@ -40,7 +40,7 @@ QUERY_PREFIX = "Question: "
 
 GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than their weight
     Rule(rule.sources, rule.target, one_plus) if rule.target.endswith("norm.scale") else rule
-    for rule in decoders.RULES
+    for rule in qwen3.FAMILY.rules
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from converters.families import decoders
+from converters.families import qwen3
 from converters.families.decoders import decoder_config, head_width_of, is_causal
 from converters.families.qwen3 import qwen_windows
 from converters.families.rope import read_parameters, rope_parameters
@@ -81,7 +81,7 @@ def read_colqwen(source: Path, hf: Mapping[str, Any], options: Options) -> Outli
     model = PageModel(hf, config, rules, prompt, _limit(rules, text["max_positions"]))
     tensors = TensorRules(
         rules=(
-            *decoders.RULES,
+            *qwen3.FAMILY.rules,
             *vision_rules("visual", "tower.image"),
             *model.projection_rules,
         ),
