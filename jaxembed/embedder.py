@@ -422,9 +422,9 @@ def _of_pairs(numbers: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except InvalidInput as error:
-        if error.index is not None:
-            error.field, error.index = error.field or "query", numbers.index(error.index)
-        raise
+        if error.index is None:
+            raise
+        raise error.at(numbers.index(error.index), error.field or "query") from error
 
 
 def _chunked(text: ChunkedText | Sequence[str]) -> ChunkedText:

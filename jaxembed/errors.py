@@ -38,6 +38,7 @@ JaxembedError
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 # What ends a thread or the process. Any other BaseException that a call into an extension raises,
 # such as a panic of Rust, is an error like an Exception.
@@ -92,6 +93,12 @@ class InvalidInput(JaxembedError):
         super().__init__(message)
         self.field = field
         self.index = index
+
+    def at(self, index: int | None, field: str | None = None) -> Self:
+        """The same error with this index, and if one is given with this field."""
+        error = type(self).__new__(type(self), *self.args)
+        error.__dict__.update(self.__dict__, index=index, field=field or self.field)
+        return error
 
 
 class EmptyInput(InvalidInput):
@@ -176,8 +183,8 @@ class UnknownPrompt(InvalidInput):
 class UnknownPurpose(InvalidInput):
     """A purpose of texts is not one of the `known` ones."""
 
-    def __init__(self, purpose: str, known: Sequence[str]):
-        super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}")
+    def __init__(self, purpose: str, known: Sequence[str], field: str | None = None):
+        super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}", field)
         self.purpose = purpose
         self.known = tuple(known)
 
@@ -186,10 +193,10 @@ class UnknownRoute(InvalidInput):
     """The model has several routes, `available`, and none of them is `asked` for; None if the
     request names none and the model has no default one."""
 
-    def __init__(self, asked: str | None, available: Sequence[str]):
+    def __init__(self, asked: str | None, available: Sequence[str], field: str = "prompt_name"):
         names = ", ".join(filter(None, available)) or "no routes"
         missing = "names no route" if asked is None else f"asks for {asked!r}, which is no route"
-        super().__init__(f"the request {missing} of this model; it has {names}", "prompt_name")
+        super().__init__(f"the request {missing} of this model; it has {names}", field)
         self.asked = asked
         self.available = tuple(available)
 

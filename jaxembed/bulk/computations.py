@@ -223,8 +223,7 @@ def _check_header(image: RowImage, index: int) -> None:
         if isinstance(image, bytes):
             image_facts(image)
     except InvalidImage as error:
-        error.index = index
-        raise
+        raise error.at(index) from error
 
 
 def as_arrow(values: Any) -> Any:

@@ -128,8 +128,7 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
             encodings += found
             parts.append(part)
     except InvalidInput as error:
-        error.index = len(parts)
-        raise
+        raise error.at(len(parts)) from error
     return encodings, join_chunked(parts) or NO_CHUNKS
 
 

@@ -74,16 +74,17 @@ def prompt_of_role(role: Role, prompts: Collection[str]) -> str | None:
     return next((name for name in PROMPTS.get(role, ()) if name in prompts), None)
 
 
-def prompt_for(purpose: str, prompts: Collection[str]) -> str | None:
+def prompt_for(purpose: str, prompts: Collection[str], field: str | None = None) -> str | None:
     """The name of the prompt for a purpose; None if the checkpoint has none for it.
 
     It is the prompt with the name of the purpose, else the one that sentence-transformers chooses
     for its role, else another with the same role. `prompts` are the checkpoint's names. Raises
-    UnknownPurpose if the purpose has no role.
+    UnknownPurpose, of the `field` that gave the purpose, if it has no role.
     """
     role = role_of(purpose)
     if role is None:
-        raise UnknownPurpose(purpose, [*PURPOSES, *(f"*{suffix}" for suffix in SUFFIXES)])
+        known = [*PURPOSES, *(f"*{suffix}" for suffix in SUFFIXES)]
+        raise UnknownPurpose(purpose, known, field)
     if purpose in prompts:
         return purpose
     return prompt_of_role(role, prompts) or same_purpose(purpose, prompts)

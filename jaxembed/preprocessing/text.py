@@ -216,8 +216,7 @@ class TextProcessor:
                     own = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
                     encodings.append(Encoding(ids, spans=own if spans else None))
         except InvalidInput as error:
-            error.index = len(parts)
-            raise
+            raise error.at(len(parts)) from error
         return _in_windows(parts, encodings, sum(part.is_cut for part in parts))
 
     def encode_late(self, texts: Sequence[ChunkedText], rules: Rules, slots: int) -> Tokenized:
@@ -355,8 +354,7 @@ class TextProcessor:
                     truncated += cut
                 rows.append(row)
         except InvalidInput as error:
-            error.index = len(rows)
-            raise
+            raise error.at(len(rows)) from error
         lengths = [len(row) for row in rows]
         ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
         return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
@@ -551,8 +549,7 @@ class TextProcessor:
                 parts.append(part := self._divide(document, text, division, rules))
                 encodings += [Encoding(*self._frame.join(query[0], row)) for row in part.rows]
         except InvalidInput as error:
-            error.index = len(parts)
-            raise
+            raise error.at(len(parts)) from error
         return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
 
     def _division(
@@ -686,8 +683,7 @@ def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
             encodings.append(encoding)
             truncated += cut
     except InvalidInput as error:
-        error.index = len(encodings)
-        raise
+        raise error.at(len(encodings)) from error
     return Tokenized(work_of(encodings), truncated)
 
 

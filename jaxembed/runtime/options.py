@@ -62,6 +62,24 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a client asks for, in its own words, before it is known what that means for a model.
+
+    `purposes` say what the texts are for, by the field of each, such as ("input_type", "query").
+    `outputs` are named by the client, in place of those of the options; empty for the model's
+    usual ones. `multi_vector` asks for several vectors an input. `dtype` is the one that the client
+    names, if any. `dimensions_field` is the client's name for the number of dimensions.
+    """
+
+    options: EncodeOptions
+    purposes: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] | None = None
+    multi_vector: bool = False
+    dtype: EmbeddingDtype | None = None
+    dimensions_field: str = "dimensions"
+
+
+@dataclass(frozen=True)
 class ScoreOptions:
     """The options of one request to a reranker or classifier. It has no prompts: they are for
     embedding models. `weights` are for embedding models that give several outputs, which take no

@@ -211,9 +211,9 @@ class MixedRequest(EncodeRequest):
         try:
             yield self.parts[number]
         except InvalidInput as error:
-            if error.index is not None:
-                error.index = int(self.places[number][error.index])
-            raise
+            if error.index is None:
+                raise
+            raise error.at(int(self.places[number][error.index])) from error
 
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
         """The answer of answers to the parts, in the order of the inputs."""

@@ -317,8 +317,7 @@ def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) ->
     try:
         return job(shared, chunk)
     except InvalidInput as error:
-        error.index = first + (error.index or 0)
-        raise
+        raise error.at(first + (error.index or 0)) from error
 
 
 def _wake(future: asyncio.Future) -> None:

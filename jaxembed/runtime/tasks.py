@@ -29,7 +29,7 @@ from jaxembed.preprocessing.text import Rules, TextProcessor
 from jaxembed.preprocessing.tokenizer import MOST_READ
 from jaxembed.preprocessing.windows import MOST_WINDOWS
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
-from jaxembed.runtime.options import EncodeOptions, ScoreOptions
+from jaxembed.runtime.options import Asked, EncodeOptions, ScoreOptions
 from jaxembed.runtime.requests import (
     LOGITS,
     ComparedRequest,
@@ -58,13 +58,19 @@ IMAGE_URI = "data:image/"  # how the data URI of an image begins
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
-class _Form(msgspec.Struct, frozen=True):
-    """What all requests for embeddings with the same options have in common."""
+class Intent(msgspec.Struct, frozen=True, eq=False):
+    """What a request for embeddings means for a model."""
 
+    options: (
+        EncodeOptions  # those asked for, with what the model gives them: outputs, prompt, route
+    )
     rules: Rules
     outputs: frozenset[OutputName]  # of the engine
     route: str
     adapter: int
+    ranges: np.ndarray | None  # float32 [2, dim], of a dtype that needs them
+    prompt_name: str | None  # of the prompt that was chosen; empty for none; None for the default
+    dtype: EmbeddingDtype | None  # that was named
 
 
 class Tasks:
@@ -92,71 +98,36 @@ class Tasks:
         self._processor = processor
         self._text = text
         self._ranges = ranges
-        # Options come again and again; a prompt of a client could be long, so it is not kept.
-        self._usual_forms = lru_cache(maxsize=64)(self._form)
+        # What is asked comes again and again; a prompt of a client could be long: it is not kept.
+        self._usual_intent = lru_cache(maxsize=64)(self._intent)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
         """The request for a vector of each input, and for the other outputs of the options.
 
         Images are refused with a prompt, which is for texts.
         """
-        check_task(self._name, self._spec, "embed")
-        if Image in map(type, inputs):
-            self._check_outputs(options)
-            return self._embed_images(inputs, options)
-        if self._takes_images:
-            _check_texts(inputs)
-        dtype = embedding_dtype(options.output_dtype)
-        form = (self._form if options.prompt else self._usual_forms)(options)
-        if inputs and form.rules.role == "document" and self._spec.image is not None:
+        with_images = Image in map(type, inputs)
+        return self.request(inputs, self.intent(Asked(options), with_images=with_images))
+
+    def intent(self, asked: Asked, *, with_images: bool = False) -> Intent:
+        """What is asked means this for the model, of texts or also of images."""
+        known = self._intent if asked.options.prompt else self._usual_intent
+        return known(asked, with_images)
+
+    def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
+        """The request of this intent for the outputs of each input."""
+        if not self._takes_images:
+            return _encode_request(inputs, intent)
+        _check_texts(inputs)
+        images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
+        others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
+        if others and intent.rules.role == "document" and self._spec.image is not None:
             raise InvalidInput(
                 f"the documents of {self._name} are images, and its texts are queries; send images"
             )
-        return EncodeRequest(
-            inputs,
-            form.rules,
-            form.outputs,
-            options.priority,
-            options,
-            route=form.route,
-            adapter=form.adapter,
-            ranges=self.ranges(options, dtype),
-        )
-
-    def _form(self, options: EncodeOptions) -> _Form:
-        """The form of requests with these options. Raises WrongTask and InvalidInput."""
-        self._check_outputs(options)
-        options, adapter = self._with_prompt_of_adapter(options)
-        prompt = self._processor.prompt(options.prompt, options.prompt_name)
-        route = self._route(options)
-        rules = Rules(
-            prompt,
-            self._truncate(options),
-            options.truncation_side,
-            bare_ids=options.bare_ids,
-            role=self._role(options),
-        )
-        outputs = self._computed(options.outputs, route)
-        return _Form(rules, outputs, route, adapter)
-
-    def check_images(self) -> None:
-        """Raise WrongTask unless the model embeds images."""
-        if not self._takes_images:
-            raise WrongTask(f"{self._name} takes texts and no images")
-
-    def _embed_images(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
-        """The request for vectors of inputs of which some are images."""
-        self.check_images()
-        for name in ("prompt", "prompt_name", "route"):
-            if getattr(options, name):
-                raise InvalidInput(
-                    f"`{name}` is for texts, and the request has images; leave it out, with "
-                    "any `input_type` or `task` that chose it",
-                    field=name,
-                )
-        images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
-        others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
-        plain = self.embed([inputs[k] for k in others], options)
+        plain = _encode_request([inputs[k] for k in others], intent)
+        if not images:
+            return plain
         of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
         if not others:
             return of_images
@@ -170,7 +141,115 @@ class Tasks:
             places=(np.array(others), np.array(images)),
         )
 
-    def _check_outputs(self, options: EncodeOptions) -> None:
+    def _intent(self, asked: Asked, with_images: bool) -> Intent:
+        """The intent, worked out. Raises WrongTask and InvalidInput."""
+        check_task(self._name, self._spec, "embed")
+        options = self._meant(asked)
+        self._check_outputs(options, asked.dimensions_field)
+        if with_images:
+            self.check_images()
+            _check_no_prompt(options)
+        chosen = options.prompt_name if options.prompt is None else ""
+        adapted, adapter = self._with_prompt_of_adapter(options)
+        prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)
+        route = self._route(adapted)
+        rules = Rules(
+            prompt,
+            self._truncate(options),
+            options.truncation_side,
+            bare_ids=options.bare_ids,
+            role=self._role(adapted),
+        )
+        outputs = self._computed(options.outputs, route)
+        ranges = self.ranges(options, options.output_dtype)
+        return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype)
+
+    def _meant(self, asked: Asked) -> EncodeOptions:
+        """The options with the prompt, the role and the route of the purposes, and the outputs and
+        the dtype that are named."""
+        options = asked.options
+        if asked.purposes:
+            options = self._with_purposes(options, asked.purposes)
+        if asked.outputs is not None:
+            options = replace(options, outputs=self._named_outputs(asked))
+        dtype = asked.dtype or embedding_dtype(options.output_dtype)
+        return options if dtype == options.output_dtype else replace(options, output_dtype=dtype)
+
+    def _with_purposes(
+        self, options: EncodeOptions, purposes: Sequence[tuple[str, str]]
+    ) -> EncodeOptions:
+        """The options with what the purposes of the texts choose. Raises InvalidInput for an
+        unknown one, and for such that contradict each other or the name of a prompt."""
+        prompts = self._spec.prompts
+        found: dict[str, tuple[str, Role | None, str | None]] = {}
+        for field, purpose in purposes:
+            found[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
+        # Adapters for purposes, as those of Jina v3: the vector of none would look right.
+        tasks = [name for name in self._spec.adapter_names if name in prompts]
+        for field, (purpose, _, name) in found.items():
+            if tasks and name not in tasks:
+                raise InvalidInput(
+                    f"`{field}` of {purpose!r}: the model has no such task; it has "
+                    + ", ".join(tasks),
+                    field=field,
+                )
+        if options.prompt_name is not None:
+            name = options.prompt_name
+            found["prompt_name"] = name, role_of(name), name
+        roles, names = ({one[k] for one in found.values()} - {None} for k in (1, 2))
+        if len(roles) > 1 or len(names) > 1:
+            shown = " and ".join(
+                f"`{field}` of {value!r}" for field, (value, _, _) in found.items()
+            )
+            raise InvalidInput(
+                f"{shown} ask for different prompts; send one of them", field=next(iter(found))
+            )
+        field, purpose = purposes[0]
+        return replace(
+            options,
+            prompt=None if names else "",
+            prompt_name=next(iter(names), None),
+            route=self.route_for(purpose, field),
+            role=found[field][1],
+        )
+
+    def _named_outputs(self, asked: Asked) -> frozenset[OutputName]:
+        """The outputs that a client names: without any the dense one, or of a model without it all
+        that it has. Raises InvalidInput for unknown ones, and if it contradicts itself."""
+        offered, field = self._offered, "return_multivector"
+        if asked.outputs:
+            if unknown := [name for name in asked.outputs if name not in offered]:
+                raise InvalidInput(
+                    f"`outputs` must be some of {', '.join(offered)}, which the model gives. "
+                    f"Given: {', '.join(unknown)}",
+                    field="outputs",
+                )
+            named: frozenset[OutputName] = frozenset(
+                name for name in REPRESENTATIONS if name in asked.outputs
+            )
+            if asked.multi_vector and "multi_vector" not in named:
+                raise InvalidInput(
+                    f"`{field}` of true contradicts `outputs` without multi_vector; send one of "
+                    "them",
+                    field=field,
+                )
+            return named
+        if not asked.multi_vector:
+            return frozenset({"dense"} if "dense" in offered else offered)
+        if "multi_vector" not in offered:
+            raise InvalidInput(
+                f"`{field}` of true is not supported by this model, which gives "
+                f"{' and '.join(offered)}",
+                field=field,
+            )
+        return frozenset({"multi_vector"})
+
+    def check_images(self) -> None:
+        """Raise WrongTask unless the model embeds images."""
+        if not self._takes_images:
+            raise WrongTask(f"{self._name} takes texts and no images")
+
+    def _check_outputs(self, options: EncodeOptions, dimensions_field: str = "dimensions") -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
         that ask for nothing of those asked for."""
         unknown = {*options.outputs}.difference(self._offered)
@@ -185,7 +264,7 @@ class Tasks:
                 "float",
                 field="output_dtype",
             )
-        check_cut(self._widths, options.outputs, options.dimensions)
+        check_cut(self._widths, options.outputs, options.dimensions, dimensions_field)
         most = options.max_active_dims
         if most is not None and "sparse" not in options.outputs:
             raise InvalidInput(
@@ -210,20 +289,23 @@ class Tasks:
         Raises InvalidInput for a model that does not pool by the mean alone, and for texts that are
         divided into chunks of an impossible size.
         """
-        plain = self.embed((), options)
-        _check_late(self._routes.specs[plain.route], plain.options)
+        return self.request_chunks(texts, self.intent(Asked(options)))
+
+    def request_chunks(self, texts: Sequence[ChunkedText], intent: Intent) -> LateRequest:
+        """The request of this intent for a vector of each chunk, as `embed_chunks`."""
+        _check_late(self._routes.specs[intent.route], intent.options)
         for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
             _check_size(size)
-        windows = MOST_READ if plain.rules.truncate else 1  # as many as it takes
+        windows = MOST_READ if intent.rules.truncate else 1  # as many as it takes
         return LateRequest(
             texts,
-            msgspec.structs.replace(plain.rules, max_windows=windows),
-            plain.outputs,
-            plain.priority,
-            plain.options,
-            route=plain.route,
-            adapter=plain.adapter,
-            ranges=plain.ranges,
+            msgspec.structs.replace(intent.rules, max_windows=windows),
+            intent.outputs,
+            intent.options.priority,
+            intent.options,
+            route=intent.route,
+            adapter=intent.adapter,
+            ranges=intent.ranges,
         )
 
     def ranges(
@@ -434,15 +516,16 @@ class Tasks:
         name = prompt_of_role(role, prompts)
         return replace(options, prompt="" if name is None else prompts[name])
 
-    def route_for(self, purpose: str) -> str:
+    def route_for(self, purpose: str, field: str = "prompt_name") -> str:
         """The route of texts with this purpose, such as "query": the one of that name, else one of
-        the same role; of a model with one route that one. Raises UnknownRoute."""
+        the same role; of a model with one route that one. Raises UnknownRoute, which names the
+        `field` that gave the purpose."""
         specs = self._routes.specs
         if "" in specs or purpose in specs:
             return "" if "" in specs else purpose
         route = same_purpose(purpose, specs)
         if route is None:
-            raise UnknownRoute(purpose, tuple(specs))
+            raise UnknownRoute(purpose, tuple(specs), field)
         return route
 
     def named_route(self, prompt_name: str | None) -> str:
@@ -543,13 +626,38 @@ class Tasks:
         return self._text.truncate if options.truncate is None else options.truncate
 
 
+def _encode_request(inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
+    options = intent.options
+    return EncodeRequest(
+        inputs,
+        intent.rules,
+        intent.outputs,
+        options.priority,
+        options,
+        route=intent.route,
+        adapter=intent.adapter,
+        ranges=intent.ranges,
+    )
+
+
+def _check_no_prompt(options: EncodeOptions) -> None:
+    """Raise InvalidInput for what chooses a prompt, of a request with images."""
+    for name in ("prompt", "prompt_name", "route"):
+        if getattr(options, name):
+            raise InvalidInput(
+                f"`{name}` is for texts, and the request has images; leave it out, with "
+                "any `input_type` or `task` that chose it",
+                field=name,
+            )
+
+
 def _check_texts(inputs: Sequence[Input]) -> None:
     """Raise InvalidInput for an image that comes as a text: its vector would be that of letters."""
     for index, item in enumerate(inputs):
         if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
-            error = InvalidInput("the text is a data URI of an image; send it as an image")
-            error.index = index
-            raise error
+            raise InvalidInput(
+                "the text is a data URI of an image; send it as an image", index=index
+            )
 
 
 def _check_windows(options: ScoreOptions) -> None:

@@ -56,8 +56,7 @@ class ImageProcessor:
                     raise InvalidInput("the input is no image, and this is the tower of images")
                 encodings.append(self._encode(item, size or self._bytes(item)))
         except InvalidInput as error:
-            error.index = len(encodings)
-            raise
+            raise error.at(len(encodings)) from error
         return Tokenized(work_of(encodings), 0)
 
     def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:

@@ -1,82 +1,57 @@
-"""The steps of every request that a model runs, once: find the model, accept the request, run it,
-encode the answer. Knows no dialect."""
+"""The steps of every request that a model runs, after `Meter.find` has found the model: accept the
+inputs and work out what is meant, run it, encode the answer."""
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import cast
 
 import numpy as np
 from quart import Response
 
 from jaxembed.data.inputs import Image, Input, Text
-from jaxembed.data.outputs import OutputName
-from jaxembed.data.spec import Task
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.runtime.requests import Answer, Request
 from jaxembed.runtime.similarity import compare_first, compare_outputs
-from jaxembed.server.meter import Meter, RequestSize
-from jaxembed.server.pipeline.body import RequestInputs, RequestTexts, check_batch
+from jaxembed.runtime.tasks import Intent
+from jaxembed.server.meter import Meter
+from jaxembed.server.pipeline.body import RequestInputs, RequestTexts, read_documents
 from jaxembed.server.pipeline.late import RequestChunks
-from jaxembed.server.pipeline.media import ImageSource, read_images, text_or_image
-
-Size = TypeVar("Size", bound=RequestSize)
-Options = TypeVar("Options", EncodeOptions, ScoreOptions)
-
-DENSE: frozenset[OutputName] = frozenset({"dense"})
+from jaxembed.server.pipeline.media import ImageSource, read_images
 
 
-async def embed_inputs(
-    meter: Meter,
-    model: str | None,
-    read: Callable[[], RequestInputs],
-    options: Callable[[LoadedModel], EncodeOptions],
-    *,
-    outputs: Collection[OutputName] = DENSE,
-) -> Embeddings:
-    """The vectors of a request to embed. `read` and `options` are called once the model is known:
-    they raise what is wrong with the body. Where the body names no model, one that gives these
-    outputs is preferred."""
-    loaded, inputs = await _accept(meter, model, "embed", read, outputs)
-    asked = _adapted(meter, options(loaded))
-    if any(isinstance(item, ImageSource) for item in inputs.items):
-        loaded.tasks.check_images()
-    items = await read_images(inputs.items, meter.held)
-    meter.images = [item.data for item in items if isinstance(item, Image)]
-    return await _answer(meter, loaded.tasks.embed(items, asked))
+def accept(meter: Meter, inputs: RequestInputs | RequestChunks, asked: Asked) -> Intent:
+    """Count the request as accepted by the model, and work out what is asked of it."""
+    meter.accept(inputs)
+    if meter.adapter is not None:
+        asked = replace(asked, options=replace(asked.options, adapter=meter.adapter))
+    return meter.loaded.tasks.intent(asked, with_images=ImageSource in map(type, inputs.items))
 
 
-async def embed_chunks(
-    meter: Meter,
-    model: str | None,
-    read: Callable[[], RequestChunks],
-    options: Callable[[LoadedModel], EncodeOptions],
-) -> Embeddings:
-    """The vectors of the chunks of a request's texts, with `read` and `options` as in
-    `embed_inputs`. An error of a chunk names its place in the body."""
-    loaded, texts = await _accept(meter, model, "embed", read, DENSE)
-    request = loaded.tasks.embed_chunks(texts.items, _adapted(meter, options(loaded)))
+async def embed_inputs(meter: Meter, inputs: RequestInputs, intent: Intent) -> Embeddings:
+    """The outputs of each input."""
+    items = await _read_images(meter, inputs)
+    return await _answer(meter, meter.loaded.tasks.request(items, intent))
+
+
+async def embed_chunks(meter: Meter, texts: RequestChunks, intent: Intent) -> Embeddings:
+    """The vectors of the chunks of texts. An error of a chunk names its place in the body."""
     try:
-        return await _answer(meter, request)
+        return await _answer(meter, meter.loaded.tasks.request_chunks(texts.items, intent))
     except InvalidChunk as error:
-        error.field, error.index = texts.chunk_place(error.index or 0, error.chunk), None
-        raise
+        raise error.at(None, texts.chunk_place(error.index or 0, error.chunk)) from error
 
 
 async def compare_texts(
-    meter: Meter,
-    model: str | None,
-    read: Callable[[], RequestInputs],
-    options: EncodeOptions,
+    meter: Meter, inputs: RequestInputs, options: EncodeOptions
 ) -> tuple[Embeddings, np.ndarray]:
     """The outputs of a text, the first input, and of those to compare with it, and how similar it
     is to each of them."""
-    loaded, inputs = await _accept(meter, model, "embed", read)
+    meter.accept(inputs)
+    loaded = meter.loaded
     output = loaded.spec.representations[0]
-    options = replace(_adapted(meter, options), outputs=frozenset({output}))
-    items = await read_images(inputs.items, meter.held)
-    answer = await _embed_to_compare(meter, items, options)
+    options = replace(options, outputs=frozenset({output}), adapter=meter.adapter)
+    answer = await _embed_to_compare(meter, await _read_images(meter, inputs), options)
     if output == "dense":
         return answer, compare_first(answer)
     # Other outputs take milliseconds, in which the event loop would stand still.
@@ -100,49 +75,35 @@ async def _embed_to_compare(
     try:
         return Embeddings.joined([first, await _answer(meter, documents)])
     except InvalidInput as error:
-        error.index = 1 + (error.index or 0)
-        raise
+        raise error.at(1 + (error.index or 0)) from error
 
 
-async def score_inputs(
-    meter: Meter,
-    model: str | None,
-    read: Callable[[], RequestTexts],
-    options: Callable[[], ScoreOptions],
-) -> Scores:
-    """The logits of a request to classify, with `read` and `options` as in `embed_inputs`."""
-    loaded, inputs = await _accept(meter, model, "classify", read)
-    request = loaded.tasks.score(inputs.items, _adapted(meter, options()))
-    return await _answer(meter, request)
+async def score_inputs(meter: Meter, inputs: RequestTexts, options: ScoreOptions) -> Scores:
+    """The logits of texts and pairs to classify."""
+    meter.accept(inputs)
+    options = replace(options, adapter=meter.adapter)
+    return await _answer(meter, meter.loaded.tasks.score(inputs.items, options))
 
 
 async def score_documents(
     meter: Meter,
-    model: str | None,
     query: str,
     documents: Sequence[str | ImageSource],
     options: ScoreOptions,
     *,
     field: str,
 ) -> Scores:
-    """The logits of a request to rerank, whose documents came in `field`."""
-
-    def read() -> RequestInputs:
-        check_batch(len(documents))
-        # the query counts once for each document, as in TEI
-        characters = len(query) * len(documents)
-        characters += sum(len(one) for one in documents if isinstance(one, str))
-        return RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
-
-    loaded, inputs = await _accept(meter, model, "rerank", read)
-    options = _adapted(meter, options)
-    if any(isinstance(one, ImageSource) for one in documents):
-        loaded.tasks.check_images()
-    items = await read_images(inputs.items, meter.held)
+    """The logits of a query and each of the documents, which came in `field`."""
+    inputs = read_documents(query, documents, field)
+    meter.accept(inputs)
+    options = replace(options, adapter=meter.adapter)
+    if ImageSource in map(type, documents):
+        meter.loaded.tasks.check_images()
+    items = await _read_images(meter, inputs)
     given = [one.text if isinstance(one, Text) else cast(Image, one) for one in items]
-    if loaded.spec.task == "embed":
+    if meter.loaded.spec.task == "embed":
         return await _compare(meter, query, given, options, field)
-    return await _answer(meter, loaded.tasks.rerank(query, given, options))
+    return await _answer(meter, meter.loaded.tasks.rerank(query, given, options))
 
 
 async def _compare(
@@ -153,13 +114,11 @@ async def _compare(
     try:
         first = await _answer(meter, of_query)
     except InvalidInput as error:
-        error.field, error.index = error.field or "query", None
-        raise
+        raise error.at(None, error.field or "query") from error
     try:
         others = await _answer(meter, of_documents)
     except InvalidInput as error:
-        error.field = error.field or field
-        raise
+        raise error.at(error.index, error.field or field) from error
     runner = meter.loaded.runner
     return await runner.off_loop(compare_outputs, first, others, weights, documents)
 
@@ -179,20 +138,10 @@ async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
     return await meter.loaded.answer(request, meter.held)
 
 
-def _adapted(meter: Meter, options: Options) -> Options:
-    """The options with the adapter that the body's `model` names."""
-    return options if meter.adapter is None else replace(options, adapter=meter.adapter)
-
-
-async def _accept(
-    meter: Meter,
-    model: str | None,
-    task: Task,
-    read: Callable[[], Size],
-    outputs: Collection[OutputName] = (),
-) -> tuple[LoadedModel, Size]:
-    """The model, and what `read` gives, counted as accepted by this model."""
-    loaded = await meter.find(model, task, outputs)
-    inputs = read()
-    meter.accept(inputs)
-    return loaded, inputs
+async def _read_images(meter: Meter, inputs: RequestInputs) -> Sequence[Input]:
+    """The inputs, with the bytes of their images."""
+    if ImageSource not in map(type, inputs.items):
+        return cast(Sequence[Input], inputs.items)
+    items = await read_images(inputs.items, meter.held)
+    meter.images = [item.data for item in items if isinstance(item, Image)]
+    return items

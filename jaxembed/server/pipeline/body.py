@@ -191,6 +191,14 @@ def read_sources(sources: Sequence[str | ImageSource], field: str) -> RequestInp
     return RequestInputs("batch", characters, field, items)
 
 
+def read_documents(query: str, documents: Sequence[str | ImageSource], field: str) -> RequestInputs:
+    """Texts and images to rank; the query counts once for each of them, as in TEI."""
+    check_batch(len(documents))
+    characters = len(query) * len(documents)
+    characters += sum(len(one) for one in documents if isinstance(one, str))
+    return RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
+
+
 def read_texts_and_pairs(
     groups: Sequence[Sequence[str]], field: str, method: Method
 ) -> RequestTexts:

@@ -109,9 +109,6 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
 async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[Input]:
     """The inputs with the bytes of their images, which count for the request. Raises InvalidInput
     for an image that cannot be had and for too many pixels, RequestTooLarge and Overloaded."""
-    own = [item for item in items if not isinstance(item, ImageSource)]
-    if len(own) == len(items):
-        return own
     turns = asyncio.Semaphore(AT_A_TIME)
 
     async def read(index: int, item: Input | ImageSource) -> Input:
@@ -121,8 +118,7 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
             try:
                 return await _read(item, held)
             except InvalidInput as error:
-                error.index = index
-                raise
+                raise error.at(index) from error
 
     try:
         async with asyncio.TaskGroup() as group:

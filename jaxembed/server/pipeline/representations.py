@@ -1,17 +1,15 @@
 """Which outputs a body asks for, and their form in JSON. Knows no route."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
-from jaxembed.data.spec import ModelSpec
-from jaxembed.errors import InvalidInput
 from jaxembed.runtime.options import Embeddings
-from jaxembed.server.pipeline.body import check_listed
 
+DENSE: frozenset[OutputName] = frozenset({"dense"})
 NO_VECTOR = np.zeros(0, np.float32)
 
 TermNames = Callable[[Sequence[int]], list[str]]
@@ -26,47 +24,20 @@ class SparseEmbedding(msgspec.Struct, omit_defaults=True):
     tokens: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
-def wanted_outputs(
-    outputs: list[str] | None, return_multivector: bool | None
-) -> Collection[OutputName]:
-    """The outputs that the fields name, by which a model is chosen that is not named; without any
-    the dense one."""
-    named = {*(outputs or ()), *(("multi_vector",) if return_multivector else ())}
-    return [name for name in REPRESENTATIONS if name in named] or ["dense"]
+class OutputsRequest(Protocol):
+    """The fields of a body that name outputs."""
+
+    outputs: list[str] | None
+    return_multivector: bool | None
 
 
-def asked_outputs(
-    outputs: list[str] | None, return_multivector: bool | None, spec: ModelSpec
-) -> frozenset[OutputName]:
-    """The outputs that the fields ask for: without any the dense one, or of a model without it all
-    that it has. Raises InvalidInput for unknown outputs, and for fields that contradict each
-    other."""
-    offered = spec.representations
-    if outputs:
-        check_listed("outputs", len(outputs))
-        if unknown := [name for name in outputs if name not in offered]:
-            raise InvalidInput(
-                f"`outputs` must be some of {', '.join(offered)}, which the model gives. "
-                f"Given: {', '.join(unknown)}",
-                field="outputs",
-            )
-        asked: frozenset[OutputName] = frozenset(n for n in REPRESENTATIONS if n in outputs)
-        if return_multivector and "multi_vector" not in asked:
-            raise InvalidInput(
-                "`return_multivector` of true contradicts `outputs` without multi_vector; send one "
-                "of them",
-                field="return_multivector",
-            )
-        return asked
-    if return_multivector:
-        if "multi_vector" not in offered:
-            raise InvalidInput(
-                "`return_multivector` of true is not supported by this model, which gives "
-                f"{' and '.join(offered)}",
-                field="return_multivector",
-            )
-        return frozenset({"multi_vector"})
-    return frozenset({"dense"} if "dense" in offered else offered)
+def wanted_outputs(body: OutputsRequest) -> Collection[OutputName]:
+    """The outputs that a body names, by which a model is chosen that is not named; without any the
+    dense one."""
+    if not body.outputs and not body.return_multivector:
+        return DENSE
+    named = {*(body.outputs or ()), *(("multi_vector",) if body.return_multivector else ())}
+    return [name for name in REPRESENTATIONS if name in named] or DENSE
 
 
 def width_of(answer: Embeddings) -> int:

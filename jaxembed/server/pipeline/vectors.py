@@ -1,4 +1,4 @@
-"""The dtype of the vectors in an answer, which clients ask for by several names. Knows no route."""
+"""What clients ask of vectors by several names: their dtype, and what the texts are for."""
 
 from typing import Annotated, Any
 
@@ -6,9 +6,11 @@ from quart import Response
 
 from jaxembed.errors import InvalidInput
 from jaxembed.quantise import EmbeddingDtype, embedding_dtype
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.pipeline.unsupported import NOTHING, ModelRequest, Unserved
 
-DTYPE = "x-embedding-dtype"  # response header: the dtype that the request asked for
+DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
+PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
 
 VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
 
@@ -50,11 +52,25 @@ def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
     return next(iter(found.values()), None)
 
 
-def add_dtype(response: Response, body: VectorsRequest) -> Response:
-    """Add the header DTYPE if the body asks for a dtype."""
-    if dtype := asked_dtype(body):
-        response.headers.add(DTYPE, dtype)
+def with_choices(response: Response, intent: Intent) -> Response:
+    """The response, with the header PROMPT if the request chose a prompt: its name, or empty for no
+    prompt; and as `with_dtype`."""
+    if intent.prompt_name is not None:
+        response.headers.add(PROMPT, intent.prompt_name)
+    return with_dtype(response, intent)
+
+
+def with_dtype(response: Response, intent: Intent) -> Response:
+    """The response, with the header DTYPE if the request named one."""
+    if intent.dtype is not None:
+        response.headers.add(DTYPE, intent.dtype)
     return response
+
+
+def purposes_of(body: ModelRequest) -> tuple[tuple[str, str], ...]:
+    """The fields of a body that say what its texts are for, with their values."""
+    given = (("input_type", body.input_type), ("task", body.task))
+    return tuple((field, purpose) for field, purpose in given if purpose)
 
 
 def _only(value: str | list[str]) -> str | list[str]:

@@ -59,12 +59,10 @@ async def classify() -> Response:
     """Every label of each input with its score. A reranker has one label."""
     with current_meter() as meter:
         body = await read_body_as(ClassifyRequest)
-        answer = await score_inputs(
-            meter,
-            body.model,
-            lambda: _read_input(body.input),
-            lambda: ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority)),
-        )
+        await meter.find(body.model, "classify")
+        inputs = _read_input(body.input)
+        options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
+        answer = await score_inputs(meter, inputs, options)
         rest = {
             "object": "classify",
             "id": f"classify-{g.request_id}",

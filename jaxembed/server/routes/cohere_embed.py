@@ -1,8 +1,7 @@
-"""POST /v2/embed and /v1/embed in the words of Cohere: translates bodies into those of
-/v1/embeddings, and writes answers as Cohere's clients read them. Knows JSON and no tokens."""
+"""POST /v2/embed and /v1/embed in the words of Cohere. Knows JSON and no tokens."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -12,8 +11,9 @@ from quart import Blueprint, Response, g
 from jaxembed.preprocessing.tokenizer import Side
 from jaxembed.quantise import quantise
 from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import (
     json_answer,
@@ -23,18 +23,22 @@ from jaxembed.server.http.encoding import (
     object_width,
 )
 from jaxembed.server.meter import current_meter
-from jaxembed.server.pipeline.answering import embed_inputs, encode_answer
+from jaxembed.server.pipeline.answering import accept, embed_inputs, encode_answer
 from jaxembed.server.pipeline.body import (
     MOST_CONTENT,
     AnyPriority,
+    RequestInputs,
+    priority_of,
     read_body_as,
     read_sources,
     too_many_parts,
 )
 from jaxembed.server.pipeline.media import ImageSource, ImageUrl, facts_of_images
+from jaxembed.server.pipeline.representations import DENSE
 from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
-from jaxembed.server.routes import openai
+from jaxembed.server.pipeline.vectors import purposes_of, with_choices
 from jaxembed.server.routes.cohere import ApiVersion, CohereMeta, meta_of
+from jaxembed.server.service import current_service
 
 blueprint = Blueprint("cohere_embed", __name__)
 
@@ -166,22 +170,11 @@ async def _embed(version: ApiVersion) -> Response:
     with current_meter() as meter:
         body = await read_body_as(CohereEmbedRequest)
         sources, field = _sources(body)
-        request = _as_openai(body, has_images=any(isinstance(one, ImageSource) for one in sources))
-        ranges: Ranges = {}
-
-        def options(loaded: LoadedModel) -> EncodeOptions:
-            side = CUT_SIDES.get(body.truncate, "right")
-            chosen = replace(
-                openai.options(request, loaded),
-                outputs=frozenset({"dense"}),  # no other is answered
-                truncation_side=side,
-            )
-            ranges.update(_ranges(body, replace(chosen, adapter=meter.adapter), loaded))
-            return chosen
-
-        answer = await embed_inputs(
-            meter, body.model, lambda: read_sources(sources, field), options
-        )
+        await meter.find(body.model, "embed", DENSE)
+        inputs = read_sources(sources, field)
+        intent = accept(meter, inputs, _asked(body, inputs))
+        ranges = _ranges(body, intent, meter.loaded)
+        answer = await embed_inputs(meter, inputs, intent)
         texts = [one for one in sources if isinstance(one, str)]
         rest: dict[str, Any] = {"meta": meta_of(answer, version)}
         if facts := await facts_of_images(meter.images):
@@ -189,7 +182,7 @@ async def _embed(version: ApiVersion) -> Response:
 
         async def encode() -> Response:
             response = await json_stream(_parts(answer, texts, rest, ranges, version))
-            return openai.with_prompt(response, request, meter.loaded.spec)
+            return with_choices(response, intent)
 
         return await encode_answer(meter, answer, encode)
 
@@ -212,27 +205,28 @@ def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str
     return [item.source for item in body.inputs], "inputs"
 
 
-def _as_openai(body: CohereEmbedRequest, *, has_images: bool) -> openai.EmbeddingsRequest:
-    """The options of a body in the words of /v1/embeddings, without its inputs."""
-    is_of_images = has_images and body.input_type == "image"
-    return openai.EmbeddingsRequest(
-        input=[],
-        model=body.model,
-        output_dimension=body.output_dimension,
-        truncate=None if body.truncate is None else body.truncate != "NONE",
+def _asked(body: CohereEmbedRequest, inputs: RequestInputs) -> Asked:
+    """What a body asks for: dense vectors, for no other output is answered."""
+    of_images = body.input_type == "image" and ImageSource in map(type, inputs.items)
+    options = EncodeOptions(
         prompt_name=body.prompt_name,
-        input_type=None if is_of_images else body.input_type,
-        normalize=body.normalize,
-        priority=body.priority,
+        truncate=None if body.truncate is None else body.truncate != "NONE",
+        truncation_side=CUT_SIDES.get(body.truncate, "right"),
+        dimensions=body.output_dimension or None,
+        normalize=body.normalize is not False,
+        priority=priority_of(body.priority),
+        bare_ids=current_service().config.accept_bare_token_ids,
     )
+    purposes = () if of_images else purposes_of(body)
+    return Asked(options, purposes, dimensions_field="output_dimension")
 
 
-def _ranges(body: CohereEmbedRequest, options: EncodeOptions, loaded: LoadedModel) -> Ranges:
+def _ranges(body: CohereEmbedRequest, intent: Intent, loaded: LoadedModel) -> Ranges:
     """The types that a body asks for, in its order, with what each needs. Raises InvalidInput for
     those that the model cannot give."""
     field = "embedding_types"
     return {
-        name: None if name == "base64" else loaded.tasks.ranges(options, name, field)
+        name: None if name == "base64" else loaded.tasks.ranges(intent.options, name, field)
         for name in body.embedding_types or ()
     }
 

@@ -14,15 +14,28 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
 from jaxembed.preprocessing.prompts import role_of
-from jaxembed.runtime.options import Embeddings
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.server.http.encoding import json_answer, json_items, json_stream
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import embed_chunks, encode_answer
-from jaxembed.server.pipeline.body import AnyPriority, check_batch, read_body_as
+from jaxembed.server.pipeline.answering import accept, embed_chunks, encode_answer
+from jaxembed.server.pipeline.body import (
+    AnyPriority,
+    check_batch,
+    priority_of,
+    read_body_as,
+)
 from jaxembed.server.pipeline.late import WINDOWS, RequestChunks
-from jaxembed.server.pipeline.vectors import VectorsRequest
-from jaxembed.server.routes import openai
+from jaxembed.server.pipeline.representations import DENSE
+from jaxembed.server.pipeline.unsupported import agreed
+from jaxembed.server.pipeline.vectors import (
+    VectorsRequest,
+    asked_dtype,
+    purposes_of,
+    with_choices,
+)
 from jaxembed.server.routes.common.usage import Usage, usage_of
+from jaxembed.server.routes.openai import Format, vector_encoder
+from jaxembed.server.service import current_service
 
 blueprint = Blueprint("contextualized", __name__)
 
@@ -42,7 +55,7 @@ class ContextualizedRequest(VectorsRequest, kw_only=True):
     inputs: list[str | list[str]]
     model: str | None = None
     input_type: str | None = None
-    encoding_format: openai.Format | None = None
+    encoding_format: Format | None = None
     output_dimension: int | None = None
     dimensions: int | None = None
     enable_auto_chunking: bool | None = None
@@ -87,43 +100,35 @@ async def contextualized_embeddings() -> Response:
     """Answer with a vector of each chunk."""
     with current_meter() as meter:
         body = await read_body_as(ContextualizedRequest)
-        request = _as_openai(body)
-        texts: list[ChunkedText] = []
-
-        def read() -> RequestChunks:
-            found = _read(body)
-            texts.extend(found.items)
-            return found
-
-        answer = await embed_chunks(
-            meter, body.model, read, lambda loaded: openai.options(request, loaded)
-        )
+        await meter.find(body.model, "embed", DENSE)
+        texts = _read(body)
+        intent = accept(meter, texts, _asked(body))
+        answer = await embed_chunks(meter, texts, intent)
 
         async def encode() -> Response:
-            shown = texts if body.enable_auto_chunking else None
-            response = await _respond(meter, request, answer, shown)
-            return openai.with_prompt(response, request, meter.loaded.spec)
+            shown = texts.items if body.enable_auto_chunking else None
+            response = await _respond(meter, body, answer, shown)
+            return with_choices(response, intent)
 
         return await encode_answer(meter, answer, encode)
 
 
-def _as_openai(body: ContextualizedRequest) -> openai.EmbeddingsRequest:
-    """The options of a body in the words of /v1/embeddings, without its documents."""
-    return openai.EmbeddingsRequest(
-        input=[],
-        encoding_format=body.encoding_format,
-        output_dimension=body.output_dimension,
-        dimensions=body.dimensions,
-        output_dtype=body.output_dtype,
-        embedding_type=body.embedding_type,
-        encoding_type=body.encoding_type,
-        embed_dtype=body.embed_dtype,
-        truncate=body.truncate,
-        truncation=body.truncation,
+def _asked(body: ContextualizedRequest) -> Asked:
+    """What a body asks for."""
+    options = EncodeOptions(
         prompt_name=body.prompt_name,
-        input_type=body.input_type,
-        normalize=body.normalize,
-        priority=body.priority,
+        truncate=agreed(body, "truncate", "truncation"),
+        dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
+        normalize=body.normalize is not False,
+        priority=priority_of(body.priority),
+        bare_ids=current_service().config.accept_bare_token_ids,
+    )
+    return Asked(
+        options,
+        purposes_of(body),
+        outputs=(),
+        dtype=asked_dtype(body),
+        dimensions_field="dimensions" if body.dimensions else "output_dimension",
     )
 
 
@@ -185,14 +190,14 @@ def _size(body: ContextualizedRequest) -> ChunkSize | None:
 
 async def _respond(
     meter: Meter,
-    request: openai.EmbeddingsRequest,
+    body: ContextualizedRequest,
     answer: Embeddings,
     texts: list[ChunkedText] | None,
 ) -> Response:
     """The response in the form of ContextualizedResponse. With `texts` each chunk has its part of
     them."""
     chunked = answer.chunked or NO_CHUNKS
-    vector = openai.vector_encoder(request)
+    vector = vector_encoder(body.encoding_format)
 
     def chunk_of(document: int, chunk: int, first: int) -> dict:
         one = {"object": "embedding", "embedding": vector(answer.dense[first + chunk])}

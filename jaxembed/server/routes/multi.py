@@ -13,9 +13,10 @@ from quart import Blueprint, Response
 from jaxembed.data.inputs import Priority
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import InvalidInput, WrongTask
-from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.quantise import EmbeddingDtype
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_bytes
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
     OCTETS,
     json_matrices,
@@ -23,9 +24,10 @@ from jaxembed.server.http.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import embed_inputs, encode_answer
+from jaxembed.server.pipeline.answering import accept, embed_inputs, encode_answer
 from jaxembed.server.pipeline.body import (
     InputUnion,
+    RequestInputs,
     TypedInputs,
     priority_of,
     read_body_as,
@@ -33,8 +35,13 @@ from jaxembed.server.pipeline.body import (
 )
 from jaxembed.server.pipeline.representations import TermNames
 from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
-from jaxembed.server.pipeline.vectors import VectorsRequest, add_dtype, asked_dtype
-from jaxembed.server.routes.openai import EmbeddingsRequest, answer_openai, purpose_of, role_asked
+from jaxembed.server.pipeline.vectors import (
+    VectorsRequest,
+    asked_dtype,
+    purposes_of,
+    with_dtype,
+)
+from jaxembed.server.routes.openai import EmbeddingsRequest, answer_openai
 from jaxembed.server.routes.tei import SIDES, Direction
 
 blueprint = Blueprint("multi", __name__)
@@ -114,7 +121,8 @@ async def multi_vector() -> Response:
 
 async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
     """The response to a body of /embed_sparse, whichever route it came by."""
-    answer = await _answer(meter, body, "sparse", max_active_dims=body.max_active_dims)
+    intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
+    answer = await embed_inputs(meter, inputs, intent)
     names = None
     if body.return_tokens:
         names = meter.loaded.tokenized_by(meter.route).term_names
@@ -123,45 +131,36 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
 
 async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
     """The response to a body of /embed_multi, whichever route it came by, as `answer_embed`."""
-    answer = await _answer(
-        meter,
-        body,
-        "multi_vector",
-        dimensions=body.dimensions or None,
-        output_dtype=asked_dtype(body) or "float",
+    intent, inputs = await _accept(
+        meter, body, "multi_vector", asked_dtype(body), dimensions=body.dimensions or None
     )
+    answer = await embed_inputs(meter, inputs, intent)
     response = await encode_answer(meter, answer, lambda: _matrices(answer, octets=octets))
-    return add_dtype(response, body)
+    return with_dtype(response, intent)
 
 
-async def _answer(
-    meter: Meter, body: EmbedSparseRequest | EmbedMultiRequest, output: OutputName, **more
-) -> Embeddings:
-    """The one output of each input. Raises WrongTask for a model that does not give it."""
-
-    def options(loaded: LoadedModel) -> EncodeOptions:
-        if output not in loaded.spec.representations:
-            raise WrongTask(REFUSALS[output])
-        prompt, prompt_name, route = purpose_of(body, loaded)
-        return EncodeOptions(
-            outputs=frozenset({output}),
-            prompt=prompt,
-            prompt_name=prompt_name,
-            route=route,
-            role=role_asked(body),
-            truncate=body.truncate,
-            truncation_side=SIDES[body.truncation_direction],
-            priority=priority_of(body.priority),
-            **more,
-        )
-
-    return await embed_inputs(
-        meter,
-        body.model,
-        lambda: read_inputs(body.inputs, field="inputs"),
-        options,
-        outputs={output},
+async def _accept(
+    meter: Meter,
+    body: EmbedSparseRequest | EmbedMultiRequest,
+    output: OutputName,
+    dtype: EmbeddingDtype | None = None,
+    **options: Any,
+) -> tuple[Intent, RequestInputs]:
+    """The inputs, accepted by the model of a body, and what the body asks of it: the one output.
+    Raises WrongTask for a model that does not give it."""
+    loaded = await meter.find(body.model, "embed", {output})
+    inputs = read_inputs(body.inputs, field="inputs")
+    if output not in loaded.spec.representations:
+        raise WrongTask(REFUSALS[output])
+    asked = EncodeOptions(
+        outputs=frozenset({output}),
+        prompt_name=body.prompt_name,
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
+        **options,
     )
+    return accept(meter, inputs, Asked(asked, purposes_of(body), dtype=dtype)), inputs
 
 
 async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:

@@ -1,7 +1,6 @@
 """POST /v1/multimodalembeddings in the words of Voyage: inputs of parts, each a text or an image.
 Knows JSON and no tokens."""
 
-from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -9,15 +8,28 @@ from quart import Blueprint, Response
 
 from jaxembed.data.spec import IMAGE_ROUTE
 from jaxembed.preprocessing.images.decode import ImageFacts
-from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import json_answer, json_items, json_stream
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import embed_inputs, encode_answer
-from jaxembed.server.pipeline.body import AnyPriority, RequestInputs, read_body_as, read_sources
+from jaxembed.server.pipeline.answering import accept, embed_inputs, encode_answer
+from jaxembed.server.pipeline.body import (
+    AnyPriority,
+    RequestInputs,
+    priority_of,
+    read_body_as,
+    read_sources,
+)
 from jaxembed.server.pipeline.media import Content, facts_of_images, only_part
-from jaxembed.server.pipeline.vectors import VectorsRequest, asked_dtype
-from jaxembed.server.routes import openai
+from jaxembed.server.pipeline.representations import DENSE
+from jaxembed.server.pipeline.vectors import (
+    VectorsRequest,
+    asked_dtype,
+    purposes_of,
+    with_choices,
+)
+from jaxembed.server.routes.openai import Format, vector_encoder
+from jaxembed.server.service import current_service
 
 blueprint = Blueprint("multimodal", __name__)
 
@@ -32,7 +44,7 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
     truncation: bool | None = None
     output_dimension: int | None = None
     output_encoding: Literal["base64"] | None = None
-    encoding_format: openai.Format | None = None  # what Voyage's own clients send
+    encoding_format: Format | None = None  # what Voyage's own clients send
     prompt_name: str | None = None
     normalize: bool | None = None
     priority: AnyPriority | None = None
@@ -69,34 +81,34 @@ async def embed_multimodal() -> Response:
     """Answer with one vector per input."""
     with current_meter() as meter:
         body = await read_body_as(MultimodalRequest)
-        request = openai.EmbeddingsRequest(
-            input=[],
-            model=body.model,
-            encoding_format=body.output_encoding or body.encoding_format,
-            output_dimension=body.output_dimension,
-            output_dtype=asked_dtype(body),
-            truncation=body.truncation,
+        dtype, field = asked_dtype(body), "output_dimension"
+        await meter.find(body.model, "embed", DENSE)
+        inputs = _read(body)
+        options = EncodeOptions(  # the answer has no place for other outputs
             prompt_name=body.prompt_name,
-            input_type=body.input_type,
-            normalize=body.normalize,
-            priority=body.priority,
+            truncate=body.truncation,
+            dimensions=body.output_dimension or None,
+            normalize=body.normalize is not False,
+            priority=priority_of(body.priority),
+            bare_ids=current_service().config.accept_bare_token_ids,
         )
-
-        def read() -> RequestInputs:
-            places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
-            sources = map(only_part, (one.content for one in body.inputs), places)
-            return read_sources(list(sources), "inputs")
-
-        def options(loaded: LoadedModel) -> EncodeOptions:
-            # the answer has no place for other outputs
-            return replace(openai.options(request, loaded), outputs=frozenset({"dense"}))
-
-        answer = await embed_inputs(meter, body.model, read, options)
-        return await encode_answer(meter, answer, lambda: _respond(meter, request, answer))
+        asked = Asked(options, purposes_of(body), dtype=dtype, dimensions_field=field)
+        intent = accept(meter, inputs, asked)
+        answer = await embed_inputs(meter, inputs, intent)
+        return await encode_answer(meter, answer, lambda: _respond(meter, body, intent, answer))
 
 
-async def _respond(meter: Meter, request: openai.EmbeddingsRequest, answer: Embeddings) -> Response:
-    vector, dense = openai.vector_encoder(request), answer.dense
+def _read(body: MultimodalRequest) -> RequestInputs:
+    """The inputs of a body."""
+    places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
+    sources = map(only_part, (one.content for one in body.inputs), places)
+    return read_sources(list(sources), "inputs")
+
+
+async def _respond(
+    meter: Meter, body: MultimodalRequest, intent: Intent, answer: Embeddings
+) -> Response:
+    vector, dense = vector_encoder(body.output_encoding or body.encoding_format), answer.dense
 
     def items(start: int, stop: int) -> list[dict]:
         return [
@@ -108,7 +120,7 @@ async def _respond(meter: Meter, request: openai.EmbeddingsRequest, answer: Embe
     usage = _usage(meter, answer, await facts_of_images(meter.images))
     rest = {"model": meter.served_name, "usage": usage}
     response = await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
-    return openai.with_prompt(response, request, meter.loaded.spec)
+    return with_choices(response, intent)
 
 
 def _usage(meter: Meter, answer: Embeddings, facts: list[ImageFacts]) -> dict[str, int]:

@@ -4,22 +4,19 @@ A request is read into `Input`s, a loaded model computes their vectors, and the 
 into the response.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
-from jaxembed.data.outputs import REPRESENTATIONS, OutputName
-from jaxembed.data.spec import ModelSpec
-from jaxembed.errors import EmptyInput, InvalidInput, UnknownPurpose, UnknownRoute
+from jaxembed.data.outputs import REPRESENTATIONS
+from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.preprocessing.late import Chunked
-from jaxembed.preprocessing.prompts import Role, prompt_for, role_of
-from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
-from jaxembed.runtime.tasks import check_cut
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import (
     OCTETS,
@@ -30,32 +27,42 @@ from jaxembed.server.http.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import embed_chunks, embed_inputs, encode_answer
+from jaxembed.server.pipeline.answering import (
+    accept,
+    embed_chunks,
+    embed_inputs,
+    encode_answer,
+)
 from jaxembed.server.pipeline.body import (
     AnyPriority,
     MixedInputs,
     RequestInputs,
+    check_listed,
     priority_of,
     read_body_as,
     read_inputs,
 )
-from jaxembed.server.pipeline.late import WINDOWS, ChunksRequest, asks_for_chunks, read_chunks
+from jaxembed.server.pipeline.late import (
+    WINDOWS,
+    ChunksRequest,
+    RequestChunks,
+    asks_for_chunks,
+    read_chunks,
+)
 from jaxembed.server.pipeline.media import ContentItem, only_part, text_or_image
 from jaxembed.server.pipeline.representations import (
+    DENSE,
     SparseEmbedding,
-    asked_outputs,
     fields_of,
     wanted_outputs,
     width_of,
 )
-from jaxembed.server.pipeline.unsupported import ModelRequest, agreed
-from jaxembed.server.pipeline.vectors import add_dtype, asked_dtype
+from jaxembed.server.pipeline.unsupported import agreed
+from jaxembed.server.pipeline.vectors import asked_dtype, purposes_of, with_choices
 from jaxembed.server.routes.common.usage import Usage, usage_of
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("openai", __name__)
-
-PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
 
 Format = Literal["float", "base64"]
 
@@ -169,36 +176,45 @@ async def embeddings() -> Response:
 
 
 async def answer_openai(meter: Meter, body: EmbeddingsRequest) -> Response:
-    """The answer to one body."""
-    answer = await _answer(meter, body)
-    return await encode_answer(meter, answer, lambda: respond(meter, body, answer))
+    """The answer to one body: the vectors of the inputs, or of their chunks."""
+    in_chunks = asks_for_chunks(body)
+    await meter.find(body.model, "embed", DENSE if in_chunks else wanted_outputs(body))
+    inputs = _read(body)
+    given = read_chunks(body, inputs) if in_chunks else inputs
+    intent = accept(meter, given, asked_of(body))
+    _check_form(body, intent)
+    if isinstance(given, RequestChunks):
+        answer = await embed_chunks(meter, given, intent)
+    else:
+        answer = await embed_inputs(meter, given, intent)
+    return await encode_answer(meter, answer, lambda: respond(meter, body, intent, answer))
 
 
-async def _answer(meter: Meter, body: EmbeddingsRequest) -> Embeddings:
-    """The vectors of the inputs, or of their chunks."""
+def _read(body: EmbeddingsRequest) -> RequestInputs:
+    """The inputs of a body."""
+    if body.messages:
+        return _read_messages(body.messages)
+    assert not isinstance(body.input, msgspec.UnsetType)
+    return read_inputs(body.input, field="input", are_images=body.modality == "image")
 
-    def read() -> RequestInputs:
-        if body.messages:
-            return _read_messages(body.messages)
-        assert not isinstance(body.input, msgspec.UnsetType)
-        return read_inputs(body.input, field="input", are_images=body.modality == "image")
 
-    def asked(loaded: LoadedModel) -> EncodeOptions:
-        found = options(body, loaded)
-        if wants_octets() and found.outputs != {"dense"}:
-            shown = " and ".join(name for name in REPRESENTATIONS if name in found.outputs)
+def _check_form(body: EmbeddingsRequest, intent: Intent) -> None:
+    """Raise InvalidInput for outputs that cannot be shown as the body and the headers say."""
+    outputs = intent.options.outputs
+    if outputs == DENSE:
+        if body.return_tokens:
             raise InvalidInput(
-                f"`Accept: {OCTETS}` is for the dense vector alone, and the answer has {shown}; "
-                "accept application/json (`encoding_format` of base64 is shorter), or ask "
-                "/embed_multi for several vectors",
-                field="outputs",
+                "`return_tokens` is for sparse outputs and for several vectors",
+                field="return_tokens",
             )
-        return found
-
-    if asks_for_chunks(body):
-        return await embed_chunks(meter, body.model, lambda: read_chunks(body, read()), asked)
-    wanted = wanted_outputs(body.outputs, body.return_multivector)
-    return await embed_inputs(meter, body.model, read, asked, outputs=wanted)
+    elif wants_octets():
+        shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)
+        raise InvalidInput(
+            f"`Accept: {OCTETS}` is for the dense vector alone, and the answer has {shown}; accept "
+            "application/json (`encoding_format` of base64 is shorter), or ask /embed_multi for "
+            "several vectors",
+            field="outputs",
+        )
 
 
 def _read_messages(messages: Sequence[Message]) -> RequestInputs:
@@ -217,134 +233,42 @@ def _read_messages(messages: Sequence[Message]) -> RequestInputs:
     return RequestInputs("single", size, place, [text_or_image(source)])
 
 
-def options(body: EmbeddingsRequest, loaded: LoadedModel) -> EncodeOptions:
-    """The options of a request to a model.
+def asked_of(body: EmbeddingsRequest) -> Asked:
+    """What a body asks for. Vectors are normalised unless it says otherwise, as OpenAI does.
 
-    Vectors are normalised unless the body says otherwise, as OpenAI does. Raises InvalidInput for
-    an unknown purpose, and for fields that contradict each other.
+    Raises InvalidInput for fields that contradict each other.
     """
-    prompt, prompt_name, route = purpose_of(body, loaded)
-    outputs = asked_outputs(body.outputs, body.return_multivector, loaded.spec)
-    if body.return_tokens and outputs == {"dense"}:
-        raise InvalidInput(
-            "`return_tokens` is for sparse outputs and for several vectors", field="return_tokens"
-        )
-    return EncodeOptions(
-        outputs=outputs,
-        prompt=prompt,
-        prompt_name=prompt_name,
-        route=route,
-        role=role_asked(body),
-        max_active_dims=body.max_active_dims,
-        truncate=agreed(body, "truncate", "truncation"),
-        dimensions=_dimensions(body, outputs, loaded.spec),
-        normalize=agreed(body, "normalize", "normalized") is not False,
-        output_dtype=asked_dtype(body) or "float",
-        priority=priority_of(body.priority),
-        bare_ids=current_service().config.accept_bare_token_ids,
+    if body.outputs:
+        check_listed("outputs", len(body.outputs))
+    return Asked(
+        EncodeOptions(
+            prompt_name=body.prompt_name,
+            max_active_dims=body.max_active_dims,
+            truncate=agreed(body, "truncate", "truncation"),
+            dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
+            normalize=agreed(body, "normalize", "normalized") is not False,
+            priority=priority_of(body.priority),
+            bare_ids=current_service().config.accept_bare_token_ids,
+        ),
+        purposes=purposes_of(body),
+        outputs=tuple(body.outputs or ()),
+        multi_vector=bool(body.return_multivector),
+        dtype=asked_dtype(body),
+        dimensions_field="dimensions" if body.dimensions else "output_dimension",
     )
 
 
-def _dimensions(
-    body: EmbeddingsRequest, outputs: frozenset[OutputName], spec: ModelSpec
-) -> int | None:
-    """To how many dimensions vectors are cut. Raises InvalidInput, which names the field of the
-    body."""
-    dimensions = agreed(body, "dimensions", "output_dimension", unset=(None, 0))
-    field = "dimensions" if body.dimensions else "output_dimension"
-    check_cut(spec.widths, outputs, dimensions, field)
-    return dimensions
-
-
-def purpose_of(
-    body: ModelRequest, loaded: LoadedModel
-) -> tuple[str | None, str | None, str | None]:
-    """The text and the name of the prompt, as `chosen_prompt`, and the route for the purpose of the
-    body."""
-    return *chosen_prompt(body, loaded.spec), chosen_route(body, loaded)
-
-
-def role_asked(body: ModelRequest) -> Role | None:
-    """The role of the texts by the purpose in the body; None if it has none."""
-    return role_of(body.input_type or body.task or "")
-
-
-def chosen_prompt(body: ModelRequest, spec: ModelSpec) -> tuple[str | None, str | None]:
-    """The text and the name of the prompt that the body asks for; at least one of them is None.
-
-    If both are None, the server's default prompt is used. The text is empty if the body has a
-    purpose for which the checkpoint has no prompt.
-
-    Raises InvalidInput for an unknown purpose, and for fields that contradict each other.
-    """
-    found: dict[str, tuple[Role | None, str | None]] = {}
-    for field in ("input_type", "task"):
-        if purpose := getattr(body, field):
-            try:
-                found[field] = role_of(purpose), prompt_for(purpose, spec.prompts)
-            except UnknownPurpose as error:
-                error.field = field
-                raise
-    if not found:
-        return None, body.prompt_name
-    _check_adapters(body, found, spec)
-    if body.prompt_name is not None:
-        found["prompt_name"] = role_of(body.prompt_name), body.prompt_name
-    for values in zip(*found.values(), strict=True):
-        if len({value for value in values if value is not None}) > 1:
-            shown = " and ".join(f"`{field}` of {getattr(body, field)!r}" for field in found)
-            raise InvalidInput(
-                f"{shown} ask for different prompts; send one of them", field=next(iter(found))
-            )
-    name = next((name for _, name in found.values() if name is not None), None)
-    return ("" if name is None else None), name
-
-
-def chosen_route(body: ModelRequest, loaded: LoadedModel) -> str | None:
-    """The route for the purpose of the body, None if it has none. Raises UnknownRoute."""
-    for field in ("input_type", "task"):
-        if purpose := getattr(body, field):
-            try:
-                return loaded.tasks.route_for(purpose)
-            except UnknownRoute as error:
-                error.field = field
-                raise
-    return None
-
-
-def _check_adapters(
-    body: ModelRequest, found: Mapping[str, tuple[Role | None, str | None]], spec: ModelSpec
-) -> None:
-    """Raise InvalidInput for a purpose without an adapter if the adapters are for purposes, as
-    those of Jina v3 are: the vector of none would look right."""
-    tasks = [name for name in spec.adapter_names if name in spec.prompts]
-    for field, (_, name) in found.items():
-        if tasks and name not in tasks:
-            raise InvalidInput(
-                f"`{field}` of {getattr(body, field)!r}: the model has no such task; it has "
-                + ", ".join(tasks),
-                field=field,
-            )
-
-
-async def respond(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The response with the vectors as raw bytes or JSON, and the headers PROMPT and WINDOWS."""
+async def respond(
+    meter: Meter, body: EmbeddingsRequest, intent: Intent, answer: Embeddings
+) -> Response:
+    """The response with the vectors as raw bytes or JSON, and the headers of what was chosen."""
     if wants_octets():
         response = octet_response(answer.dense)
     else:
         response = await _json_response(meter, body, answer)
     if answer.chunked is not None:
         response.headers.add(WINDOWS, str(int(answer.chunked.windows.sum())))
-    return with_prompt(response, body, meter.loaded.spec)
-
-
-def with_prompt(response: Response, body: EmbeddingsRequest, spec: ModelSpec) -> Response:
-    """The response, with the header PROMPT if the body chose a prompt: its name, or empty for no
-    prompt."""
-    prompt, prompt_name = chosen_prompt(body, spec)
-    if prompt is not None or prompt_name is not None:
-        response.headers.add(PROMPT, prompt_name or "")
-    return add_dtype(response, body)
+    return with_choices(response, intent)
 
 
 async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
@@ -352,7 +276,7 @@ async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddin
 
     The JSON is encoded in slices, between which other tasks run.
     """
-    vector, names = vector_encoder(body), None
+    vector, names = vector_encoder(body.encoding_format), None
     if body.return_tokens:
         names = meter.loaded.tokenized_by(meter.route).term_names
     places = None if body.late_chunking or answer.chunked is None else _places(answer.chunked)
@@ -384,10 +308,10 @@ def _places(chunked: Chunked) -> np.ndarray:
     return np.column_stack([inputs, chunked.bounds])
 
 
-def vector_encoder(body: EmbeddingsRequest) -> Callable[[np.ndarray], np.ndarray | str]:
+def vector_encoder(asked: Format | None) -> Callable[[np.ndarray], np.ndarray | str]:
     """What makes a value for JSON of a vector: a list of numbers, or a string of its little-endian
     bytes."""
-    return to_base64 if body.encoding_format == "base64" else _as_is
+    return to_base64 if asked == "base64" else _as_is
 
 
 def _as_is(row: np.ndarray) -> np.ndarray:

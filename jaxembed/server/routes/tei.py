@@ -15,7 +15,7 @@ from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Embeddings, EncodeOptions
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.server.http.encoding import (
     json_matrices,
     json_matrix,
@@ -25,7 +25,12 @@ from jaxembed.server.http.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import compare_texts, embed_inputs, encode_answer
+from jaxembed.server.pipeline.answering import (
+    accept,
+    compare_texts,
+    embed_inputs,
+    encode_answer,
+)
 from jaxembed.server.pipeline.body import (
     InputUnion,
     RequestInputs,
@@ -36,8 +41,9 @@ from jaxembed.server.pipeline.body import (
     read_inputs,
 )
 from jaxembed.server.pipeline.decoding import TokenId
+from jaxembed.server.pipeline.representations import DENSE
 from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
-from jaxembed.server.pipeline.vectors import VectorsRequest, add_dtype, asked_dtype
+from jaxembed.server.pipeline.vectors import VectorsRequest, asked_dtype, with_dtype
 
 blueprint = Blueprint("tei", __name__)
 
@@ -148,24 +154,21 @@ async def embed_all() -> Response:
     """Answer with one vector per token, before pooling; special tokens have one too."""
     with current_meter() as meter:
         body = await read_body_as(EmbedAllRequest)
-        answer = await embed_inputs(
-            meter,
-            body.model,
-            lambda: read_inputs(body.inputs, field="inputs"),
-            lambda loaded: EncodeOptions(
-                outputs=frozenset({"tokens"}),
-                prompt_name=body.prompt_name,
-                truncate=body.truncate,
-                truncation_side=SIDES[body.truncation_direction],
-                normalize=False,
-                output_dtype=asked_dtype(body) or "float",
-                priority=priority_of(body.priority),
-            ),
-            outputs=(),
+        await meter.find(body.model, "embed")
+        inputs = read_inputs(body.inputs, field="inputs")
+        options = EncodeOptions(
+            outputs=frozenset({"tokens"}),
+            prompt_name=body.prompt_name,
+            truncate=body.truncate,
+            truncation_side=SIDES[body.truncation_direction],
+            normalize=False,
+            priority=priority_of(body.priority),
         )
+        intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
+        answer = await embed_inputs(meter, inputs, intent)
         matrices = answer.tokens
         response = await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
-        return add_dtype(response, body)
+        return with_dtype(response, intent)
 
 
 @blueprint.post("/similarity")
@@ -180,9 +183,8 @@ async def similarities() -> Response:
             truncation_side=SIDES[parameters.truncation_direction],
             priority=priority_of(body.priority),
         )
-        answer, scores = await compare_texts(
-            meter, body.model, lambda: _texts_to_compare(body.inputs), options
-        )
+        await meter.find(body.model, "embed")
+        answer, scores = await compare_texts(meter, _texts_to_compare(body.inputs), options)
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
         return meter.stamp(response, answer)
 
@@ -231,23 +233,21 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
     With `octets` the vectors are raw bytes, otherwise JSON.
     """
 
-    def options(loaded: LoadedModel) -> EncodeOptions:
-        _check_dense(loaded)
-        return EncodeOptions(
-            prompt_name=body.prompt_name,
-            truncate=body.truncate,
-            truncation_side=SIDES[body.truncation_direction],
-            dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
-            normalize=body.normalize is not False,
-            output_dtype=asked_dtype(body) or "float",
-            priority=priority_of(body.priority),
-        )
-
-    answer = await embed_inputs(
-        meter, body.model, lambda: read_inputs(body.inputs, field="inputs"), options
+    loaded = await meter.find(body.model, "embed", DENSE)
+    inputs = read_inputs(body.inputs, field="inputs")
+    _check_dense(loaded)
+    options = EncodeOptions(
+        prompt_name=body.prompt_name,
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
+        normalize=body.normalize is not False,
+        priority=priority_of(body.priority),
     )
+    intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
+    answer = await embed_inputs(meter, inputs, intent)
     response = await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
-    return add_dtype(response, body)
+    return with_dtype(response, intent)
 
 
 async def _vectors(answer: Embeddings, *, octets: bool) -> Response:

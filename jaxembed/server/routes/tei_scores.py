@@ -91,7 +91,8 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         priority=priority_of(body.priority),
     )
     top_n = most_results(body)
-    answer = await score_documents(meter, body.model, body.query, texts, options, field="texts")
+    await meter.find(body.model, "rerank")
+    answer = await score_documents(meter, body.query, texts, options, field="texts")
 
     def item(i: int, score: np.float32) -> dict:
         text = {"text": texts[i]} if body.return_text else {}
@@ -113,16 +114,14 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
 
 async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     """The answer to one /predict body, whichever route it came by."""
-    answer = await score_inputs(
-        meter,
-        body.model,
-        lambda: _read_inputs(body.inputs),
-        lambda: ScoreOptions(
-            truncate=body.truncate,
-            truncation_side=SIDES[body.truncation_direction],
-            priority=priority_of(body.priority),
-        ),
+    await meter.find(body.model, "classify")
+    inputs = _read_inputs(body.inputs)
+    options = ScoreOptions(
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
     )
+    answer = await score_inputs(meter, inputs, options)
 
     def encode() -> Awaitable[Response]:
         inside = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="last")

@@ -110,9 +110,8 @@ async def rerank_documents(
         truncate=agreed(body, "truncate", "truncation"),
         priority=priority_of(body.priority),
     )
-    answer = await score_documents(
-        meter, body.model, body.query, sources, options, field="documents"
-    )
+    await meter.find(body.model, "rerank")
+    answer = await score_documents(meter, body.query, sources, options, field="documents")
 
     def result(i: int, score: np.float32) -> dict:
         found = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
