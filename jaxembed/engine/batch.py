@@ -89,6 +89,9 @@ def choose_bucket(
     `cost` has the milliseconds of every usable bucket, measured with short sequences. Long
     sequences take longer, but by the same amount in any bucket.
     """
+    if len(waiting) == 1:  # useful tokens are the same in any bucket that holds it
+        least = waiting[0].least_row
+        return min((bucket for bucket in cost if least <= bucket.length), key=cost.__getitem__)
     lengths = np.array([entry.least_row for entry in waiting])
     holding = [bucket for bucket in cost if bucket.fits(waiting[0].least_row)]
     near = 1 - BRIEF_LOSS if brief else 1.0
@@ -113,8 +116,6 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     rows, the longest get a row each, and shorter ones fill the rest of the rows. On average half a
     short sequence of each row stays empty.
     """
-    if len(lengths) == 1:  # a lone query, for which 5 us of numpy a bucket would matter
-        return float(lengths[0])
     fitting = lengths[bucket.fits(lengths)]
     first = fitting[: min(_enough(fitting, bucket), bucket.rows * bucket.slots)]
     wide = int(np.count_nonzero(2 * first > bucket.length))

@@ -41,20 +41,15 @@ class Bucket:
 
     rows: int
     length: int
+    tokens: int = field(init=False, repr=False, compare=False)  # of all rows, with padding
+    # The largest number of sequences or spans in a row. A quarter of the tokens is enough for real
+    # queries: those of MS MARCO need at most 5 slots in a row of 32 tokens and 16 in one of 128.
+    slots: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of all rows, with padding."""
-        return self.rows * self.length
-
-    @property
-    def slots(self) -> int:
-        """The largest number of sequences or spans in a row.
-
-        A quarter of the tokens is enough for real queries: those of MS MARCO need at most 5 slots
-        in a row of 32 tokens and 16 in a row of 128.
-        """
-        return min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", self.rows * self.length)
+        slots = min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
+        object.__setattr__(self, "slots", slots)
 
     def fits(self, least_row: int | np.ndarray) -> bool | np.ndarray:
         """Whether a sequence with this `least_row` fits in an empty row.

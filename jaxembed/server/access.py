@@ -191,7 +191,8 @@ async def finish(response: Response) -> Response:
         _add_rates(response, quota)
     if service.audit is not None:
         g.status = response.status_code
-    _allow_origin(response, _allowed_origins(service))
+    if allowed := _allowed_origins(service):
+        _allow_origin(response, allowed)
     if g.get("closes"):
         response.headers["Connection"] = "close"
     if service.models.draining and request.http_version.startswith("1"):
@@ -233,8 +234,6 @@ def duration(seconds: float) -> str:
 
 
 def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:
-    if not allowed:
-        return
     if "*" in allowed:
         response.headers.add("Access-Control-Allow-Origin", "*")
     else:

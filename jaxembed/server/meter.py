@@ -71,15 +71,16 @@ class Meter:
     ) -> None:
         for residence in self._leases:
             residence.give_back()
+        telemetry = self.telemetry
         for stage, seconds in self._stages:
-            self.telemetry.stage.labels(stage).observe(seconds)
+            telemetry.stage.labels(stage).observe(seconds)
         if isinstance(error, asyncio.CancelledError):  # Quart cancels when the client is gone
-            self.telemetry.request_failure.labels("dropped").inc()
+            telemetry.request_failure.labels("dropped").inc()
 
     @property
     def served_name(self) -> str:
         """The name of the model found, as answers carry it, with the adapter if it was named."""
-        return self._with_adapter(self._name)
+        return self._with_adapter(self._name) if self.adapter else self._name
 
     def _with_adapter(self, name: str) -> str:
         return f"{name}:{self.adapter}" if self.adapter else name
@@ -127,21 +128,21 @@ class Meter:
     def accept(self, size: RequestSize) -> None:
         """Count the request as accepted by the model found."""
         self.size = size
-        self.telemetry.request_count.labels(size.method).inc()
+        self.loaded.telemetry.request_count.labels(size.method).inc()
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        total_ms, plan = _ms(self._count(answer)), self.loaded.run_by[self.route].plan
+        plan, total_ms = self.loaded.run_by[self.route].plan, f"{int(1000 * self._count(answer))}"
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
                 "x-compute-type": compute_type(plan.device_name, plan.dtype),
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
-                "x-tokenization-time": _ms(answer.tokenization_s),
-                "x-queue-time": _ms(answer.queue_s),
-                "x-inference-time": _ms(answer.inference_s),
-                "x-compute-characters": str(self.size.characters),
-                "x-compute-tokens": str(int(answer.num_tokens.sum())),
+                "x-tokenization-time": f"{int(1000 * answer.tokenization_s)}",
+                "x-queue-time": f"{int(1000 * answer.queue_s)}",
+                "x-inference-time": f"{int(1000 * answer.inference_s)}",
+                "x-compute-characters": f"{self.size.characters}",
+                "x-compute-tokens": f"{answer.num_tokens.sum()}",
             }
         )
         if (trace := current_trace()) is not None:
@@ -158,7 +159,7 @@ class Meter:
     def _count(self, answer: Embeddings | Scores) -> float:
         """Count the request as answered, and return the seconds since it came."""
         total_s = time.monotonic() - self.started_at
-        telemetry = self.telemetry
+        telemetry = self.loaded.telemetry
         telemetry.request_success.labels(self.size.method).inc()
         telemetry.request_duration.observe(total_s)
         telemetry.request_tokenization.observe(answer.tokenization_s)
@@ -183,7 +184,3 @@ def blame(meter: Meter) -> None:
 def compute_type(device: str, dtype: str) -> str:
     """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
     return f"{device.lower().replace(' ', '-')}+{dtype}"
-
-
-def _ms(seconds: float) -> str:
-    return str(int(seconds * 1000))

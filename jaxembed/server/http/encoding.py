@@ -82,6 +82,18 @@ async def json_answer(
     yield b"," + orjson.dumps(rest)[1:]
 
 
+async def json_list_response(
+    count: int, width: int, items: Callable[[int, int], list], rest: dict
+) -> Response:
+    """`{"object": "list", "data": [<items>], ...}` with the rest of the fields, as a response; the
+    arguments are those of `json_items`."""
+    if count * width <= SLICE_FLOATS:
+        whole = {"object": "list", "data": items(0, count), **rest}
+        return json_response(orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY))
+    data = {"data": json_items(count, width, items)}
+    return await json_stream(json_answer(data, rest, first=b'{"object":"list",'))
+
+
 async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
     """`"<name>": [<items>], ...`, the inside of a JSON object, in slices."""
     before = b'"'

@@ -54,19 +54,17 @@ class Http1(H11Protocol):
 
 class _Requests(h11.Connection):
     def next_event(self) -> Any:
-        return _without_upgrade(super().next_event())
-
-
-def _without_upgrade(event: Any) -> Any:
-    """The event of h11, without the `Upgrade` headers of a request."""
-    if not isinstance(event, h11.Request) or all(name != b"upgrade" for name, _ in event.headers):
-        return event
-    return h11.Request(
-        method=event.method,
-        headers=[header for header in event.headers if header[0] != b"upgrade"],
-        target=event.target,
-        http_version=event.http_version,
-    )
+        """The next event, without the `Upgrade` headers of a request."""
+        event: Any = super().next_event()
+        is_request = isinstance(event, h11.Request)
+        if not is_request or b"upgrade" not in [name for name, _ in event.headers]:
+            return event
+        return h11.Request(
+            method=event.method,
+            headers=[header for header in event.headers if header[0] != b"upgrade"],
+            target=event.target,
+            http_version=event.http_version,
+        )
 
 
 class Http2(H2Protocol):

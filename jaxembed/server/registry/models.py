@@ -212,7 +212,7 @@ class Models:
 
     def adapter_of(self, name: str | None) -> str | None:
         """The adapter in `<served name>:<adapter>`; None for the model itself."""
-        return self._split(name)[1] if name else None
+        return self._split(name)[1] if name and name not in self._by_name else None
 
     def _split(self, name: str) -> tuple[str, str | None]:
         """The served name and the adapter; those of an unknown name are unknown too."""
@@ -323,6 +323,9 @@ class Models:
         if no model has the name, WrongTask if the named model, or every model, cannot do the task,
         InvalidInput if several models remain, and what `meant` does, whose `permitted` it takes.
         """
+        known = None if permitted is not None else self._by_name.get(name or "")
+        if known is not None and name != UNSPECIFIED and _fit(known, task) is not None:
+            return known  # nearly all requests
         is_open = task == "rerank" and not is_name(name)
         asked = (is_open and self.rerankers(permitted)) or self.meant(name, permitted)
         fits = {known: how for known in asked if (how := _fit(known, task)) is not None}

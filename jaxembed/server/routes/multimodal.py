@@ -10,7 +10,7 @@ from jaxembed.data.spec import IMAGE_ROUTE
 from jaxembed.preprocessing.images.decode import ImageFacts
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.tasks import Intent
-from jaxembed.server.http.encoding import json_answer, json_items, json_stream
+from jaxembed.server.http.encoding import json_list_response
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import accept, embed_inputs, encode_answer
 from jaxembed.server.pipeline.body import (
@@ -116,10 +116,9 @@ async def _respond(
             for i in range(start, stop)
         ]
 
-    data = json_items(len(dense), dense.shape[1], items)
     usage = _usage(meter, answer, await facts_of_images(meter.images))
     rest = {"model": meter.served_name, "usage": usage}
-    response = await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
+    response = await json_list_response(len(dense), dense.shape[1], items, rest)
     return with_choices(response, intent)
 
 

@@ -20,9 +20,7 @@ from jaxembed.runtime.tasks import Intent
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import (
     OCTETS,
-    json_answer,
-    json_items,
-    json_stream,
+    json_list_response,
     octet_response,
     wants_octets,
 )
@@ -297,8 +295,7 @@ async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddin
 
     count = len(next(iter(answer.values.values())))
     rest = {"model": meter.served_name, "usage": usage_of(answer)}
-    data = json_items(count, width_of(answer), items)
-    return await json_stream(json_answer({"data": data}, rest, first=b'{"object":"list",'))
+    return await json_list_response(count, width_of(answer), items, rest)
 
 
 def _places(chunked: Chunked) -> np.ndarray:
