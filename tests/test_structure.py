@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("jaxembed", "converters", "benchmarks")
 FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
-MOST_LINES = 60  # of a function, its decorators not counted
+MOST_LINES = 80  # of a function, its decorators not counted
 
 
 def test_no_function_is_long():

@@ -67,14 +67,18 @@ class Asked:
 
     `purposes` say what the texts are for, by the field of each, such as ("input_type", "query").
     `outputs` are named by the client, in place of those of the options; empty for the model's
-    usual ones. `multi_vector` asks for several vectors an input. `dtype` is the one that the client
-    names, if any. `dimensions_field` is the client's name for the number of dimensions.
+    usual ones. `multi_vector` asks for several vectors an input, `tokens` for the names of tokens
+    and terms. `dtype` is the one that the client names, if any; `types` are further ones, which
+    came in `types_field`. `dimensions_field` has the number of dimensions.
     """
 
     options: EncodeOptions
     purposes: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] | None = None
     multi_vector: bool = False
+    tokens: bool = False
+    types: tuple[EmbeddingDtype, ...] = ()
+    types_field: str = "embedding_types"
     dtype: EmbeddingDtype | None = None
     dimensions_field: str = "dimensions"
 

@@ -71,6 +71,7 @@ class Intent(msgspec.Struct, frozen=True, eq=False):
     ranges: np.ndarray | None  # float32 [2, dim], of a dtype that needs them
     prompt_name: str | None  # of the prompt that was chosen; empty for none; None for the default
     dtype: EmbeddingDtype | None  # that was named
+    types: dict[EmbeddingDtype, np.ndarray | None]  # further ones, each with its ranges
 
 
 class Tasks:
@@ -149,6 +150,7 @@ class Tasks:
         if with_images:
             self.check_images()
             _check_no_prompt(options)
+        types = {one: self.ranges(options, one, asked.types_field) for one in asked.types}
         chosen = options.prompt_name if options.prompt is None else ""
         adapted, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)
@@ -162,7 +164,7 @@ class Tasks:
         )
         outputs = self._computed(options.outputs, route)
         ranges = self.ranges(options, options.output_dtype)
-        return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype)
+        return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype, types)
 
     def _meant(self, asked: Asked) -> EncodeOptions:
         """The options with the prompt, the role and the route of the purposes, and the outputs and
@@ -172,6 +174,11 @@ class Tasks:
             options = self._with_purposes(options, asked.purposes)
         if asked.outputs is not None:
             options = replace(options, outputs=self._named_outputs(asked))
+        if asked.tokens and options.outputs == {"dense"}:
+            raise InvalidInput(
+                "`return_tokens` is for sparse outputs and for several vectors",
+                field="return_tokens",
+            )
         dtype = asked.dtype or embedding_dtype(options.output_dtype)
         return options if dtype == options.output_dtype else replace(options, output_dtype=dtype)
 
@@ -258,13 +265,13 @@ class Tasks:
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
                 f"{' and '.join(self._offered)}"
             )
+        check_cut(self._widths, options.outputs, options.dimensions, dimensions_field)
         if options.output_dtype != "float" and options.outputs == {"sparse"}:
             raise InvalidInput(
                 f"`output_dtype` of {options.output_dtype} is for vectors; weights of terms are "
                 "float",
                 field="output_dtype",
             )
-        check_cut(self._widths, options.outputs, options.dimensions, dimensions_field)
         most = options.max_active_dims
         if most is not None and "sparse" not in options.outputs:
             raise InvalidInput(

@@ -9,14 +9,14 @@ from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.late import join_texts
 from jaxembed.server.meter import RequestSize
 from jaxembed.server.pipeline.body import RequestInputs, check_batch
-from jaxembed.server.pipeline.vectors import VectorsRequest
+from jaxembed.server.pipeline.vectors import FormattedRequest
 
 ChunkLists = list[list[int | list[int]]]  # of one text, or lists of such
 
 WINDOWS = "x-late-windows"  # response header: the number of windows that all texts were run in
 
 
-class ChunksRequest(VectorsRequest, kw_only=True):
+class ChunksRequest(FormattedRequest, kw_only=True):
     """The base of bodies whose texts may have chunks with vectors of their own.
 
     `late_chunking` takes the inputs for the chunks of one text, as Jina. `chunks` has the places of

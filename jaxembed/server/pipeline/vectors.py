@@ -1,6 +1,6 @@
 """What clients ask of vectors by several names: their dtype, and what the texts are for."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from quart import Response
 
@@ -11,6 +11,10 @@ from jaxembed.server.pipeline.unsupported import NOTHING, ModelRequest, Unserved
 
 DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
 PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
+
+Format = Literal["float", "base64"]
+
+BASE64 = ("base64", ["base64"])
 
 VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
 
@@ -29,6 +33,25 @@ class VectorsRequest(ModelRequest, kw_only=True):
     encoding_type: str | list[str] | None = None
     embed_dtype: str | None = None
     embedding_types: Annotated[Any, _LIST] = None
+
+
+class FormattedRequest(VectorsRequest, kw_only=True):
+    """The base of bodies whose vectors may be base64, which is a type of embeddings to Jina."""
+
+    encoding_format: Format | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("embedding_type", "encoding_type"):
+            if getattr(self, field) in BASE64:
+                if self.encoding_format == "float":
+                    raise InvalidInput(
+                        f"`{field}` of base64 and `encoding_format` of float contradict each "
+                        "other; send one of them",
+                        field=field,
+                    )
+                self.encoding_format = "base64"
+                setattr(self, field, None)
 
 
 def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:

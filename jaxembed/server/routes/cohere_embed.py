@@ -9,8 +9,7 @@ import numpy as np
 from quart import Blueprint, Response, g
 
 from jaxembed.preprocessing.tokenizer import Side
-from jaxembed.quantise import quantise
-from jaxembed.runtime.model import LoadedModel
+from jaxembed.quantise import embedding_dtype, quantise
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent
@@ -173,7 +172,6 @@ async def _embed(version: ApiVersion) -> Response:
         await meter.find(body.model, "embed", DENSE)
         inputs = read_sources(sources, field)
         intent = accept(meter, inputs, _asked(body, inputs))
-        ranges = _ranges(body, intent, meter.loaded)
         answer = await embed_inputs(meter, inputs, intent)
         texts = [one for one in sources if isinstance(one, str)]
         rest: dict[str, Any] = {"meta": meta_of(answer, version)}
@@ -181,6 +179,7 @@ async def _embed(version: ApiVersion) -> Response:
             rest["images"] = [asdict(one) for one in facts]
 
         async def encode() -> Response:
+            ranges = _ranges(body, intent)
             response = await json_stream(_parts(answer, texts, rest, ranges, version))
             return with_choices(response, intent)
 
@@ -218,17 +217,14 @@ def _asked(body: CohereEmbedRequest, inputs: RequestInputs) -> Asked:
         bare_ids=current_service().config.accept_bare_token_ids,
     )
     purposes = () if of_images else purposes_of(body)
-    return Asked(options, purposes, dimensions_field="output_dimension")
+    types = tuple(embedding_dtype(one) for one in body.embedding_types or () if one != "base64")
+    return Asked(options, purposes, types=types, dimensions_field="output_dimension")
 
 
-def _ranges(body: CohereEmbedRequest, intent: Intent, loaded: LoadedModel) -> Ranges:
-    """The types that a body asks for, in its order, with what each needs. Raises InvalidInput for
-    those that the model cannot give."""
-    field = "embedding_types"
-    return {
-        name: None if name == "base64" else loaded.tasks.ranges(intent.options, name, field)
-        for name in body.embedding_types or ()
-    }
+def _ranges(body: CohereEmbedRequest, intent: Intent) -> Ranges:
+    """The types that a body asks for, in its order, with the ranges that each needs."""
+    asked = body.embedding_types or ()
+    return {name: None if name == "base64" else intent.types[name] for name in asked}
 
 
 async def _parts(

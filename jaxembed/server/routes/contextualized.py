@@ -28,13 +28,13 @@ from jaxembed.server.pipeline.late import WINDOWS, RequestChunks
 from jaxembed.server.pipeline.representations import DENSE
 from jaxembed.server.pipeline.unsupported import agreed
 from jaxembed.server.pipeline.vectors import (
-    VectorsRequest,
+    FormattedRequest,
     asked_dtype,
     purposes_of,
     with_choices,
 )
 from jaxembed.server.routes.common.usage import Usage, usage_of
-from jaxembed.server.routes.openai import Format, vector_encoder
+from jaxembed.server.routes.openai import vector_encoder
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("contextualized", __name__)
@@ -42,7 +42,7 @@ blueprint = Blueprint("contextualized", __name__)
 DEFAULT_CHUNK = 512  # tokens, as Voyage's service has it
 
 
-class ContextualizedRequest(VectorsRequest, kw_only=True):
+class ContextualizedRequest(FormattedRequest, kw_only=True):
     """Voyage's fields, and `truncate`, `prompt_name`, `normalize`, `dimensions` and `priority` as
     at /v1/embeddings.
 
@@ -55,7 +55,6 @@ class ContextualizedRequest(VectorsRequest, kw_only=True):
     inputs: list[str | list[str]]
     model: str | None = None
     input_type: str | None = None
-    encoding_format: Format | None = None
     output_dimension: int | None = None
     dimensions: int | None = None
     enable_auto_chunking: bool | None = None

@@ -23,12 +23,13 @@ from jaxembed.server.pipeline.body import (
 from jaxembed.server.pipeline.media import Content, facts_of_images, only_part
 from jaxembed.server.pipeline.representations import DENSE
 from jaxembed.server.pipeline.vectors import (
+    Format,
     VectorsRequest,
     asked_dtype,
     purposes_of,
     with_choices,
 )
-from jaxembed.server.routes.openai import Format, vector_encoder
+from jaxembed.server.routes.openai import vector_encoder
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("multimodal", __name__)

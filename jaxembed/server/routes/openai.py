@@ -56,17 +56,13 @@ from jaxembed.server.pipeline.representations import (
     width_of,
 )
 from jaxembed.server.pipeline.unsupported import agreed
-from jaxembed.server.pipeline.vectors import asked_dtype, purposes_of, with_choices
+from jaxembed.server.pipeline.vectors import Format, asked_dtype, purposes_of, with_choices
 from jaxembed.server.routes.common.usage import Usage, usage_of
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("openai", __name__)
 
-Format = Literal["float", "base64"]
-
 SERVED_MODALITIES = (None, "text", "image")  # that `modality` may name
-
-BASE64 = ("base64", ["base64"])  # which is a type of embeddings to Jina
 
 
 class Message(msgspec.Struct):
@@ -95,7 +91,6 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     messages: list[Message] | None = None
     modality: str | None = None
     model: str | None = None
-    encoding_format: Format | None = None
     dimensions: int | None = None
     output_dimension: int | None = None
     user: str | None = None
@@ -123,16 +118,6 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
             raise BadField("`input` and `messages` are both given; send one of them", field="input")
         if self.input is msgspec.UNSET and not self.messages:
             raise BadField("Object missing required field `input` (or `messages`)", field="input")
-        for field in ("embedding_type", "encoding_type"):
-            if getattr(self, field) in BASE64:
-                if self.encoding_format == "float":
-                    raise InvalidInput(
-                        f"`{field}` of base64 and `encoding_format` of float contradict each "
-                        "other; send one of them",
-                        field=field,
-                    )
-                self.encoding_format = "base64"
-                setattr(self, field, None)
 
 
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
@@ -199,13 +184,7 @@ def _read(body: EmbeddingsRequest) -> RequestInputs:
 def _check_form(body: EmbeddingsRequest, intent: Intent) -> None:
     """Raise InvalidInput for outputs that cannot be shown as the body and the headers say."""
     outputs = intent.options.outputs
-    if outputs == DENSE:
-        if body.return_tokens:
-            raise InvalidInput(
-                "`return_tokens` is for sparse outputs and for several vectors",
-                field="return_tokens",
-            )
-    elif wants_octets():
+    if outputs != DENSE and wants_octets():
         shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)
         raise InvalidInput(
             f"`Accept: {OCTETS}` is for the dense vector alone, and the answer has {shown}; accept "
@@ -251,6 +230,7 @@ def asked_of(body: EmbeddingsRequest) -> Asked:
         purposes=purposes_of(body),
         outputs=tuple(body.outputs or ()),
         multi_vector=bool(body.return_multivector),
+        tokens=bool(body.return_tokens),
         dtype=asked_dtype(body),
         dimensions_field="dimensions" if body.dimensions else "output_dimension",
     )
