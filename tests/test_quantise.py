@@ -63,6 +63,11 @@ def test_a_vector_is_the_same_in_any_batch_and_memory_order(vectors, ranges, dty
     np.testing.assert_array_equal(ranges, copies[1])
 
 
+def test_whole_bytes_need_ranges(vectors):
+    with pytest.raises(ValueError, match="need ranges"):
+        quantise(vectors, "int8")
+
+
 def test_float16_holds_what_rounds_to_its_largest_value():
     edge = np.nextafter(np.float32(65520), np.float32(0))
     np.testing.assert_array_equal(quantise(np.array([[edge, -edge]]), "float16"), [[65504, -65504]])

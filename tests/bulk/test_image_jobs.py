@@ -296,6 +296,13 @@ def _store(tmp_path, monkeypatch) -> Path:
     return tmp_path / "store" / "bucket"
 
 
+def test_images_and_pages_below_a_url_are_rows_in_the_order_of_their_names(store):
+    for name in ("b.png", "a.pdf", ".hidden.png", "README"):
+        (store / "in" / name).write_bytes(b"")
+    found = input_files(["s3://bucket/in"], IMAGE_FILES)
+    assert [one.name for one in found] == ["s3://bucket/in/a.pdf", "s3://bucket/in/b.png"]
+
+
 def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
     (store / "files" / "0.png").write_bytes(FILES[0])
     values = ["../files/0.png", "s3://bucket/files/0.png", "none.png", "/etc/hostname"]

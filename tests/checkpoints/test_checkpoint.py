@@ -127,11 +127,17 @@ def test_what_a_killed_save_left_can_be_discarded(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["outer"]
 
 
-def test_an_occupied_path_is_refused(tmp_path, spec):
+def test_an_occupied_path_is_refused_and_an_empty_folder_is_not(tmp_path, spec):
     (tmp_path / "file").write_text("mine")
-    for path in (tmp_path, tmp_path / "file"):
-        with pytest.raises(CheckpointError, match="exists already"):
+    for path, message in (
+        (tmp_path, "exists already"),
+        (tmp_path / "file", "exists already"),
+        (tmp_path / "file" / "out", r"cannot make .*out: .*Not a directory"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
             checkpoint.save(path, spec, random_params(), TOKENIZER)
+    (tmp_path / "empty").mkdir()
+    assert checkpoint.save(tmp_path / "empty", spec, random_params(), TOKENIZER)
 
 
 @pytest.mark.parametrize("writer", ["jaxembed 9.1.0", None])

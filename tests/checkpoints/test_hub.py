@@ -355,6 +355,12 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
         assert hub.describe_model(model, cache_dir=cache) == Routes({"": converted})
 
 
+def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
+    monkeypatch.delattr(converters, "CONVERTERS")
+    with pytest.raises(CheckpointError, match="is not jaxembed's"):
+        hub.resolve(str(source), cache_dir=cache)
+
+
 def test_an_empty_name_is_no_model(cache):
     """Of an unset variable in a script; an empty path would be the current directory."""
     for find in (hub.resolve, hub.describe_model):

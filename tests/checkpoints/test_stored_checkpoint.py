@@ -401,6 +401,13 @@ def test_nothing_is_written_where_something_is(store, source):
     assert store.names() == ["notes.txt"]
 
 
+def test_what_is_converted_is_not_converted_again(digest, tmp_path):
+    with pytest.raises(CheckpointError, match="converted already"):
+        hub.convert_model(URL, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="give what it was made from"):
+        hub.fetch_source(URL)
+
+
 def test_an_upload_that_fails_leaves_no_manifest(store, source, monkeypatch):
     put = store.files.put_file
 

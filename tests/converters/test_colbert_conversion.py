@@ -221,6 +221,7 @@ def test_its_files_say_all_or_it_is_the_default_of_their_library(
     assert head_of(spec).skipped_ids == skipped
     assert spec.prompts == {"query": "", "document": ""} | prompts
     assert (spec.max_input_tokens, spec.token_types) == (interaction[1], False)
+    assert spec.pooling == ("multi_vector",)
 
 
 def test_jina_colbert_v2_is_stanfords_form_of_jinas_tower(source, tmp_path):

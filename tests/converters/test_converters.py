@@ -98,6 +98,11 @@ def test_every_missing_unused_and_wrongly_shaped_tensor_is_listed(tmp_path):
     ]
 
 
+def test_a_parameter_without_a_rule_is_our_bug():
+    with pytest.raises(ConversionError, match=r"no rule fills b\. This is a bug in jaxembed"):
+        weights.plan_steps("model", [weights.Rule("x", "a")], [], {}, {"a": (1,), "b": (1,)})
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_narrow_sources_keep_their_bits(tmp_path, dtype):
     tensors = {name: array.astype(dtype) for name, array in sources.bert_tensors().items()}
@@ -463,6 +468,15 @@ def test_do_lower_case_lowers_before_all_else(tmp_path):
     converted(source)
     saved = tmp_path / "source-out" / "tokenizer.json"
     assert sources.Tokenizer.from_file(str(saved)).encode("HELLO").ids == [2, 4, 3]
+
+
+def test_do_lower_case_changes_nothing_that_lowers_already(source, caplog):
+    sources.change_json(source / "sentence_bert_config.json", do_lower_case=True)
+    sources.write_json(source / "tokenizer_config.json", {"do_lower_case": False})
+    converted(source)
+    saved = source.parent / "source-out" / "tokenizer.json"
+    assert saved.read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert "do_lower_case=False, tokenizer.json True; the latter is used" in caplog.text
 
 
 def test_a_tokenizer_is_built_from_its_vocabulary(source):

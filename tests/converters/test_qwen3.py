@@ -398,3 +398,6 @@ def test_a_classifier_that_would_score_the_token_before_the_last_is_refused(tmp_
     )
     with pytest.raises(UnsupportedModel, match="ends texts with pad_token_id"):
         converted(source)
+    (source / "tokenizer.json").unlink()  # one that is to be built is not looked at
+    with pytest.raises(CheckpointError, match="no tokenizer in"):
+        converted(source)

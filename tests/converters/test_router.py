@@ -225,6 +225,11 @@ def test_a_router_outside_the_model_is_not_read(source):
     assert "leads outside the model" in refused(source)
 
 
+def test_a_dense_path_is_refused(source):
+    with pytest.raises(CheckpointError, match="has the routes query, document; leave it out"):
+        outline_routes(source, dense_path="2_Dense")
+
+
 def test_a_router_without_its_file_is_refused(source):
     (source / "router_config.json").unlink()
     assert "has no router_config.json" in refused(source)

@@ -18,7 +18,7 @@ from converters import convert, folders_read, outline, outline_routes
 from converters.families import bert
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import hub
-from jaxembed.data.spec import Vocabulary
+from jaxembed.data.spec import NO_LIMIT, Vocabulary
 from jaxembed.errors import CheckpointError, ConfigError, ConversionError, UnsupportedModel
 from jaxembed.tools.verify import verification
 
@@ -56,9 +56,11 @@ def test_small_logits_and_special_tokens_keep_their_weights(make, tmp_path):
 
 
 def test_the_number_of_weights_of_a_sparse_encoder_is_read(tmp_path):
-    head = outline(sources.write_splade(tmp_path / "source", most=7, chunk_size=2)).spec.head
+    spec = outline(sources.write_splade(tmp_path / "source", most=7, chunk_size=2)).spec
+    head = spec.head
     assert isinstance(head, Vocabulary)
     assert head.max_active == 7
+    assert spec.pooling == ("splade",)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,8 @@ def test_a_query_is_cut_at_the_limit_of_its_tokenizer(make, tmp_path):
     (first, second) = make(source).compute(texts, ["sparse"], route="query")["sparse"].indices
     assert first.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("a")]
     assert second.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("un")]
+    sources.write_json(config, {"model_max_length": 1e30})
+    assert outline(source, route="query").spec.max_input_tokens == NO_LIMIT
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -215,6 +219,13 @@ def test_weights_by_token_that_cannot_be_read_are_refused(tmp_path, content, mes
     with pytest.raises(CheckpointError) as caught:
         outline_routes(source)
     assert message in str(caught.value)
+
+
+def test_an_unknown_setting_of_a_query_encoder_is_refused(tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    sources.change_json(source / "query_0_SparseStaticEmbedding" / "config.json", power=2)
+    with pytest.raises(UnsupportedModel, match="SparseStaticEmbedding with power is not supported"):
+        outline_routes(source)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +272,12 @@ def test_a_masked_lm_is_a_sparse_encoder_where_that_is_asked_for(make, tmp_path)
     np.testing.assert_array_equal(as_dense(got), as_dense(wanted))
     assert list(asked.spec.heads) == ["sparse"]
     assert list(outline(source).spec.heads) == ["dense"]
+
+
+def test_sparse_encoders_may_be_asked_to_be_what_they_are(tmp_path):
+    source = sources.write_sparse_router(tmp_path / "source", weights_of_terms())
+    (plain, _), (asked, _) = outline_routes(source), outline_routes(source, splade=True)
+    assert [one.spec for one in plain.values()] == [one.spec for one in asked.values()]
 
 
 def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):

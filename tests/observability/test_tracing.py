@@ -377,6 +377,7 @@ def test_a_malformed_traceparent_is_ignored():
     ("sampler", "share", "headers", "is_sampled"),
     [
         ("always_off", "", {"traceparent": SAMPLED}, False),
+        ("parentbased_always_off", "", {}, False),
         ("parentbased_always_off", "", {"traceparent": SAMPLED}, True),
         ("traceidratio", "0.0001", {"traceparent": f"00-{'0' * 31}1-{PARENT}-00"}, True),
         ("parentbased_traceidratio", "1", {"traceparent": UNSAMPLED}, False),

@@ -1,5 +1,6 @@
 """Freed memory is used again, from one heap, without every run faulting its pages in anew."""
 
+import mmap
 import subprocess
 import sys
 
@@ -124,6 +125,13 @@ def test_what_a_burst_took_goes_back_to_the_system():
     assert after_threads < PIECE // 8  # each of four threads took three times that
     assert burst > 3 * PIECE
     assert trimmed < PIECE + memory.SPARE_BYTES
+
+
+def test_what_is_resident_is_the_second_number_of_the_system(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "STATM", tmp_path / "statm")
+    assert memory.resident_bytes() is None
+    (tmp_path / "statm").write_text("900 7 3 1 0 5 0\n")
+    assert memory.resident_bytes() == 7 * mmap.PAGESIZE
 
 
 def test_a_process_that_has_not_grown_is_not_trimmed(monkeypatch):

@@ -201,6 +201,11 @@ def test_a_template_that_leaves_out_a_text_is_refused(make, first, second, missi
         make(post_processor=bare, labels=("yes",), template=broken)
 
 
+def test_a_model_with_a_template_takes_no_single_texts(scorer):
+    with pytest.raises(InvalidInput, match="scores pairs"):
+        scorer.encode([Text("cat")], rules())
+
+
 def test_a_template_without_room_for_text_is_refused(make):
     with pytest.raises(ConfigError, match="7 leaves no room for text beside the 7 special"):
         make(limit=7, post_processor=bare, labels=("yes",), template=TEMPLATE)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -338,6 +339,13 @@ def test_a_process_that_does_not_start_is_told_with_the_reason(monkeypatch):
         opened(pdf([RED]))
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.raises(ConfigError, match=r"'/no/such/python' cannot be started: .* No such file"):
+        opened(pdf([RED]))
+
+
+@pytest.mark.usefixtures("no_idle_process")
+def test_without_a_temporary_folder_the_variable_that_names_one_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"temporary file, which cannot be written: No .*TMPDIR"):
         opened(pdf([RED]))
 
 

@@ -136,11 +136,16 @@ def test_a_limit_below_the_expansion_is_refused(make):
 
 
 @pytest.mark.parametrize(
-    ("item", "kind"), [(Tokens([7, 8]), "token ids"), (Pair("a", "cat"), "pairs")]
+    ("item", "message"),
+    [
+        (Tokens([7, 8]), "takes no token ids"),
+        (Pair("a", "cat"), "takes no pairs"),
+        (Text(""), "the input is empty"),
+    ],
 )
-def test_only_texts_are_taken(make, item, kind):
-    with pytest.raises(InvalidInput, match=f"takes no {kind}") as refused:
-        make().encode([Text("cat"), item, Text("dog")], Rules("", True, "right"))
+def test_only_texts_are_taken_and_the_first_at_fault_is_named(make, item, message):
+    with pytest.raises(InvalidInput, match=message) as refused:
+        make().encode([Text("cat"), item, Tokens([7])], Rules("", True, "right"))
     assert refused.value.index == 1
 
 

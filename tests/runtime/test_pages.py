@@ -7,9 +7,10 @@ from page_sources import CONFIG, IMAGE_ID, PAGE, words, write_pages
 from sources import change_json
 
 from converters import convert, outline_routes
+from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints.checkpoint import load_routes
 from jaxembed.data.inputs import Image, Tokens
-from jaxembed.errors import CheckpointError, InvalidInput, UnsupportedModel
+from jaxembed.errors import CheckpointError, ConfigError, InvalidInput, UnsupportedModel
 from jaxembed.runtime.options import EncodeOptions
 
 pytest.importorskip("PIL")
@@ -68,6 +69,12 @@ def test_a_text_with_the_token_of_images_is_refused(embedder):
 def test_divided_pages_are_refused(embedder):
     with pytest.raises(InvalidInput, match="`max_chunks_per_doc` is for texts"):
         embedder.rerank("w1", images=PICTURES, max_chunks=2)
+
+
+def test_a_limit_below_a_page_is_refused(source, tmp_path):
+    config = EngineConfig(dtype="float32", devices=1, max_input_tokens=PAGE - 1)
+    with pytest.raises(ConfigError, match=f"the {PAGE} tokens of an image"):
+        Embedder(str(source), cache_dir=tmp_path, config=config)
 
 
 def test_the_checkpoint_holds_one_set_of_parameters(source, tmp_path):

@@ -290,11 +290,17 @@ def test_without_a_library_numpy_computes_the_same(source, load, monkeypatch, ca
     assert "run in numpy, slower: there is no C compiler" in caplog.text
 
 
+def test_parameters_of_another_model_are_refused():
+    with pytest.raises(CheckpointError, match="table: wanted shape"):
+        StaticEmbeddings(spec_of(), {"table": np.ones((3, WIDTH), np.float32)})
+
+
 def test_a_closed_engine_computes_no_more(start):
     spec = spec_of()
     engine = start(StaticEmbeddings(spec, random_parameters(spec)))
     assert engine.compute(work_of(batch_of(30)))["dense"].shape == (30, WIDTH)
     assert engine.tokens_per_s > 0
+    assert engine.temporary_bytes == 0
     engine.close()
     assert not engine.ready
     with pytest.raises(BackendError, match="closed"):

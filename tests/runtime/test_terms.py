@@ -21,6 +21,13 @@ def test_a_term_has_the_largest_weight_of_its_tokens():
     np.testing.assert_array_equal(as_dense(rows), wanted)
 
 
+def test_scipy_takes_the_rows():
+    pytest.importorskip("scipy")
+    matrix = mostly_zero(5, 9, 0.3)
+    matrix[:, -1] = 0
+    np.testing.assert_array_equal(sparse_rows(matrix).to_scipy().toarray(), matrix)
+
+
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_the_largest_values_are_kept(most):
     matrix = mostly_zero(6, 30, 0.4)

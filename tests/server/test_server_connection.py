@@ -23,6 +23,7 @@ from hypercorn.typing import ConnectionState
 
 from jaxembed.memory import KIB
 from jaxembed.server import run
+from jaxembed.server.http import encoding
 from jaxembed.server.http.connection import MOST_HELD, Connection
 from jaxembed.server.http.protocols import MOST_FRAMES, MOST_TABLE, Http2
 
@@ -71,6 +72,16 @@ async def test_a_large_answer_comes_whole():
     async with serving() as address, connected(address) as streams:
         assert len(await embed(*streams, [f"a {k}" for k in range(2000)])) > MOST_HELD
         assert len(await embed(*streams, ["a"])) < MOST_HELD
+
+
+async def test_an_answer_that_is_made_as_its_client_reads_comes_whole(monkeypatch):
+    async with test_server_run.serving(FakeEmbedder()) as (client, _, _):
+        asked = {"inputs": [f"a b c {k}" for k in range(2000)]}
+        whole = await client.post("/embed_all", json=asked)
+        monkeypatch.setattr(encoding, "MOST_JOINED", 1)
+        made = await client.post("/embed_all", json=asked)
+    assert made.headers["transfer-encoding"] == "chunked"
+    assert made.content == whole.content
 
 
 async def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):

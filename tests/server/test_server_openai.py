@@ -163,6 +163,7 @@ def test_served_names_and_none_are_answered_by_the_first_and_others_are_told_the
         (b'{"input": []}', "input", "`input` cannot be empty"),
         (b'{"input": [[1], []]}', "input[1]", "`input[1]` cannot be empty"),
         (b'{"input": ["a", ""]}', "input[1]", "`input[1]` cannot be empty"),
+        (b'{"messages": [{"role": "user", "content": ""}]}', "messages[0].content", "be empty"),
     ],
 )
 def test_a_bad_request_is_a_400_naming_the_field(raw, param, message):

@@ -332,6 +332,20 @@ async def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing()
     assert shelf.closed == "a"
 
 
+async def test_a_load_that_nobody_waits_for_any_more_ends_without_a_word(caplog):
+    gate, threads = threading.Event(), []
+    load = asyncio.create_task(
+        pool_module._in_thread(lambda: (threads.append(threading.current_thread()), gate.wait()))
+    )
+    await until(lambda: threads)
+    load.cancel()
+    await asyncio.wait([load])
+    gate.set()
+    threads[0].join()
+    await asyncio.sleep(0)  # what the thread left for the loop is done first
+    assert not caplog.records
+
+
 async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model():
     shelf = Shelf("abd", size=100)
     pool = pool_of(shelf, bytes=250)  # two of the three

@@ -22,9 +22,10 @@ from jaxembed.tools.verify.agreement import (
     cosine_distances,
     same_best,
     same_order,
+    shared_neighbours,
 )
 from jaxembed.tools.verify.reference import run_reference
-from jaxembed.tools.verify.report import HEADER, report_lines
+from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
 from jaxembed.tools.verify.texts import TEXTS
 from jaxembed.tools.verify.verification import Verification, verify_model
 
@@ -96,7 +97,7 @@ def text_of(found: Verification) -> str:
     return "\n".join(report_lines(found))
 
 
-def test_an_embedder_agrees_in_both_dtypes(agreed):
+def test_an_embedder_agrees_in_both_dtypes_and_its_row_fits_the_header(agreed):
     found = agreed
     assert found.agrees
     assert [one.dtype for one in found.agreements] == ["float32", "bfloat16"]
@@ -105,6 +106,13 @@ def test_an_embedder_agrees_in_both_dtypes(agreed):
     assert "a text of the user's" in found.groups[0].inputs
     assert max(len(ids) for ids in found.got[0].ids) == found.limit == 16
     assert "source agrees" in text_of(found)
+    header, row = HEADER.splitlines()[0], markdown_row(found)
+    names, cells = ([cell.strip() for cell in line.split("|")] for line in (header, row))
+    filled = dict(zip(names, cells, strict=True))
+    assert filled["model"] == "source"  # not where it lies on the user's machine
+    assert filled["of"] == f"content {found.spec.content_hash[:12]}"
+    assert filled["compared with"] == "sentence-transformers 6.2.0"
+    assert filled["served"].startswith("bfloat16 ")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +256,14 @@ def test_what_is_no_number_is_the_worst_and_not_within_bounds(task):
     found = Agreement("float32", task, distances, np.zeros(0), 1.0)
     assert found.worst == 1
     assert not found.within_bounds
+
+
+def test_equal_neighbours_may_change_places():
+    vectors = np.eye(14, dtype=np.float32)  # every text as near to every other
+    assert shared_neighbours(vectors, vectors[::-1]) == 1.0
+    assert shared_neighbours(vectors[:1], vectors[:1]) == 1.0
+    first, second = np.random.default_rng(0).standard_normal((2, 40, 3)).astype(np.float32)
+    assert shared_neighbours(first, second) < 0.9
 
 
 def test_order_is_that_of_documents_whose_logits_differ():
