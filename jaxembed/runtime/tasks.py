@@ -1,5 +1,6 @@
 """The tasks that a model can do, and the requests for them, checked. Runs nothing."""
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -111,7 +112,11 @@ class Tasks:
         return self.request(inputs, self.intent(Asked(options), with_images=with_images))
 
     def intent(self, asked: Asked, *, with_images: bool = False) -> Intent:
-        """What is asked means this for the model, of texts or also of images."""
+        """What is asked means this for the model, of texts or also of images. Raises WrongTask,
+        InvalidInput, and TypeError for a number of dimensions that is no integer."""
+        for count in (asked.options.dimensions, asked.options.max_active_dims):
+            if count is not None:
+                operator.index(count)  # 8.0 equals 8, whose intent may be kept
         known = self._intent if asked.options.prompt else self._usual_intent
         return known(asked, with_images)
 
