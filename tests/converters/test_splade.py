@@ -186,7 +186,8 @@ def test_a_query_is_cut_at_the_limit_of_its_tokenizer(make, tmp_path):
     assert first.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("a")]
     assert second.tolist() == [sources.WORDS.index("hello"), sources.WORDS.index("un")]
     sources.write_json(config, {"model_max_length": 1e30})
-    assert outline(source, route="query").spec.max_input_tokens == NO_LIMIT
+    routes, _ = outline_routes(source)
+    assert routes["query"].spec.max_input_tokens == NO_LIMIT
 
 
 @pytest.mark.parametrize("beside", [True, False])
