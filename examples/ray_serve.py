@@ -12,7 +12,7 @@ from ray.serve import Application
 from jaxembed import Embedder
 from jaxembed.config import ServerConfig
 from jaxembed.server.app import Server, create_app
-from jaxembed.server.registry.models import Models
+from jaxembed.server.models import Models
 
 # Requests that a replica is given at once. The server batches them itself, and refuses with 429
 # what it has no room for. Ray's own limit of 5 would leave the device idle.
