@@ -104,7 +104,7 @@ def ask(calls: Calls, show: bool) -> None:
 
 def main() -> None:
     """Serve in this thread and ask in another."""
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = ArgumentParser(description="Count the calls of one short text.")
     parser.add_argument("model", nargs="?", help="whose tokenizer; default: all-MiniLM-L6-v2")
     parser.add_argument("--list", action="store_true", help="print the calls of one request, too")
     options = parser.parse_args()

@@ -155,7 +155,9 @@ class Tasks:
         if with_images:
             self.check_images()
             _check_no_prompt(options)
-        types = {one: self.ranges(options, one, asked.types_field) for one in asked.types}
+        types: dict[EmbeddingDtype, np.ndarray | None] = {
+            one: self.ranges(options, one, asked.types_field) for one in asked.types
+        }
         chosen = options.prompt_name if options.prompt is None else ""
         adapted, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)

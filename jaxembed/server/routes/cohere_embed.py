@@ -9,7 +9,7 @@ import numpy as np
 from quart import Blueprint, Response, g
 
 from jaxembed.preprocessing.tokenizer import Side
-from jaxembed.quantise import embedding_dtype, quantise
+from jaxembed.quantise import EmbeddingDtype, embedding_dtype, quantise
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent
@@ -217,8 +217,10 @@ def _asked(body: CohereEmbedRequest, inputs: RequestInputs) -> Asked:
         bare_ids=current_service().config.accept_bare_token_ids,
     )
     purposes = () if of_images else purposes_of(body)
-    types = tuple(embedding_dtype(one) for one in body.embedding_types or () if one != "base64")
-    return Asked(options, purposes, types=types, dimensions_field="output_dimension")
+    types: list[EmbeddingDtype] = [
+        embedding_dtype(one) for one in body.embedding_types or () if one != "base64"
+    ]
+    return Asked(options, purposes, types=tuple(types), dimensions_field="output_dimension")
 
 
 def _ranges(body: CohereEmbedRequest, intent: Intent) -> Ranges:
