@@ -55,6 +55,7 @@ KIND: dict[Task, str] = {
 }
 FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
+MOST_PURPOSE = 100  # characters of a purpose whose intent is kept: it may end in any known one
 IMAGE_URI = "data:image/"  # how the data URI of an image begins
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
@@ -117,7 +118,8 @@ class Tasks:
         for count in (asked.options.dimensions, asked.options.max_active_dims):
             if count is not None:
                 operator.index(count)  # 8.0 equals 8, whose intent may be kept
-        known = self._intent if asked.options.prompt else self._usual_intent
+        is_long = any(len(purpose) > MOST_PURPOSE for _, purpose in asked.purposes)
+        known = self._intent if is_long or asked.options.prompt else self._usual_intent
         return known(asked, with_images)
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:

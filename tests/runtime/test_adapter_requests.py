@@ -12,7 +12,7 @@ from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import Adapter, Routes
 from jaxembed.errors import InvalidInput
-from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.options import Asked, EncodeOptions
 from jaxembed.runtime.tasks import Tasks
 from jaxembed.server.registry.models import Models
 
@@ -132,3 +132,10 @@ def test_adapters_are_listed(models):
     assert fetch_json("/v1/models/tiny:sql", models=models)[1]["id"] == "tiny:sql"
     _, info = fetch_json("/info", models=models)
     assert info["jaxembed"]["adapters"] == list(NAMES)
+
+
+def test_no_long_purpose_is_kept(model):
+    asked = Asked(EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),))
+    kept = model.tasks._usual_intent.cache_info().currsize
+    assert model.tasks.intent(asked).prompt_name == "retrieval.query"
+    assert model.tasks._usual_intent.cache_info().currsize == kept
