@@ -35,7 +35,6 @@ LINE_BYTES = 28_000_000  # of a line, or a row of CSV: an image of 20 MB as base
 AT_ONCE = MIB  # a longer line of JSON is not decoded whole
 BEYOND_INT64 = 2**63  # from which on orjson reads integers as floats
 ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
-ROWS_A_LOOK = 50  # of these at a time: lines may hold images
 LARGE_VALUES_BUFFER = 2**20  # bytes of a column of Parquet that are read at a time
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")

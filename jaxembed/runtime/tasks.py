@@ -63,9 +63,7 @@ NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 class Intent(msgspec.Struct, frozen=True, eq=False):
     """What a request for embeddings means for a model."""
 
-    options: (
-        EncodeOptions  # those asked for, with what the model gives them: outputs, prompt, route
-    )
+    options: EncodeOptions  # with the outputs, the prompt and the route that are meant
     rules: Rules
     outputs: frozenset[OutputName]  # of the engine
     route: str
@@ -101,7 +99,7 @@ class Tasks:
         self._processor = processor
         self._text = text
         self._ranges = ranges
-        # What is asked comes again and again; a prompt of a client could be long: it is not kept.
+        # The same is asked again and again. A prompt of a client could be long, and is not kept.
         self._usual_intent = lru_cache(maxsize=64)(self._intent)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
@@ -113,7 +111,7 @@ class Tasks:
         return self.request(inputs, self.intent(Asked(options), with_images=with_images))
 
     def intent(self, asked: Asked, *, with_images: bool = False) -> Intent:
-        """What is asked means this for the model, of texts or also of images. Raises WrongTask,
+        """What a request means for the model, of texts or also of images. Raises WrongTask,
         InvalidInput, and TypeError for a number of dimensions that is no integer."""
         for count in (asked.options.dimensions, asked.options.max_active_dims):
             if count is not None:

@@ -22,6 +22,7 @@ from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes import (
     classify,
+    cloud,
     cohere,
     cohere_embed,
     contextualized,
@@ -35,12 +36,7 @@ from jaxembed.server.routes import (
     playground,
     tei,
     tei_scores,
-)
-from jaxembed.server.routes import (
-    cloud as hosted,
-)
-from jaxembed.server.routes import (
-    triton as repository,
+    triton,
 )
 from jaxembed.server.service import Service, install
 
@@ -55,7 +51,7 @@ BLUEPRINTS = (
     classify.blueprint,
     tei.blueprint,
     tei_scores.blueprint,
-    hosted.blueprint,
+    cloud.blueprint,
     info.blueprint,
     ops.blueprint,
     ops.metrics_blueprint,
@@ -169,7 +165,7 @@ def create_app(
     for blueprint in BLUEPRINTS:
         app.register_blueprint(blueprint)
     if pool is not None and config.admin_key is not None:
-        app.register_blueprint(repository.blueprint)
+        app.register_blueprint(triton.blueprint)
     _audit(app)
     for step in (
         access.name_request,
@@ -193,7 +189,7 @@ def create_admin_app(service: Service) -> Server:
     """The routes of a service that load models and take them out of memory, for a port of their
     own."""
     app = Server(service)
-    app.register_blueprint(repository.blueprint)
+    app.register_blueprint(triton.blueprint)
     _audit(app)
     app.before_request(access.name_request)
     app.before_request(access.check_head)

@@ -1,4 +1,4 @@
-"""`Models` at the path that examples and programs have used from the first version on."""
+"""`Models` at the path by which programs import it, as `examples/ray_serve.py` does."""
 
 from jaxembed.server.registry.models import Models
 

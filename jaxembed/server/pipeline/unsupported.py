@@ -27,7 +27,6 @@ class Unserved:
 
 
 _TEXTS = Unserved("this route takes texts alone", ("text",))
-_SINGLE = Unserved("each input has one vector, of all its tokens", (False,))
 _CHUNKS = "only /v1/embeddings and /embeddings have chunks"
 _AUTO = Unserved("only /v1/contextualizedembeddings takes it; see `chunk_size`", (False,))
 _FLOAT = Unserved("only routes that answer vectors take it", ("float", ["float"]))
@@ -82,9 +81,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     output_dimension: Annotated[Any, Unserved(_EMBEDDERS, (0,))] = None
     input_type: Annotated[Any, Unserved(_EMBEDDERS)] = None
     task: Annotated[Any, Unserved(_OTHERS)] = None
-    dimensions: Annotated[
-        Any, Unserved("only /embed, /embed_multi and /v1/embeddings cut", (0,))
-    ] = None
+    dimensions: Annotated[Any, Unserved(_CUTS, (0,))] = None
     prompt: Annotated[Any, Unserved(_PROMPT)] = None
     prompt_name: Annotated[Any, Unserved(_EMBEDS)] = None
     instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None

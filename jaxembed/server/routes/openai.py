@@ -165,7 +165,7 @@ async def answer_openai(meter: Meter, body: EmbeddingsRequest) -> Response:
     inputs = _read(body)
     given = read_chunks(body, inputs) if in_chunks else inputs
     intent = accept(meter, given, asked_of(body))
-    _check_form(body, intent)
+    _check_form(intent)
     if isinstance(given, RequestChunks):
         answer = await embed_chunks(meter, given, intent)
     else:
@@ -181,8 +181,8 @@ def _read(body: EmbeddingsRequest) -> RequestInputs:
     return read_inputs(body.input, field="input", are_images=body.modality == "image")
 
 
-def _check_form(body: EmbeddingsRequest, intent: Intent) -> None:
-    """Raise InvalidInput for outputs that cannot be shown as the body and the headers say."""
+def _check_form(intent: Intent) -> None:
+    """Raise InvalidInput for outputs that raw bytes cannot show, if the client accepts these."""
     outputs = intent.options.outputs
     if outputs != DENSE and wants_octets():
         shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)

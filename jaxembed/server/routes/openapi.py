@@ -21,6 +21,7 @@ from jaxembed.server.pipeline.body import PRIORITY
 from jaxembed.server.pipeline.unsupported import ModelRequest, unserved
 from jaxembed.server.routes import (
     classify,
+    cloud,
     cohere,
     cohere_embed,
     contextualized,
@@ -32,13 +33,8 @@ from jaxembed.server.routes import (
     ops,
     tei,
     tei_scores,
+    triton,
     voyage,
-)
-from jaxembed.server.routes import (
-    cloud as hosted,
-)
-from jaxembed.server.routes import (
-    triton as repository,
 )
 from jaxembed.server.routes.common import scoring
 from jaxembed.server.routes.common.rerank import DocumentsRequest
@@ -105,7 +101,7 @@ RERANKS = AnyOf(tei_scores.RerankRequest, DocumentsRequest)
 RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
 LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
 TERMS = list[list[multi.Term]]
-ANY_REQUEST = AnyOf(*hosted.EMBEDS.values(), *RERANKS.kinds, tei_scores.PredictRequest)
+ANY_REQUEST = AnyOf(*cloud.EMBEDS.values(), *RERANKS.kinds, tei_scores.PredictRequest)
 ANY_RESPONSE = AnyOf(VECTORS, TERMS, list[VECTORS], *RANKINGS.kinds, *LABELS.kinds)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
 
@@ -147,18 +143,18 @@ ROUTES = (
     Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
     Route("hosted.invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
           ANY_RESPONSE, octets=True),
-    Route("hosted.vertex", "What each instance asks for, for Vertex AI", hosted.VertexRequest,
-          hosted.VertexResponse),
+    Route("hosted.vertex", "What each instance asks for, for Vertex AI", cloud.VertexRequest,
+          cloud.VertexResponse),
     Route("info.info", "A model and its limits; with `verbose` what its speed depends on",
           response=info.Info, query=("model", "verbose")),
     Route("repository.index", "Every model by name, and whether it is in memory",
-          repository.IndexRequest, list[repository.IndexedModel]),
-    Route("repository.load", "Load a model", repository.LoadRequest, repository.IndexedModel),
-    Route("repository.unload", "Take a model out of memory", repository.LoadRequest,
-          repository.IndexedModel),
-    Route("repository.alias", "Move a name to another model", repository.AliasRequest,
-          repository.IndexedModel),
-    Route("repository.drop_alias", "Drop such a name", response=repository.IndexedModel),
+          triton.IndexRequest, list[triton.IndexedModel]),
+    Route("repository.load", "Load a model", triton.LoadRequest, triton.IndexedModel),
+    Route("repository.unload", "Take a model out of memory", triton.LoadRequest,
+          triton.IndexedModel),
+    Route("repository.alias", "Move a name to another model", triton.AliasRequest,
+          triton.IndexedModel),
+    Route("repository.drop_alias", "Drop such a name", response=triton.IndexedModel),
     Route("ops.probe", "Health"),
     Route("ops.health", "Whether the model answers", response=ops.Health),
     Route("ops.ping", "Health, for SageMaker"),

@@ -1,6 +1,6 @@
 """The routes of Text Embeddings Inference 1.9 that score: /predict, and its body for /rerank.
 
-The route /rerank is in `hosted.py`, because clients send it Jina's body too. Knows no devices.
+The route /rerank is in `cloud.py`, because clients send it Jina's body too. Knows no devices.
 """
 
 from collections.abc import Awaitable
