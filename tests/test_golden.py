@@ -24,7 +24,7 @@ from jaxembed import Embedder
 from jaxembed.data.spec import ModelSpec
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import pack, place
-from jaxembed.models import ARCHITECTURES, is_static
+from jaxembed.models import ARCHITECTURES
 from jaxembed.models.pooling import POOLINGS
 from jaxembed.models.tokens import PackedTokens
 
@@ -115,7 +115,7 @@ def _golden(request, tmp_path_factory) -> Golden:
 
 @pytest.fixture(name="golden_embedder", scope="module")
 def _golden_embedder(golden, load_model, tmp_path_factory) -> Iterator[Embedder]:
-    if is_static(golden.spec):
+    if golden.spec.is_static:
         embedder = Embedder(str(golden.path), cache_dir=tmp_path_factory.mktemp("cache"))
     else:
         embedder = load_model(golden.path, 2, 64)

@@ -21,9 +21,9 @@ from converters.heads import Layout
 from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer
 from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform
-from jaxembed.data.spec import NO_LIMIT, NormalizeLayer, Pooled
+from jaxembed.data.spec import NO_LIMIT, STATIC, NormalizeLayer, Pooled
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.models import static
+from jaxembed.models.static import TABLE
 
 MODEL2VEC = "model2vec"  # model_type in config.json
 MODEL2VEC_LIMIT = 512  # tokens, where config.json says nothing
@@ -78,7 +78,7 @@ def outline_of_table(
         layout,
         config,
         {},
-        architecture=static.ARCHITECTURE,
+        architecture=STATIC,
         token_types=False,
         max_input_tokens=limit,
     )
@@ -156,8 +156,8 @@ def _table_rule(model: str, tensors: Mapping[str, Tensor]) -> Rule:
         )
     source = tensors[names[0]]
     if len(names) == 1 and source.dtype in NUMPY_DTYPES:
-        return Rule(names, static.TABLE)
-    return Rule(names, static.TABLE, _folded(names))
+        return Rule(names, TABLE)
+    return Rule(names, TABLE, _folded(names))
 
 
 def _shape(model: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:

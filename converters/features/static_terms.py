@@ -20,7 +20,7 @@ from converters.tokenizers import tokenizer
 from converters.weights import Rule, Tensor, Transform
 from jaxembed.data.spec import NO_LIMIT, Vocabulary
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
-from jaxembed.models import static
+from jaxembed.models.static import TABLE
 
 WEIGHT = "weight"  # the tensor: one value a term
 KNOWN = {"frozen", "path"}  # of config.json; the first is about training
@@ -55,7 +55,7 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=terms)
     layout = sparse_layout(source, inside, Vocabulary(terms, features=1))
     limit = heads.token_limit(folder, None, otherwise=NO_LIMIT)
-    rule = Rule(WEIGHT, static.TABLE, column)
+    rule = Rule(WEIGHT, TABLE, column)
     config = {"vocab_size": terms, "hidden_size": 1}
     return outline_of_table(source, options, layout, rule, config, text, limit, _find)
 

@@ -8,6 +8,8 @@ from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 
 NO_LIMIT = 2**19  # tokens of an input to a model that cuts nothing; no text that is read has more
 
+STATIC = "static"  # the architecture of a model that is a table of token vectors
+
 FORMAT_VERSION = 4  # of what is written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
@@ -371,6 +373,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """What a text may be represented by: some of "dense", "sparse" and "multi_vector"."""
         given = {"sparse" if name == "token_weights" else name for name in self.heads}
         return tuple(name for name in REPRESENTATIONS if name in given)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the model is a table of token vectors: it has no tower and makes no program."""
+        return self.architecture == STATIC
 
     @property
     def takes_texts(self) -> bool:

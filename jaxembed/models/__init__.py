@@ -90,14 +90,9 @@ def tower_config(spec: ModelSpec) -> Any:
         ) from error
 
 
-def is_static(spec: ModelSpec) -> bool:
-    """Whether the model is a table of token vectors: it has no tower and makes no program."""
-    return spec.architecture == static.ARCHITECTURE
-
-
 def position_limit(spec: ModelSpec) -> int | None:
     """The most tokens that the tower has positions for; None where there is no limit."""
-    if is_static(spec):
+    if spec.is_static:
         return None
     return tower_class(spec.architecture).position_limit(tower_config(spec))
 
@@ -173,7 +168,7 @@ def program(spec: ModelSpec) -> Program:
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """The dotted name and float32 shape of every parameter a checkpoint must hold."""
-    if is_static(spec):
+    if spec.is_static:
         shapes = static.static_shapes(spec)
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return program(spec).shapes

@@ -15,7 +15,6 @@ from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import KIB
 
-ARCHITECTURE = "static"
 TABLE = "table"
 
 BLOCK_BYTES = 256 * KIB  # of rows that are added in float32; sums of such blocks are float64

@@ -25,7 +25,6 @@ from jaxembed.errors import (
     InputTooLong,
     InvalidInput,
 )
-from jaxembed.models import is_static
 from jaxembed.preprocessing.job_threads import JobThreads
 from jaxembed.preprocessing.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.preprocessing.pairs import Frame, find_frame
@@ -111,7 +110,6 @@ class TextProcessor:
         # XLM-R's tokenizer and others give types to pairs whose tower knows only one
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
-        self._is_static = is_static(spec)
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
         self._special_ids = {self._dropped_id, self._image_id} - {None}
@@ -120,7 +118,7 @@ class TextProcessor:
         if self._reads_whole:
             self._most_characters = MOST_READ
         self._pair_frame = None
-        if not is_static(spec):
+        if not spec.is_static:
             self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
         self._check_room()
         self._default_prompt = default_prompt(config, spec)
@@ -208,7 +206,7 @@ class TextProcessor:
                 for row in part.rows:
                     ids = np.concatenate([before, row, after])
                     is_given = bool(document.text) or rules.may_be_empty
-                    if not self._is_static and not (is_given and len(ids)):
+                    if not self._spec.is_static and not (is_given and len(ids)):
                         raise EmptyInput()
                     self._check_words(ids)
                     if self._dropped_id is not None:
@@ -449,7 +447,7 @@ class TextProcessor:
         `whole` says whether the whole text was tokenized.
         """
         is_given = bool(text.text) or rules.may_be_empty
-        if not self._is_static and not (is_given and len(encoding)):
+        if not self._spec.is_static and not (is_given and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
         is_cut = self._check_characters(text, rules) or len(encoding) > self.limit
         if is_cut and not rules.truncate:

@@ -15,7 +15,7 @@ from jaxembed.engine.host import HostEngine
 from jaxembed.engine.placement import placed_bytes
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import MIB
-from jaxembed.models import is_static, native, program
+from jaxembed.models import native, program
 from jaxembed.models.static import Means, numpy_means, static_model, static_shapes
 from jaxembed.observability.metrics import Telemetry
 
@@ -117,7 +117,7 @@ class OnHost:
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
     """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
     fit."""
-    kind = OnHost if is_static(spec) else OnDevices
+    kind = OnHost if spec.is_static else OnDevices
     return kind(spec, config, cache_dir)
 
 

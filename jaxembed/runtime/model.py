@@ -34,7 +34,6 @@ from jaxembed.engine.compiles import compile_events
 from jaxembed.engine.programs import keep_programs
 from jaxembed.engine.state import EngineState
 from jaxembed.errors import ConfigError, NoInputs
-from jaxembed.models import is_static
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.images.processor import ImageProcessor
 from jaxembed.preprocessing.pieces import TokenPiece
@@ -199,7 +198,7 @@ class LoadedModel:
     def _planned(self, specs: Routes, cache_dir: Path) -> dict[str, PlannedEngine]:
         """The engine of each route. A grid and a cache are for those that run on devices, if there
         are any; these divide the cache."""
-        towers = sum(not is_static(spec) for spec in specs.specs.values())
+        towers = sum(not spec.is_static for spec in specs.specs.values())
         of_tower = of_static = self.config
         if towers:
             of_tower = replace(self.config, cache_bytes=self.config.cache_bytes // towers)
@@ -209,7 +208,7 @@ class LoadedModel:
         def config_of(spec: ModelSpec) -> EngineConfig:
             if not spec.takes_texts:
                 return of_image
-            return of_static if is_static(spec) else of_tower
+            return of_static if spec.is_static else of_tower
 
         return {
             route: plan_engine(spec, config_of(spec), cache_dir)

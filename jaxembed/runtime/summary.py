@@ -8,7 +8,7 @@ import msgspec
 from jaxembed.data.spec import DType, ModelSpec, Routes
 from jaxembed.engine.bucket import LONGEST_DEFAULT_ROW
 from jaxembed.engine.placement import placed_bytes
-from jaxembed.models import is_static, parameter_shapes, position_limit
+from jaxembed.models import parameter_shapes, position_limit
 
 
 def summary_of_routes(routes: Routes) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def _limits(spec: ModelSpec) -> dict[str, int | None]:
     return {
         "max_input_tokens": spec.max_input_tokens,
         "positions": positions,
-        "served_by_default": limit if is_static(spec) else min(limit, LONGEST_DEFAULT_ROW),
+        "served_by_default": limit if spec.is_static else min(limit, LONGEST_DEFAULT_ROW),
     }
 
 
 def _dtypes(spec: ModelSpec) -> tuple[DType, ...]:
     """The dtypes that the model can be served in."""
-    return ("float32",) if is_static(spec) else get_args(DType)
+    return ("float32",) if spec.is_static else get_args(DType)

@@ -17,7 +17,6 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Tex
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
-from jaxembed.models import is_static
 from jaxembed.preprocessing.late import LEAST_CHUNK
 from jaxembed.preprocessing.prompts import (
     Role,
@@ -704,7 +703,7 @@ def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
             "late chunking is for models that pool by the mean, and this one pools by "
             f"{' and '.join(pooling)}; send each chunk as an input of its own"
         )
-    if is_static(spec):
+    if spec.is_static:
         raise InvalidInput(
             "late chunking is for models whose tokens see each other, and this one has static "
             "embeddings; send each chunk as an input of its own"

@@ -13,7 +13,7 @@ from jaxembed.data.spec import ModelSpec
 from jaxembed.engine.build import Plan, make_plan, seats_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError, WrongTask
-from jaxembed.models import is_static, program
+from jaxembed.models import program
 from jaxembed.preprocessing.text import Rules, TextProcessor
 from jaxembed.runtime.tasks import KIND
 from jaxembed.tools.tune.cost import Workbench
@@ -67,7 +67,7 @@ def load_measured(
         config = dataclasses.replace(config, devices=1)
     path = hub.resolve(model, cache_dir=cache_dir, **source)
     spec = checkpoint.load_spec(path)
-    if is_static(spec):
+    if spec.is_static:
         raise ConfigError(
             f"{spec.source} holds static embeddings, which run without buckets, so there is "
             "nothing to tune"

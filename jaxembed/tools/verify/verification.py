@@ -17,7 +17,6 @@ from jaxembed.data.inputs import Pair, Text
 from jaxembed.data.spec import ModelSpec, Routes
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
-from jaxembed.models import is_static
 from jaxembed.preprocessing.text import Rules
 from jaxembed.runtime.summary import summary
 from jaxembed.tools.verify.agreement import Agreement, agreement, different_tokens
@@ -141,7 +140,7 @@ def _check_outputs(spec: ModelSpec) -> None:
 
 def _check_rules(spec: ModelSpec, folder: Path) -> None:
     """Raise ConfigError for static embeddings that the reference would treat by other rules."""
-    if is_static(spec) and not (folder / "modules.json").is_file():
+    if spec.is_static and not (folder / "modules.json").is_file():
         raise ConfigError(
             f"{folder} has no modules.json: it is served by the rules of model2vec, and "
             "sentence-transformers does not know them"
@@ -171,7 +170,7 @@ def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
             "the checkpoint says to cut, and the reference does"
         )
     limit = flag or min(own, MOST_INPUT_TOKENS)
-    if is_static(spec):
+    if spec.is_static:
         if flag is not None:
             raise ConfigError(
                 f"--max-input-length {flag}: the reference cuts static embeddings only as the "
