@@ -123,8 +123,8 @@ def started(args: Namespace, *, null_model: bool = False) -> Iterator[Embedder]:
     """An Embedder whose buckets are all compiled and timed; closed after the context."""
     config = EngineConfig(warmup="full", null_model=null_model)
     with Embedder(args.model, cache_dir=args.cache_dir, config=config) as embedder:
-        assert isinstance(embedder.engine, Engine)
-        embedder.engine.wait_timed()
+        assert isinstance(embedder.model.main.engine, Engine)
+        embedder.model.main.engine.wait_timed()
         yield embedder
 
 

@@ -42,6 +42,7 @@ from benchmarks.bench_libraries import vectors_of
 from benchmarks.peer import Peer
 from benchmarks.subject import Subject
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
 from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.bucket import Bucket, BucketGrid
@@ -229,7 +230,7 @@ def row_of(
 
 def of_products(folder: Path, args: Namespace) -> list[dict[str, Any]]:
     """The rows of the tower in each bucket, beside its matrix products alone."""
-    path = hub.resolve(str(folder / "model"), cache_dir=folder / "cache")
+    path = hub.resolve(ModelSource(str(folder / "model"), cache_dir=folder / "cache"))
     spec = checkpoint.load_spec(checkpoint.route_path(path, IMAGE_ROUTE))
     # without the projection, whose product is of one token of an image
     spec = msgspec.structs.replace(spec, heads={"dense": Pooled(("cls",), (NormalizeLayer(),))})

@@ -31,6 +31,7 @@ from benchmarks import peer, report, workloads
 from benchmarks.peer import Peer
 from benchmarks.servers import packaged_model
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 
 WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
@@ -156,7 +157,7 @@ def contestants(args: Namespace) -> list[Contestant]:
 
 def tokens_of(texts: list[str]) -> int:
     """The number of tokens of these texts, special tokens included, cut to the model's limit."""
-    path = hub.resolve(None, cache_dir=hub.default_cache_dir())
+    path = hub.resolve(ModelSource())
     limit = checkpoint.load_spec(path).max_input_tokens
     return sum(e.length for e in workloads.tokenized(texts, checkpoint.tokenizer_path(path), limit))
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks import report
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import DType
 
 GIB = 1024**3
@@ -88,7 +89,7 @@ def convert(args: Namespace) -> Iterator[dict[str, Any]]:
     from jaxembed.checkpoints import hub
 
     started_at = time.monotonic()
-    hub.convert_model(args.model, args.checkpoint)
+    hub.convert_model(ModelSource(args.model), args.checkpoint)
     yield row("convert", started_at)
 
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks import report, workloads
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import DenseLayer, DType, Pooled, scoring_heads
 from jaxembed.embedder import Embedder
@@ -97,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.configure_jax()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cache_dir = args.cache_dir or hub.default_cache_dir()
-        path = hub.resolve(args.model, cache_dir=cache_dir)
+        cache_dir = args.cache_dir or default_cache_dir()
+        path = hub.resolve(ModelSource(args.model, cache_dir=cache_dir))
         config = EngineConfig(
             dtype=args.dtype, max_batch_tokens=args.max_batch_tokens, devices=1, warmup="full"
         )
@@ -111,9 +112,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         rows, overlaps = measure(embedder, reranker, args)
         facts = {
-            "model": args.model or hub.DEFAULT_MODEL,
+            "model": args.model or DEFAULT_MODEL,
             "dtype": embedder.dtype,
-            "max_batch_tokens": embedder.max_batch_tokens,
+            "max_batch_tokens": embedder.model.max_batch_tokens,
             "seconds": args.seconds,
             "overlaps": overlaps,
             "results": rows,
@@ -165,8 +166,8 @@ def _wait_for_timings(embedders: Sequence[Embedder]) -> None:
 
 
 def _engine(embedder: Embedder) -> Engine:
-    assert isinstance(embedder.engine, Engine)
-    return embedder.engine
+    assert isinstance(embedder.model.main.engine, Engine)
+    return embedder.model.main.engine
 
 
 def _loads(embedder: Embedder, reranker: Embedder, args: Namespace) -> list[Load]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks import report, workloads
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.spec import DType
 from jaxembed.tools.tune.lengths import Lengths
@@ -86,9 +87,7 @@ def opened(args: Namespace) -> MeasuredModel:
         dtype=args.dtype, max_input_tokens=args.limit, max_batch_tokens=args.max_batch_tokens
     )
     jax.clear_caches()
-    return load_measured(
-        args.model, cache_dir=hub.default_cache_dir(), config=config, text=TextConfig()
-    )
+    return load_measured(ModelSource(args.model), config=config, text=TextConfig())
 
 
 def lengths(name: str, model: MeasuredModel, args: Namespace) -> Lengths:
@@ -99,9 +98,7 @@ def lengths(name: str, model: MeasuredModel, args: Namespace) -> Lengths:
         limit=model.plan.max_input_tokens,
         vocab_size=int(model.spec.config["vocab_size"]),
         data=args.data,
-        tokenizer=checkpoint.tokenizer_path(
-            hub.resolve(args.model, cache_dir=hub.default_cache_dir())
-        ),
+        tokenizer=checkpoint.tokenizer_path(hub.resolve(ModelSource(args.model))),
         seed=args.seed,
     )
     return Lengths(np.bincount(mix.lengths), f"{name} ({mix.source})")

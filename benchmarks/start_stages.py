@@ -61,6 +61,7 @@ def start(laps: Laps, cache_dir, model_name) -> None:
     import jax
 
     from jaxembed.checkpoints import checkpoint, hub
+    from jaxembed.checkpoints.source import ModelSource
     from jaxembed.cli.jax_setup import configure_jax
     from jaxembed.config import EngineConfig
     from jaxembed.engine.build import make_plan
@@ -68,7 +69,7 @@ def start(laps: Laps, cache_dir, model_name) -> None:
     from jaxembed.models import program
 
     configure_jax(cache_dir, None)
-    path = hub.resolve(model_name, cache_dir=cache_dir)
+    path = hub.resolve(ModelSource(model_name, cache_dir=cache_dir))
     laps.end("resolve and convert")
     spec = checkpoint.load_spec(path)
     model = program(spec)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.data.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.bucket import BucketGrid
@@ -250,9 +251,9 @@ def load(args: Namespace) -> Subject:
     # imported here, because random weights need neither Orbax nor the hub
     from jaxembed.checkpoints import checkpoint, hub
 
-    path = hub.resolve(args.model, cache_dir=args.cache_dir or hub.default_cache_dir())
+    path = hub.resolve(ModelSource(args.model, cache_dir=args.cache_dir or default_cache_dir()))
     spec = checkpoint.load_spec(path)
-    name = args.model or hub.DEFAULT_MODEL
+    name = args.model or DEFAULT_MODEL
     parameters = checkpoint.load_params(path, spec)
     return Subject(name, spec, program(spec), parameters, checkpoint.tokenizer_path(path))
 
@@ -312,9 +313,8 @@ def replica(
 
 def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
     """The native kernels that a server would use for the model, if any."""
-    from jaxembed.checkpoints import hub
 
-    folder = args.cache_dir or hub.default_cache_dir()
+    folder = args.cache_dir or default_cache_dir()
     return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
 
 

@@ -10,7 +10,7 @@ from converters.registry import CONVERTERS
 from converters.steps import ConversionProgress, contents, show_progress
 from converters.vision import dual, pages
 from jaxembed.checkpoints import checkpoint
-from jaxembed.checkpoints.adapter_folders import adapter_folders
+from jaxembed.checkpoints.source import adapter_folders
 from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import INTERRUPTS, CheckpointError, JaxembedError
 

@@ -4,19 +4,23 @@ embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
-import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
-from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Text
+from jaxembed.checkpoints.source import ModelSource, default_cache_dir
+from jaxembed.config import EngineConfig, TextConfig
+from jaxembed.data.inputs import ChunkedText, Image, Pair, Text
 from jaxembed.data.keyword_options import KeywordOptions
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
+from jaxembed.data.spec import ModelSpec, PoolingChoice
 from jaxembed.data.work import Ragged, SparseRows, WorkResult
+from jaxembed.engine.admission import Capacity
 from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.sources import read_image
 from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
@@ -29,10 +33,9 @@ from jaxembed.runtime.options import (
     Label,
     Ranked,
     ScoreOptions,
-    Scores,
 )
-from jaxembed.runtime.requests import ComputeRequest, EncodeRequest, LateRequest, ScoreRequest
 from jaxembed.runtime.similarity import compare_outputs, compare_pairs
+from jaxembed.runtime.steps import Blocking, Steps, finish
 from jaxembed.runtime.tasks import check_task
 
 TextOrPair = str | tuple[str, str]
@@ -54,18 +57,113 @@ score_options = KeywordOptions(ScoreOptions, _PAIRS)
 rerank_options = KeywordOptions(ScoreOptions, (*_PAIRS, "max_chunks", "overlap_tokens", "weights"))
 
 
-class Embedder(LoadedModel):
+class Embedder:
     """A model to call from Python: it encodes, reranks or classifies.
 
-    The arguments are those of LoadedModel: `model` is a directory (Hugging Face's or a converted
-    checkpoint), a hub id, or None for all-MiniLM-L6-v2. Each method has a twin for event loops.
+    `model` is a directory (Hugging Face's or a converted checkpoint), the URL of a checkpoint in an
+    object store, a hub id, or None for all-MiniLM-L6-v2. `revision`, `offline`, `token`,
+    `dense_path`, `adapters`, `pooling` and `cache_dir` are those of ModelSource, the other
+    arguments those of LoadedModel, and so are the errors. Each method has a twin for event loops.
     """
 
-    def __enter__(self) -> "Embedder":
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        token: str | None = None,
+        dense_path: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        pooling: PoolingChoice | None = None,
+        cache_dir: Path | None = None,
+        config: EngineConfig | None = None,
+        text: TextConfig | None = None,
+        capacity: Capacity | None = None,
+        wait: bool = True,
+        on_progress: Callable[[int, int], None] | None = None,
+        reserve: Callable[[int], object] = lambda count: None,
+        compile_cache: bool = True,
+    ):
+        source = ModelSource(
+            model,
+            revision=revision,
+            offline=offline,
+            token=token,
+            cache_dir=cache_dir or default_cache_dir(),
+            dense_path=dense_path,
+            adapters={} if adapters is None else adapters,
+            pooling=pooling,
+        )
+        self.model = LoadedModel(
+            source,
+            config=config,
+            text=text,
+            capacity=capacity,
+            wait=wait,
+            on_progress=on_progress,
+            reserve=reserve,
+            compile_cache=compile_cache,
+        )
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> Self:
+        """An Embedder of a model that is loaded already."""
+        embedder = cls.__new__(cls)
+        embedder.model = model
+        return embedder
+
+    @property
+    def _steps(self) -> Steps:
+        return Steps(self.model)
+
+    @property
+    def _blocking(self) -> "Embedder":
+        return _BlockingEmbedder.of(self.model)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def name(self) -> str:
+        """The name of the model, as it was given."""
+        return self.model.name
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the checkpoint says of itself; of several routes the main one."""
+        return self.model.spec
+
+    @property
+    def max_input_tokens(self) -> int:
+        """The most tokens of an input."""
+        return self.model.max_input_tokens
+
+    @property
+    def device(self) -> str:
+        """The name of the device that computes."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> str:
+        """The data type that the device computes in."""
+        return self.model.dtype
+
+    @property
+    def ready(self) -> bool:
+        """Whether every request has a compiled bucket and the device answers."""
+        return self.model.ready
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Block until ready. Raises the error of the compiler for a bucket that is needed."""
+        self.model.wait_ready(timeout_s)
+
+    def close(self, timeout_s: float = 20.0) -> None:
+        """Finish what is queued, stop the threads, and free the memory of the model."""
+        self.model.close(timeout_s)
 
     @encode_options
     def encode(
@@ -81,38 +179,34 @@ class Embedder(LoadedModel):
         With another `output_dtype` than "float" the array is as `quantise` gives it. Raises the
         errors of InvalidInput and BackendError, and TypeError for an unknown option.
         """
-        texts = _with_images(texts, images)
-        return _one_or_all(texts, self.run(self._to_encode(texts, options)))
+        return finish(self._blocking.encode_async(texts, images=images, **options))
 
     @encode_options
     async def encode_async(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
         """`encode` without blocking the event loop. Cancelling the task cancels queued work."""
-        texts = await asyncio.to_thread(_with_images, texts, images)
-        return _one_or_all(texts, await self.run_async(self._to_encode(texts, options)))
+        return await self._encode(texts, images, None, options)
 
     @encode_options
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for queries, where it has them."""
-        return _one_or_all(texts, self.run(self._to_encode_as("query", texts, options)))
+        return finish(self._blocking.encode_query_async(texts, **options))
 
     @encode_options
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_query` without blocking the event loop."""
-        request = self._to_encode_as("query", texts, options)
-        return _one_or_all(texts, await self.run_async(request))
+        return await self._encode(texts, None, "query", options)
 
     @encode_options
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for documents, where it has them."""
-        return _one_or_all(texts, self.run(self._to_encode_as("document", texts, options)))
+        return finish(self._blocking.encode_document_async(texts, **options))
 
     @encode_options
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode_document` without blocking the event loop."""
-        request = self._to_encode_as("document", texts, options)
-        return _one_or_all(texts, await self.run_async(request))
+        return await self._encode(texts, None, "document", options)
 
     @output_options
     def encode_outputs(
@@ -131,8 +225,8 @@ class Embedder(LoadedModel):
         texts, as of `encode`. Raises WrongTask for an output that the model does not give:
         `spec.representations` has them all.
         """
-        texts = _with_images(texts, images)
-        return dict(self.run(self._to_encode_outputs(texts, outputs, options)).values)
+        call = self._blocking.encode_outputs_async(texts, outputs, images=images, **options)
+        return finish(call)
 
     @output_options
     async def encode_outputs_async(
@@ -144,14 +238,21 @@ class Embedder(LoadedModel):
         **options,
     ) -> dict[OutputName, Any]:
         """`encode_outputs` without blocking the event loop."""
-        texts = await asyncio.to_thread(_with_images, texts, images)
-        return dict((await self.run_async(self._to_encode_outputs(texts, outputs, options))).values)
+        unknown = [name for name in outputs if name not in REPRESENTATIONS]
+        if unknown or not outputs:
+            raise InvalidInput(
+                f"`outputs` must be some of {', '.join(REPRESENTATIONS)}. "
+                f"Given: {', '.join(map(str, unknown)) or 'none'}",
+                field="outputs",
+            )
+        role, asked = options.pop("role", None), {"outputs": frozenset(outputs), **options}
+        return dict((await self._embed(texts, images, role, asked)).values)
 
     @output_options
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
         """The weights of the vocabulary's terms in each text, a row for each; `to_scipy` makes a
         matrix of them. Otherwise as `encode_outputs`."""
-        return self.encode_outputs(texts, ("sparse",), **options)["sparse"]
+        return finish(self._blocking.encode_sparse_async(texts, **options))
 
     @output_options
     async def encode_sparse_async(self, texts: str | Sequence[str], **options) -> SparseRows:
@@ -164,8 +265,7 @@ class Embedder(LoadedModel):
     ) -> Ragged:
         """The vectors of each text, and of each of `images`, to compare token by token, float32
         `[vectors, width]`. Otherwise as `encode_outputs`."""
-        found = self.encode_outputs(texts, ("multi_vector",), images=images, **options)
-        return found["multi_vector"]
+        return finish(self._blocking.encode_multi_async(texts, images=images, **options))
 
     @output_options
     async def encode_multi_async(
@@ -189,14 +289,15 @@ class Embedder(LoadedModel):
         Raises the errors of InvalidInput, which has no late chunking for models that pool otherwise
         than by the mean, and of BackendError.
         """
-        return _by_text(self.run(self._to_encode_chunks(texts, options)))
+        return finish(self._blocking.encode_chunks_async(texts, **options))
 
     @chunk_options
     async def encode_chunks_async(
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
         """`encode_chunks` without blocking the event loop."""
-        return _by_text(await self.run_async(self._to_encode_chunks(texts, options)))
+        chunked, asked = [_chunked(text) for text in texts], EncodeOptions(**options)
+        return _by_text(await self._steps.run(self.model.tasks.embed_chunks(chunked, asked)))
 
     @rerank_options
     def rerank(
@@ -219,16 +320,8 @@ class Embedder(LoadedModel):
         cosines, whose raw score is the sum. Raises WrongTask for a classifier, and the errors of
         InvalidInput and BackendError.
         """
-        _check_top_n(top_n)
-        asked = ScoreOptions(**options)
-        documents = _documents(documents, images)
-        if self.spec.task == "embed":
-            of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
-            both = self.run(of_query), self.run(of_documents)
-            found = compare_outputs(*both, weights, documents)
-        else:
-            found = self.run(self.tasks.rerank(query, documents, asked))
-        return found.ranked(raw_scores)[:top_n]
+        asked = {"images": images, "top_n": top_n, "raw_scores": raw_scores, **options}
+        return finish(self._blocking.rerank_async(query, documents, **asked))
 
     @rerank_options
     async def rerank_async(
@@ -242,15 +335,16 @@ class Embedder(LoadedModel):
         **options,
     ) -> list[Ranked]:
         """`rerank` without blocking the event loop."""
-        _check_top_n(top_n)
-        asked = ScoreOptions(**options)
-        documents = await asyncio.to_thread(_documents, documents, images)
+        if top_n is not None and top_n < 1:
+            raise InvalidInput(f"`top_n` must be 1 or more. Given: {top_n}", field="top_n")
+        asked, tasks, steps = ScoreOptions(**options), self.model.tasks, self._steps
+        listed = await _read(steps, documents, images)
         if self.spec.task == "embed":
-            of_query, of_documents, weights = self.tasks.compare(query, documents, asked)
-            both = await self.run_async(of_query), await self.run_async(of_documents)
-            found = await self.runner.off_loop(compare_outputs, *both, weights, documents)
+            of_query, of_documents, weights = tasks.compare(query, listed, asked)
+            both = await steps.run(of_query), await steps.run(of_documents)
+            found = await steps.compute(compare_outputs, *both, weights, listed)
         else:
-            found = await self.run_async(self.tasks.rerank(query, documents, asked))
+            found = await steps.run(tasks.rerank(query, listed, asked))
         return found.ranked(raw_scores)[:top_n]
 
     @score_options
@@ -259,30 +353,24 @@ class Embedder(LoadedModel):
     ) -> np.ndarray:
         """The score of each pair of a query and a document, float32 `[n]`: those of `rerank`, in
         the order given."""
-        if self.spec.task == "embed":
-            compared = self.tasks.compare_pairs(pairs, ScoreOptions(**options))
-            of_queries, of_documents, weights, numbers = compared
-            with _of_pairs(numbers):
-                queries = self.run(of_queries)
-            both, texts = (queries, self.run(of_documents)), [text for _, text in pairs]
-            return compare_pairs(*both, weights, texts, numbers, raw_scores=raw_scores)
-        return _of_first_label(self.run(self._to_score_pairs(pairs, options)), raw_scores)
+        return finish(self._blocking.score_async(pairs, raw_scores=raw_scores, **options))
 
     @score_options
     async def score_async(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
         """`score` without blocking the event loop."""
-        if self.spec.task == "embed":
-            compared = self.tasks.compare_pairs(pairs, ScoreOptions(**options))
-            of_queries, of_documents, weights, numbers = compared
-            with _of_pairs(numbers):
-                queries = await self.run_async(of_queries)
-            both, texts = (queries, await self.run_async(of_documents)), [text for _, text in pairs]
-            call = partial(compare_pairs, raw_scores=raw_scores)
-            return await self.runner.off_loop(call, *both, weights, texts, numbers)
-        answer = await self.run_async(self._to_score_pairs(pairs, options))
-        return _of_first_label(answer, raw_scores)
+        asked, tasks, steps = ScoreOptions(**options), self.model.tasks, self._steps
+        if self.spec.task != "embed":
+            check_task(self.name, self.spec, "rerank")
+            answer = await steps.run(tasks.score([Pair(*pair) for pair in pairs], asked))
+            return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
+        of_queries, of_documents, weights, numbers = tasks.compare_pairs(pairs, asked)
+        with _of_pairs(numbers):
+            queries = await steps.run(of_queries)
+        both, texts = (queries, await steps.run(of_documents)), [text for _, text in pairs]
+        compare = partial(compare_pairs, raw_scores=raw_scores)
+        return await steps.compute(compare, *both, weights, texts, numbers)
 
     @score_options
     def classify(
@@ -293,14 +381,15 @@ class Embedder(LoadedModel):
         The checkpoint says whether scores add up to one or stand alone; with `raw_scores` they are
         the model's logits. Otherwise as `rerank`.
         """
-        return self.run(self._to_score(inputs, options)).labelled(raw_scores)
+        return finish(self._blocking.classify_async(inputs, raw_scores=raw_scores, **options))
 
     @score_options
     async def classify_async(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
         """`classify` without blocking the event loop."""
-        return (await self.run_async(self._to_score(inputs, options))).labelled(raw_scores)
+        request = self.model.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
+        return (await self._steps.run(request)).labelled(raw_scores)
 
     @compute_options
     def compute(
@@ -317,7 +406,7 @@ class Embedder(LoadedModel):
         are for embedding models. Raises InvalidInput for outputs that the model does not have
         (`spec.widths` has them all), and the errors of InvalidInput and BackendError.
         """
-        return self.run(self._to_compute(inputs, outputs, options))
+        return finish(self._blocking.compute_async(inputs, outputs, **options))
 
     @compute_options
     async def compute_async(
@@ -327,92 +416,55 @@ class Embedder(LoadedModel):
         **options,
     ) -> WorkResult:
         """`compute` without blocking the event loop."""
-        return await self.run_async(self._to_compute(inputs, outputs, options))
+        listed, asked = _texts_and_pairs(inputs), EncodeOptions(**options)
+        return await self._steps.run(self.model.tasks.compute(listed, outputs, asked))
 
-    def _to_encode_as(
-        self, role: Role, texts: str | Sequence[str], options: dict[str, Any]
-    ) -> EncodeRequest:
-        return self.tasks.embed(_texts(texts), self.tasks.for_role(role, _encode_options(options)))
+    async def _encode(
+        self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
+    ) -> np.ndarray:
+        dense = (await self._embed(texts, images, role, options)).dense
+        return dense[0] if isinstance(texts, str) and images is None else dense
 
-    def _to_encode_outputs(
-        self, texts: str | Sequence[Any], outputs: Collection[OutputName], options: dict[str, Any]
-    ) -> EncodeRequest:
-        unknown = [name for name in outputs if name not in REPRESENTATIONS]
-        if unknown or not outputs:
-            raise InvalidInput(
-                f"`outputs` must be some of {', '.join(REPRESENTATIONS)}. "
-                f"Given: {', '.join(map(str, unknown)) or 'none'}",
-                field="outputs",
-            )
-        role = options.pop("role", None)
-        chosen = EncodeOptions(outputs=frozenset(outputs), **options)
-        chosen = chosen if role is None else self.tasks.for_role(role, chosen)
-        return self.tasks.embed(_texts(texts), chosen)
-
-    def _to_encode(self, texts: str | Sequence[Any], options: dict[str, Any]) -> EncodeRequest:
-        return self.tasks.embed(_texts(texts), _encode_options(options))
-
-    def _to_encode_chunks(
-        self, texts: Sequence[ChunkedText | Sequence[str]], options: dict[str, Any]
-    ) -> LateRequest:
-        chunked = [_chunked(text) for text in texts]
-        return self.tasks.embed_chunks(chunked, _encode_options(options))
-
-    def _to_score(
-        self, inputs: str | Sequence[TextOrPair], options: dict[str, Any]
-    ) -> ScoreRequest:
-        return self.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
-
-    def _to_score_pairs(
-        self, pairs: Sequence[tuple[str, str]], options: dict[str, Any]
-    ) -> ScoreRequest:
-        check_task(self.name, self.spec, "rerank")
-        return self.tasks.score([Pair(*pair) for pair in pairs], ScoreOptions(**options))
-
-    def _to_compute(
-        self,
-        inputs: str | Sequence[TextOrPair],
-        outputs: Collection[str],
-        options: dict[str, Any],
-    ) -> ComputeRequest:
-        return self.tasks.compute(_texts_and_pairs(inputs), outputs, EncodeOptions(**options))
+    async def _embed(
+        self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
+    ) -> Embeddings:
+        """The answer for texts, which may have a role, and images after them."""
+        asked = EncodeOptions(**options) if options else NO_OPTIONS
+        listed = await _read(self._steps, texts, images)
+        if role is not None:
+            asked = self.model.tasks.for_role(role, asked)
+        inputs = [Text(one) if isinstance(one, str) else one for one in listed]
+        return await self._steps.run(self.model.tasks.embed(inputs, asked))
 
 
-def _encode_options(options: dict[str, Any]) -> EncodeOptions:
-    return EncodeOptions(**options) if options else NO_OPTIONS
+class _BlockingEmbedder(Embedder):
+    """An Embedder whose coroutines block the calling thread, so that `finish` can run them."""
+
+    @property
+    def _steps(self) -> Steps:
+        return Blocking(self.model)
 
 
-def _texts(texts: str | Sequence[Any]) -> list[Input]:
-    listed = [texts] if isinstance(texts, str) else texts
-    return [Text(one) if isinstance(one, str) else read_image(one) for one in listed]
-
-
-def _with_images(texts: str | Sequence[Any], images: Any) -> str | Sequence[Any]:
-    """The texts, and the images after them. Raises TypeError for an image that is in no list."""
-    if images is None:
-        return texts
-    if isinstance(images, str | bytes | PathLike | np.ndarray) or not isinstance(images, Iterable):
+async def _read(steps: Steps, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
+    """The texts, and the images among them and after them, which are read. Raises TypeError for an
+    image that is in no list."""
+    listed = [texts] if isinstance(texts, str) else list(texts)
+    if images is None and all(isinstance(one, str) for one in listed):
+        return listed
+    after = () if images is None else images
+    if isinstance(after, str | bytes | PathLike | np.ndarray) or not isinstance(after, Iterable):
         raise TypeError("images is a list of images, not one")
-    return [*([texts] if isinstance(texts, str) else texts), *map(read_image, images)]
+    return await steps.read(_all_read, listed, after)
 
 
-def _documents(documents: Sequence[Any], images: Any) -> list[str | Image]:
-    """Documents to rank: texts, and images after them."""
-    listed = _with_images(documents, images)
-    return [one if isinstance(one, str) else read_image(one) for one in listed]
+def _all_read(texts: list[Any], images: Iterable[Any]) -> list[str | Image]:
+    among = [one if isinstance(one, str) else read_image(one) for one in texts]
+    return [*among, *map(read_image, images)]
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
     listed = [inputs] if isinstance(inputs, str) else inputs
     return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
-
-
-def _one_or_all(texts: str | Sequence[Any], answer: Embeddings) -> np.ndarray:
-    return answer.dense[0] if isinstance(texts, str) else answer.dense
-
-
-def _of_first_label(answer: Scores, raw_scores: bool) -> np.ndarray:
-    return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
 
 
 @contextmanager
@@ -441,8 +493,3 @@ def _by_text(answer: Embeddings) -> list[EncodedChunks]:
         EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
         for count, end in zip(chunked.counts.tolist(), ends, strict=True)
     ]
-
-
-def _check_top_n(top_n: int | None) -> None:
-    if top_n is not None and top_n < 1:
-        raise InvalidInput(f"`top_n` must be 1 or more. Given: {top_n}", field="top_n")

@@ -417,7 +417,7 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
     )
     cache = tmp_path_factory.mktemp("cache")
     embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
-    embedder.engine.wait_timed(60.0)
+    embedder.model.main.engine.wait_timed(60.0)
     yield embedder
     embedder.close()
 

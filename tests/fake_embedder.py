@@ -33,6 +33,7 @@ from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
 from jaxembed.runtime.postprocess import shape_vectors
 from jaxembed.runtime.requests import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
+from jaxembed.runtime.routes import LoadedRoute
 from jaxembed.runtime.tasks import Tasks
 
 DIM = 8
@@ -127,6 +128,9 @@ class NoPrompts(TextProcessor):
     def prompt(self, prompt, prompt_name):
         return prompt or ""
 
+    def term_names(self, ids):
+        return [f"term {one}" for one in ids]
+
 
 class FakeEmbedder(LoadedModel):
     """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back.
@@ -155,12 +159,10 @@ class FakeEmbedder(LoadedModel):
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
         self.ranges: dict[VectorKind, KeptRanges] = {}
-        self.plan = SimpleNamespace(device_name="cpu", dtype="float32")
-        processor = SimpleNamespace(term_names=lambda ids: [f"term {one}" for one in ids])
-        self.routes = {"": SimpleNamespace(plan=self.plan, processor=processor)}
-        self.engines = self.run_by = self.routes
-        self.images = None
-        self.runner = SimpleNamespace(off_loop=asyncio.to_thread)
+        plan = SimpleNamespace(device_name="cpu", dtype="float32")
+        runner = SimpleNamespace(off_loop=asyncio.to_thread)
+        self.main = LoadedRoute(spec, plan, NoPrompts(), None, runner)
+        self.routes = {"": self.main}
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure

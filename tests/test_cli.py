@@ -19,6 +19,7 @@ from conftest import save_tiny
 from test_keys import table
 
 from jaxembed.checkpoints import hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli, embed, jobs, loading, serve
 from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
@@ -84,7 +85,7 @@ def _refusal(monkeypatch):
 
     for module in (serve, loading):
         monkeypatch.setattr(module, "configure_jax", lambda *_: None)
-    monkeypatch.setattr(serve, "load_embedder", lambda *_, **__: pytest.fail("it was not refused"))
+    monkeypatch.setattr(serve, "load_model", lambda *_, **__: pytest.fail("it was not refused"))
     monkeypatch.setattr("signal.signal", lambda *_: None)
     return refusal
 
@@ -504,7 +505,7 @@ def test_info_verifies_the_files_of_a_converted_model(tmp_path, ask_info):
     source = sources.write_sentence_bert(tmp_path / "source")
     ask = (source, "--verify", "--json", "--cache-dir", tmp_path / "cache")
     assert "is not converted yet" in str(ask_info(*ask).exception)
-    entry = hub.resolve(str(source), cache_dir=tmp_path / "cache")
+    entry = hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache"))
     done = ask_info(*ask)
     assert done.exit_code == 0
     assert re.fullmatch(r"\d+ files verified\n", done.stderr)

@@ -148,8 +148,8 @@ class Computed:
 def _computed(golden, golden_embedder) -> Computed:
     """In the one program of `golden_embedder`."""
     spec = golden.spec
-    (bucket,) = golden_embedder.plan.grid.buckets
-    (seat,) = golden_embedder.engine.seats
+    (bucket,) = golden_embedder.model.main.plan.grid.buckets
+    (seat,) = golden_embedder.model.main.engine.seats
     found: dict[int, tuple[np.ndarray, ...]] = {}
     waiting = ticket_of(golden.encodings, widths=spec.widths).entries
     places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}

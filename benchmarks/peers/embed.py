@@ -37,7 +37,7 @@ class Jaxembed:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         chosen: Any = None if dtype == "default" else dtype
         self._embedder = Embedder(model, config=EngineConfig(dtype=chosen, warmup="full"))
-        self._embedder.engine.wait_timed()
+        self._embedder.model.main.engine.wait_timed()
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
         """The engine makes its own batches."""

@@ -47,7 +47,7 @@ class Jaxembed:
         dtype: Any = None if job["dtype"] == "default" else job["dtype"]
         config = EngineConfig(dtype=dtype, warmup="full")
         self._embedder = Embedder(job["model"], cache_dir=Path(job["cache"]), config=config)
-        for one in self._embedder.engines.values():
+        for one in self._embedder.model.engines.values():
             one.engine.wait_timed()
 
     def whole(self, files: Sequence[bytes], batch: int) -> np.ndarray:
@@ -56,14 +56,15 @@ class Jaxembed:
     def prepare(self, files: Sequence[bytes], batch: int) -> Any:
         from jaxembed.data.inputs import Image
 
-        processor, rules = self._embedder.engines["image"].processor, None  # which are of texts
+        processor = self._embedder.model.routes["image"].processor
+        rules = None  # which are of texts
         jobs = [processor.executor.submit(processor.encode, [Image(f)], rules) for f in files]
         return [job.result().work for job in jobs]
 
     def forward(self, prepared: Any, batch: int) -> np.ndarray:
         from jaxembed.data.work import join_work
 
-        engine, outputs = self._embedder.engines["image"].engine, frozenset({"dense"})
+        engine, outputs = self._embedder.model.engines["image"].engine, frozenset({"dense"})
         ticket = engine.submit(join_work(prepared, outputs))
         ticket.result()
         return ticket.values["dense"]

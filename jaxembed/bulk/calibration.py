@@ -35,7 +35,7 @@ def measure_ranges(
     asked = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
     for one in asked:
         check_dimensions(embedder.spec.dim, one.dimensions)
-    kinds = list(dict.fromkeys(embedder.tasks.kind(one) for one in asked))
+    kinds = list(dict.fromkeys(embedder.model.tasks.kind(one) for one in asked))
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]
     count = 0
@@ -51,7 +51,7 @@ def measure_ranges(
         raise ConfigError(
             f"ranges need {FEWEST_TEXTS} texts, better {ENOUGH_TEXTS}. Given: {count}"
         )
-    content_hash = embedder.routes[kinds[0].route].spec.content_hash
+    content_hash = embedder.model.routes[kinds[0].route].spec.content_hash
     return [
         KeptRanges(kind, content_hash, count, lowest.tolist(), highest.tolist())
         for kind, lowest, highest in zip(kinds, low, high, strict=True)

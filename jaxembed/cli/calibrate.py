@@ -61,7 +61,7 @@ def calibrate_command(
     lines = read_texts(texts, text_column)  # a missing file is reported first
     refuse_without_outputs(model, prompt_name, flags)
     embedder = load_embedder(model, flags)
-    check_writable(embedder.path)
+    check_writable(embedder.model.path)
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
         ranges = measure_ranges(
             embedder,
@@ -78,6 +78,6 @@ def calibrate_command(
             count,
             ENOUGH_TEXTS,
         )
-    path = save_ranges(embedder.path, ranges)
+    path = save_ranges(embedder.model.path, ranges)
     widths = ", ".join(str(one.kind.dimensions) for one in ranges)
     click.echo(f"{path}: ranges of {count} texts, of vectors of {widths} dimensions")

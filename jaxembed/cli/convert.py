@@ -27,8 +27,6 @@ def convert_command(model: str, out: str, **flags: Any) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
     from jaxembed.checkpoints import hub
 
-    source = model_source(flags)
-    del source["cache_dir"]
-    spec = hub.convert_model(model, out, **source)
+    spec = hub.convert_model(model_source(model, flags), out)
     gives = f"{spec.dim} dimensions" if spec.task == "embed" else f"labels {', '.join(spec.labels)}"
     click.echo(f"{out}: {spec.architecture}, {spec.task}, {gives}, {spec.max_input_tokens} tokens")

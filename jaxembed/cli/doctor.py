@@ -105,9 +105,9 @@ def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bo
     from jaxembed.tools.doctor.local import examine_here
     from jaxembed.tools.doctor.page import local_page
 
-    spec = hub.describe_model(model, **model_source(flags)).main
-    name = model or hub.DEFAULT_MODEL
-    examination = examine_here(name, spec, engine_config(flags), flags["cache_dir"])
+    source = model_source(model, flags)
+    spec = hub.describe_model(source).main
+    examination = examine_here(source.name, spec, engine_config(flags), source.cache_dir)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(examination)).decode())
     else:

@@ -44,10 +44,10 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
     from jaxembed.checkpoints import hub
     from jaxembed.runtime.summary import summary_of_routes
 
-    source = model_source(flags)
+    source = model_source(model, flags)
     if verify:  # before reading the manifest, which may be damaged
-        click.echo(f"{hub.verify_files(model, **source)} files verified", err=True)
-    facts = summary_of_routes(hub.describe_model(model, **source))
+        click.echo(f"{hub.verify_files(source)} files verified", err=True)
+    facts = summary_of_routes(hub.describe_model(source))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
     else:

@@ -78,7 +78,7 @@ def run_folder(
 
     reuse = chosen.pop("reuse")
     rows = Rows(inputs, **chosen)
-    telemetry = computation.embedder.telemetry
+    telemetry = computation.embedder.model.telemetry
     started_at = time.monotonic()
     with tqdm(unit=" rows", desc=computation.describe()["task"], disable=None) as bar:
 

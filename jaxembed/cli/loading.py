@@ -11,19 +11,26 @@ from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError, WrongTask
 
 
-def load_embedder(model: str | None, flags: dict[str, Any], **options: Any):
-    """An Embedder of the model; `options` are further arguments of it. Raises JaxembedError."""
+def load_model(model: str | None, flags: dict[str, Any], **options: Any):
+    """A LoadedModel; `options` are further arguments of it. Raises JaxembedError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    from jaxembed.embedder import Embedder
+    from jaxembed.runtime.model import LoadedModel
 
-    return Embedder(
-        model,
-        **model_source(flags),
+    return LoadedModel(
+        model_source(model, flags),
         config=engine_config(flags),
         text=text_config(flags),
         on_progress=compile_bar(),
         **options,
     )
+
+
+def load_embedder(model: str | None, flags: dict[str, Any]):
+    """An Embedder of the model. Raises JaxembedError."""
+    loaded = load_model(model, flags)
+    from jaxembed.embedder import Embedder
+
+    return Embedder.of(loaded)
 
 
 def refuse_without_outputs(
@@ -40,8 +47,9 @@ def refuse_without_outputs(
     from jaxembed.checkpoints import hub
     from jaxembed.runtime.tasks import KIND
 
-    routes = hub.describe_model(model, **model_source(flags))
-    name, task = model or hub.DEFAULT_MODEL, routes.main.task
+    source = model_source(model, flags)
+    routes = hub.describe_model(source)
+    name, task = source.name, routes.main.task
     if task != "embed":
         raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed {task}`")
     spec = routes.image if of_images else routes.main
@@ -68,5 +76,5 @@ def refuse_without_task(model: str | None, task: Task, flags: dict[str, Any]) ->
     from jaxembed.checkpoints import hub
     from jaxembed.runtime.tasks import check_task
 
-    name = model or hub.DEFAULT_MODEL
-    check_task(name, hub.describe_model(model, **model_source(flags)).main, task)
+    source = model_source(model, flags)
+    check_task(source.name, hub.describe_model(source).main, task)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from jaxembed.checkpoints.adapter_folders import adapter_folders
+from jaxembed.checkpoints.source import adapter_folders, default_cache_dir
 from jaxembed.cli.help import section
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import DType, PoolingChoice
@@ -142,7 +142,7 @@ MODEL_OPTIONS = section(
         envvar="JAXEMBED_CACHE",
         show_envvar=True,
         type=click.Path(path_type=Path),
-        default=lambda: Path.home() / ".cache" / "jaxembed",
+        default=default_cache_dir,
         show_default="~/.cache/jaxembed",
         help="Directory for converted models and compiled programs. It must not be writable by "
         "other users.",

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.jax_setup import configure_jax
-from jaxembed.cli.loading import load_embedder
+from jaxembed.cli.loading import load_model
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
@@ -72,7 +72,7 @@ def serve_command(
     _refuse_admin_key(flags["admin_key"], flags["api_key"])
     configure_logging(json_output)
     tracer = tracer_of(flags)
-    from jaxembed.checkpoints.hub import DEFAULT_MODEL
+    from jaxembed.checkpoints.source import DEFAULT_MODEL
     from jaxembed.engine.admission import capacity_of
     from jaxembed.platform import object_store
     from jaxembed.server.registry.catalog import Catalog
@@ -214,7 +214,7 @@ def _load_models(models: Sequence[str], flags: dict[str, Any], capacity: Any) ->
     loaded: list = []
     for model in models:
         try:
-            loaded.append(load_embedder(model, flags, capacity=capacity, wait=False))
+            loaded.append(load_model(model, flags, capacity=capacity, wait=False))
         except JaxembedError as error:
             for embedder in loaded:
                 embedder.close(timeout_s=0.0)
@@ -228,7 +228,7 @@ def _load_later(
     flags: dict[str, Any], capacity: Any, model: str, reserve: Callable[[int], object]
 ) -> Any:
     """A model that a server loads while it runs, once it has answered. Raises JaxembedError."""
-    loaded = load_embedder(model, flags, capacity=capacity, reserve=reserve)
+    loaded = load_model(model, flags, capacity=capacity, reserve=reserve)
     try:
         loaded.probe()
     except BaseException:
@@ -241,7 +241,7 @@ def _task_of(flags: dict[str, Any], model: str) -> Task:
     """What a model is for that a server may load. Raises JaxembedError."""
     from jaxembed.checkpoints import hub
 
-    return hub.describe_model(model, **model_source(flags)).main.task
+    return hub.describe_model(model_source(model, flags)).main.task
 
 
 def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:

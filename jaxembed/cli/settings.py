@@ -1,4 +1,4 @@
-"""Turns the flags of a command into settings of the hub, the engine and the tokenization.
+"""Turns the flags of a command into the source of a model, and settings of engine and tokenizer.
 
 `flags` are the values of the flags by name, with underscores.
 """
@@ -6,26 +6,28 @@
 import os
 from typing import Any
 
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.config import EngineConfig, TextConfig
 
 
-def model_source(flags: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments by which the hub finds a model.
+def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
+    """Where a model comes from, and how it is converted. Raises CheckpointError.
 
     Sets the environment variable HF_HUB_CACHE if --huggingface-hub-cache is given.
     """
     if flags["huggingface_hub_cache"]:
         os.environ["HF_HUB_CACHE"] = str(flags["huggingface_hub_cache"])
-    return {
-        "revision": flags["revision"],
-        "offline": flags["offline"],
-        "token": flags["hf_token"],
-        "dense_path": flags["dense_path"],
-        "adapters": flags["adapter"],
-        "cache_dir": flags["cache_dir"],
-        "pooling": flags["pooling"] and POOLING_CHOICES[flags["pooling"]],
-    }
+    return ModelSource(
+        model,
+        revision=flags["revision"],
+        offline=flags["offline"],
+        token=flags["hf_token"],
+        cache_dir=flags["cache_dir"],
+        dense_path=flags["dense_path"],
+        adapters=flags["adapter"],
+        pooling=flags["pooling"] and POOLING_CHOICES[flags["pooling"]],
+    )
 
 
 def engine_config(flags: dict[str, Any]) -> EngineConfig:

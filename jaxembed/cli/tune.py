@@ -108,7 +108,7 @@ def tune_command(
 
     jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured, too
     loaded = load_measured(
-        model, config=engine_config(flags), text=text_config(flags), **model_source(flags)
+        model_source(model, flags), config=engine_config(flags), text=text_config(flags)
     )
     if texts is not None:
         counted = lengths.of_texts(texts, loaded.count_tokens, traffic)

@@ -55,9 +55,8 @@ def verify_command(
     extra_texts = list(read_texts([texts], text_column)) if texts is not None else []
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     verification = verify_model(
-        model,
+        model_source(model, flags),
         extra_texts,
-        source=model_source(flags),
         config=engine_config(flags),
         on_progress=compile_bar(),
     )

@@ -132,7 +132,7 @@ class Meter:
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        plan, total_ms = self.loaded.run_by[self.route].plan, f"{int(1000 * self._count(answer))}"
+        plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * self._count(answer))}"
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
                 "x-compute-type": compute_type(plan.device_name, plan.dtype),

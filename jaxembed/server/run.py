@@ -286,7 +286,7 @@ async def _serve_until_stopped(
 def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator[str]:
     """The log lines that tell a newcomer what is served, and where to try it and read about it."""
     for one in models:
-        yield f"ready: {one.name} on {one.plan.device_name} in {one.plan.dtype}"
+        yield f"ready: {one.name} on {one.device} in {one.dtype}"
     for wildcard, local in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(wildcard, local)
     yield f"API documentation: {address}/docs"

@@ -115,11 +115,11 @@ class FaultyTokenizer:
 def spoil(models, faults: Faults, overdue_s: float) -> None:
     """Put faulty runners and tokenizers into every model, and shorten the watchdogs' limits."""
     for embedder in models:
-        for seat in embedder.engine.seats:
+        for seat in embedder.main.engine.seats:
             seat.runner = FaultyRunner(seat.runner, faults)
-        tokenizer = embedder.processor._tokenizer
+        tokenizer = embedder.main.processor._tokenizer
         tokenizer.file = FaultyTokenizer(tokenizer.file, faults)
-        watchdog = embedder.engine._watchdog
+        watchdog = embedder.main.engine._watchdog
         watchdog._overdue_s, watchdog._look_s = overdue_s, overdue_s / 5
 
 

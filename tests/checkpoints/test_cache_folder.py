@@ -9,6 +9,7 @@ import sources
 
 from jaxembed import Embedder
 from jaxembed.checkpoints import hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.errors import ConfigError
 from jaxembed.platform import cache_folder
 from jaxembed.platform.cache_folder import make_private, refuse_shared
@@ -86,7 +87,7 @@ def test_what_belongs_to_root_is_taken_unless_others_can_write(folder, owned_by,
 @pytest.mark.parametrize("inside", ["", "models"])
 def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside):
     monkeypatch.setattr(
-        "jaxembed.runtime.model.checkpoint.load_spec", lambda _: pytest.fail("loaded")
+        "jaxembed.runtime.routes.checkpoint.load_spec", lambda _: pytest.fail("loaded")
     )
     (folder / inside).mkdir(exist_ok=True)
     (folder / inside).chmod(0o777)
@@ -97,9 +98,10 @@ def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside
 
 def test_an_entry_is_refused_where_it_is_read(folder, lax_umask, tmp_path):
     model = str(sources.write_sentence_bert(tmp_path / "source"))
-    first = hub.resolve(model, cache_dir=folder)
-    assert hub.resolve(model, cache_dir=folder) == first  # made private, whatever the umask
+    source = ModelSource(model, cache_dir=folder)
+    first = hub.resolve(source)
+    assert hub.resolve(source) == first  # made private, whatever the umask
     first.chmod(0o777)
     for find in (hub.resolve, hub.describe_model):
         with pytest.raises(ConfigError, match=f"{first} .*others can write"):
-            find(model, cache_dir=folder)
+            find(source)

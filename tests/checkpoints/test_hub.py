@@ -24,6 +24,7 @@ from huggingface_hub import errors
 import converters
 from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.ranges import save_ranges
+from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.data.spec import Routes
 from jaxembed.errors import CheckpointError, ConfigError
@@ -67,55 +68,55 @@ def _downloads(monkeypatch, tmp_path) -> list[SimpleNamespace]:
 
 
 def test_a_directory_is_converted_once(source, cache, conversions):
-    first = hub.resolve(str(source), cache_dir=cache)
-    assert hub.resolve(str(source), cache_dir=cache) == first
+    first = hub.resolve(ModelSource(str(source), cache_dir=cache))
+    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) == first
     assert conversions == [source]
     assert checkpoint.load_spec(first).source == str(source)
     assert first.parent == cache / "models"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert hub.default_cache_dir() == Path.home() / ".cache" / "jaxembed"
+    assert default_cache_dir() == Path.home() / ".cache" / "jaxembed"
     assert first.name.startswith(hub._entry(str(source), str(source), None))
 
 
 def test_a_checkpoint_is_used_as_it_is(source, cache, tmp_path):
     converters.convert(source, tmp_path / "out")
-    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache) == tmp_path / "out"
+    assert hub.resolve(ModelSource(str(tmp_path / "out"), cache_dir=cache)) == tmp_path / "out"
     assert not cache.exists()
     with pytest.raises(CheckpointError, match="is converted already"):
-        hub.resolve(str(tmp_path / "out"), cache_dir=cache, dense_path="2_Dense")
+        hub.resolve(ModelSource(str(tmp_path / "out"), cache_dir=cache, dense_path="2_Dense"))
 
 
 def test_a_missing_path_is_not_taken_for_a_hub_id(cache):
     for model in ("./nowhere", "/nowhere/at/all", "~/no/such/model"):
         with pytest.raises(CheckpointError, match="does not exist"):
-            hub.resolve(model, cache_dir=cache)
+            hub.resolve(ModelSource(model, cache_dir=cache))
 
 
 def test_a_file_a_revision_of_a_directory_and_a_file_as_cache_are_refused(source, cache):
     with pytest.raises(CheckpointError, match="is a file"):
-        hub.resolve(str(source / "config.json"), cache_dir=cache)
+        hub.resolve(ModelSource(str(source / "config.json"), cache_dir=cache))
     with pytest.raises(CheckpointError, match="revision 'main' was asked of"):
-        hub.resolve(str(source), cache_dir=cache, revision="main")
+        hub.resolve(ModelSource(str(source), cache_dir=cache, revision="main"))
     with pytest.raises(CheckpointError, match="cannot make the cache"):
-        hub.resolve(str(source), cache_dir=source / "config.json")
+        hub.resolve(ModelSource(str(source), cache_dir=source / "config.json"))
 
 
 def test_a_changed_source_is_converted_again(source, cache, conversions):
-    entry = hub.resolve(str(source), cache_dir=cache)
+    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
     before = checkpoint.load_spec(entry)
     change(source, seed=7)
-    another = hub.resolve(str(source), cache_dir=cache)
+    another = hub.resolve(ModelSource(str(source), cache_dir=cache))
     assert len(conversions) == 2
     assert checkpoint.load_spec(another).content_hash != before.content_hash
 
 
 def test_ranges_kept_in_an_entry_leave_it_current(source, cache, conversions):
-    entry = hub.resolve(str(source), cache_dir=cache)
+    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
     path = save_ranges(entry, [])
-    assert hub.resolve(str(source), cache_dir=cache) == entry
+    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) == entry
     assert path.is_file()
     assert len(conversions) == 1
-    assert hub.verify_files(str(source), cache_dir=cache) > 0
+    assert hub.verify_files(ModelSource(str(source), cache_dir=cache)) > 0
 
 
 def change(source, seed):
@@ -129,27 +130,27 @@ def unused_for(entry, hours):
 
 
 def test_what_a_source_was_before_stays_for_those_who_read_it(source, cache):
-    entry = hub.resolve(str(source), cache_dir=cache)
+    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
     spec = checkpoint.load_spec(entry)
     parameters = checkpoint.stream_params(entry, spec)
     next(parameters)
     unused_for(entry, 23)
     change(source, seed=7)
-    assert hub.resolve(str(source), cache_dir=cache) != entry
+    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) != entry
     list(parameters)
     assert checkpoint.load_params(entry, spec)
 
 
 def test_what_a_source_was_before_is_removed_a_day_after_its_last_use(source, cache, tmp_path):
     other = hub.resolve(
-        str(sources.write_sentence_bert(tmp_path / "another model")), cache_dir=cache
+        ModelSource(str(sources.write_sentence_bert(tmp_path / "another model")), cache_dir=cache)
     )
-    old = hub.resolve(str(source), cache_dir=cache)
+    old = hub.resolve(ModelSource(str(source), cache_dir=cache))
     change(source, seed=7)
-    now = hub.resolve(str(source), cache_dir=cache)
+    now = hub.resolve(ModelSource(str(source), cache_dir=cache))
     for entry in (old, now, other):
         unused_for(entry, 25)
-    hub.resolve(str(source), cache_dir=cache)
+    hub.resolve(ModelSource(str(source), cache_dir=cache))
     assert (old.exists(), now.exists(), other.exists()) == (False, True, True)
     assert time.time() - now.stat().st_mtime < 3600  # it was used
 
@@ -163,7 +164,10 @@ def test_another_dense_path_is_another_entry(source, cache):
     )
     sources.write_dense(source / "2_Dense", 8, 4)
     sources.write_dense(source / "2_Dense_6", 8, 6)
-    paths = [hub.resolve(str(source), cache_dir=cache, dense_path=p) for p in (None, "2_Dense_6")]
+    paths = [
+        hub.resolve(ModelSource(str(source), cache_dir=cache, dense_path=p))
+        for p in (None, "2_Dense_6")
+    ]
     assert [checkpoint.load_spec(path).dim for path in paths] == [4, 6]
 
 
@@ -177,7 +181,7 @@ def _resolve(source: Path, cache: Path, ready: Any, converted: Any) -> None:
 
     converters.convert = counted
     ready.wait(60)
-    hub.resolve(str(source), cache_dir=cache)
+    hub.resolve(ModelSource(str(source), cache_dir=cache))
 
 
 def test_two_processes_convert_once(source, cache):
@@ -202,12 +206,12 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, mon
 
     monkeypatch.setattr(hub, "replacing", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*models: No space left on device; "):
-        hub.resolve(str(source), cache_dir=cache)
+        hub.resolve(ModelSource(str(source), cache_dir=cache))
     assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
 
 
 def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
-    entry = hub.resolve("me/tiny", cache_dir=cache, revision="v1", token="secret")
+    entry = hub.resolve(ModelSource("me/tiny", cache_dir=cache, revision="v1", token="secret"))
     spec = checkpoint.load_spec(entry)
     assert (spec.source, spec.revision) == ("me/tiny", COMMIT)
     assert [call.revision for call in downloads] == ["v1", COMMIT]
@@ -217,7 +221,7 @@ def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
     }
     assert "model.safetensors" in fetched
     assert not fetched & {"pytorch_model.bin", "onnx/model.onnx", "model.h5"}
-    assert hub.resolve("me/tiny", cache_dir=cache) == entry
+    assert hub.resolve(ModelSource("me/tiny", cache_dir=cache)) == entry
     assert len(conversions) == 1
     assert len(downloads) == 3  # its descriptions, its weights, and which commit it is now
 
@@ -225,13 +229,13 @@ def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
 def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path, cache):
     (tmp_path / "remote" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"torch is not installed|damaged"):
-        hub.resolve("me/tiny", cache_dir=cache)
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
     fetched = tmp_path / "hub" / COMMIT / "pytorch_model.bin"
     assert fetched.exists()
     for path in (fetched, tmp_path / "remote" / "pytorch_model.bin"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"wanted model\.safetensors or"):
-        hub.resolve("me/tiny", cache_dir=cache)
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +254,7 @@ def test_hub_errors_name_the_model(cache, monkeypatch, error, offline, message):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(CheckpointError, match=message) as caught:
-        hub.resolve("me/tiny", cache_dir=cache, offline=offline, revision="v1")
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache, offline=offline, revision="v1"))
     assert "me/tiny" in str(caught.value)
 
 
@@ -275,7 +279,7 @@ def answered(status: int) -> errors.HfHubHTTPError:
 def test_a_failure_of_the_hub_or_a_full_disk_may_pass(cache, monkeypatch, error, status):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
     with pytest.raises(CheckpointError) as caught:
-        hub.resolve("me/tiny", cache_dir=cache)
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
     assert exit_status(caught.value) == status
     wrapped = ConfigError("a cannot be served")
     wrapped.__cause__ = caught.value  # as `serve` has it of several models
@@ -285,14 +289,14 @@ def test_a_failure_of_the_hub_or_a_full_disk_may_pass(cache, monkeypatch, error,
 def test_the_hub_that_a_variable_turns_off_is_a_setting(cache, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set") as caught:
-        hub.resolve("me/tiny", cache_dir=cache)
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
     assert exit_status(caught.value) == EXIT_REFUSED
 
 
 def test_offline_for_real(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "none"))
     with pytest.raises(CheckpointError, match="me/tiny is not downloaded yet and --offline is set"):
-        hub.resolve("me/tiny", cache_dir=cache, offline=True)
+        hub.resolve(ModelSource("me/tiny", cache_dir=cache, offline=True))
 
 
 @pytest.fixture(name="package")
@@ -307,26 +311,26 @@ def _package(source, tmp_path, monkeypatch) -> Path:
 
 
 def test_the_default_model_comes_from_its_package_unimported(package, cache, conversions):
-    for model in (None, hub.DEFAULT_MODEL):
-        spec = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
-        assert spec.source == hub.DEFAULT_MODEL
+    for model in (None, DEFAULT_MODEL):
+        spec = checkpoint.load_spec(hub.resolve(ModelSource(model, cache_dir=cache)))
+        assert spec.source == DEFAULT_MODEL
     assert conversions == [package / "model"]
     assert hub.DEFAULT_MODEL_PACKAGE not in sys.modules
 
 
 def test_a_revision_of_the_default_model_comes_from_the_hub(package, cache, downloads):
-    hub.resolve(None, cache_dir=cache, revision="v1")
-    assert downloads[0].name == hub.DEFAULT_MODEL
+    hub.resolve(ModelSource(None, cache_dir=cache, revision="v1"))
+    assert downloads[0].name == DEFAULT_MODEL
 
 
 def test_the_default_model_comes_from_the_hub_without_its_package(cache, downloads, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    hub.resolve(None, cache_dir=cache)
-    assert downloads[0].name == hub.DEFAULT_MODEL
+    hub.resolve(ModelSource(None, cache_dir=cache))
+    assert downloads[0].name == DEFAULT_MODEL
 
 
 def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):
-    hub.convert_model("owner/name", tmp_path / "out")
+    hub.convert_model(ModelSource("owner/name"), tmp_path / "out")
     assert any("model*.safetensors" in call.allow_patterns for call in downloads)
     assert checkpoint.is_checkpoint(tmp_path / "out")
 
@@ -336,23 +340,23 @@ def test_what_cannot_be_converted_is_refused_before_its_weights_are_fetched(
 ):
     sources.change_json(tmp_path / "remote" / "config.json", model_type="mamba")
     with pytest.raises(CheckpointError, match="'mamba' is not supported"):
-        hub.resolve("owner/name", cache_dir=cache)
+        hub.resolve(ModelSource("owner/name", cache_dir=cache))
     assert all("model*.safetensors" not in call.allow_patterns for call in downloads)
 
 
 def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cache, conversions):
     described = [
-        hub.describe_model("owner/name", cache_dir=cache),
-        hub.describe_model(str(source), cache_dir=cache),
+        hub.describe_model(ModelSource("owner/name", cache_dir=cache)),
+        hub.describe_model(ModelSource(str(source), cache_dir=cache)),
     ]
     assert conversions == []
     assert [call.allow_patterns for call in downloads] == [hub.DESCRIPTIONS]
     for model, routes in zip(("owner/name", str(source)), described, strict=True):
         spec = routes.main
         assert spec.content_hash == ""
-        converted = checkpoint.load_spec(hub.resolve(model, cache_dir=cache))
+        converted = checkpoint.load_spec(hub.resolve(ModelSource(model, cache_dir=cache)))
         assert msgspec.structs.replace(converted, content_hash="", written_by=None) == spec
-        assert hub.describe_model(model, cache_dir=cache) == Routes({"": converted})
+        assert hub.describe_model(ModelSource(model, cache_dir=cache)) == Routes({"": converted})
 
 
 def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
@@ -363,6 +367,5 @@ def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
 
 def test_an_empty_name_is_no_model(cache):
     """Of an unset variable in a script; an empty path would be the current directory."""
-    for find in (hub.resolve, hub.describe_model):
-        with pytest.raises(CheckpointError, match="empty string"):
-            find("", cache_dir=cache)
+    with pytest.raises(CheckpointError, match="empty string"):
+        ModelSource("", cache_dir=cache)

@@ -53,8 +53,8 @@ def _calibrated(embedder, measured, monkeypatch) -> Embedder:
     """The shared embedder with these ranges."""
     ranges = {one.kind: one for one in measured}
     routes = Routes({"": embedder.spec})
-    tasks = Tasks(embedder.name, routes, embedder.processor, embedder.text, ranges)
-    monkeypatch.setattr(embedder, "tasks", tasks)
+    tasks = Tasks(embedder.name, routes, embedder.model.main.processor, embedder.model.text, ranges)
+    monkeypatch.setattr(embedder.model, "tasks", tasks)
     return embedder
 
 

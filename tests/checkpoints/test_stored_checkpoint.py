@@ -18,6 +18,7 @@ import sources
 
 from jaxembed.checkpoints import checkpoint, hub, stored_checkpoint
 from jaxembed.checkpoints.checkpoint import DIGESTS, MANIFEST
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.errors import CheckpointError, ConfigError, StoreUnreachable
 from jaxembed.platform import extras, object_store
 
@@ -80,7 +81,7 @@ def _source(tmp_path_factory) -> Path:
 @pytest.fixture(name="converted", scope="module")
 def _converted(source) -> Path:
     folder = source.parent / "converted"
-    hub.convert_model(str(source), folder)
+    hub.convert_model(ModelSource(str(source)), folder)
     return folder
 
 
@@ -139,7 +140,7 @@ def test_a_pin_is_a_whole_digest(pin):
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(name, tmp_path):
     with pytest.raises(CheckpointError, match="credentials come from the environment") as caught:
-        hub.resolve(name, cache_dir=tmp_path)
+        hub.resolve(ModelSource(name, cache_dir=tmp_path))
     assert "hidden" not in str(caught.value)
 
 
@@ -156,75 +157,81 @@ def test_nothing_of_object_stores_is_imported_before_a_url_is_read():
 
 
 def test_a_copy_is_what_was_converted(store, digest, converted, cache):
-    entry = hub.resolve(URL, cache_dir=cache)
+    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
     assert content(entry) == content(converted)
     assert entry.is_relative_to(cache)
     assert entry.stat().st_mode & 0o777 == 0o700
-    assert hub.verify_files(URL, cache_dir=cache) == len(content(converted)) - 1
+    assert hub.verify_files(ModelSource(URL, cache_dir=cache)) == len(content(converted)) - 1
 
 
 def test_a_copy_is_made_once(store, digest, cache):
-    entry = hub.resolve(URL, cache_dir=cache)
+    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
     store.asked.clear()
-    assert hub.resolve(URL, cache_dir=cache) == entry
+    assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
     assert store.asked == ["cat_file", "cat_file"]  # the manifest and the digests
 
 
 def test_of_those_who_need_it_at_once_one_makes_the_copy(store, digest, converted, cache):
     with ThreadPoolExecutor(4) as threads:
-        entries = set(threads.map(lambda _: hub.resolve(URL, cache_dir=cache), range(4)))
+        entries = set(
+            threads.map(lambda _: hub.resolve(ModelSource(URL, cache_dir=cache)), range(4))
+        )
     assert len(entries) == 1
     assert store.asked.count("get_file") == len(content(converted)) - 1  # without the digests
 
 
 def test_a_copy_of_one_content_is_used_without_asking(store, digest, cache):
-    entry = hub.resolve(f"{URL}@sha256:{digest}", cache_dir=cache)
+    entry = hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache))
     store.fail_with = OSError("no network")
-    assert hub.resolve(f"{URL}@sha256:{digest}", cache_dir=cache) == entry
-    assert hub.resolve(f"{URL}@sha256:{digest}", cache_dir=cache, offline=True) == entry
+    assert hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache)) == entry
+    assert (
+        hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache, offline=True)) == entry
+    )
 
 
 def test_other_content_than_pinned_is_refused(store, digest, cache):
     with pytest.raises(CheckpointError, match=f"wanted sha256:{'0' * 64}, and there is.*{digest}"):
-        hub.resolve(f"{URL}@sha256:{'0' * 64}", cache_dir=cache)
+        hub.resolve(ModelSource(f"{URL}@sha256:{'0' * 64}", cache_dir=cache))
     assert not list(cache.glob("models/*"))
 
 
 def test_replaced_content_is_copied_beside_the_old(store, digest, cache, tmp_path):
-    old = hub.resolve(URL, cache_dir=cache)
-    pinned = hub.resolve(f"{URL}@sha256:{digest}", cache_dir=cache)
+    old = hub.resolve(ModelSource(URL, cache_dir=cache))
+    pinned = hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache))
     store.files.rm("/bucket/tiny", recursive=True)
     other = sources.write_sentence_bert(tmp_path / "other", tensors=sources.bert_tensors(1))
-    hub.convert_model(str(other), URL)
-    new = hub.resolve(URL, cache_dir=cache)
+    hub.convert_model(ModelSource(str(other)), URL)
+    new = hub.resolve(ModelSource(URL, cache_dir=cache))
     assert new != old
     assert old.is_dir()  # a process may read it still
-    assert hub.describe_model(URL, cache_dir=cache) == checkpoint.load_routes(new)
-    assert hub.resolve(f"{URL}@sha256:{digest}", cache_dir=cache) == pinned
+    assert hub.describe_model(ModelSource(URL, cache_dir=cache)) == checkpoint.load_routes(new)
+    assert hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache)) == pinned
 
 
 def test_an_incomplete_copy_is_made_anew(store, digest, converted, cache):
-    entry = hub.resolve(URL, cache_dir=cache)
+    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
     (entry / checkpoint.TOKENIZER).write_bytes(b"{}")
     killed = entry.with_name(f".{entry.name}.partial-0123")
     killed.mkdir()
-    assert hub.resolve(URL, cache_dir=cache) == entry
+    assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
     assert content(entry) == content(converted)
     assert not killed.exists()
 
 
 def test_a_model_is_described_without_its_weights(store, digest, converted, cache):
-    assert hub.describe_model(URL, cache_dir=cache) == checkpoint.load_routes(converted)
+    assert hub.describe_model(ModelSource(URL, cache_dir=cache)) == checkpoint.load_routes(
+        converted
+    )
     assert store.asked == ["cat_file", "cat_file", "get_file"]
     assert not cache.exists()
 
 
 def test_a_model_with_routes_is_copied(store, cache, tmp_path):
     source = sources.write_router(tmp_path / "router")
-    hub.convert_model(str(source), URL)
-    described = hub.describe_model(URL, cache_dir=cache)
+    hub.convert_model(ModelSource(str(source)), URL)
+    described = hub.describe_model(ModelSource(URL, cache_dir=cache))
     assert len(described.specs) > 1
-    assert checkpoint.load_routes(hub.resolve(URL, cache_dir=cache)) == described
+    assert checkpoint.load_routes(hub.resolve(ModelSource(URL, cache_dir=cache))) == described
 
 
 # -- What is not a checkpoint
@@ -233,13 +240,13 @@ def test_a_model_with_routes_is_copied(store, cache, tmp_path):
 def test_half_an_upload_is_no_checkpoint(store, digest, cache):
     store.files.rm_file(f"/bucket/tiny/{MANIFEST}")
     with pytest.raises(CheckpointError, match=r"has no manifest.json; wanted a whole checkpoint"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
 
 
 def test_a_hugging_face_folder_is_refused_with_the_command_that_helps(store, source, cache):
     store.files.put(str(source), "/bucket/tiny", recursive=True)
     with pytest.raises(CheckpointError, match=f"jaxembed convert MODEL {URL}"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
@@ -257,7 +264,7 @@ def test_a_damaged_object_is_never_served(store, digest, converted, cache, damag
     else:
         store.write(name, before[:-1] + bytes([before[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=re.escape(URL)) as caught:
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
     assert name in str(caught.value)
     assert not [path for path in cache.glob("models/*") if path.is_dir()]
 
@@ -265,7 +272,7 @@ def test_a_damaged_object_is_never_served(store, digest, converted, cache, damag
 def test_a_manifest_that_was_altered_is_refused(store, digest, cache):
     store.write(MANIFEST, store.read(MANIFEST).replace(b'"mean"', b'"cls"'))
     with pytest.raises(CheckpointError, match=r"SHA256SUMS is not of this manifest.json"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
 
 
 def test_values_of_another_model_are_refused_though_the_digests_were_made_to_match(
@@ -273,7 +280,9 @@ def test_values_of_another_model_are_refused_though_the_digests_were_made_to_mat
 ):
     other = tmp_path / "other"
     hub.convert_model(
-        str(sources.write_sentence_bert(tmp_path / "source", tensors=sources.bert_tensors(1))),
+        ModelSource(
+            str(sources.write_sentence_bert(tmp_path / "source", tensors=sources.bert_tensors(1)))
+        ),
         other,
     )
     mixed = shutil.copytree(other, tmp_path / "mixed")
@@ -288,7 +297,7 @@ def test_values_of_another_model_are_refused_though_the_digests_were_made_to_mat
     store.files.rm("/bucket/tiny", recursive=True)
     stored_checkpoint.publish(mixed, URL)
     with pytest.raises(CheckpointError, match=r"holds other values than its manifest.json says"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
 
 
 @pytest.mark.parametrize(
@@ -299,7 +308,7 @@ def test_a_path_that_no_checkpoint_has_is_refused_before_anything_is_copied(
 ):
     store.write(DIGESTS, store.read(DIGESTS) + f"{'0' * 64}  {name}\n".encode())
     with pytest.raises(CheckpointError, match="which no checkpoint has"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
     assert "get_file" not in store.asked
 
 
@@ -311,7 +320,7 @@ def test_a_path_that_no_checkpoint_has_is_refused_before_anything_is_copied(
 def test_what_only_a_conversion_can_do_is_refused_before_anything_is_asked(store, cache, chosen):
     for find in (hub.resolve, hub.describe_model):
         with pytest.raises(CheckpointError, match=re.escape(URL)):
-            find(URL, cache_dir=cache, **chosen)
+            find(ModelSource(URL, cache_dir=cache, **chosen))
     assert store.asked == []
 
 
@@ -319,24 +328,24 @@ def test_what_only_a_conversion_can_do_is_refused_before_anything_is_asked(store
 
 
 def test_a_store_that_gives_no_answer_leaves_the_copy_there_is(store, digest, cache, caplog):
-    entry = hub.resolve(URL, cache_dir=cache)
+    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
     store.fail_with = RuntimeError("no route to //user:hidden@host/x\nand more")
     with caplog.at_level(logging.WARNING):
-        assert hub.resolve(URL, cache_dir=cache) == entry
+        assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
     assert "no route to //host/x; the copy of memory://bucket/tiny in the cache is used" in (
         caplog.text
     )
     with pytest.raises(StoreUnreachable, match=r"cannot read memory://bucket/tiny/manifest.json"):
-        hub.resolve(URL, cache_dir=cache / "other")
+        hub.resolve(ModelSource(URL, cache_dir=cache / "other"))
 
 
 def test_offline_nothing_is_asked(store, digest, cache, caplog):
     with pytest.raises(CheckpointError, match="not copied yet and --offline is set"):
-        hub.resolve(URL, cache_dir=cache, offline=True)
-    entry = hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache, offline=True))
+    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
     store.asked.clear()
     with caplog.at_level(logging.INFO):
-        assert hub.resolve(URL, cache_dir=cache, offline=True) == entry
+        assert hub.resolve(ModelSource(URL, cache_dir=cache, offline=True)) == entry
     assert "the copy in the cache is used" in caplog.text
     assert store.asked == []
 
@@ -361,22 +370,22 @@ def test_an_error_in_the_middle_leaves_nothing(
 
     monkeypatch.setattr(store.files, "get_file", get_file)
     with pytest.raises(CheckpointError, match=words) as caught:
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
     assert type(caught.value) is kind
     assert not [path for path in cache.glob("models/*") if path.is_dir()]
 
 
 def test_a_store_that_denies_access_ends_what_the_copy_is_used_for(store, digest, cache):
-    hub.resolve(URL, cache_dir=cache)
+    hub.resolve(ModelSource(URL, cache_dir=cache))
     store.fail_with = PermissionError("Forbidden")
     with pytest.raises(CheckpointError, match="access is denied"):
-        hub.resolve(URL, cache_dir=cache)
+        hub.resolve(ModelSource(URL, cache_dir=cache))
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, cache):
     monkeypatch.setitem(extras.MODULES, "gs", ("no_such_package",))
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[gs\]'"):
-        hub.resolve("gs://bucket/model", cache_dir=cache)
+        hub.resolve(ModelSource("gs://bucket/model", cache_dir=cache))
 
 
 # -- Writing
@@ -384,7 +393,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, cache):
 
 def test_the_manifest_is_written_last(store, source, caplog):
     with caplog.at_level(logging.INFO):
-        hub.convert_model(str(source), URL)
+        hub.convert_model(ModelSource(str(source)), URL)
     *others, digests, manifest = store.names()
     assert (digests, manifest) == (DIGESTS, MANIFEST)
     assert checkpoint.TOKENIZER in others
@@ -395,9 +404,9 @@ def test_the_manifest_is_written_last(store, source, caplog):
 def test_nothing_is_written_where_something_is(store, source):
     store.write("notes.txt", b"mine")
     with pytest.raises(CheckpointError, match="exists already"):
-        hub.convert_model(str(source), URL)
+        hub.convert_model(ModelSource(str(source)), URL)
     with pytest.raises(CheckpointError, match="only once it is there"):
-        hub.convert_model(str(source), f"{URL}-2@sha256:{'0' * 64}")
+        hub.convert_model(ModelSource(str(source)), f"{URL}-2@sha256:{'0' * 64}")
     assert store.names() == ["notes.txt"]
 
 
@@ -418,5 +427,5 @@ def test_an_upload_that_fails_leaves_no_manifest(store, source, monkeypatch):
 
     monkeypatch.setattr(store.files, "put_file", put_file)
     with pytest.raises(CheckpointError, match=f"cannot write {URL}/{DIGESTS}: access is denied"):
-        hub.convert_model(str(source), URL)
+        hub.convert_model(ModelSource(str(source)), URL)
     assert MANIFEST not in store.names()

@@ -15,6 +15,7 @@ from upgrades.make import VERSIONS, write_dated_source
 import converters
 from jaxembed import Embedder, EngineConfig, __version__
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import FORMAT_VERSION
 from jaxembed.engine.autotune.cost_file import CostFile
 from jaxembed.engine.bucket import Bucket, read_grid
@@ -166,7 +167,7 @@ def test_a_cache_of_an_earlier_version_is_used_or_made_anew(version, tmp_path, c
         with embedder_of(source, cache) as embedder:
             assert_serves(embedder, version)
     else:
-        hub.resolve(str(source), cache_dir=cache)
+        hub.resolve(ModelSource(str(source), cache_dir=cache))
     lines = told(caplog, HUB)
     if version == LATEST:
         assert not conversions
@@ -197,7 +198,7 @@ def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path, caplog, conversions
     (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
     damage_files(entry / name, damage)
     (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
-    checkpoint.load_spec(hub.resolve(str(source), cache_dir=cache))
+    checkpoint.load_spec(hub.resolve(ModelSource(str(source), cache_dir=cache)))
     assert conversions == [source]
     assert not list((cache / "models").glob("*partial*"))
     assert told(caplog, HUB)[0] == f"{entry} is incomplete: made anew"
@@ -257,7 +258,7 @@ def test_grids_that_earlier_versions_tuned_are_read_and_serve(tmp_path, caplog):
     folder = checkpoint_in(tmp_path, TUNED[0])
     with embedder_of(folder, tmp_path / "cache", buckets=grid, max_batch_tokens=None) as embedder:
         assert_serves(embedder, TUNED[0])
-        assert set(embedder.plan.grid.buckets) == set(read_grid(grid).buckets)
+        assert set(embedder.model.main.plan.grid.buckets) == set(read_grid(grid).buckets)
     assert len(told(caplog, "jaxembed.engine.build")) <= 1  # tuned on another kind of machine
 
 

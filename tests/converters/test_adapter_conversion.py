@@ -26,7 +26,7 @@ from test_adapters import merged
 from test_golden import FILES, read, write_source
 
 from jaxembed.checkpoints import checkpoint, hub
-from jaxembed.checkpoints.adapter_folders import adapter_folders
+from jaxembed.checkpoints.source import ModelSource, adapter_folders
 from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 
@@ -245,7 +245,9 @@ def test_a_model_with_routes_takes_no_adapter(adapter, tmp_path):
     with pytest.raises(UnsupportedModel, match=r"adapter one: .* has the routes query, document"):
         converted(source, tmp_path / "out", one=adapter)
     with pytest.raises(UnsupportedModel, match="leave --adapter out"):
-        hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+        hub.resolve(
+            ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+        )
 
 
 def test_static_embeddings_take_no_adapter(adapter, tmp_path):
@@ -298,20 +300,24 @@ def test_a_folder_without_an_adapter_is_refused(source, tmp_path):
 
 def test_the_cache_has_an_entry_for_each_set_of_adapters(adapter, tmp_path, conversions):
     source = write_sentence_bert(tmp_path / "source")
-    plain = hub.resolve(str(source), cache_dir=tmp_path / "cache")
-    hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
-    adapted = hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+    plain = hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache"))
+    hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter}))
+    adapted = hub.resolve(
+        ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+    )
     assert plain != adapted
     assert len(conversions) == 2
     described = hub.describe_model(
-        str(source), cache_dir=tmp_path / "other", adapters={"one": adapter}
+        ModelSource(str(source), cache_dir=tmp_path / "other", adapters={"one": adapter})
     )
     assert described.main.adapters == checkpoint.load_spec(adapted).adapters
     write_adapter(adapter, {QUERY: (HIDDEN, HIDDEN)}, seed=5, lora_alpha=12)
-    hub.resolve(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+    hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter}))
     assert len(conversions) == 3
     with pytest.raises(CheckpointError, match="converted already; give --adapter when converting"):
-        hub.resolve(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+        hub.resolve(
+            ModelSource(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
+        )
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])

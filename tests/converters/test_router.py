@@ -10,6 +10,7 @@ import sources
 
 from converters import convert, folders_read, outline_routes, weight_folders
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import Routes
 from jaxembed.errors import CheckpointError
 from jaxembed.runtime.summary import summary_of_routes
@@ -64,10 +65,10 @@ def test_a_route_has_the_parameters_of_the_same_model_alone(source, tmp_path):
 def test_the_files_of_all_routes_are_verified(source):
     out = source.parent / "router-out"
     converted(source)
-    assert hub.verify_files(str(out), cache_dir=source.parent) > 10
+    assert hub.verify_files(ModelSource(str(out), cache_dir=source.parent)) > 10
     (out / "routes" / "document" / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"routes/document/tokenizer\.json: its SHA-256"):
-        hub.verify_files(str(out), cache_dir=source.parent)
+        hub.verify_files(ModelSource(str(out), cache_dir=source.parent))
 
 
 def test_nothing_is_left_of_a_conversion_that_fails(source):
@@ -79,13 +80,13 @@ def test_nothing_is_left_of_a_conversion_that_fails(source):
 
 
 def test_a_router_goes_through_the_cache(source, tmp_path):
-    before = hub.describe_model(str(source), cache_dir=tmp_path / "cache")
-    path = hub.resolve(str(source), cache_dir=tmp_path / "cache")
-    assert hub.resolve(str(source), cache_dir=tmp_path / "cache") == path
-    routes = hub.describe_model(str(source), cache_dir=tmp_path / "cache")
+    before = hub.describe_model(ModelSource(str(source), cache_dir=tmp_path / "cache"))
+    path = hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache"))
+    assert hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache")) == path
+    routes = hub.describe_model(ModelSource(str(source), cache_dir=tmp_path / "cache"))
     assert routes == checkpoint.load_routes(path)
     assert before.specs.keys() == routes.specs.keys()
-    assert hub.describe_model(str(path), cache_dir=tmp_path / "cache") == routes
+    assert hub.describe_model(ModelSource(str(path), cache_dir=tmp_path / "cache")) == routes
 
 
 def test_static_embeddings_are_fetched_to_describe_them(tmp_path):

@@ -18,6 +18,7 @@ from converters import convert, folders_read, outline, outline_routes
 from converters.families import bert
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import NO_LIMIT, Vocabulary
 from jaxembed.errors import CheckpointError, ConfigError, ConversionError, UnsupportedModel
 from jaxembed.tools.verify import verification
@@ -283,21 +284,27 @@ def test_sparse_encoders_may_be_asked_to_be_what_they_are(tmp_path):
 
 def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):
     cache = tmp_path / "cache"
-    spec = hub.convert_model(str(raw(tmp_path / "raw")), tmp_path / "out", pooling="splade")
-    assert spec.primary == "sparse"
-    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache) == tmp_path / "out"
-    assert hub.resolve(str(tmp_path / "out"), cache_dir=cache, pooling="splade").is_dir()
-    assert hub.describe_model(str(tmp_path / "raw"), cache_dir=cache, pooling="splade").main == (
-        msgspec.structs.replace(spec, content_hash="", written_by=None)
+    spec = hub.convert_model(
+        ModelSource(str(raw(tmp_path / "raw")), pooling="splade"), tmp_path / "out"
     )
+    assert spec.primary == "sparse"
+    assert hub.resolve(ModelSource(str(tmp_path / "out"), cache_dir=cache)) == tmp_path / "out"
+    assert hub.resolve(
+        ModelSource(str(tmp_path / "out"), cache_dir=cache, pooling="splade")
+    ).is_dir()
+    assert hub.describe_model(
+        ModelSource(str(tmp_path / "raw"), cache_dir=cache, pooling="splade")
+    ).main == (msgspec.structs.replace(spec, content_hash="", written_by=None))
     with pytest.raises(ConfigError, match="--pooling cls: this checkpoint pools nothing"):
         make(tmp_path / "out", pooling="cls")
 
 
 def test_what_is_converted_without_its_head_cannot_be_a_sparse_encoder(tmp_path):
-    hub.convert_model(str(raw(tmp_path / "raw")), tmp_path / "out")
+    hub.convert_model(ModelSource(str(raw(tmp_path / "raw"))), tmp_path / "out")
     with pytest.raises(CheckpointError, match="give --pooling splade when converting its source"):
-        hub.resolve(str(tmp_path / "out"), cache_dir=tmp_path / "cache", pooling="splade")
+        hub.resolve(
+            ModelSource(str(tmp_path / "out"), cache_dir=tmp_path / "cache", pooling="splade")
+        )
 
 
 def test_other_models_cannot_be_asked_to_be_sparse_encoders(tmp_path):
@@ -315,8 +322,7 @@ def test_other_models_cannot_be_asked_to_be_sparse_encoders(tmp_path):
 
 def test_verify_refuses_sparse_encoders_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "check_installed", lambda: None)
-    source = {"cache_dir": tmp_path / "cache"}
+    model = str(sources.write_splade(tmp_path / "source"))
+    source = ModelSource(model, cache_dir=tmp_path / "cache")
     with pytest.raises(ConfigError, match="is a sparse encoder; only vectors and"):
-        verification.verify_model(
-            str(sources.write_splade(tmp_path / "source")), [], source=source, config=EngineConfig()
-        )
+        verification.verify_model(source, [], config=EngineConfig())

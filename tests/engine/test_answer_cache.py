@@ -191,13 +191,13 @@ def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path, tiny_checkpoin
     grid, path = tmp_path / "grid.json", str(tiny_checkpoint)
     config = EngineConfig(dtype="float32", buckets=grid, max_batch_tokens=64, devices=1)
     with Embedder(path, cache_dir=tmp_path / "cache", config=config) as plain:
-        wanted, without = plain.encode(["red dog"], normalize=False), plain.resident_bytes
+        wanted, without = plain.encode(["red dog"], normalize=False), plain.model.resident_bytes
     cached = replace(config, cache_bytes=BIG)
 
     async def go():
         with Embedder(path, cache_dir=tmp_path / "cache", config=cached) as embedder:
-            assert embedder.resident_bytes == without + BIG
-            client = create_app(Models([embedder]), ServerConfig()).test_client()
+            assert embedder.model.resident_bytes == without + BIG
+            client = create_app(Models([embedder.model]), ServerConfig()).test_client()
             headers: list[str | None] = []
             for body in ({}, {"normalize": False}, {"dimensions": 8}, {"truncate": False}):
                 response = await client.post("/embed", json={"inputs": "red dog", **body})
@@ -220,5 +220,5 @@ def test_the_towers_of_a_router_divide_the_cache(tmp_path, grid_file):
         dtype="float32", buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG
     )
     with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
-        most = [vars(one.engine)["_cache"]._most for one in embedder.routes.values()]
+        most = [vars(one.engine)["_cache"]._most for one in embedder.model.routes.values()]
     assert most == [BIG // 2, BIG // 2]

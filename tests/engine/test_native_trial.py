@@ -185,7 +185,7 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
 
     def kernels():
         with open_tiny(checkpoint, tmp_path, (1, 64), dtype="bfloat16") as embedder:
-            return embedder.describe()["kernels"]
+            return embedder.model.describe()["kernels"]
 
     with monkeypatch.context() as planted:
         plant(planted, "attention", "segments")

@@ -50,7 +50,7 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
         Encoding(ids_of(length, seed), spans=tuple(spans))
         for seed, (length, spans) in enumerate(sequences)
     ]
-    result = embedder.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
+    result = embedder.model.main.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
     first = 0
     for index, (_, spans) in enumerate(sequences):
         check(result, index, spans, first)
@@ -61,7 +61,7 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
 def test_the_same_text_with_other_spans_is_not_computed_for_both(embedder):
     ids = ids_of(8)
     encodings = [Encoding(ids), Encoding(ids, spans=((0, 4),)), Encoding(ids, spans=((0, 8),))]
-    result = embedder.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
+    result = embedder.model.main.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
     check(result, 0, [(0, 8)], 0)
     check(result, 1, [(0, 4)], 1)
     np.testing.assert_array_equal(result["dense"][0], result["dense"][2])
@@ -123,9 +123,9 @@ def _classifier(tmp_path_factory):
 
 def test_a_classifier_gives_its_logits_and_its_pooled_vector_in_one_pass(classifier):
     texts = [" ".join(WORDS[:k]) for k in (2, 5, 7)]
-    before = sum(use.runs for use in classifier.snapshot()[""].ran.values())
+    before = sum(use.runs for use in classifier.model.snapshot()[""].ran.values())
     result = classifier.compute(texts, ("logits", "dense", "tokens"))
-    after = sum(use.runs for use in classifier.snapshot()[""].ran.values())
+    after = sum(use.runs for use in classifier.model.snapshot()[""].ran.values())
     assert after - before == 1
     labels = {one.label: one.score for one in classifier.classify(texts[1], raw_scores=True)[0]}
     wanted = [labels[label] for label in classifier.spec.labels]

@@ -33,7 +33,9 @@ def _embedder(folder: str, limit: int | None = None) -> Embedder:
             dtype="float32", devices=1, buckets=grid, max_batch_tokens=256, max_input_tokens=limit
         )
         embedder = Embedder(folder, cache_dir=Path(temporary), config=config)
-        embedder.engine.wait_timed(60.0)  # which it notes in the folder that is removed now
+        embedder.model.main.engine.wait_timed(
+            60.0
+        )  # which it notes in the folder that is removed now
         return embedder
 
 
@@ -70,7 +72,7 @@ class _Model:
         assert processing_kwargs is None or isinstance(one, tuple)  # it cuts a second text
         given = Text(one) if isinstance(one, str) else Pair(*one)
         rules = Rules(prompt or "", truncate=True, side="right")
-        (encoding,) = self.embedder.processor.encode([given], rules).work.encodings
+        (encoding,) = self.embedder.model.main.processor.encode([given], rules).work.encodings
         ids = encoding.ids.tolist()
         ids = [*ids, 1] if _holds("FAKE_EXTRA_TOKEN", one) else ids
         return {"input_ids": np.array([ids]), "one": one}

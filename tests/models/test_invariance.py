@@ -283,8 +283,8 @@ texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=LIMIT).map(" ".joi
 @given(together=st.lists(texts, min_size=1, max_size=30))
 @settings(max_examples=25, deadline=None)
 def test_an_embedder_gives_a_text_the_same_vector_alone_and_in_any_company(embedder, together):
-    retried = count_of(embedder.telemetry.not_finite)
+    retried = count_of(embedder.model.telemetry.not_finite)
     vectors = embedder.encode(together)
     for text, vector in zip(together[:5], vectors, strict=False):
         assert_same(vector, embedder.encode(text))
-    assert count_of(embedder.telemetry.not_finite) == retried  # no help from running alone
+    assert count_of(embedder.model.telemetry.not_finite) == retried  # no help from running alone

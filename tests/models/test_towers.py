@@ -95,7 +95,7 @@ def test_a_float16_activation_out_of_range_does_not_change_the_vector(tmp_path):
         config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=128)
         embedder = Embedder(str(source), cache_dir=tmp_path / "cache", config=config)
         vectors[dtype] = embedder.encode(texts)
-        rescued = count_of(embedder.telemetry.not_finite)
+        rescued = count_of(embedder.model.telemetry.not_finite)
         assert rescued == (len(texts) if dtype == "float16" else 0)
         embedder.close()
     np.testing.assert_allclose(vectors["float16"], vectors["float32"], rtol=0, atol=1e-5)

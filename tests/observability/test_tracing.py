@@ -165,7 +165,7 @@ def ids(span):
 def test_a_trace_of_one_request_shows_its_life(embedder, protocol):
     with tracing(protocol) as (receiver, tracer):
         started_ns = time.time_ns()
-        assert ask(embedder, tracer) == 200
+        assert ask(embedder.model, tracer) == 200
         ended_ns = time.time_ns()
     by_name = {span.name: span for span in receiver.spans}
     root, batch = by_name.pop("POST /v1/embeddings"), by_name.pop("batch")
@@ -200,7 +200,7 @@ def test_a_clock_that_is_set_while_the_server_runs_is_followed(embedder, monkeyp
         now_ns = time.time_ns
         monkeypatch.setattr(time, "time_ns", lambda: now_ns() + hour_ns)
         started_ns = time.time_ns()
-        assert ask(embedder, tracer) == 200
+        assert ask(embedder.model, tracer) == 200
     assert receiver.spans
     assert all(
         0 <= span.start_time_unix_nano - started_ns + 1e6 < hour_ns for span in receiver.spans
@@ -209,7 +209,8 @@ def test_a_clock_that_is_set_while_the_server_runs_is_followed(embedder, monkeyp
 
 def test_a_span_says_what_was_asked_and_how_it_went(embedder):
     with tracing() as (receiver, tracer):
-        ask(embedder, tracer, headers={"x-request-id": "r-1"}, json={"input": ["cat", "the " * 99]})
+        json = {"input": ["cat", "the " * 99]}
+        ask(embedder.model, tracer, headers={"x-request-id": "r-1"}, json=json)
     (root,) = receiver.named("POST /v1/embeddings")
     assert attributes(root) == {
         "http.request.method": "POST",
@@ -242,10 +243,16 @@ def test_no_text_and_no_key_is_in_a_span(embedder):
         headers = {"authorization": "Bearer first-key", "user-agent": "zebra", "cookie": "zebra"}
         for path in ("/v1/embeddings?input=zebra", "/nowhere/zebra", "/zebra?zebra"):
             body = {"input": ["the zebra", "a quagga"], "user": "zebra"}
-            ask(embedder, tracer, path, KEYS, headers=headers, json=body)
-        ask(embedder, tracer, config=KEYS, headers=headers, json={"input": {"zebra": "quagga"}})
+            ask(embedder.model, tracer, path, KEYS, headers=headers, json=body)
+        ask(
+            embedder.model,
+            tracer,
+            config=KEYS,
+            headers=headers,
+            json={"input": {"zebra": "quagga"}},
+        )
         body = {"model": "zebra", "input": "quagga"}
-        ask(embedder, tracer, config=KEYS, headers=headers, json=body)
+        ask(embedder.model, tracer, config=KEYS, headers=headers, json=body)
     assert len([span for span in receiver.spans if span.kind == SERVER_KIND]) == 5
     sent = b"".join(request.SerializeToString() for request in receiver.requests)
     assert not [word for word in SECRETS if word.encode() in sent]
@@ -298,7 +305,7 @@ def test_a_static_model_is_traced_without_a_queue(tmp_path):
         Embedder(str(tmp_path / "static"), cache_dir=cache) as static,
         tracing() as (receiver, tracer),
     ):
-        assert ask(static, tracer) == 200
+        assert ask(static.model, tracer) == 200
     names = {span.name for span in receiver.spans}
     assert names == {"POST /v1/embeddings", "decode", "tokenize", "device", "encode"}
 
@@ -310,9 +317,9 @@ def test_answers_from_the_cache_wait_for_no_queue_and_no_device(tmp_path):
         Embedder(str(tmp_path / "model"), config=config, cache_dir=tmp_path / "cache") as cached,
         tracing() as (receiver, tracer),
     ):
-        assert ask(cached, None, json={"input": "cat"}) == 200
-        assert ask(cached, tracer, json={"input": "cat"}) == 200
-        assert ask(cached, tracer, json={"input": ["cat", "sat"]}) == 200
+        assert ask(cached.model, None, json={"input": "cat"}) == 200
+        assert ask(cached.model, tracer, json={"input": "cat"}) == 200
+        assert ask(cached.model, tracer, json={"input": ["cat", "sat"]}) == 200
     roots = receiver.named("POST /v1/embeddings")
     whole, part = sorted(roots, key=lambda root: attributes(root)["jaxembed.inputs"])
     assert [attributes(root)["jaxembed.cache_hits"] for root in (whole, part)] == [1, 1]
@@ -358,7 +365,7 @@ MALFORMED_PARENTS = [
 
 def test_a_request_that_its_client_does_not_sample_leaves_no_span(embedder):
     with tracing() as (receiver, tracer):
-        ask(embedder, tracer, headers={"traceparent": UNSAMPLED}, json={"input": "cat"})
+        ask(embedder.model, tracer, headers={"traceparent": UNSAMPLED}, json={"input": "cat"})
     assert not receiver.spans
 
 
@@ -389,7 +396,7 @@ def test_the_sampler_of_the_environment_is_used(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
     with tracing() as (receiver, tracer):
-        ask(embedder, tracer, headers=headers, json={"input": "cat"})
+        ask(embedder.model, tracer, headers=headers, json={"input": "cat"})
     assert len(receiver.named("POST /v1/embeddings")) == is_sampled
     assert len(receiver.named("batch")) == is_sampled  # which the sampler is not asked about
     assert len(receiver.named("device")) == is_sampled

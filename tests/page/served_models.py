@@ -17,6 +17,7 @@ from test_embedder import save_scorer
 from test_static import OF_MODEL2VEC
 
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource
 from jaxembed.data.spec import LateInteraction, NormalizeLayer, PerToken
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -51,7 +52,7 @@ def browsing() -> Iterator[Browser]:
 
 def save_late(folder: Path, cache: Path) -> Path:
     """The default model without its pooling: it compares texts token by token, so it reranks."""
-    source = hub.resolve(None, cache_dir=cache)
+    source = hub.resolve(ModelSource(None, cache_dir=cache))
     spec = checkpoint.load_spec(source)
     late = msgspec.structs.replace(
         spec,
@@ -77,7 +78,7 @@ def serving(folder: Path) -> Iterator[str]:
     # static embeddings: nothing is compiled, so that it is in memory at once
     sources.write_static(folder / "repository" / "later", OF_MODEL2VEC, normalize=True)
     clip = write_dual(folder / "clip")
-    models = {"minilm": hub.DEFAULT_MODEL, "late": late, "pairs": pairs}
+    models = {"minilm": DEFAULT_MODEL, "late": late, "pairs": pairs}
     models |= {"splade": splade, "labels": labels, "clip": clip}
     names = [f"--served-model-name={name}={model}" for name, model in models.items()]
     arguments = [*map(str, models.values()), *names, "--cache-dir", str(cache)]

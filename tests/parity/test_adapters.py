@@ -28,7 +28,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 def hidden_states(embedder: Embedder, tower, adapter: str | None) -> float:
     """The largest difference to the tower, relative, over all texts."""
     got = embedder.compute(TEXTS, ["tokens"], adapter=adapter, prompt="")["tokens"]
-    ids = [embedder.processor._tokenizer.encode([text], fast=False)[0].ids for text in TEXTS]
+    ids = [
+        embedder.model.main.processor._tokenizer.encode([text], fast=False)[0].ids for text in TEXTS
+    ]
     pairs = zip(got, ids, strict=True)
     return max(relative(one, make.hidden_states(tower, np.array(row))) for one, row in pairs)
 

@@ -68,11 +68,11 @@ def computed(
     embedder: Embedder, texts: Sequence[str], role: Role
 ) -> tuple[list[Encoding], dict[str, Any]]:
     """The encodings of some texts of a role, and what the engine makes of them."""
-    tasks, inputs = embedder.tasks, [Text(text) for text in texts]
+    tasks, inputs = embedder.model.tasks, [Text(text) for text in texts]
     options = tasks.for_role(role, EncodeOptions())
     request = tasks.compute(inputs, ["multi_vector", "tokens"], options)
-    prepared = request.prepare(embedder.processor, None, inputs)
-    return prepared.work.encodings, embedder.run(request)
+    prepared = request.prepare(embedder.model.main.processor, None, inputs)
+    return prepared.work.encodings, embedder.model.run(request)
 
 
 def kept(embedder: Embedder, encoding: Encoding, rows: np.ndarray, role: str) -> np.ndarray:

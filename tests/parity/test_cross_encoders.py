@@ -106,7 +106,7 @@ def apart(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
     encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
-    got = scorers.embedder.engine.submit(work_of(encodings, LOGITS)).result()["logits"]
+    got = scorers.embedder.model.main.engine.submit(work_of(encodings, LOGITS)).result()["logits"]
     wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
     figure = apart(got, np.stack(wanted))
     note(f"logits within {figure:.1e}")
@@ -149,7 +149,7 @@ def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
     wanted = tokenizer(firsts, seconds, truncation="only_second", max_length=limit)
     rules = Rules(prompt="", truncate=True, side=side)
     inputs = [Pair(*pair) for pair in pairs]
-    encodings = scorers.embedder.processor.encode(inputs, rules).work.encodings
+    encodings = scorers.embedder.model.main.processor.encode(inputs, rules).work.encodings
     assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
     if "token_type_ids" in wanted and scorers.embedder.spec.config.get("type_vocab_size", 0) > 1:
         assert [one.types.tolist() for one in encodings] == wanted["token_type_ids"]

@@ -68,7 +68,7 @@ def test_hidden_states_agree_in_long_rows(changes, length, lengths, tmp_path, ma
         for n in lengths
     ]
     work = work_of(encodings, frozenset({"tokens"}))
-    got = embedder.engine.submit(work).result()["tokens"]
+    got = embedder.model.main.engine.submit(work).result()["tokens"]
     wanted = [make.hidden_states(tower, one.ids, one.types) for one in encodings]
     apart = max(relative(*pair) for pair in zip(got, wanted, strict=True))
     note(f"hidden states within {apart:.1e}")

@@ -65,7 +65,9 @@ def test_hidden_states_and_vectors_agree_beyond_the_window(layers, tmp_path, mak
     gc.collect()
     embedder = make_embedder(tmp_path, [(1, LIMIT)])
     encodings = [Encoding(ids, None) for ids in sequences]
-    got = embedder.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()["tokens"]
+    got = embedder.model.main.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()[
+        "tokens"
+    ]
     apart = max(relative(ours, theirs) for ours, theirs in zip(got, hidden, strict=True))
     far = max(
         1 - smallest_cosine(getattr(embedder, name)(texts), vectors[name])

@@ -50,7 +50,7 @@ def test_hidden_states_and_vectors_agree_to_the_limit(limit, tmp_path, make_embe
     gc.collect()
     make.publish(family, tmp_path)
     embedder = make_embedder(tmp_path, [(1, limit)])
-    got = embedder.engine.submit(work_of(inputs, OUTPUTS)).result()
+    got = embedder.model.main.engine.submit(work_of(inputs, OUTPUTS)).result()
     apart = max(relative(*pair) for pair in zip(got["tokens"], wanted, strict=True))
     far = relative(got["dense"], np.stack([one.mean(axis=0) for one in wanted]))
     embedder.close()
@@ -69,7 +69,7 @@ def test_logits_of_the_rerankers_width_agree(tmp_path, make_embedder, note):
     wanted = np.stack([make.logits(scorer, one.ids, one.types) for one in inputs])
     make.publish(FAMILIES[case.family], tmp_path)
     embedder = make_embedder(tmp_path, [(1, limit)])
-    got = embedder.engine.submit(work_of(inputs, LOGITS)).result()["logits"]
+    got = embedder.model.main.engine.submit(work_of(inputs, LOGITS)).result()["logits"]
     embedder.close()
     apart = float(np.abs(got - wanted).max() / np.abs(wanted).max())
     note(f"logits within {apart:.1e}")

@@ -79,7 +79,7 @@ def apart(pair: Pair, lengths: list[int]) -> tuple[float, float]:
     sequences = [draw.integers(0, 50368, length, dtype=np.int32) for length in lengths]
     encodings = [Encoding(ids, None) for ids in sequences]
     work = work_of(encodings, frozenset({"logits", "tokens"}))
-    result = pair.embedder.engine.submit(work).result()
+    result = pair.embedder.model.main.engine.submit(work).result()
     of_hidden, of_logits = [], []
     for ids, tokens, logits in zip(sequences, result["tokens"], result["logits"], strict=True):
         hidden, wanted = answers(pair.torch, ids)

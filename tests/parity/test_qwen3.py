@@ -112,7 +112,10 @@ def test_the_reranker_is_asked_and_scores_as_its_readme_does(reranker, make_embe
     assert embedder.spec.template == qwen3.FAMILY.reranker.template
     pairs = [Pair(QUERY, document) for document in DOCUMENTS]
     rules = Rules(prompt="", truncate=True, side="right")
-    rows = [one.ids.tolist() for one in embedder.processor.encode(pairs, rules).work.encodings]
+    rows = [
+        one.ids.tolist()
+        for one in embedder.model.main.processor.encode(pairs, rules).work.encodings
+    ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(reranker)
     assert rows == [reference_ids(tokenizer, QUERY, text, LIMIT) for text in DOCUMENTS]
     assert max(len(row) for row in rows) == LIMIT
@@ -170,7 +173,7 @@ def test_vectors_of_the_embedder_agree(layers, tmp_path, make_embedder, note):
     for side, rows in tokenizers.items():
         rules = Rules(prompt="", truncate=True, side=side)
         texts = [Text(text) for text in DOCUMENTS]
-        encodings = embedder.processor.encode(texts, rules).work.encodings
+        encodings = embedder.model.main.processor.encode(texts, rules).work.encodings
         assert [one.ids.tolist() for one in encodings] == rows["input_ids"]
         assert {one.ids[-1] for one in encodings} == {151643}
     got = {method: getattr(embedder, method)(texts) for method, texts in calls.items()}

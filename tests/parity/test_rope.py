@@ -63,7 +63,7 @@ def test_hidden_states_agree_beyond_the_length_of_training(
     wanted = [make.hidden_states(reference, ids) for ids in sequences]
     embedder = make_embedder(tmp_path, [(2, 256)])
     encodings = [Encoding(ids, None) for ids in sequences]
-    result = embedder.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()
+    result = embedder.model.main.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()
     embedder.close()
     apart = [relative(got, hidden) for got, hidden in zip(result["tokens"], wanted, strict=True)]
     note(f"hidden states within {max(apart):.1e}")

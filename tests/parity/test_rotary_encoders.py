@@ -54,7 +54,7 @@ def encodings(vocabulary: int, lengths: list[int]) -> list[Encoding]:
 def hidden(pair: Pair, lengths: list[int]) -> tuple[list[Encoding], list[np.ndarray]]:
     inputs = encodings(pair.torch.config.vocab_size, lengths)
     work = work_of(inputs, frozenset({"tokens"}))
-    return inputs, list(pair.embedder.engine.submit(work).result()["tokens"])
+    return inputs, list(pair.embedder.model.main.engine.submit(work).result()["tokens"])
 
 
 @pytest.mark.parametrize("name", ["nomic_bert", "gte"])

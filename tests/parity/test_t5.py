@@ -21,7 +21,7 @@ def test_long_texts_agree(make_embedder, tmp_path, note):
     words = tower.config.vocab_size
     encodings = [Encoding(draw.integers(4, words, n, dtype=np.int32), None) for n in LENGTHS]
     work = work_of(encodings, frozenset({"tokens"}))
-    got = embedder.engine.submit(work).result()["tokens"]
+    got = embedder.model.main.engine.submit(work).result()["tokens"]
     pairs = zip(got, encodings, strict=True)
     apart = max(relative(x, make.hidden_states(tower, one.ids)) for x, one in pairs)
     note(f"hidden states within {apart:.1e}")

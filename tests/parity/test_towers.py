@@ -250,7 +250,7 @@ class Towers:
 
     def hidden(self, encodings: list[Encoding]) -> list[np.ndarray]:
         work = work_of(encodings, frozenset({"tokens"}))
-        return list(self.embedder.engine.submit(work).result()["tokens"])
+        return list(self.embedder.model.main.engine.submit(work).result()["tokens"])
 
     def apart(self, encodings: list[Encoding]) -> float:
         """The largest relative distance of any token's hidden state from transformers'."""
@@ -319,7 +319,7 @@ def test_texts_over_the_limit_are_cut_as_transformers_cuts_them(towers, side, no
     special = " ".join(towers.tokenizer.all_special_tokens)
     texts = [" ".join(WORDS * 60), "the dog sat", f"the {special} dog {special} sat"]
     rules = Rules(prompt="", truncate=True, side=side)
-    encodings = towers.embedder.processor.encode(
+    encodings = towers.embedder.model.main.processor.encode(
         [Text(text) for text in texts], rules
     ).work.encodings
     towers.tokenizer.truncation_side = side

@@ -9,6 +9,7 @@ from golden import make
 from golden.families import FAMILIES
 
 from jaxembed import EngineConfig
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.tools.verify.verification import Verification, verify_model
 from parity.test_towers import SIZES
 
@@ -35,11 +36,9 @@ def _verify(tmp_path_factory) -> Verify:
         grid: Path = tmp_path_factory.mktemp("grid") / "buckets.json"
         grid.write_text(f'{{"buckets": [[2, {limit}]]}}')
         settings = {"devices": 1, "buckets": grid, "max_batch_tokens": 2 * limit}
-        source = {"revision": None, "offline": True, "token": None, "dense_path": None}
         return verify_model(
-            model,
+            ModelSource(model, offline=True, cache_dir=cache),
             ["one text more"],
-            source=source | {"cache_dir": cache},
             config=EngineConfig(**settings | options),
         )
 

@@ -12,14 +12,15 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
 
 LOADING = """
 import hashlib, sys, threading
-from jaxembed import cli, embedder
+from jaxembed import cli
+from jaxembed.runtime import model
 
 class Loading:
     def __init__(self, *_, **__):
         print("loading", flush=True)
         {wait}
 
-embedder.Embedder = Loading
+model.LoadedModel = Loading
 sys.argv = ["jaxembed", "serve", "--port", "0", "--cache-dir", sys.argv[1]]
 cli.main()
 """
@@ -61,7 +62,8 @@ def run_job(computation, rows, output, **_):
 
 embed._load = lambda *_: SimpleNamespace(close=lambda: None)
 computations.EmbedRows = lambda *_: SimpleNamespace(
-    embedder=SimpleNamespace(telemetry=None), describe=lambda: {{"task": "embed"}}
+    embedder=SimpleNamespace(model=SimpleNamespace(telemetry=None)),
+    describe=lambda: {{"task": "embed"}}
 )
 run.run_job = run_job
 sys.argv = ["jaxembed", "embed", *sys.argv[1:]]

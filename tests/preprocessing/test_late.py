@@ -242,11 +242,11 @@ def test_a_long_text_is_refused_where_nothing_may_be_divided(embedder):
 
 def test_a_token_counts_once_for_the_client_and_each_time_it_runs_for_admission(embedder):
     texts = [join_texts([prose(100), prose(100)]), join_texts(PARTS)]
-    request = embedder.tasks.embed_chunks(texts, EncodeOptions())
-    answer = embedder.run(request)
+    request = embedder.model.tasks.embed_chunks(texts, EncodeOptions())
+    answer = embedder.model.run(request)
     assert answer.num_tokens.tolist() == [202, 12]
     assert answer.truncated == 0
-    work = request.prepare(embedder.processor, None, texts).work
+    work = request.prepare(embedder.model.main.processor, None, texts).work
     assert answer.chunked.windows.tolist() == [len(work) - 1, 1]
     assert work.tokens == 202 + 12 + (len(work) - 2) * (2 + OVERLAP)
     assert request.cost(embedder.spec, len(work), work.tokens).tokens == work.tokens
@@ -255,11 +255,11 @@ def test_a_token_counts_once_for_the_client_and_each_time_it_runs_for_admission(
 @pytest.mark.parametrize("chunks", [ChunkSize(8, 4), [(0, 3)] * 500])
 def test_each_vector_is_admitted(embedder, chunks):
     text = ChunkedText(prose(2000), chunks)
-    request = embedder.tasks.embed_chunks([text], EncodeOptions())
-    one = embedder.tasks.embed_chunks([join_texts([text.text])], EncodeOptions())
-    size = embedder.processor.estimate(request.inputs(), request.rules)
+    request = embedder.model.tasks.embed_chunks([text], EncodeOptions())
+    one = embedder.model.tasks.embed_chunks([join_texts([text.text])], EncodeOptions())
+    size = embedder.model.main.processor.estimate(request.inputs(), request.rules)
     more = request.cost(embedder.spec, *size).bytes - one.cost(embedder.spec, *size).bytes
-    vectors = len(embedder.run(request).dense)
+    vectors = len(embedder.model.run(request).dense)
     assert vectors >= 499
     assert more >= (vectors - 1) * 2 * 4 * embedder.spec.dim
 
@@ -470,9 +470,9 @@ def test_other_poolings_are_refused_by_name(open_embedder, pooling, words):
 def test_options_that_late_chunking_does_not_take_are_refused(embedder):
     options = EncodeOptions(truncation_side="left")
     with pytest.raises(InvalidInput, match="late chunking cuts no text") as raised:
-        embedder.tasks.embed_chunks([join_texts(PARTS)], options)
+        embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
     assert raised.value.field == "truncation_side"
     options = EncodeOptions(outputs=frozenset({"tokens"}))
     with pytest.raises(InvalidInput, match="no other outputs") as raised:
-        embedder.tasks.embed_chunks([join_texts(PARTS)], options)
+        embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
     assert raised.value.field == "outputs"

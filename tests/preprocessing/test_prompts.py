@@ -113,11 +113,13 @@ def test_the_vector_is_the_one_with_the_prompt(embedder):
     body = {"input": "the cat", "encoding_format": "float"}
 
     def vector(**fields):
-        _, answer = ask(body | fields, models=Models([embedder]))
+        _, answer = ask(body | fields, models=Models([embedder.model]))
         return answer["data"][0]["embedding"]
 
     query = asyncio.run(
-        embedder.answer(embedder.tasks.embed([Text("the cat")], EncodeOptions(prompt_name="query")))
+        embedder.model.answer(
+            embedder.model.tasks.embed([Text("the cat")], EncodeOptions(prompt_name="query"))
+        )
     )
     assert vector(input_type="search_query") == pytest.approx(query.dense[0].tolist(), abs=1e-6)
     assert vector(input_type="search_query") != pytest.approx(vector(), abs=1e-3)

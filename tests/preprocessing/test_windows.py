@@ -133,10 +133,12 @@ def test_the_best_window_counts_and_is_named(reranker):
     ranked = reranker.rerank(QUERY, documents, raw_scores=True, max_chunks=64)
     assert sorted(one.index for one in ranked) == [0, 1, 2, 3]
     rules_ = rules(max_windows=64)
-    row = reranker.processor.query_row(QUERY, rules_)
+    row = reranker.model.main.processor.query_row(QUERY, rules_)
     for one in ranked:
         text = documents[one.index]
-        bounds = reranker.processor.encode_beside(row, [text], rules_).windows.bounds.tolist()
+        bounds = reranker.model.main.processor.encode_beside(
+            row, [text], rules_
+        ).windows.bounds.tolist()
         parts = [text[start:end] for start, end in bounds]
         alone = reranker.rerank(QUERY, parts, raw_scores=True)
         assert one.score == pytest.approx(alone[0].score, abs=1e-5)
@@ -160,7 +162,7 @@ def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
     body = {"query": QUERY, field: ["a cat", prose(300, 1)], "model": reranker.name}
     wanted = {one.index: one for one in reranker.rerank(QUERY, body[field], max_chunks=64)}
     for asked in ({"max_chunks_per_doc": 64}, {"long_documents": "chunk", "overlap_tokens": 30}):
-        response, answer = ask(body | asked, path=path, embedder=reranker)
+        response, answer = ask(body | asked, path=path, embedder=reranker.model)
         assert response.status_code == 200
         results = answer["results"] if isinstance(answer, dict) else answer
         assert {one["index"] for one in results} == {0, 1}
@@ -172,7 +174,9 @@ def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
                 assert one["chunk"] == {"index": best.index, "start": best.start, "end": best.end}
         assert "x-truncated-inputs" not in response.headers
         assert int(response.headers["x-compute-tokens"]) > 300
-    response, answer = ask(body | {"long_documents": "truncate"}, path=path, embedder=reranker)
+    response, answer = ask(
+        body | {"long_documents": "truncate"}, path=path, embedder=reranker.model
+    )
     assert response.headers["x-truncated-inputs"] == "1"
 
 
@@ -191,19 +195,19 @@ def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
 def test_what_cannot_be_is_refused_by_name(reranker, asked, words):
     for path, field in ROUTES.items():
         body = {"query": QUERY, field: ["a cat"], **asked}
-        response, answer = ask(body, path=path, embedder=reranker)
+        response, answer = ask(body, path=path, embedder=reranker.model)
         assert response.status_code in (400, 422), path
         assert words in str(answer), path
 
 
 def test_each_window_is_admitted(reranker):
     with pytest.raises(InvalidInput, match="only `rerank` divides"):
-        reranker.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
-    request = reranker.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    sequences, tokens = reranker.processor.estimate(request.inputs(), request.rules)
+        reranker.model.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
+    request = reranker.model.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
+    sequences, tokens = reranker.model.main.processor.estimate(request.inputs(), request.rules)
     assert sequences == tokens // LIMIT > 10
     told = []
-    asyncio.run(reranker.runner.run_async(request, lambda *size: told.append(size)))
+    asyncio.run(reranker.model.runner.run_async(request, lambda *size: told.append(size)))
     ((sequences, tokens),) = told
     assert sequences == len(windows(2000, ROOM, overlap_of(ROOM, None)))
     assert tokens > 2000

@@ -31,7 +31,7 @@ def _model(tmp_path_factory, load_model) -> Embedder:
 
 @pytest.fixture(name="models")
 def _models(model) -> Models:
-    return Models([model], {model.name: ["tiny", "alias"]})
+    return Models([model.model], {model.name: ["tiny", "alias"]})
 
 
 def same(vector, wanted) -> bool:
@@ -49,9 +49,9 @@ def test_an_adapter_has_the_prompt_of_its_name_and_a_prompt_the_adapter(model):
 
 def test_a_role_without_a_prompt_gets_none_beside_adapters_either(model):
     spec = tiny_spec(prompts={"sts": "the "}, default_prompt_name="sts", adapters=ADAPTERS)
-    tasks = Tasks("tiny", Routes({"": spec}), model.processor, TextConfig())
+    tasks = Tasks("tiny", Routes({"": spec}), model.model.main.processor, TextConfig())
     assert tasks.for_role("query", EncodeOptions()).prompt == ""
-    assert model.tasks.for_role("query", EncodeOptions()).prompt_name == "retrieval.query"
+    assert model.model.tasks.for_role("query", EncodeOptions()).prompt_name == "retrieval.query"
 
 
 def test_an_adapter_with_the_prompt_of_another_is_refused(model):
@@ -74,7 +74,7 @@ def test_compute_takes_an_adapter_too(model):
 
 def test_the_default_prompt_brings_its_adapter(model, tmp_path):
     text = TextConfig(default_prompt_name="retrieval.passage")
-    other = Embedder(model.name, config=model.config, text=text, cache_dir=tmp_path)
+    other = Embedder(model.name, config=model.model.config, text=text, cache_dir=tmp_path)
     try:
         assert same(other.encode("cat"), model.encode("cat", adapter="retrieval.passage"))
         assert same(other.encode("cat", prompt=""), model.encode("cat"))

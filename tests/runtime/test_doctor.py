@@ -485,7 +485,7 @@ def test_huge_pages_are_told_of_the_system_and_the_process(
 
 
 def test_a_model_that_is_served_is_examined(embedder):
-    models = {"tiny": embedder}
+    models = {"tiny": embedder.model}
     some = History()
     some.note(models)
     embedder.encode(["the cat sat"])
@@ -509,7 +509,7 @@ def verbose(models: Models, query: str, config: ServerConfig | None = None, **he
 
 @pytest.mark.parametrize("query", ["?verbose", "?verbose=1", "?verbose=&model=tiny"])
 def test_info_tells_it_to_whom_asks_for_more(embedder, query):
-    models = Models([embedder], {embedder.name: ("tiny",)})
+    models = Models([embedder.model], {embedder.name: ("tiny",)})
     status, body = verbose(models, query)
     assert status == 200
     doctor = body["jaxembed"].pop("doctor")
@@ -521,7 +521,7 @@ def test_info_tells_it_to_whom_asks_for_more(embedder, query):
 
 def test_info_tells_it_behind_the_key_alone(embedder):
     config = ServerConfig(api_keys=("secret",))
-    models = Models([embedder])
+    models = Models([embedder.model])
     assert verbose(models, "?verbose", config)[0] == 401
     assert verbose(models, "?verbose", config, Authorization="Bearer secret")[0] == 200
 

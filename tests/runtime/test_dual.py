@@ -206,7 +206,7 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
     image = picture(1)
     other = image.copy()
     other[-1, -1, -1] ^= 0x80
-    route = dual(kind).engines[IMAGE_ROUTE]
+    route = dual(kind).model.routes[IMAGE_ROUTE]
     given = [Image(image), Image(other), Image(image)]
     work = route.processor.encode(given, Rules("", truncate=True, side="right")).work
     entries = Ticket(work, route.spec.widths).entries
@@ -218,7 +218,7 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
 
 @each_kind
 def test_inputs_of_both_kinds_keep_their_order_also_in_parts(dual, kind, monkeypatch):
-    monkeypatch.setattr("jaxembed.runtime.model.IMAGES_A_PART", 1)
+    monkeypatch.setattr("jaxembed.runtime.dispatch.IMAGES_A_PART", 1)
     images = [picture(3), picture(4)]
     mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
     got = dual(kind).encode(mixed)
@@ -252,9 +252,9 @@ def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path
 def test_texts_are_filled_up_and_only_their_own_tokens_count(dual):
     """Nor do images have more tokens than patches."""
     inputs = [Text("w1 w2"), *(Image(image) for image in shaped_pictures())]
-    request = dual("siglip2").tasks.embed(inputs, EncodeOptions())
+    request = dual("siglip2").model.tasks.embed(inputs, EncodeOptions())
     wanted = [3, *(rows * columns for rows, columns in SHAPES)]
-    assert dual("siglip2").run(request).num_tokens.tolist() == wanted
+    assert dual("siglip2").model.run(request).num_tokens.tolist() == wanted
 
 
 def test_what_a_model_of_texts_and_images_refuses(dual):

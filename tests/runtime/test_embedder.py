@@ -46,17 +46,22 @@ TEXTS = ["the cat sat on the mat", "a dog", "how is the sky", "where is the red 
 
 async def embed(embedder: Embedder, inputs: Sequence[Input], options=None) -> Embeddings:
     """The answer to a server."""
-    return await embedder.answer(embedder.tasks.embed(inputs, options or EncodeOptions()))
+    return await embedder.model.answer(
+        embedder.model.tasks.embed(inputs, options or EncodeOptions())
+    )
 
 
 async def score(scorer: Embedder, inputs: Sequence[Text | Pair], **options) -> Scores:
     """The answer to a server."""
-    return await scorer.answer(scorer.tasks.score(inputs, ScoreOptions(**options)))
+    model = scorer.model
+    return await model.answer(model.tasks.score(inputs, ScoreOptions(**options)))
 
 
 async def rerank(reranker: Embedder, query: str, documents: Sequence[str]) -> Scores:
     """The answer to a server."""
-    return await reranker.answer(reranker.tasks.rerank(query, documents, ScoreOptions()))
+    return await reranker.model.answer(
+        reranker.model.tasks.rerank(query, documents, ScoreOptions())
+    )
 
 
 @pytest.fixture(name="open_embedder")
@@ -106,7 +111,7 @@ def _held(monkeypatch):
 
 def series(embedder) -> dict[str, float]:
     """Every series of the exposition."""
-    lines = embedder.telemetry.exposition().decode().splitlines()
+    lines = embedder.model.telemetry.exposition().decode().splitlines()
     return {
         name: float(value)
         for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -114,7 +119,7 @@ def series(embedder) -> dict[str, float]:
 
 
 def queue_of(embedder) -> tuple[int, int]:
-    state = embedder.engine.snapshot()
+    state = embedder.model.main.engine.snapshot()
     return state.waiting_inputs, state.waiting_tokens
 
 
@@ -297,7 +302,7 @@ def test_answer_takes_texts_pairs_and_tokens_and_tells_their_figures(embedder):
     assert answer.truncated == 1
     assert answer.values.keys() == {"dense"}
     assert min(answer.tokenization_s, answer.queue_s, answer.inference_s) > 0
-    assert (embedder.admission.inputs, embedder.admission.tokens) == (0, 0)
+    assert (embedder.model.admission.inputs, embedder.model.admission.tokens) == (0, 0)
 
 
 def test_threads_and_event_loops_share_one_embedder(embedder):
@@ -321,14 +326,14 @@ def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
         task = asyncio.create_task(embed(embedder, [Text("dog")] * 300))
         while queue_of(embedder)[0] != 300:  # the queue is what there is to wait on
             await asyncio.sleep(0)
-        assert embedder.admission.inputs == 300
+        assert embedder.model.admission.inputs == 300
         assert series(embedder)["jaxembed_admitted_inputs"] == 300
-        assert series(embedder)["jaxembed_admitted_tokens"] == embedder.admission.tokens > 0
+        assert series(embedder)["jaxembed_admitted_tokens"] == embedder.model.admission.tokens > 0
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert queue_of(embedder) == (0, 0)
-        assert embedder.admission.inputs == 0
+        assert embedder.model.admission.inputs == 0
         assert series(embedder)["jaxembed_cancelled_requests"] == before + 1
         held.gate.set()
         return await first
@@ -338,13 +343,13 @@ def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
 
 def test_waking_a_loop_that_is_closed_harms_no_thread_of_the_engine(embedder, monkeypatch):
     """A loop may be closed without cancelling its tasks; an engine thread does the waking."""
-    wakes, usual = [], embedder.engine.submit
+    wakes, usual = [], embedder.model.main.engine.submit
 
     def submit(work, wake, priority, trace):
         wakes.append(wake)
         return usual(work)
 
-    monkeypatch.setattr(embedder.engine, "submit", submit)
+    monkeypatch.setattr(embedder.model.main.engine, "submit", submit)
 
     async def until_it_is_submitted():
         async with asyncio.timeout(WAIT_S):
@@ -379,20 +384,20 @@ def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, held)
         return await embed(embedder, [Text("dog")], options)
 
     assert asyncio.run(scenario()).dense.shape == (1, 32)
-    assert embedder.admission.inputs == 0
+    assert embedder.model.admission.inputs == 0
 
 
 def test_a_refused_request_gives_its_place_back(embedder):
     for inputs in ([], [Text("cat"), Text("")], [Text("\ud800")], [Tokens([10**9])]):
         with pytest.raises((InvalidInput, TokenizerError)):
             asyncio.run(embed(embedder, inputs))
-    assert (embedder.admission.inputs, embedder.admission.tokens) == (0, 0)
+    assert (embedder.model.admission.inputs, embedder.model.admission.tokens) == (0, 0)
 
 
 def test_draining_refuses_and_close_finishes(open_embedder):
     embedder = open_embedder()
-    embedder.drain()
-    assert embedder.draining
+    embedder.model.drain()
+    assert embedder.model.draining
     with pytest.raises(ShuttingDown):
         asyncio.run(embed(embedder, [Text("cat")]))
     embedder.close()
@@ -400,7 +405,7 @@ def test_draining_refuses_and_close_finishes(open_embedder):
         embedder.encode("cat")
     with pytest.raises(BackendError, match="this Embedder is closed"):
         asyncio.run(embedder.encode_async("cat"))
-    assert embedder.engine.snapshot().threads == 0
+    assert embedder.model.main.engine.snapshot().threads == 0
 
 
 @pytest.mark.parametrize(
@@ -408,7 +413,7 @@ def test_draining_refuses_and_close_finishes(open_embedder):
 )
 def test_a_close_between_the_steps_of_a_request_is_told_as_one(open_embedder, run):
     embedder = open_embedder()
-    request = embedder.tasks.embed([Text("cat")] * 300, EncodeOptions())
+    request = embedder.model.tasks.embed([Text("cat")] * 300, EncodeOptions())
 
     class Closing(EncodeRequest):
         def share(self, processor):
@@ -416,16 +421,16 @@ def test_a_close_between_the_steps_of_a_request_is_told_as_one(open_embedder, ru
 
     closing = Closing(**{field.name: getattr(request, field.name) for field in fields(request)})
     with pytest.raises(BackendError, match="this Embedder is closed"):
-        run(embedder.runner, closing)
+        run(embedder.model.runner, closing)
 
 
 def test_tokenize_and_decode_run_off_the_loop(embedder):
     async def both():
-        pieces = await embedder.tokenize_async(
+        pieces = await embedder.model.tokenize_async(
             ["the cat"], add_special_tokens=False, prompt_name="query"
         )
         ids = [[piece.id for piece in pieces[0]]]
-        return pieces, await embedder.decode_async(ids, skip_special_tokens=True)
+        return pieces, await embedder.model.decode_async(ids, skip_special_tokens=True)
 
     pieces, texts = asyncio.run(both())
     assert texts == ["what is the cat"]
@@ -434,8 +439,8 @@ def test_tokenize_and_decode_run_off_the_loop(embedder):
 
 def test_the_prompt_of_each_text_counts_among_the_memory_of_its_tokens(embedder):
     async def held_bytes():
-        with embedder.admission.capacity.request() as held:
-            await embedder.tokenize_async(
+        with embedder.model.admission.capacity.request() as held:
+            await embedder.model.tokenize_async(
                 ["a"] * 5, add_special_tokens=True, prompt_name="query", held=held
             )
             return held.bytes
@@ -553,7 +558,7 @@ def test_scores_tell_their_figures_and_no_prompt_is_added(reranker):
     assert answer.num_tokens.tolist() == [10, 11, 12, LIMIT, 10]
     assert answer.truncated == 1
     assert min(answer.tokenization_s, answer.queue_s, answer.inference_s) > 0
-    assert (reranker.admission.inputs, reranker.admission.tokens) == (0, 0)
+    assert (reranker.model.admission.inputs, reranker.model.admission.tokens) == (0, 0)
     alone = asyncio.run(score(reranker, [Text("a dog")]))
     assert alone.num_tokens.tolist() == [4]
 
@@ -570,7 +575,7 @@ def test_long_documents_are_cut_or_refused(reranker):
 
 
 def test_the_query_of_thousands_of_documents_is_tokenized_once(reranker, monkeypatch):
-    tokenizer, shown = reranker.processor._tokenizer, []
+    tokenizer, shown = reranker.model.main.processor._tokenizer, []
     usual = tokenizer.encode
 
     def encode(texts, **options):
@@ -605,7 +610,7 @@ def test_an_empty_query_is_refused_and_an_empty_document_is_not(reranker):
     with pytest.raises(EmptyInput):
         asyncio.run(rerank(reranker, "cat", []))
     assert len(reranker.rerank("cat", ["dog", "", " "])) == 3
-    assert reranker.admission.inputs == 0
+    assert reranker.model.admission.inputs == 0
 
 
 def test_what_a_model_cannot_do_is_refused_by_what_it_is(embedder, reranker, classifier):
@@ -615,7 +620,7 @@ def test_what_a_model_cannot_do_is_refused_by_what_it_is(embedder, reranker, cla
         asyncio.run(rerank(classifier, QUERY, DOCUMENTS))
     with pytest.raises(WrongTask, match="is a reranker: it cannot embed"):
         reranker.encode(TEXTS)
-    assert classifier.admission.inputs == embedder.admission.inputs == 0
+    assert classifier.model.admission.inputs == embedder.model.admission.inputs == 0
 
 
 def test_an_instruction_is_refused_where_it_has_no_place(reranker, open_scorer):
@@ -624,7 +629,7 @@ def test_an_instruction_is_refused_where_it_has_no_place(reranker, open_scorer):
         with pytest.raises(InvalidInput, match="takes no `instruction`") as raised:
             model.rerank(QUERY, DOCUMENTS, instruction="find it")
         assert raised.value.field == "instruction"
-        assert model.describe()["instruction"] is None
+        assert model.model.describe()["instruction"] is None
 
 
 def test_every_input_is_counted(embedder, reranker):
@@ -663,23 +668,23 @@ def test_a_language_model_is_asked_through_its_template(open_scorer):
     )
     np.testing.assert_allclose(usual.score, answer.logits[0, 0], atol=1e-4)
     assert abs(usual.score - other.score) > 1e-3
-    described = asked.describe()
+    described = asked.model.describe()
     assert (described["template"], described["instruction"]) == (True, "the")
 
 
 def test_describe_tells_what_serves(embedder, reranker, classifier):
-    described = embedder.describe()
+    described = embedder.model.describe()
     assert described["buckets"] == ["1x16", "2x64", "4x32"]
     assert sorted(described["compiled_buckets"]) == described["buckets"]
     wanted = {"task": "embed", "dimensions": 32, "prompts": ["passage", "query"]}
     assert described | wanted == described
-    assert reranker.describe()["score_function"] == "sigmoid"
-    scorer = classifier.describe()
+    assert reranker.model.describe()["score_function"] == "sigmoid"
+    scorer = classifier.model.describe()
     told = {"task": "classify", "labels": ["bad", "fair", "good"], "score_function": "softmax"}
     assert scorer | told | {"template": False, "instruction": None} == scorer
     assert "dimensions" not in scorer
-    assert (embedder.ready, embedder.healthy, embedder.waiting) == (True, True, 0)
-    assert (embedder.max_input_tokens, embedder.max_batch_tokens) == (64, 128)
+    assert (embedder.ready, embedder.model.healthy, embedder.model.waiting) == (True, True, 0)
+    assert (embedder.max_input_tokens, embedder.model.max_batch_tokens) == (64, 128)
     assert (embedder.device, embedder.dtype) == ("cpu", "float32")
 
 
@@ -749,8 +754,8 @@ def test_a_second_start_finds_what_buckets_cost_and_times_nothing(
     counts = []
     for _ in range(2):
         with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config) as embedder:
-            embedder.engine.wait_timed(60.0)
+            embedder.model.main.engine.wait_timed(60.0)
             embedder.encode(["the cat"])
-            text = embedder.telemetry.exposition().decode()
+            text = embedder.model.telemetry.exposition().decode()
             counts.append(float(re.search(r"^jaxembed_bucket_timings (\S+)$", text, re.M)[1]))
     assert counts == [6.0, 0.0]  # two of each of three buckets, then none

@@ -100,11 +100,11 @@ def test_the_rows_of_a_window_are_those_of_its_text(opened, name):
     embedder, room = opened(name), LIMIT - MODELS[name][1]
     words = prose(250, 4).split()
     options = ScoreOptions(max_chunks=64, overlap_tokens=10)
-    _, request, _ = embedder.tasks.compare(QUERY, [" ".join(words)], options)
-    got = request.prepare(embedder.processor, None, request.items).work.encodings
+    _, request, _ = embedder.model.tasks.compare(QUERY, [" ".join(words)], options)
+    got = request.prepare(embedder.model.main.processor, None, request.items).work.encodings
     parts = [" ".join(words[a:b]) for a, b in windows(len(words), room, 10)]
-    _, request, _ = embedder.tasks.compare(QUERY, parts, ScoreOptions())
-    wanted = request.prepare(embedder.processor, None, request.items).work.encodings
+    _, request, _ = embedder.model.tasks.compare(QUERY, parts, ScoreOptions())
+    wanted = request.prepare(embedder.model.main.processor, None, request.items).work.encodings
     assert [one.ids.tolist() for one in got] == [one.ids.tolist() for one in wanted]
     assert [one.spans for one in got] == [one.spans for one in wanted]
 
@@ -126,7 +126,7 @@ def test_a_dense_embedder_ranks_by_the_cosines_of_its_vectors(opened):
     np.testing.assert_allclose([one.score for one in ranked], wanted[order], rtol=0, atol=1e-6)
     for path, field in ROUTES.items():
         body = {"query": QUERY, field: documents, "top_n": 3}
-        response, answer = ask(body, path=path, embedder=embedder, status=200)
+        response, answer = ask(body, path=path, embedder=embedder.model, status=200)
         results = answer["results"] if isinstance(answer, dict) else answer
         assert [one["index"] for one in results] == order[:3]
         scores = [one.get("relevance_score", one.get("score")) for one in results]
@@ -189,7 +189,9 @@ def test_every_route_that_reranks_takes_chunks(opened):
     embedder = opened("colbert")
     for path, field in ROUTES.items():
         body = {"query": QUERY, field: ["a cat", prose(300, 1), ""]}
-        response, answer = ask(body | {"max_chunks_per_doc": 64}, path=path, embedder=embedder)
+        response, answer = ask(
+            body | {"max_chunks_per_doc": 64}, path=path, embedder=embedder.model
+        )
         assert response.status_code == 200
         results = answer["results"] if isinstance(answer, dict) else answer
         assert all("chunk" in one for one in results)
@@ -211,7 +213,7 @@ def test_every_route_that_reranks_takes_chunks(opened):
 def test_what_cannot_be_is_refused_by_name(opened, path, field, asked, words):
     for name in ("colbert", "dense"):
         body = {"query": QUERY, field: ["a cat"], **asked}
-        response, answer = ask(body, path=path, embedder=opened(name))
+        response, answer = ask(body, path=path, embedder=opened(name).model)
         assert response.status_code in (400, 422)
         assert words in str(answer)
 
@@ -234,11 +236,11 @@ def test_windows_need_room(opened):
 
 def test_each_window_is_admitted(opened):
     embedder = opened("colbert")
-    _, request, _ = embedder.tasks.compare(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    sequences, tokens = embedder.processor.estimate(request.inputs(), request.rules)
+    _, request, _ = embedder.model.tasks.compare(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
+    sequences, tokens = embedder.model.main.processor.estimate(request.inputs(), request.rules)
     assert sequences == tokens // LIMIT > 10
     told = []
-    asyncio.run(embedder.runner.run_async(request, lambda *size: told.append(size)))
+    asyncio.run(embedder.model.runner.run_async(request, lambda *size: told.append(size)))
     ((sequences, tokens),) = told
     assert sequences == len(windows(2000, LIMIT - 3, overlap_of(LIMIT - 3, None)))
     assert tokens > 2000

@@ -299,8 +299,10 @@ def test_fillers_are_not_counted_as_tokens(embedder_of):
     embedder = embedder_of()
     inputs = [Text(text) for text in TEXTS]
     for role, most in (("query", LENGTH), ("document", 10)):
-        options = embedder.tasks.for_role(role, EncodeOptions(outputs=frozenset({"multi_vector"})))
-        answer = embedder.run(embedder.tasks.embed(inputs, options))
+        options = embedder.model.tasks.for_role(
+            role, EncodeOptions(outputs=frozenset({"multi_vector"}))
+        )
+        answer = embedder.model.run(embedder.model.tasks.embed(inputs, options))
         assert answer.num_tokens.tolist() == lengths_of(TEXTS, most)
 
 
@@ -315,7 +317,7 @@ def test_fillers_are_not_counted_as_tokens(embedder_of):
     ],
 )
 def test_the_role_is_that_of_the_options_or_the_prompts_name(options, role, embedder_of):
-    tasks = embedder_of().tasks
+    tasks = embedder_of().model.tasks
     request = tasks.compute([Text("cat")], ["multi_vector"], EncodeOptions(**options))
     assert request.rules.role == role
 

@@ -32,7 +32,7 @@ def _embedder(source, load_model):
 def vectors(embedder, ids) -> np.ndarray:
     """The vectors of token ids as they are."""
     options = EncodeOptions(outputs=frozenset({"multi_vector"}))
-    return embedder.run(embedder.tasks.embed([Tokens(ids)], options)).multi_vector[0]
+    return embedder.model.run(embedder.model.tasks.embed([Tokens(ids)], options)).multi_vector[0]
 
 
 def test_a_query_has_its_prompt_and_fillers(embedder):

@@ -156,7 +156,7 @@ def test_another_pooling_is_refused(saved, tmp_path):
 
 
 def over_http(model, path, body, **options):
-    _, answer = ask(body, path=path, models=Models([model]), **options, status=200)
+    _, answer = ask(body, path=path, models=Models([model.model]), **options, status=200)
     return answer
 
 
@@ -200,16 +200,16 @@ def test_similarity_is_of_a_query_with_documents(routed, undecided, wanted):
 
 
 def test_similarity_counts_once_and_names_the_sentence_at_fault(routed):
-    before = count_of(routed.telemetry.request_count)
+    before = count_of(routed.model.telemetry.request_count)
     sentences = ["cat", "dog " * 70]
     body = {
         "inputs": {"source_sentence": "cat", "sentences": sentences},
         "parameters": {"truncate": False},
     }
-    response, answer = ask(body, path="/similarity", models=Models([routed]))
+    response, answer = ask(body, path="/similarity", models=Models([routed.model]))
     assert response.status_code == 413 or response.status_code == 422
     assert "less than 64 tokens" in answer["error"]
-    assert count_of(routed.telemetry.request_count) == before + 1
+    assert count_of(routed.model.telemetry.request_count) == before + 1
 
 
 def test_texts_are_tokenized_by_the_route(routed):
@@ -236,7 +236,7 @@ def test_texts_are_tokenized_by_the_route(routed):
     ],
 )
 def test_a_request_that_names_no_route_is_told_the_fields_and_the_routes(undecided, path, body):
-    response, answer = ask(body, path=path, models=Models([undecided]))
+    response, answer = ask(body, path=path, models=Models([undecided.model]))
     assert response.status_code == (400 if "embeddings" in path else 422)
     message = answer["error"]["message"] if "embeddings" in path else answer["error"]
     assert "`prompt_name`" in message
@@ -249,13 +249,13 @@ def test_a_request_that_names_no_route_is_told_the_fields_and_the_routes(undecid
 @pytest.mark.parametrize("field", ["input_type", "task"])
 def test_a_purpose_without_a_route_is_refused(routed, field):
     body = {"input": TEXTS, field: "classification"}
-    _, answer = ask(body, models=Models([routed]), status=400)
+    _, answer = ask(body, models=Models([routed.model]), status=400)
     assert answer["error"]["param"] == field
     assert f"`{field}` of 'classification' names none of the routes" in answer["error"]["message"]
 
 
 def test_the_doctor_examines_each_route(routed):
-    models, history = {"m": routed}, History()
+    models, history = {"m": routed.model}, History()
     before = examine(models, history.window(models))["m, query"].facts
     history.note(models)
     routed.encode_query(TEXTS)
@@ -267,7 +267,7 @@ def test_the_doctor_examines_each_route(routed):
     runs = [sum(bucket.runs for bucket in one.buckets) for one in facts.values()]
     assert runs[0] > 0 == runs[1]
     assert before.window.inputs == 0 < facts["m, query"].window.inputs
-    _, info = fetch_json("/info?verbose", models=Models([routed]))
+    _, info = fetch_json("/info?verbose", models=Models([routed.model]))
     assert list(info["jaxembed"]["doctor"]) == [f"{routed.name}, query", f"{routed.name}, document"]
 
 
@@ -277,13 +277,13 @@ def test_the_doctor_examines_each_route(routed):
 @contextmanager
 def held_back(embedder: Embedder) -> Iterator[None]:
     """Hold the turn of the device, which all engines share: what is asked for meanwhile waits."""
-    (seat,) = embedder.engine.seats
+    (seat,) = embedder.model.main.engine.seats
     with seat.turn.hold(lambda: math.inf, whole=True):
         yield
 
 
 async def until_waiting(embedder: Embedder, inputs: int) -> None:
-    while embedder.waiting < inputs:  # the queue is what there is to wait on
+    while embedder.model.waiting < inputs:  # the queue is what there is to wait on
         await asyncio.sleep(0)
 
 
@@ -296,7 +296,7 @@ def _own(opened, saved) -> Iterator[Embedder]:
 
 
 def test_a_route_that_fails_leaves_the_others(own, monkeypatch, wanted):
-    (seat,) = own.routes["query"].engine.seats
+    (seat,) = own.model.routes["query"].engine.seats
     monkeypatch.setattr(seat.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
     with pytest.raises(BackendError):
         own.encode_query(TEXTS)
@@ -309,8 +309,8 @@ async def test_what_waits_is_counted_over_all_routes(routed, wanted):
             routed.encode_query_async(TEXTS), routed.encode_document_async(TEXTS[:2])
         )
         await until_waiting(routed, 5)
-        shown = count_of(routed.telemetry.queue_size)
-        by_route = [state.waiting_inputs for state in routed.snapshot().values()]
+        shown = count_of(routed.model.telemetry.queue_size)
+        by_route = [state.waiting_inputs for state in routed.model.snapshot().values()]
     queries, documents = await asked
     assert (shown, by_route) == (5, [3, 2])
     assert same(queries, wanted["query"])
@@ -318,21 +318,21 @@ async def test_what_waits_is_counted_over_all_routes(routed, wanted):
 
 
 def test_a_model_is_ready_and_healthy_when_all_its_engines_are(routed, monkeypatch):
-    models = Models([routed])
+    models = Models([routed.model])
     assert fetch("/ready", models=models)[0].status_code == 200
     for fact, route in (("ready", "/ready"), ("healthy", "/health"), ("healthy", "/ready")):
-        for one in routed.routes.values():
+        for one in routed.model.routes.values():
             with monkeypatch.context() as patch:
                 patch.setattr(Engine, fact, property(partial(is_not, one.engine)))
                 assert fetch(route, models=models)[0].status_code == 503
-    for one in routed.routes.values():
+    for one in routed.model.routes.values():
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "stuck", property(partial(is_, one.engine)))
             assert fetch("/livez", models=models)[0].status_code == 503
 
 
 async def test_draining_refuses_new_requests_and_finishes_those_of_all_routes(own, wanted):
-    client = create_app(Models([own]), ServerConfig()).test_client()
+    client = create_app(Models([own.model]), ServerConfig()).test_client()
 
     def send(route: str):
         return client.post("/embed", json={"inputs": TEXTS, "prompt_name": route})
@@ -340,7 +340,7 @@ async def test_draining_refuses_new_requests_and_finishes_those_of_all_routes(ow
     with held_back(own):
         begun = asyncio.gather(*map(send, wanted))
         await until_waiting(own, 6)
-        own.drain()
+        own.model.drain()
         refused = [(await send(route)).status_code for route in wanted]
     queries, documents = [await response.get_json() for response in await begun]
     assert refused == [503, 503]
@@ -353,12 +353,12 @@ async def test_closing_finishes_what_waits_on_all_routes(own, wanted):
         begun = asyncio.gather(own.encode_query_async(TEXTS), own.encode_document_async(TEXTS))
         await until_waiting(own, 6)
         closing = asyncio.create_task(asyncio.to_thread(own.close, WAIT_S))
-        await asyncio.to_thread(until, lambda: own.snapshot()["query"].closing)
+        await asyncio.to_thread(until, lambda: own.model.snapshot()["query"].closing)
     await closing
     queries, documents = await begun
     assert same(queries, wanted["query"])
     assert same(documents, wanted["document"])
-    assert [state.threads for state in own.snapshot().values()] == [0, 0]
+    assert [state.threads for state in own.model.snapshot().values()] == [0, 0]
     for encode in (own.encode_query, own.encode_document):
         with pytest.raises(BackendError, match="closed"):
             encode("cat")
@@ -367,15 +367,15 @@ async def test_closing_finishes_what_waits_on_all_routes(own, wanted):
 def test_progress_is_of_all_engines(opened, saved):
     seen: list[tuple[int, int]] = []
     embedder = opened(saved, on_progress=lambda done, total: seen.append((done, total)))
-    buckets = sum(len(one.plan.grid.buckets) for one in embedder.routes.values())
+    buckets = sum(len(one.plan.grid.buckets) for one in embedder.model.routes.values())
     until(lambda: seen and seen[-1] == (buckets, buckets))
 
 
 def test_a_static_query_encoder_runs_beside_a_tower_for_documents(opened, tmp_path):
     source = sources.write_router(tmp_path / "router", static=True, default_route="document")
     embedder = opened(source)
-    assert isinstance(embedder.routes["query"].engine, HostEngine)
-    assert isinstance(embedder.routes["document"].engine, Engine)
+    assert isinstance(embedder.model.routes["query"].engine, HostEngine)
+    assert isinstance(embedder.model.routes["document"].engine, Engine)
     texts = ["hello world", "world a"]
     prompted = [f"hello {text}" for text in texts]
     table = load_file(source / "query_0_StaticEmbedding" / "model.safetensors")["embedding.weight"]
@@ -391,7 +391,7 @@ def test_a_static_query_encoder_runs_beside_a_tower_for_documents(opened, tmp_pa
         embedder, "/similarity", {"inputs": {"source_sentence": texts[0], "sentences": texts}}
     )
     assert same(got, documents @ wanted[0])
-    models = Models([embedder])
+    models = Models([embedder.model])
     _, info = fetch_json("/info?verbose", models=models)
     assert info["jaxembed"]["routes"]["query"]["buckets"] == []
     assert fetch("/ready", models=models)[0].status_code == 200

@@ -46,7 +46,9 @@ class OneWorker:
     def __init__(self, embedder):
         self.executor = JobThreads(1, "tokenize")
         processor = WorkersProcessor(self)
-        self.runner = QueueRunner(processor, embedder.engine, embedder.telemetry, embedder.spec)
+        self.runner = QueueRunner(
+            processor, embedder.model.main.engine, embedder.model.telemetry, embedder.spec
+        )
         self.begun: list[int] = []  # inputs of each job
         self.entered, self.gate = threading.Event(), threading.Event()
 

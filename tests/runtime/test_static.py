@@ -13,6 +13,7 @@ from sources import NORMALIZE, WORDS, write_static
 
 from converters import convert
 from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text, Tokens
 from jaxembed.data.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
@@ -121,8 +122,8 @@ def test_without_modules_json_unknown_tokens_are_dropped(tmp_path, load):
         embedder.encode("hello ☃ world"), mean_of(ids_of("hello world")), rtol=1e-6
     )
     assert not embedder.encode("☃ ☃").any()
-    ids = embedder.tasks.embed([Tokens([UNKNOWN, 4])], EncodeOptions())
-    np.testing.assert_array_equal(embedder.run(ids).dense[0], TABLE[4])
+    ids = embedder.model.tasks.embed([Tokens([UNKNOWN, 4])], EncodeOptions())
+    np.testing.assert_array_equal(embedder.model.run(ids).dense[0], TABLE[4])
 
 
 def test_without_modules_json_texts_are_cut_by_tokens_and_by_characters(tmp_path, load):
@@ -340,11 +341,12 @@ def _source(tmp_path) -> Path:
 def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source, load):
     embedder = load(source)
     texts = ["a a a a"] * 200  # the estimate is 3 tokens, there are 4
-    request = embedder.tasks.embed([Text(text) for text in texts], EncodeOptions())
+    request = embedder.model.tasks.embed([Text(text) for text in texts], EncodeOptions())
     computed, told = [], []
-    compute = embedder.engine.compute
-    embedder.engine.compute = lambda work: (computed.append(work.tokens), compute(work))[1]
-    asyncio.run(embedder.runner.run_async(request, lambda _, n: told.append((n, sum(computed)))))
+    engine, runner = embedder.model.main.engine, embedder.model.runner
+    compute = engine.compute
+    engine.compute = lambda work: (computed.append(work.tokens), compute(work))[1]
+    asyncio.run(runner.run_async(request, lambda _, n: told.append((n, sum(computed)))))
     assert told[-1][0] == sum(computed) == 800
     assert all(tokens > before for tokens, before in told)
 
@@ -380,7 +382,9 @@ def test_settings_that_need_buckets_or_a_device_are_refused(config, words, tmp_p
 
 def test_there_is_nothing_to_tune(source, tmp_path):
     with pytest.raises(ConfigError, match="nothing to tune"):
-        load_measured(str(source), cache_dir=tmp_path, config=EngineConfig(), text=TextConfig())
+        load_measured(
+            ModelSource(str(source), cache_dir=tmp_path), config=EngineConfig(), text=TextConfig()
+        )
 
 
 def test_documents_are_ranked_whole_and_in_windows_alike(load, tmp_path):

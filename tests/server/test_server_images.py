@@ -33,7 +33,7 @@ def _vectors(clip):
 def post(clip, body, path="/v1/embeddings", status=200, **config: Any) -> Any:
     """The answer to a body, as JSON."""
     config = ServerConfig(**config)
-    return ask(body, path=path, models=Models([clip]), config=config, status=status)[1]
+    return ask(body, path=path, models=Models([clip.model]), config=config, status=status)[1]
 
 
 def message(content) -> dict:
@@ -250,7 +250,7 @@ def test_a_large_image_is_decoded_and_a_body_over_the_limit_is_refused(clip):
 
 def test_the_list_of_models_says_which_take_images(clip, embedder):
     """Also while they are not in memory."""
-    models = Models([clip, embedder], {clip.name: ("clip",), embedder.name: ("texts",)})
+    models = Models([clip.model, embedder.model], {clip.name: ("clip",), embedder.name: ("texts",)})
     for _ in range(2):
         _, body = fetch_json("/v1/models", models=models)
         capabilities = {one["id"]: one["capabilities"] for one in body["data"]}

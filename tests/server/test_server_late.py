@@ -22,7 +22,7 @@ PRECISION = 1e-6  # numbers of JSON, and batches of other rows
 def _post(embedder):
     def post(path="/v1/embeddings", headers=None, config=None, status=None, **body):
         options = {"headers": headers, "config": config, "status": status}
-        return ask(body, path=path, embedder=embedder, **options)
+        return ask(body, path=path, embedder=embedder.model, **options)
 
     return post
 
@@ -264,6 +264,6 @@ def test_a_layer_that_is_not_linear_names_the_chunk_that_is_too_long(tmp_path):
             ("/v1/embeddings", {"input": ["a", prose(100)], "chunk_size": 90}, "input[1]"),
             (CONTEXTUALIZED, {"inputs": [["a"], ["a", prose(100)]]}, "inputs[1][1]"),
         ):
-            _, answer = ask(body, path=path, embedder=embedder, status=400)
+            _, answer = ask(body, path=path, embedder=embedder.model, status=400)
             assert answer["error"]["param"] == field
             assert f"`{field}` has" in answer["detail"]

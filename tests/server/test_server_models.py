@@ -233,8 +233,9 @@ def test_models_share_their_device_and_their_limits(tiny_checkpoint, grid_file, 
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     options = {"cache_dir": tmp_path, "config": config, "capacity": Capacity(1000)}
     path = str(tiny_checkpoint)
-    with Embedder(path, **options) as one, Embedder(path, **options) as other:
-        assert one.engine.seats[0].turn is other.engine.seats[0].turn
+    with Embedder(path, **options) as first, Embedder(path, **options) as second:
+        one, other = first.model, second.model
+        assert one.main.engine.seats[0].turn is other.main.engine.seats[0].turn
         capacity = one.admission.capacity
         assert capacity is other.admission.capacity
         assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone

@@ -301,7 +301,7 @@ FAR = [791, 8415, 13]  # beyond the tiny model's ids
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
 @pytest.mark.parametrize("given", [TIKTOKEN, FAR, [[2, 7, 3], TIKTOKEN], [[2, 7, 3], FAR]])
 def test_token_ids_of_another_tokenizer_are_refused_with_both_ways_out(embedder, path, given):
-    _, answer = ask({"input": given}, path=path, models=Models([embedder]), status=400)
+    _, answer = ask({"input": given}, path=path, models=Models([embedder.model]), status=400)
     assert answer["error"]["param"] == ("input" if len(given) == 3 else "input[1]")
     assert "check_embedding_ctx_length=False" in answer["detail"]
     assert "--accept-bare-token-ids" in answer["detail"]
@@ -309,8 +309,10 @@ def test_token_ids_of_another_tokenizer_are_refused_with_both_ways_out(embedder,
 
 
 def test_token_ids_of_the_models_own_tokenizer_give_the_vector_of_the_text(embedder):
-    work = embedder.processor.encode([Text("the cat")], Rules("", True, "right")).work
-    _, answer = ask({"input": ["the cat", work.planes["ids"].tolist()]}, models=Models([embedder]))
+    work = embedder.model.main.processor.encode([Text("the cat")], Rules("", True, "right")).work
+    _, answer = ask(
+        {"input": ["the cat", work.planes["ids"].tolist()]}, models=Models([embedder.model])
+    )
     assert answer["data"][0]["embedding"] == answer["data"][1]["embedding"]
 
 
@@ -321,4 +323,4 @@ def test_bare_token_ids_run_where_a_flag_allows_them_and_on_routes_of_tei(
     embedder, path, field, accepts
 ):
     config = ServerConfig(accept_bare_token_ids=accepts)
-    ask({field: [TIKTOKEN]}, path=path, models=Models([embedder]), config=config, status=200)
+    ask({field: [TIKTOKEN]}, path=path, models=Models([embedder.model]), config=config, status=200)

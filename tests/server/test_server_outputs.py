@@ -33,7 +33,7 @@ def terms_of(items: list[dict], width: int) -> np.ndarray:
 
 def test_one_request_answers_all_outputs(embedder):
     wanted = embedder.encode_outputs(TEXTS, ALL, normalize=True)
-    response, body = ask({"input": TEXTS, "outputs": ALL}, embedder=embedder, status=200)
+    response, body = ask({"input": TEXTS, "outputs": ALL}, embedder=embedder.model, status=200)
     for number, item in enumerate(body["data"]):
         assert list(item) == ["object", "embedding", "sparse_embedding", "embeddings", "index"]
         np.testing.assert_allclose(item["embedding"], wanted["dense"][number], rtol=1e-6)
@@ -45,7 +45,7 @@ def test_one_request_answers_all_outputs(embedder):
 
 def test_base64_holds_the_matrix_and_its_shape_is_beside_it(embedder):
     asked = {"input": "a world", "outputs": ["dense", "multi_vector"], "encoding_format": "base64"}
-    _, body = ask(asked, embedder=embedder)
+    _, body = ask(asked, embedder=embedder.model)
     (item,) = body["data"]
     wanted = embedder.encode_outputs("a world", asked["outputs"], normalize=True)
     matrix = np.frombuffer(base64.b64decode(item["embeddings"]), "<f4").reshape(item["shape"])
@@ -58,7 +58,9 @@ def test_base64_holds_the_matrix_and_its_shape_is_beside_it(embedder):
     ("path", "more"), [("/v1/embeddings", {"return_multivector": True}), ("/v1/multi-vector", {})]
 )
 def test_jina_asks_for_several_vectors_by_its_own_names(embedder, path, more):
-    _, body = ask({"input": ["a world"], "dimensions": 3} | more, path=path, embedder=embedder)
+    _, body = ask(
+        {"input": ["a world"], "dimensions": 3} | more, path=path, embedder=embedder.model
+    )
     (item,) = body["data"]
     assert item["embedding"] is None
     wanted = embedder.encode_multi("a world", dimensions=3, normalize=True)[0]
@@ -68,7 +70,7 @@ def test_jina_asks_for_several_vectors_by_its_own_names(embedder, path, more):
 def test_terms_may_be_named_and_few_and_what_was_not_asked_for_is_empty(embedder):
     asked = {"input": "hello a", "outputs": ["sparse"], "max_active_dims": 1, "return_tokens": True}
     for form, nothing in (("float", None), ("base64", "")):  # which OpenAI's client decodes
-        _, body = ask(asked | {"encoding_format": form}, embedder=embedder)
+        _, body = ask(asked | {"encoding_format": form}, embedder=embedder.model)
         (item,) = body["data"]
         assert list(item) == ["object", "embedding", "sparse_embedding", "index"]
         assert item["embedding"] == nothing
@@ -81,7 +83,7 @@ def test_terms_may_be_named_and_few_and_what_was_not_asked_for_is_empty(embedder
 def test_the_token_of_each_of_several_vectors_is_named(embedder, encoding_format):
     """The model has no vector for the first token."""
     asked = {"input": TEXTS, "outputs": ["multi_vector", "sparse"], "return_tokens": True}
-    _, body = ask(asked | {"encoding_format": encoding_format}, embedder=embedder)
+    _, body = ask(asked | {"encoding_format": encoding_format}, embedder=embedder.model)
     assert [item["tokens"] for item in body["data"]] == [
         ["hello", "world", "un", "##happy", "a", "##b", "a", "[SEP]"],
         ["world", "[SEP]"],
@@ -90,21 +92,23 @@ def test_the_token_of_each_of_several_vectors_is_named(embedder, encoding_format
     ]
     assert all("tokens" in item["sparse_embedding"] for item in body["data"])
     asked = asked | {"return_tokens": False}
-    assert "tokens" not in ask(asked, embedder=embedder)[1]["data"][0]
+    assert "tokens" not in ask(asked, embedder=embedder.model)[1]["data"][0]
 
 
 def test_embed_multi_answers_numbers_or_bytes(embedder):
     wanted = embedder.encode_multi(TEXTS)
-    _, body = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder)
+    _, body = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder.model)
     for got, rows in zip(body, wanted, strict=True):
         np.testing.assert_allclose(got, rows, rtol=1e-6)
     octets = {"accept": "application/octet-stream"}
-    response, raw = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder, headers=octets)
+    response, raw = ask(
+        {"inputs": TEXTS}, path="/embed_multi", embedder=embedder.model, headers=octets
+    )
     counts, width = response.headers["x-embedding-shape"].split(";")
     assert counts == ",".join(str(len(rows)) for rows in wanted)
     np.testing.assert_array_equal(np.frombuffer(raw, "<f4").reshape(-1, int(width)), wanted.values)
     body = {"inputs": TEXTS, "output_dtype": "ubinary"}
-    response, body = ask(body, path="/embed_multi", embedder=embedder)
+    response, body = ask(body, path="/embed_multi", embedder=embedder.model)
     assert response.headers["x-embedding-dtype"] == "ubinary"
     np.testing.assert_array_equal(body[0], np.packbits(wanted[0] > 0, axis=1))
 
@@ -128,7 +132,7 @@ def test_documents_are_ranked_by_the_weighted_similarities(embedder, path, weigh
     shares = np.array(weights or [1, 1, 1]) / sum(weights or [1, 1, 1])
     wanted = np.array([parts[name] for name in ALL]).T @ shares
     asked = {"query": "hello a", "documents": TEXTS, "weights": weights}
-    _, body = ask(asked, path=path, embedder=embedder, status=200)
+    _, body = ask(asked, path=path, embedder=embedder.model, status=200)
     order = [item["index"] for item in body["results"]]
     assert order == np.argsort(-wanted, kind="stable").tolist()
     scores = [item["relevance_score"] for item in body["results"]]
@@ -137,8 +141,8 @@ def test_documents_are_ranked_by_the_weighted_similarities(embedder, path, weigh
 
 def test_the_raw_score_of_several_vectors_is_the_sum(embedder):
     asked = {"query": "hello a", "texts": TEXTS, "weights": [0, 0, 1]}
-    _, means = ask(asked, path="/rerank", embedder=embedder)
-    _, sums = ask(asked | {"raw_scores": True}, path="/rerank", embedder=embedder)
+    _, means = ask(asked, path="/rerank", embedder=embedder.model)
+    _, sums = ask(asked | {"raw_scores": True}, path="/rerank", embedder=embedder.model)
     count = len(embedder.encode_multi("hello a", role="query")[0])
     for one, other in zip(means, sums, strict=True):
         assert one["index"] == other["index"]
@@ -178,7 +182,7 @@ NEEDED = {
 @pytest.mark.parametrize("path", REFUSED)
 def test_what_makes_no_sense_is_refused_by_name(embedder, path):
     for fields, field in REFUSED[path]:
-        response, answer = ask(NEEDED[path] | fields, path=path, embedder=embedder)
+        response, answer = ask(NEEDED[path] | fields, path=path, embedder=embedder.model)
         assert response.status_code == 400, fields
         if path == "/v2/embed":
             assert answer["message"].startswith(f"`{field}` must be")
@@ -189,7 +193,9 @@ def test_what_makes_no_sense_is_refused_by_name(embedder, path):
 
 @pytest.mark.parametrize("count", [33, 100_000])
 def test_a_list_of_many_names_is_refused_by_its_own_name(embedder, count):
-    _, answer = ask({"input": "a", "outputs": ["dense"] * count}, embedder=embedder, status=400)
+    _, answer = ask(
+        {"input": "a", "outputs": ["dense"] * count}, embedder=embedder.model, status=400
+    )
     assert answer["error"]["param"] == "outputs"
     assert answer["detail"].startswith("Expected at most 32 items, got ")
     assert answer["detail"].endswith(" - at `$.outputs`")
@@ -206,7 +212,9 @@ def test_a_list_of_many_names_is_refused_by_its_own_name(embedder, count):
 )
 def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
     octets = {"accept": "application/octet-stream"}
-    response, answer = ask({"input": "a"} | asked, path=path, embedder=embedder, headers=octets)
+    response, answer = ask(
+        {"input": "a"} | asked, path=path, embedder=embedder.model, headers=octets
+    )
     assert response.status_code == 400
     assert answer["error"]["param"] == "outputs"
     assert "`Accept: application/octet-stream` is for the dense vector alone" in answer["detail"]
@@ -217,15 +225,17 @@ def test_embed_sparse_answers_as_tei_in_slices(embedder, monkeypatch, most):
     monkeypatch.setattr(multi, "SLICE_TERMS", most)
     texts = [*TEXTS, '"', "."]  # unknown, so without terms
     asked = {"inputs": texts, "return_tokens": True}
-    response, body = ask(asked, path="/embed_sparse", embedder=embedder)
+    response, body = ask(asked, path="/embed_sparse", embedder=embedder.model)
     assert response.headers["x-compute-tokens"].isdigit()
     assert [] in body
     rows = embedder.encode_sparse(texts)
     for terms, indices, values in zip(body, rows.indices, rows.values, strict=True):
         assert [term["index"] for term in terms] == indices.tolist()
         np.testing.assert_allclose([term["value"] for term in terms], values, rtol=1e-6)
-        assert [term["token"] for term in terms] == embedder.processor.term_names(indices)
-    _, plain = ask({"inputs": texts}, path="/embed_sparse", embedder=embedder)
+        assert [term["token"] for term in terms] == embedder.model.main.processor.term_names(
+            indices
+        )
+    _, plain = ask({"inputs": texts}, path="/embed_sparse", embedder=embedder.model)
     assert plain == [[{k: one[k] for k in ("index", "value")} for one in row] for row in body]
 
 
@@ -248,7 +258,7 @@ async def test_no_slice_has_more_terms_than_one_turn_writes():
 def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
     for name in ALL:
         asked = {"inputs": "a", "outputs": [name]}
-        response, body = ask(asked, path=path, embedder=embedder)
+        response, body = ask(asked, path=path, embedder=embedder.model)
         assert response.status_code == (200 if name == only else 422)
         if name != only:
             assert "`outputs` of " in body["error"]
@@ -294,8 +304,8 @@ def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, bo
 
 
 def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(embedder):
-    request = embedder.tasks.embed([Text("a")], EncodeOptions(outputs=frozenset({"sparse"})))
-    answer = embedder.run(request)
+    request = embedder.model.tasks.embed([Text("a")], EncodeOptions(outputs=frozenset({"sparse"})))
+    answer = embedder.model.run(request)
     assert request.excess_bytes(answer) == 0
     row = [np.arange(1000, dtype=np.int32)], [np.ones(1000, np.float32)]
     many = msgspec.structs.replace(answer, values={"sparse": SparseRows(1000, *row)})
@@ -305,15 +315,15 @@ def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(e
 
 def test_an_answer_that_is_too_large_is_refused_and_let_go(embedder, monkeypatch):
     monkeypatch.setattr(EncodeRequest, "excess_bytes", lambda self, answer: 10**12)
-    _, body = ask({"inputs": "a"}, path="/embed_sparse", embedder=embedder, status=422)
+    _, body = ask({"inputs": "a"}, path="/embed_sparse", embedder=embedder.model, status=422)
     assert "send less at a time or raise --max-queue-bytes" in body["error"]
-    assert embedder.admission.capacity.bytes == 0
+    assert embedder.model.admission.capacity.bytes == 0
 
 
 def test_raw_bytes_of_more_inputs_than_a_header_holds_are_refused(embedder, monkeypatch):
     monkeypatch.setattr(multi, "MOST_COUNTS", 4)
     octets = {"accept": "application/octet-stream"}
     asked = {"inputs": ["a", "a", "a"]}
-    _, body = ask(asked, path="/embed_multi", embedder=embedder, headers=octets, status=422)
+    _, body = ask(asked, path="/embed_multi", embedder=embedder.model, headers=octets, status=422)
     assert "send fewer inputs, or accept JSON" in body["error"]
-    ask(asked, path="/embed_multi", embedder=embedder, status=200)
+    ask(asked, path="/embed_multi", embedder=embedder.model, status=200)

@@ -14,6 +14,7 @@ from conftest import collect, save_tiny
 from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
 
 from jaxembed import Embedder, EngineConfig
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Capacity
@@ -28,6 +29,7 @@ from jaxembed.errors import (
     UnknownModel,
 )
 from jaxembed.memory import MIB
+from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.registry import pool as pool_module
 from jaxembed.server.registry.catalog import Catalog
@@ -643,8 +645,9 @@ CONFIG = EngineConfig(dtype="float32", max_batch_tokens=64, devices=1)
 def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
     path, capacity = str(save_tiny(tmp_path / "tiny")), Capacity(10)
 
-    def loaded() -> Embedder:
-        return Embedder(path, cache_dir=tmp_path / "cache", config=CONFIG, capacity=capacity)
+    def loaded() -> LoadedModel:
+        source = ModelSource(path, cache_dir=tmp_path / "cache")
+        return LoadedModel(source, config=CONFIG, capacity=capacity)
 
     loaded().close()  # what is made once is there then
     arrays = len(jax.live_arrays())
@@ -657,9 +660,9 @@ def test_a_freed_model_leaves_no_array_and_no_thread(tmp_path):
         assert 0 < one.resident_bytes < before_close  # of a model that leaves it is asked, too
         assert len(jax.live_arrays()) == arrays
         assert not any(state.threads for state in one.snapshot().values())
-        pools = one.processor.executor._small, one.processor.executor._large
+        pools = one.main.processor.executor._small, one.main.processor.executor._large
         assert not any(thread.is_alive() for pool in pools for thread in pool._threads)
-        weak = weakref.ref(one), weakref.ref(one.engine)
+        weak = weakref.ref(one), weakref.ref(one.main.engine)
         del one
         gc.unfreeze()
         gc.collect()
@@ -675,8 +678,9 @@ def test_room_is_asked_for_before_parameters_are_read(tmp_path):
         raise NoRoom("none")
 
     path, arrays = str(save_tiny(tmp_path / "tiny")), len(jax.live_arrays())
+    source = ModelSource(path, cache_dir=tmp_path / "cache")
     with pytest.raises(NoRoom):
-        Embedder(path, cache_dir=tmp_path / "cache", config=CONFIG, reserve=refuse)
+        LoadedModel(source, config=CONFIG, reserve=refuse)
     assert len(asked) == 1
     assert asked[0] > 0
     assert len(jax.live_arrays()) == arrays
@@ -702,7 +706,7 @@ async def test_two_real_models_in_turn_give_their_own_vectors(tmp_path, monkeypa
         with make(path) as one:
             alone[name] = one.encode("the cat sat")
     models = Models(capacity=Capacity(1000), loadable=lambda: paths)
-    pool = ModelPool(models, lambda model, reserve: make(model, reserve=reserve))
+    pool = ModelPool(models, lambda model, reserve: make(model, reserve=reserve).model)
     client = create_app(models, ServerConfig(admin_key="admin"), pool).test_client()
     for name in "aba":
         _, answer = await post(client, "/embed", {"model": name, "inputs": "the cat sat"})

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from conftest import LIMIT, WORDS, save_tiny
 
 from jaxembed import EngineConfig, TextConfig
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli
 from jaxembed.data.spec import DenseLayer
 from jaxembed.data.work import work_of
@@ -291,7 +292,9 @@ def _few_texts(monkeypatch):
 def _model(tiny_checkpoint, grid_file, tmp_path_factory):
     config = EngineConfig(dtype="float32", buckets=grid_file, max_batch_tokens=128)
     cache = tmp_path_factory.mktemp("cache")
-    model = load_measured(str(tiny_checkpoint), cache_dir=cache, config=config, text=TextConfig())
+    model = load_measured(
+        ModelSource(str(tiny_checkpoint), cache_dir=cache), config=config, text=TextConfig()
+    )
     yield model
     model.close()
 
@@ -437,7 +440,9 @@ def test_texts_are_counted_as_the_server_would(opened):
 def test_texts_do_not_say_how_long_pairs_are(tmp_path):
     path = save_tiny(tmp_path / "ranker", **RERANKER)
     config = EngineConfig(dtype="float32", max_batch_tokens=64)
-    model = load_measured(str(path), cache_dir=tmp_path, config=config, text=TextConfig())
+    model = load_measured(
+        ModelSource(str(path), cache_dir=tmp_path), config=config, text=TextConfig()
+    )
     with pytest.raises(WrongTask, match="do not say how long its pairs are"):
         model.count_tokens(["the cat"])
     model.close()

@@ -12,6 +12,7 @@ from conftest import save_tiny, tiny_spec
 from test_golden import read, write_source
 
 from jaxembed import EngineConfig
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli
 from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, ConfigError
@@ -68,11 +69,9 @@ def golden_source(name: str, folder: Path) -> Path:
 def _verify_with_all(grid):
     def verify(source: Path, more: Sequence[str] = (), **options) -> Verification:
         settings = {"dtype": "float32", "devices": 1, "buckets": grid, "max_batch_tokens": 256}
-        given = {"revision": None, "offline": True, "token": None, "dense_path": None}
         return verify_model(
-            str(source),
+            ModelSource(str(source), offline=True, cache_dir=grid.parent / "cache"),
             more,
-            source=given | {"cache_dir": grid.parent / "cache"},
             config=EngineConfig(**settings | options),
             run_reference=run_reference,  # in this process, whose programs are compiled once
         )

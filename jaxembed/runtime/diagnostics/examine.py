@@ -27,7 +27,8 @@ from jaxembed.runtime.diagnostics.facts import (
 from jaxembed.runtime.diagnostics.findings import bound_by, findings_of
 from jaxembed.runtime.diagnostics.history import Window
 from jaxembed.runtime.diagnostics.machine import has_avx512_bf16, machine_facts
-from jaxembed.runtime.model import LoadedModel, LoadedRoute
+from jaxembed.runtime.model import LoadedModel
+from jaxembed.runtime.routes import LoadedRoute
 
 
 def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Examination]:
@@ -39,7 +40,7 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
     """
     examinations = {}
     for name, loaded in models.items():
-        for route in loaded.routes:
+        for route in loaded.text_routes:
             facts = facts_of(name, loaded, window, route)
             examination = Examination(bound_by(facts), findings_of(facts), facts)
             examinations[name_of_route(name, route)] = examination

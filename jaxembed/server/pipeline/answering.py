@@ -66,7 +66,7 @@ async def _embed_to_compare(
     named."""
     loaded = meter.loaded
     tasks, spec = loaded.tasks, loaded.spec
-    is_symmetric = len(loaded.routes) == 1 and spec.interaction is None and spec.image is None
+    is_symmetric = len(loaded.text_routes) == 1 and spec.interaction is None and spec.image is None
     if is_symmetric or options.prompt_name is not None:
         return await _answer(meter, tasks.embed(inputs, options))
     query = tasks.embed(inputs[:1], tasks.for_role("query", options))

@@ -3,10 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from jaxembed.checkpoints import checkpoint, hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import ModelSpec
@@ -54,10 +53,8 @@ class MeasuredModel:
         self.processor.executor.shutdown()
 
 
-def load_measured(
-    model: str | None, *, cache_dir: Path, config: EngineConfig, text: TextConfig, **source: Any
-) -> MeasuredModel:
-    """Load a model onto the device. `source` holds the other arguments of `hub.resolve`.
+def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig) -> MeasuredModel:
+    """Load a model onto the device.
 
     Raises CheckpointError if the model cannot be read, and ConfigError if the settings do not fit.
     """
@@ -65,7 +62,7 @@ def load_measured(
         raise ConfigError("--null-model runs on no device, so there is nothing to tune")
     if config.parallel == "replicas":
         config = dataclasses.replace(config, devices=1)
-    path = hub.resolve(model, cache_dir=cache_dir, **source)
+    path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:
         raise ConfigError(
@@ -73,12 +70,10 @@ def load_measured(
             "nothing to tune"
         )
     forward = program(spec)
-    plan = make_plan(spec, forward, config, cache_dir)
+    plan = make_plan(spec, forward, config, source.cache_dir)
     processor = TextProcessor(
         checkpoint.tokenizer_path(path), spec, plan.max_input_tokens, text, TOKENIZERS
     )
     seat = seats_of(plan, forward, checkpoint.stream_params(path, spec, forward.order))[0]
     assert isinstance(seat.runner, Replica)
-    return MeasuredModel(
-        model or hub.DEFAULT_MODEL, spec, plan, config, Workbench(seat.runner), processor
-    )
+    return MeasuredModel(source.name, spec, plan, config, Workbench(seat.runner), processor)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from jaxembed.checkpoints import hub
+from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig
 from jaxembed.data.inputs import Pair, Text
 from jaxembed.data.spec import ModelSpec, Routes
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
 from jaxembed.preprocessing.text import Rules
+from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.summary import summary
 from jaxembed.tools.verify.agreement import Agreement, agreement, different_tokens
 from jaxembed.tools.verify.reference import Computed, ReferenceRun, check_installed, run_apart
@@ -57,27 +59,24 @@ class Verification:
 
 
 def verify_model(
-    model: str | None,
+    source: ModelSource,
     texts: Sequence[str],
     *,
-    source: dict[str, Any],
     config: EngineConfig,
     run_reference: RunReference = run_apart,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
     """Compare a model with sentence-transformers, on our texts and on `texts`.
 
-    `model` is a name or a path; None means the default model. `source` holds the arguments of
-    `hub.resolve`. `on_progress` is called while buckets compile, with the number done and the
+    `on_progress` is called while buckets compile, with the number done and the
     total. Only one model is in memory at a time. Raises ConfigError or CheckpointError if the
     comparison is not possible.
     """
     started = time.monotonic()
     check_installed()
-    spec = _only_route(hub.describe_model(model, **source))
+    spec = _only_route(hub.describe_model(source))
     _check_outputs(spec)
-    fetched = {name: source[name] for name in ("revision", "offline", "token")}
-    folder = hub.fetch_source(model, **fetched).folder
+    folder = hub.fetch_source(source).path
     check_template(spec, folder)
     _check_rules(spec, folder)
     limit, config = _limited(spec, config)
@@ -87,7 +86,7 @@ def verify_model(
     logger.info("sentence-transformers is done after %.0f s", time.monotonic() - started)
 
     def load(config: EngineConfig) -> Embedder:
-        return Embedder(model, **source, config=config, on_progress=on_progress)
+        return Embedder.of(LoadedModel(source, config=config, on_progress=on_progress))
 
     got, facts = _run(load, config, groups)
     results = {facts["dtype"]: got}
@@ -102,7 +101,7 @@ def verify_model(
         for dtype in sorted(results, key=lambda dtype: dtype != "float32")
     ]
     return Verification(
-        name=model or hub.DEFAULT_MODEL,
+        name=source.name,
         spec=facts["spec"],
         limit=limit,
         device=facts["device"],
@@ -201,7 +200,7 @@ def _run(
 
 
 def _compute(embedder: Embedder, group: InputGroup) -> Computed:
-    processor = embedder.processor
+    processor = embedder.model.main.text_processor
     rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
     inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
     ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]

@@ -1,0 +1,117 @@
+"""Describes where a model comes from, and how it is converted. Reads nothing."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxembed.data.spec import PoolingChoice
+from jaxembed.errors import CheckpointError
+from jaxembed.platform import object_store
+
+DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+
+_ADAPTER_NAME = r"[A-Za-z0-9._-]+"  # a ":" stands between the name of a model and an adapter's
+
+
+def default_cache_dir() -> Path:
+    """The default cache directory: ~/.cache/jaxembed."""
+    return Path.home() / ".cache" / "jaxembed"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from, and what is chosen of its conversion.
+
+    `model` is a checkpoint's directory, the URL of one in an object store, a Hugging Face directory
+    or a hub id; None means DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. Copies
+    and conversions are kept in `cache_dir`.
+
+    `dense_path` names the folder of a Dense module to use instead of the checkpoint's own;
+    `adapters` are folders of low-rank adapters, which are converted with the model, by the names
+    under which requests ask for them. A `pooling` of "splade" makes a sparse encoder of a masked
+    language model; others are chosen when a model is loaded. Raises CheckpointError for an empty
+    `model`, and as `adapter_folders`.
+    """
+
+    model: str | None = None
+    revision: str | None = None
+    offline: bool = False
+    token: str | None = field(default=None, repr=False)
+    cache_dir: Path = field(default_factory=default_cache_dir)
+    dense_path: str | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    pooling: PoolingChoice | None = None
+
+    def __post_init__(self) -> None:
+        if self.model == "":
+            raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
+        object.__setattr__(self, "adapters", adapter_folders(self.adapters))
+
+    @property
+    def name(self) -> str:
+        """The name of the model: as it was given, or DEFAULT_MODEL."""
+        return self.model or DEFAULT_MODEL
+
+    @property
+    def is_splade(self) -> bool:
+        """Whether a masked language model is to become a sparse encoder, with another head."""
+        return self.pooling == "splade"
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the model is a URL in an object store."""
+        return object_store.is_url(self.name)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether the model is meant as a path and not as a hub id."""
+        name = self.model
+        return name is not None and (
+            name.startswith(("/", "./", "../", "~")) or name in (".", "..") or Path(name).exists()
+        )
+
+    @property
+    def folder(self) -> Path:
+        """The absolute path of a model that is a path. Raises CheckpointError if there is none."""
+        folder = Path(self.name).expanduser()
+        if not folder.is_dir():
+            state = "is a file" if folder.exists() else "does not exist"
+            raise CheckpointError(
+                f"model {self.name} {state}; wanted a directory, a hub id (owner/name) or the "
+                "s3:// or gs:// URL of a checkpoint"
+            )
+        return folder.resolve()
+
+    def refuse_choices(self, checkpoint: str | Path) -> None:
+        """Raise CheckpointError if something was chosen that only a conversion can do. For a model
+        that is the converted `checkpoint`."""
+        if self.revision is not None:
+            raise CheckpointError(
+                f"revision {self.revision!r} was asked of {checkpoint}, a converted checkpoint"
+            )
+        for choice, given in (
+            ("the dense path", self.dense_path is not None),
+            ("--adapter", bool(self.adapters)),
+        ):
+            if given:
+                raise CheckpointError(
+                    f"{checkpoint} is converted already; give {choice} when converting its source"
+                )
+
+
+def adapter_folders(given: object) -> dict[str, Path]:
+    """The folders of adapters by name, as a caller gave them. Raises CheckpointError for names that
+    no request could have, and for what is no folder's path."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"adapters are {given!r}, wanted folders by the names of adapters")
+    for name, folder in given.items():
+        if not isinstance(name, str) or not re.fullmatch(_ADAPTER_NAME, name):
+            raise CheckpointError(
+                f"an adapter has the name {name!r}, wanted letters, digits, '.', '_' and '-'"
+            )
+        if not folder or not isinstance(folder, str | Path):
+            raise CheckpointError(f"adapter {name} has the folder {folder!r}, wanted a path")
+    return {name: Path(folder) for name, folder in given.items()}
