@@ -6,7 +6,7 @@ vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -113,11 +113,11 @@ class Embedder:
         embedder.model = model
         return embedder
 
-    @property
+    @cached_property
     def _steps(self) -> Steps:
         return Steps(self.model)
 
-    @property
+    @cached_property
     def _blocking(self) -> "Embedder":
         return _BlockingEmbedder.of(self.model)
 
@@ -179,7 +179,7 @@ class Embedder:
         With another `output_dtype` than "float" the array is as `quantise` gives it. Raises the
         errors of InvalidInput and BackendError, and TypeError for an unknown option.
         """
-        return finish(self._blocking.encode_async(texts, images=images, **options))
+        return finish(self._blocking._encode(texts, images, None, options))
 
     @encode_options
     async def encode_async(
@@ -191,7 +191,7 @@ class Embedder:
     @encode_options
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for queries, where it has them."""
-        return finish(self._blocking.encode_query_async(texts, **options))
+        return finish(self._blocking._encode(texts, None, "query", options))
 
     @encode_options
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -201,7 +201,7 @@ class Embedder:
     @encode_options
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for documents, where it has them."""
-        return finish(self._blocking.encode_document_async(texts, **options))
+        return finish(self._blocking._encode(texts, None, "document", options))
 
     @encode_options
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -440,7 +440,7 @@ class Embedder:
 class _BlockingEmbedder(Embedder):
     """An Embedder whose coroutines block the calling thread, so that `finish` can run them."""
 
-    @property
+    @cached_property
     def _steps(self) -> Steps:
         return Blocking(self.model)
 

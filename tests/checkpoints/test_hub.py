@@ -362,7 +362,7 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
 def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
     monkeypatch.delattr(converters, "CONVERTERS")
     with pytest.raises(CheckpointError, match="is not jaxembed's"):
-        hub.resolve(str(source), cache_dir=cache)
+        hub.resolve(ModelSource(str(source), cache_dir=cache))
 
 
 def test_an_empty_name_is_no_model(cache):

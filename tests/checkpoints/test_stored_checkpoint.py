@@ -412,9 +412,9 @@ def test_nothing_is_written_where_something_is(store, source):
 
 def test_what_is_converted_is_not_converted_again(digest, tmp_path):
     with pytest.raises(CheckpointError, match="converted already"):
-        hub.convert_model(URL, tmp_path / "out")
+        hub.convert_model(ModelSource(URL), tmp_path / "out")
     with pytest.raises(CheckpointError, match="give what it was made from"):
-        hub.fetch_source(URL)
+        hub.fetch_source(ModelSource(URL))
 
 
 def test_an_upload_that_fails_leaves_no_manifest(store, source, monkeypatch):

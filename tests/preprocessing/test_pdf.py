@@ -1,7 +1,6 @@
 """Pages of PDF files as images, and the process that renders them."""
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -182,20 +181,14 @@ def test_a_process_that_is_stopped_is_replaced():
         PdfFile(BytesIO(pdf([BLUE])), SOON_S)
 
 
-def interrupt_main_thread() -> None:
-    """As Ctrl-C does; a signal to the process may wake any of its threads."""
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def test_after_an_interrupt_a_page_has_its_own_colours():
-    class Interrupting(SimpleQueue):
+    class Interrupted(SimpleQueue):
         def get(self, timeout: float) -> bytes:
-            threading.Thread(target=interrupt_main_thread).start()
-            return super().get(timeout=timeout)
+            raise KeyboardInterrupt
 
     file = opened(pdf([RED, BLUE]))
     process_of(file).suspend()  # it answers nothing
-    file._renderer._replies = Interrupting()
+    file._renderer._replies = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         file.render(0, 72)
     assert is_blue(file.render(1, 72))
