@@ -108,7 +108,7 @@ def test_the_client_gets_what_it_reads(one, monkeypatch):
 
 @pytest.mark.parametrize("one", IMAGES, ids=by_name)
 def test_the_client_of_images_gets_what_it_reads(one, clip):
-    check(one, *replay(one, clip))
+    check(one, *replay(one, clip.model))
 
 
 def check(one, response, data):
@@ -128,7 +128,7 @@ def check(one, response, data):
 @pytest.mark.parametrize("one", [one for one in RECORDED if one["call"] in REFUSED], ids=by_name)
 def test_the_client_is_told_why_it_is_refused(one, embedder):
     status, words = REFUSED[one["call"]]
-    response, data = replay(one, embedder if "openai" in one["call"] else None)
+    response, data = replay(one, embedder.model if "openai" in one["call"] else None)
     assert response.status_code == status
     assert words in data.decode()
 
