@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+import quick  # noqa: F401 - few buckets, which are not timed
 import tokenizers
 from dual_sources import write_dual
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
@@ -24,9 +25,9 @@ from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.data.spec import DType, ImageRules, ModelSpec, NormalizeLayer, Pooled, scoring_heads
 from jaxembed.engine import build
-from jaxembed.engine.autotune import calibrate, costs, native_trial, timing
+from jaxembed.engine.autotune import calibrate, costs, native_trial
 from jaxembed.engine.autotune.calibrate import Rate
-from jaxembed.engine.bucket import BucketGrid, default_grid
+from jaxembed.engine.bucket import default_grid
 from jaxembed.models import native, random_parameters
 from jaxembed.preprocessing.text import TextProcessor
 from jaxembed.server.registry import pool
@@ -35,23 +36,6 @@ jax.config.update("jax_num_cpu_devices", 8)  # used by tests of parallelism; the
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-# LLVM's optimisations are half of the time that a program takes to compile. XLA's own are made all
-# the same. `optimized` is for tests of what only the code that is served can show.
-jax.config.update("jax_disable_most_optimizations", True)
-
-# Nothing runs beside other tests: beartype draws random numbers, which Hypothesis notices.
-timing.AGAIN_S = 3600.0
-costs.TIMINGS = 1
-timing.TIMING_S = 0.0
-
-
-def _small_grid(*sizes: int, **options: Any) -> BucketGrid:
-    """The shortest and the longest rows of the default grid: compiling all of it takes long."""
-    buckets = default_grid(*sizes, **options).buckets
-    return BucketGrid(tuple(dict.fromkeys((buckets[0], buckets[-1]))))
-
-
-build.default_grid = _small_grid
 
 load_native = native.load_library
 

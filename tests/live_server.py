@@ -5,18 +5,22 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 WAIT_S = 60.0
+QUICK = (str(Path(__file__).with_name("quick.py")),)  # the program that starts in less time
 
 
 @contextmanager
-def served(*arguments: str) -> Iterator[tuple[str, int]]:
+def served(
+    *arguments: str, program: Sequence[str] = ("-m", "jaxembed.cli")
+) -> Iterator[tuple[str, int]]:
     """Serve with these arguments, on the CPU and on any port: (url, pid). At the end it must stop
     cleanly at SIGTERM, which a test may send before."""
     with subprocess.Popen(
-        [sys.executable, "-m", "jaxembed.cli", "serve", "--port", "0", *arguments],
+        [sys.executable, *program, "serve", "--port", "0", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import sources
 from dual_sources import write_dual
-from live_server import WAIT_S, served
+from live_server import QUICK, WAIT_S, served
 from playwright.sync_api import Browser, Error, sync_playwright
 from test_embedder import save_scorer
 from test_static import OF_MODEL2VEC
@@ -90,7 +90,7 @@ def serving(folder: Path) -> Iterator[str]:
 @contextmanager
 def ready(*arguments: str) -> Iterator[str]:
     """The URL of a server with these arguments once it is ready."""
-    with served(*arguments) as (url, _):
+    with served(*arguments, program=QUICK) as (url, _):
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             try:
