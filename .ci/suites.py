@@ -131,7 +131,7 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/server/**": [],
     "jaxembed/server/auth/metrics.py": ["deploy"],
     "jaxembed/server/http/connection.py": ["slow"],
-    "jaxembed/server/http/protocols.py": ["slow"],
+    "jaxembed/server/http/http2.py": ["slow"],
     "jaxembed/server/run.py": ["slow"],
     "jaxembed/server/supervisor.py": ["slow"],
     "jaxembed/server/http/html.py": ["page"],

@@ -14,7 +14,6 @@ from typing import cast
 from quart import Response, current_app, g, request
 from werkzeug.exceptions import BadRequest
 
-from jaxembed.engine.quota import Quota
 from jaxembed.server.auth.permissions import open_account, use_key
 from jaxembed.server.errors import REPOSITORY, Unauthorized
 from jaxembed.server.http.bounded_body import BoundedBody
@@ -44,61 +43,132 @@ HOST = re.compile(  # a name whose parts DNS could hold, or an address of IPv4 o
 REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
-async def name_request() -> None:
+class Access:
+    """What happens before and after the handlers of an app. Only one that `is_public` checks API
+    keys and answers what browsers ask first: the admin port has a key of its own, which its routes
+    check."""
+
+    def __init__(self, service: Service, *, is_public: bool):
+        self._service = service
+        self._is_public = is_public
+        config = service.config
+        self._needs_key = bool(config.api_keys) or service.keyring is not None
+        # Without a key any page that a user opens could use the server on the user's machine.
+        self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())
+
+    async def begin(self) -> Response | None:
+        """Name the request, and refuse it or answer it at once if its head says so: what RFC 9112
+        forbids and the libraries let pass, a browser's question before it sends a key, and what
+        `_check_key` refuses. Raises BadRequest."""
+        if self._service.audit is not None:
+            g.started_at = time.monotonic()
+            open_account(None)
+        name_request()
+        headers = request.headers
+        host = headers.get("host", "")
+        if HOST.fullmatch(host) is None:  # section 3.2
+            raise BadRequest(
+                f"`Host` must be a name or an address, and may have a port after a colon; got "
+                f"`{host[:LONGEST_HOST]}`"
+            )
+        # Section 6.3: proxies disagree about which counts, so that a part of the body may pass for
+        # another client's request.
+        if "content-length" in headers and "transfer-encoding" in headers:
+            g.closes = True
+            raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")
+        if not self._is_public:
+            return None
+        asks_first = request.method == "OPTIONS" and "access-control-request-method" in headers
+        if asks_first and self._origins:
+            allowed = {
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, "
+                "X-Request-Id",
+                "Access-Control-Max-Age": "600",
+            }
+            return Response(b"", 204, headers=allowed)
+        path = request.path
+        if self._needs_key and not (_asks_open_route() or path.startswith(REPOSITORY)):
+            self._check_key()
+        return None
+
+    def _check_key(self) -> None:
+        """Raises Unauthorized unless the request carries a key; and what `use_key` does for one of
+        the key file."""
+        keyring = self._service.keyring
+        if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
+            quota = keyring.quota(key)
+            g.key_name = key.name
+            if keyring.is_expired(key):
+                quota.refuse("expired")
+                raise Unauthorized(
+                    f"the key `{key.name}` has expired: it was valid to {key.expires}"
+                )
+            use_key(key, quota)
+            return
+        if not _carries_one_of(self._service.config.api_keys):
+            if keyring is not None:
+                keyring.unknown += 1
+            raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
+        g.key_name = KEY_FLAG
+
+    async def finish(self, response: Response) -> Response:
+        """Headers of every answer, errors included."""
+        service, headers = self._service, response.headers
+        if response.status_code >= 400:
+            await discard_body()
+        headers.add("x-request-id", g.get("request_id", "-"))
+        if service.keyring is not None and (quota := g.get("quota")) is not None:
+            for state in quota.states():  # as OpenAI names the limits a minute of a key
+                headers.add(f"x-ratelimit-limit-{state.kind}", str(state.limit))
+                headers.add(f"x-ratelimit-remaining-{state.kind}", str(state.remaining))
+                headers.add(f"x-ratelimit-reset-{state.kind}", duration(state.reset_s))
+        if service.audit is not None:
+            g.status = response.status_code
+        if "*" in self._origins:
+            headers.add("Access-Control-Allow-Origin", "*")
+        elif self._origins:
+            headers.add("Vary", "Origin")
+            origin = request.headers.get("origin")
+            if origin in self._origins:
+                headers["Access-Control-Allow-Origin"] = origin
+        if self._origins:
+            headers.add("Access-Control-Expose-Headers", "*")
+        # the next request of a connection should find another server when this one ends
+        if g.get("closes") or (service.models.draining and request.http_version.startswith("1")):
+            headers["Connection"] = "close"
+        return response
+
+    async def write_audit(self, error: BaseException | None) -> None:
+        """Write the line of the audit log about the request, unless its route is open. Its texts
+        are not in it, and its key is by name."""
+        audit = self._service.audit
+        if audit is None or "started_at" not in g or _asks_open_route():
+            return
+        account = cast(BoundedBody, request.body).held.account
+        assert account is not None
+        # Server.expire cancels what it answers with 503
+        is_late = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
+        audit.write(
+            {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "key": g.get("key_name"),
+                "method": request.method[:LONGEST_METHOD],
+                "route": request.path[:LONGEST_PATH],
+                "model": ", ".join(sorted(account.models)) or None,
+                "inputs": account.inputs,
+                "tokens": account.tokens,
+                "status": g.get("status", 503 if is_late else GONE_STATUS),
+                "ms": round(1000 * (time.monotonic() - g.started_at), 1),
+                "request_id": g.get("request_id", "-"),
+            }
+        )
+
+
+def name_request() -> None:
     """The client's id for the request if it sent a sane one, else one of ours."""
     given = request.headers.get("x-request-id", "")
     g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
-
-
-async def check_head() -> None:
-    """Refuse what RFC 9112 forbids and the libraries let pass: a host that cannot be one (section
-    3.2), and a body with two lengths (section 6.3): proxies disagree about which counts, so that a
-    part of it may pass for another client's request. Raises BadRequest."""
-    host = request.headers.get("host", "")
-    if HOST.fullmatch(host) is None:
-        raise BadRequest(
-            f"`Host` must be a name or an address, and may have a port after a colon; got "
-            f"`{host[:LONGEST_HOST]}`"
-        )
-    if "content-length" in request.headers and "transfer-encoding" in request.headers:
-        g.closes = True
-        raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")
-
-
-async def answer_preflight() -> Response | None:
-    """A browser asks before it sends a key, so this comes before `check_key`."""
-    asked = request.method == "OPTIONS" and "access-control-request-method" in request.headers
-    if asked and _allowed_origins(current_service()):
-        headers = {
-            "Access-Control-Allow-Methods": "GET, POST",
-            "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, X-Request-Id",
-            "Access-Control-Max-Age": "600",
-        }
-        return Response(b"", 204, headers=headers)
-    return None
-
-
-async def check_key() -> None:
-    """Raises Unauthorized unless the route is open, no key is set, or the request carries one; and
-    what `use_key` does for a key of the key file."""
-    service = current_service()
-    keys, keyring = service.config.api_keys, service.keyring
-    if (not keys and keyring is None) or _asks_open_route() or request.path.startswith(REPOSITORY):
-        return
-    if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
-        quota = keyring.quota(key)
-        if keyring.is_expired(key):
-            quota.refuse("expired")
-            g.key_name = key.name
-            raise Unauthorized(f"the key `{key.name}` has expired: it was valid to {key.expires}")
-        g.key_name = key.name
-        use_key(key, quota)
-        return
-    if not _carries_one_of(keys):
-        if keyring is not None:
-            keyring.unknown += 1
-        raise Unauthorized("missing or wrong API key; send it as `Authorization: Bearer <key>`")
-    g.key_name = KEY_FLAG
 
 
 async def check_admin_key() -> None:
@@ -149,57 +219,6 @@ def _given_key() -> bytes:
     return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
-async def begin_audit() -> None:
-    """Note when the request began, and have what it uses counted, for the audit log."""
-    g.started_at = time.monotonic()
-    open_account(None)
-
-
-async def write_audit(error: BaseException | None) -> None:
-    """Write the line of the audit log about the request, unless its route is open. Its texts are
-    not in it, and its key is by name."""
-    audit = current_service().audit
-    if audit is None or "started_at" not in g or _asks_open_route():
-        return
-    account = cast(BoundedBody, request.body).held.account
-    assert account is not None
-    # Server.expire cancels what it answers with 503
-    is_late = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
-    audit.write(
-        {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "key": g.get("key_name"),
-            "method": request.method[:LONGEST_METHOD],
-            "route": request.path[:LONGEST_PATH],
-            "model": ", ".join(sorted(account.models)) or None,
-            "inputs": account.inputs,
-            "tokens": account.tokens,
-            "status": g.get("status", 503 if is_late else GONE_STATUS),
-            "ms": round(1000 * (time.monotonic() - g.started_at), 1),
-            "request_id": g.get("request_id", "-"),
-        }
-    )
-
-
-async def finish(response: Response) -> Response:
-    """Headers of every answer, errors included."""
-    service = current_service()
-    if response.status_code >= 400:
-        await discard_body()
-    response.headers.add("x-request-id", g.get("request_id", "-"))
-    if service.keyring is not None and (quota := g.get("quota")) is not None:
-        _add_rates(response, quota)
-    if service.audit is not None:
-        g.status = response.status_code
-    if allowed := _allowed_origins(service):
-        _allow_origin(response, allowed)
-    if g.get("closes"):
-        response.headers["Connection"] = "close"
-    if service.models.draining and request.http_version.startswith("1"):
-        response.headers["Connection"] = "close"  # the next request should find another server
-    return response
-
-
 def _asks_open_route() -> bool:
     return request.method in ("GET", "HEAD", "OPTIONS") and is_open(request.path)
 
@@ -209,21 +228,6 @@ def is_open(path: str) -> bool:
     return path in OPEN_ROUTES or path.startswith("/docs/")
 
 
-def _allowed_origins(service: Service) -> tuple[str, ...]:
-    """Those asked for, else all of them if requests need a key: without one any page that a user
-    opens could use the server on the user's machine."""
-    needs_key = service.config.api_keys or service.keyring is not None
-    return service.config.cors_allow_origins or (("*",) if needs_key else ())
-
-
-def _add_rates(response: Response, quota: Quota) -> None:
-    """OpenAI's headers about the limits a minute of the request's key."""
-    for state in quota.states():
-        response.headers.add(f"x-ratelimit-limit-{state.kind}", str(state.limit))
-        response.headers.add(f"x-ratelimit-remaining-{state.kind}", str(state.remaining))
-        response.headers.add(f"x-ratelimit-reset-{state.kind}", duration(state.reset_s))
-
-
 def duration(seconds: float) -> str:
     """Seconds as OpenAI writes them: `120ms`, `8.64s`, `6m0s`, rounded up."""
     thousandths = math.ceil(round(1000 * seconds, 3))
@@ -231,14 +235,3 @@ def duration(seconds: float) -> str:
     if not minutes and rest < 1000:
         return f"{rest}ms"
     return f"{minutes}m" * (minutes > 0) + f"{rest / 1000:g}s"
-
-
-def _allow_origin(response: Response, allowed: tuple[str, ...]) -> None:
-    if "*" in allowed:
-        response.headers.add("Access-Control-Allow-Origin", "*")
-    else:
-        response.headers.add("Vary", "Origin")
-        origin = request.headers.get("origin")
-        if origin in allowed:
-            response.headers["Access-Control-Allow-Origin"] = origin
-    response.headers.add("Access-Control-Expose-Headers", "*")

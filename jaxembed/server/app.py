@@ -4,9 +4,8 @@ import asyncio
 
 from quart import Quart, Request
 from quart.typing import ResponseTypes
-from quart.wrappers.base import BaseRequestWebsocket
 from werkzeug.exceptions import HTTPException
-from werkzeug.routing import BaseConverter, MapAdapter
+from werkzeug.routing import BaseConverter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
@@ -16,7 +15,7 @@ from jaxembed.preprocessing.images.media_urls import AllowedAddresses
 from jaxembed.server import access, errors
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
-from jaxembed.server.http.connection import Exchange
+from jaxembed.server.http.connection import Exchange, Routes
 from jaxembed.server.pipeline.media import MOST_IMAGE_BYTES
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
@@ -38,7 +37,7 @@ from jaxembed.server.routes import (
     tei_scores,
     triton,
 )
-from jaxembed.server.service import Service, install
+from jaxembed.server.service import Service
 
 BLUEPRINTS = (
     openai.blueprint,
@@ -71,6 +70,7 @@ class Server(Quart):
     """A Quart that knows which of its requests are unanswered, so that it can be drained."""
 
     asgi_http_class = Exchange
+    url_map_class = Routes
 
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
@@ -79,34 +79,10 @@ class Server(Quart):
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
-        install(self, service)
         self.service = service
         self.capacity = service.models.capacity
         self.unanswered: set[asyncio.Task] = set()
         self.expired = False
-
-    def create_url_adapter(self, request: BaseRequestWebsocket | None) -> MapAdapter | None:
-        """Find routes by path alone. Quart's own also encodes the name of the host, and fails on
-        one that no name server could hold."""
-        if request is None:
-            return None
-        return self.url_map.bind(
-            "", url_scheme=request.scheme, default_method=request.method, path_info=request.path
-        )
-
-    async def handle_request(self, request: Request) -> ResponseTypes:
-        """As Quart's, in a task that ends when the answer is sent."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.unanswered.add(task)
-        task.add_done_callback(self.unanswered.discard)
-        try:
-            return await super().handle_request(request)
-        except asyncio.CancelledError:
-            if not self.expired:
-                raise  # the client is gone
-            task.uncancel()
-            return await self._refuse_late(request)
 
     async def answered(self, timeout_s: float) -> int:
         """Wait for the requests unanswered now, not for later ones; how many remain after all."""
@@ -122,10 +98,11 @@ class Server(Quart):
             task.cancel()
         await self.answered(timeout_s)
 
-    async def _refuse_late(self, request: Request) -> ResponseTypes:
+    async def refuse_late(self, request: Request) -> ResponseTypes:
+        """The answer to a request that `expire` has cancelled."""
         error = ShuttingDown("the server shut down before it could answer; try again")
         async with self.request_context(request) as context:
-            await access.name_request()
+            access.name_request()
             refusal = await errors.refuse(error)
             return await self.finalize_request(refusal, context, from_error_handler=True)
 
@@ -142,7 +119,6 @@ def create_app(
     """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
     if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
     or of the config. A `tracer` traces the requests."""
-    pool_of_all = pool or ModelPool(models)
     fetcher = None
     if config.media_hosts:
         fetcher = MediaFetcher(
@@ -153,7 +129,7 @@ def create_app(
     service = Service(
         models,
         config,
-        pool_of_all,
+        pool or ModelPool(models),
         keyring=keyring,
         audit=audit,
         tracer=tracer,
@@ -166,15 +142,7 @@ def create_app(
         app.register_blueprint(blueprint)
     if pool is not None and config.admin_key is not None:
         app.register_blueprint(triton.blueprint)
-    _audit(app)
-    for step in (
-        access.name_request,
-        access.check_head,
-        access.answer_preflight,
-        access.check_key,
-    ):
-        app.before_request(step)
-    app.after_request(access.finish)
+    _guard(app, is_public=True)
     return app
 
 
@@ -190,15 +158,15 @@ def create_admin_app(service: Service) -> Server:
     own."""
     app = Server(service)
     app.register_blueprint(triton.blueprint)
-    _audit(app)
-    app.before_request(access.name_request)
-    app.before_request(access.check_head)
-    app.after_request(access.finish)
+    _guard(app, is_public=False)
     return app
 
 
-def _audit(app: Server) -> None:
-    """Have each request to the app noted in the audit log, if there is one."""
+def _guard(app: Server, *, is_public: bool) -> None:
+    """Have the head of each request to the app looked at, and the request noted in the audit log,
+    if there is one."""
+    guard = access.Access(app.service, is_public=is_public)
+    app.before_request(guard.begin)
+    app.after_request(guard.finish)
     if app.service.audit is not None:
-        app.before_request(access.begin_audit)
-        app.teardown_request(access.write_audit)
+        app.teardown_request(guard.write_audit)

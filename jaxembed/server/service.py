@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quart import Quart, current_app
+from quart import current_app
 
 from jaxembed.config import ServerConfig
 from jaxembed.observability.tracing import Tracer
@@ -12,8 +12,6 @@ from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
-
-_KEY = "jaxembed"
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,6 @@ class Service:
     fetcher: MediaFetcher | None = None  # None: no URL of an image is fetched
 
 
-def install(app: Quart, service: Service) -> None:
-    """Make `service` what `current_service()` finds in requests to `app`."""
-    app.extensions[_KEY] = service
-
-
 def current_service() -> Service:
     """The service of the app that handles the current request."""
-    return current_app.extensions[_KEY]
+    return current_app.service  # pyright: ignore[reportAttributeAccessIssue]

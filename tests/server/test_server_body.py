@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from unittest.mock import AsyncMock
 
 import pytest
 from fake_embedder import FakeEmbedder
@@ -203,8 +204,9 @@ async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read()
         async with running(body.put(PIECE)) as putting:
             await turns(10)
             assert not putting.done()
-            assert await anext(body) == PIECE
+            assert await anext(aiter(body)) == PIECE
             await putting
-        await body.put(b"x")  # there is room
-        body.set_complete()
+        last = {"type": "http.request", "body": b"x"}
+        gone = {"type": "http.disconnect"}
+        await body.receive(AsyncMock(side_effect=[last, gone]))  # there is room
         assert [part async for part in body] == [b"x"]

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import h2.config
 import h2.connection
@@ -25,7 +26,7 @@ from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.http import encoding
 from jaxembed.server.http.connection import MOST_HELD, Connection
-from jaxembed.server.http.protocols import MOST_FRAMES, MOST_TABLE, Http2
+from jaxembed.server.http.http2 import MOST_FRAMES, MOST_TABLE, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -160,15 +161,15 @@ async def test_a_connection_ends_after_an_upgrade(monkeypatch):
 async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_next_back():
     connection, written = Connection.__new__(Connection), []
     connection.loop = asyncio.get_running_loop()
-    connection.writer = SimpleNamespace(write=written.append)
+    transport = SimpleNamespace(get_write_buffer_size=lambda: 0)
+    connection.writer = AsyncMock(write=written.append, transport=transport)
     connection._held, connection._bytes_held = [], 0
-    connection._send(b"")  # the end of an answer whose length was told
-    connection._send(b"the next ")
-    connection._send(b"answer")
+    for piece in (b"", b"the next ", b"answer"):  # first the end of one whose length was told
+        await connection.protocol_send(RawData(piece))
     await asyncio.sleep(0)
     assert written == [b"the next answer"]
     for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
-        connection._send(bytes(MOST_HELD // 4))
+        await connection.protocol_send(RawData(bytes(MOST_HELD // 4)))
     assert [len(piece) for piece in written[1:]] == [MOST_HELD] * 10
 
 
@@ -189,7 +190,7 @@ async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(m
                 writer.write(bytes(64 * KIB))
                 await writer.drain()
         await ended.wait()
-        assert not [one for one in asyncio.all_tasks() if "_receive" in repr(one.get_coro())]
+        assert not [one for one in asyncio.all_tasks() if "BoundedBody" in repr(one.get_coro())]
 
 
 def h2_client(*, validates: bool = True) -> h2.connection.H2Connection:
@@ -298,7 +299,7 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.http.protocols.MOST_FRAMES", 5)
+    monkeypatch.setattr("jaxembed.server.http.http2.MOST_FRAMES", 5)
     head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):

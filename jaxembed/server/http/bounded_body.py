@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, Overloaded
@@ -22,6 +24,7 @@ class BoundedBody:
 
     def __init__(self, held: Held):
         self.held = held
+        self.is_received = False  # all that the client has sent
         self._unread = bytearray()
         self._refusal: Exception | None = None
         self._has_news = asyncio.Event()  # bytes, the end or a refusal
@@ -30,61 +33,63 @@ class BoundedBody:
         self._discarded: int | None = None  # bytes, after `discard`
         self._is_answered = asyncio.Event()
 
+    async def receive(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Keep the body as it arrives; return when the client is gone."""
+        while (message := await receive())["type"] == "http.request":
+            if data := message.get("body"):
+                await self.put(data)
+            if not message.get("more_body"):
+                self.is_received = True
+                self._is_complete.set()
+                self._has_news.set()
+
     async def put(self, data: bytes) -> None:
         """Keep a piece of the body; wait while too many bytes are unread."""
         if self._discarded is None:
-            self._keep(data)
+            try:
+                self.held.charge(COPIES * len(data))
+            except (Overloaded, InvalidInput) as error:
+                self._refusal = error
+                self.discard()
+            else:
+                self._unread += data
+            self._has_news.set()
         while self._discarded is None and len(self._unread) >= MOST_UNREAD:
             self._has_room.clear()
             await self._has_room.wait()
         if self._discarded is not None:
             self._discarded += len(data)
             if self._discarded > MOST_DISCARDED:
-                self.set_complete()
+                self._is_complete.set()
                 await self._is_answered.wait()
 
-    def _keep(self, data: bytes) -> None:
-        try:
-            self.held.charge(COPIES * len(data))
-        except (Overloaded, InvalidInput) as error:
-            self._refusal = error
-            self.discard()
-        else:
-            self._unread += data
-        self._has_news.set()
-
-    def set_complete(self) -> None:
-        """Note that no more comes."""
-        self._is_complete.set()
-        self._has_news.set()
-
-    def __aiter__(self) -> "BoundedBody":
-        return self
-
-    async def __anext__(self) -> bytes:
-        if not self._is_complete.is_set():
-            await self._has_news.wait()
-        if self._refusal is not None:
-            raise self._refusal
-        if not self._unread and self._is_complete.is_set():
-            raise StopAsyncIteration
-        data = bytes(self._unread)
-        self._unread.clear()
-        self._has_news.clear()
-        self._has_room.set()
-        return data
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            if not self._is_complete.is_set():
+                await self._has_news.wait()
+            if self._refusal is not None:
+                raise self._refusal
+            if not self._unread and self._is_complete.is_set():
+                return
+            data = bytes(self._unread)
+            self._unread.clear()
+            self._has_news.clear()
+            self._has_room.set()
+            yield data
 
     def discard(self) -> None:
         """Throw away what is unread and what still comes."""
         if self._discarded is None:
             self._discarded = 0
-            self.held.charge(-COPIES * len(self._unread))
-            self._unread.clear()
             self._has_room.set()
+            if self._unread:
+                self.held.charge(-COPIES * len(self._unread))
+                self._unread.clear()
 
     def end_answer(self) -> None:
         """Discard at once all that still comes: the end of the connection is queued behind it."""
-        self.discard()
+        if self._discarded is None:
+            self.discard()
         self._is_answered.set()
 
     async def end(self, pause_s: float) -> None:

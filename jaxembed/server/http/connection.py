@@ -7,15 +7,16 @@ Quart 0.22 start seven tasks for a request and write its answer in two pieces; h
 and one piece. What of this could go, and after which change of theirs:
 
 - `use_connections`: Hypercorn takes a class of connections as a setting.
-- `protocol_send`, `_send`, `_write_held`: Hypercorn writes the head and the body of an answer in
+- `protocol_send`, `_write_held`: Hypercorn writes the head and the body of an answer in
   one piece (saves 5 % of the processor time of a `/ping`, give or take 5 %).
 - `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
   runs before the first request of HTTP/2 too.
 - `_read_data`: Hypercorn closes what its client has closed, also while it waits for an answer to be
-  read, and ends a connection, and all that waits for it, when its data leads to an error.
+  read, and ends a connection, and all that waits for it, when its data leads to an error; and h2
+  refuses a frame that is too long when its head has come, so that nobody looks at its `_data`.
 - `_close`, `_initiate_server_close`: Hypercorn limits how long a client may take to read the last
   bytes.
-- `_read_next` and the `_data` of h2: h2 refuses a frame that is too long when its head has come.
+- `Http1`: Hypercorn takes no upgrades.
 - `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
   7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
 """
@@ -25,23 +26,28 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
+import h11
 import hypercorn.asyncio.run
-from hypercorn.asyncio.tcp_server import TCPServer
+import hypercorn.protocol
+from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from quart import Request, Response
 from quart.asgi import ASGIHTTPConnection
+from quart.routing import QuartMap
 from quart.utils import encode_headers
+from quart.wrappers.base import BaseRequestWebsocket
 from quart.wrappers.response import DataBody
+from werkzeug.routing import MapAdapter
 
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
-from jaxembed.observability.tracing import as_current, current_trace
+from jaxembed.observability.tracing import Trace, Tracer, as_current, current_trace
 from jaxembed.server.http.bounded_body import BoundedBody
-from jaxembed.server.http.protocols import Http2, use_protocols
+from jaxembed.server.http.http2 import Http2
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +67,10 @@ _connection: ContextVar["Connection | None"] = ContextVar("connection", default=
 
 
 def use_connections() -> None:
-    """Make Hypercorn serve each of its clients with a `Connection`."""
-    use_protocols()
+    """Make Hypercorn serve each of its clients with a `Connection`, and speak by our protocols."""
     hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
+    hypercorn.protocol.H11Protocol = Http1  # pyright: ignore[reportPrivateImportUsage]
+    hypercorn.protocol.H2Protocol = Http2  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Connection(TCPServer):
@@ -92,35 +99,25 @@ class Connection(TCPServer):
             watch.cancel()
 
     async def protocol_send(self, event: Event) -> None:
+        """Send the bytes, a small piece together with others before the loop's next turn, and wait
+        until there is room for more. The connection of a client that does not read is ended."""
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
+        if event.data:
+            if not self._held:
+                self.loop.call_soon(self._write_held)
+            self._held.append(event.data)
+            self._bytes_held += len(event.data)
+            if self._bytes_held >= MOST_HELD:
+                self._write_held()
         try:
-            self._send(event.data)
-            await self._drain()
-        except (ConnectionError, RuntimeError):
-            self.abort()
-
-    def _send(self, data: bytes) -> None:
-        """Write the data: a small piece together with others before the loop's next turn."""
-        if not data:
-            return
-        if not self._held:
-            self.loop.call_soon(self._write_held)
-        self._held.append(data)
-        self._bytes_held += len(data)
-        if self._bytes_held >= MOST_HELD:
-            self._write_held()
-
-    async def _drain(self) -> None:
-        """Wait until there is room for more; end the connection of a client that does not read."""
-        if not self.writer.transport.get_write_buffer_size():
-            await self.writer.drain()  # raises ConnectionError if the client is gone
-            return
-        try:
+            if not self.writer.transport.get_write_buffer_size():
+                await self.writer.drain()  # raises ConnectionError if the client is gone
+                return
             async with asyncio.timeout(SEND_S):
                 await self.writer.drain()
-        except TimeoutError:
+        except (TimeoutError, ConnectionError, RuntimeError):
             self.abort()
 
     def _write_held(self) -> None:
@@ -152,36 +149,36 @@ class Connection(TCPServer):
             reading.cancel()
 
     async def _read_data(self) -> None:
-        self._reading = asyncio.current_task()
-        self.reader.read = partial(  # pyright: ignore[reportAttributeAccessIssue]
-            self._read_next, self.reader.read
-        )
+        """Handle what the client sends, until it closes the connection or sends a frame of HTTP/2
+        that is too long: h2 checks the length only when all of it has come."""
+        reading = self._reading = asyncio.current_task()
+        assert reading is not None
+        longest = FRAME_HEAD + self.config.h2_max_inbound_frame_size
         try:
-            await super()._read_data()
+            while not self.reader.at_eof():
+                protocol = self.protocol.protocol
+                if isinstance(protocol, Http2):
+                    if len(protocol.connection.incoming_buffer._data) > longest:
+                        break
+                    # before the first request Hypercorn takes the connection for busy
+                    if not protocol.streams and not self.idle.running:
+                        await self.idle.restart(self._task_group, self._idle_timeout)
+                try:
+                    data = await self.reader.read(MAX_RECV)
+                except OSError:
+                    break
+                await self.protocol.handle(RawData(data))
+            await self.protocol.handle(Closed())
         except asyncio.CancelledError:
-            if not self._is_lost or self._reading is None:
+            if not self._is_lost:
                 raise
-            self._reading.uncancel()
+            reading.uncancel()
             await self.protocol.handle(Closed())
         except Exception as error:  # else Hypercorn would stop what sends, and wait for it for ever
             logger.error("a connection was closed, because its data led to %.200r", error)
             await self.protocol.handle(Closed())
         self._reading = None
         self.idle.end()
-
-    async def _read_next(self, read: Callable[[int], Awaitable[bytes]], count: int) -> bytes:
-        """The next bytes of the client. Raises ConnectionError for a frame of HTTP/2 that is too
-        long: h2 checks the length only when all of it has come. Also starts the idle timer before
-        the first request, where Hypercorn takes a connection of HTTP/2 for busy."""
-        protocol = self.protocol.protocol
-        if not isinstance(protocol, Http2):
-            return await read(count)
-        longest = FRAME_HEAD + self.config.h2_max_inbound_frame_size
-        if len(protocol.connection.incoming_buffer._data) > longest:
-            raise ConnectionError("an HTTP/2 frame is longer than allowed")
-        if not protocol.streams and not self.idle.running:
-            await self.idle.restart(self._task_group, self._idle_timeout)
-        return await read(count)
 
     async def _idle_timeout(self) -> None:
         if self.idle.running:  # no request has come in the turn in which the time was up
@@ -208,7 +205,9 @@ class IdleTimer:
 
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
         """Start the timer anew: after the time it spawns the action in Hypercorn's TaskGroup."""
-        await self.stop()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not self._ended:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._seconds, tasks.spawn, action)
@@ -225,31 +224,69 @@ class IdleTimer:
             self._timer.cancel()
 
 
+class Http1(H11Protocol):
+    """HTTP/1.1 that ignores `Upgrade`, as RFC 9110, section 7.8 allows: there are no websockets,
+    and a client that wants HTTP/2 begins with it."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        if event.method == b"PRI" and event.target == b"*" and event.http_version == b"2.0":
+            begun = b"PRI * HTTP/2.0\r\n\r\n"
+            raise H2ProtocolAssumedError(begun + self.connection.trailing_data[0])
+
+    async def _create_stream(self, request: h11.Request) -> None:
+        if b"upgrade" in [name for name, _ in request.headers]:
+            request = h11.Request(
+                method=request.method,
+                headers=[header for header in request.headers if header[0] != b"upgrade"],
+                target=request.target,
+                http_version=request.http_version,
+            )
+        await super()._create_stream(request)
+
+
+class Routes(QuartMap):
+    """Finds routes by path alone. Quart's own also encodes the name of the host, and fails on one
+    that no name server could hold."""
+
+    def bind_to_request(
+        self, request: BaseRequestWebsocket, subdomain: str | None, server_name: str | None
+    ) -> MapAdapter:
+        return self.bind(
+            "", url_scheme=request.scheme, default_method=request.method, path_info=request.path
+        )
+
+
 class Exchange(ASGIHTTPConnection):
     """A request, its answer and the memory that they hold. The task that Hypercorn started handles
     the request; a second task waits for the client to go away, and then cancels the first."""
 
+    app: Any  # a Server
     _body: BoundedBody
-    _is_received = False  # all of the body
 
     async def __call__(self, receive: Any, send: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
-        with self.app.capacity.request() as held:  # pyright: ignore[reportAttributeAccessIssue]
+        with self.app.capacity.request() as held:
             if not self.scope["path"].startswith("/"):
                 self.scope["path"] = _path_of(self.scope["raw_path"].decode("ascii"))
             request = self._create_request_from_scope(send)
-            self._body = BoundedBody(held)
-            request.body = self._body  # pyright: ignore[reportAttributeAccessIssue]
-            watch = asyncio.create_task(self._receive(receive))
+            body = self._body = BoundedBody(held)
+            request.body = body  # pyright: ignore[reportAttributeAccessIssue]
+            watch = asyncio.create_task(body.receive(receive))
 
             def give_up(done: asyncio.Task) -> None:
                 if not done.cancelled():
                     task.cancel()
 
             watch.add_done_callback(give_up)
+            self.app.unanswered.add(task)
+            task.add_done_callback(self.app.unanswered.discard)
             try:
-                await self.handle_request(request, send)
+                tracer = self.app.service.tracer
+                if trace := tracer and tracer.begin(self.scope):
+                    await self._trace(tracer, trace, request, send)
+                else:
+                    await self.handle_request(request, send)
             except asyncio.CancelledError:
                 if not watch.done() or watch.cancelled():
                     raise
@@ -257,39 +294,33 @@ class Exchange(ASGIHTTPConnection):
                 watch.result()
             finally:
                 watch.remove_done_callback(give_up)
-                self._body.end_answer()
-                if self._is_received:  # else Hypercorn's reader waits until the rest is taken
+                body.end_answer()
+                if body.is_received:  # else Hypercorn's reader waits until the rest is taken
                     watch.cancel()
 
-    async def _receive(self, receive: Any) -> None:
-        """Collect the body as it arrives; return when the client is gone."""
-        while (message := await receive())["type"] == "http.request":
-            if data := message.get("body"):
-                await self._body.put(data)
-            if not message.get("more_body"):
-                self._is_received = True
-                self._body.set_complete()
-
-    async def handle_request(self, request: Request, send: Any) -> None:
-        """Answer the request, and trace it if it is sampled."""
-        tracer = self.app.service.tracer  # pyright: ignore[reportAttributeAccessIssue]
-        trace = tracer and tracer.begin(self.scope)
-        if not (tracer and trace):
-            await self._answer(request, send)
-            return
+    async def _trace(self, tracer: Tracer, trace: Trace, request: Request, send: Any) -> None:
+        """Answer the request, which is sampled, and trace it."""
         try:
             with as_current(trace):
-                await self._answer(request, send)
+                await self.handle_request(request, send)
         except asyncio.CancelledError:
             trace.error = CLIENT_GONE
             raise
         finally:
             tracer.end(trace, None if request.url_rule is None else request.url_rule.rule)
 
-    async def _answer(self, request: Request, send: Any) -> None:
+    async def handle_request(self, request: Request, send: Any) -> None:
         """Answer the request, as fast as its client reads; close the connection if it does not
         read."""
-        response = await self.app.handle_request(request)
+        try:
+            response = await self.app.handle_request(request)
+        except asyncio.CancelledError:
+            if not self.app.expired:
+                raise  # the client is gone
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            response = await self.app.refuse_late(request)
         self._body.discard()
         assert isinstance(response, Response)
         try:

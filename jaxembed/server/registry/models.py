@@ -47,13 +47,9 @@ class Residence:
     """
 
     loaded: LoadedModel
-    leases: int = 0
+    leases: int = 0  # while there are any, the model is not closed
     used_at: float = field(default_factory=time.monotonic)
     _idle: asyncio.Event | None = None
-
-    def take(self) -> None:
-        """Take a lease: the model is not closed until it is given back."""
-        self.leases += 1
 
     def give_back(self) -> None:
         """Give a lease back."""
@@ -112,37 +108,28 @@ class Models:
         loadable: Callable[[], Mapping[str, str]] | None = None,
     ):
         names = served_names([loaded.name for loaded in models], aliases or {})
-        self._lasting = [
+        self.lasting = [  # the models that were loaded at the start
             KnownModel(
                 loaded.name, Residence(loaded), loaded.spec, loaded.takes_images, pinned=True
             )
             for loaded in models
         ]
         self._by_name = {
-            name: known for known, owned in zip(self._lasting, names, strict=True) for name in owned
+            name: known for known, owned in zip(self.lasting, names, strict=True) for name in owned
         }
         self._loadable = loadable
+        self.changes = loadable is not None  # whether models come and go
         self._own: dict[str, str] = {}  # ids of loadable models, by the names that are theirs alone
-        self.capacity = capacity or self._lasting[0].loaded.admission.capacity
+        self.capacity = capacity or models[0].admission.capacity
         self.telemetry = Telemetry()  # of requests that no model is known for
         self.telemetry.show_compiles(compile_events())
-        self._draining = False
+        self.draining = False  # whether all further requests are refused
         self.discover()
-
-    @property
-    def changes(self) -> bool:
-        """Whether models come and go."""
-        return self._loadable is not None
-
-    @property
-    def lasting(self) -> Sequence[KnownModel]:
-        """The models that were loaded at the start."""
-        return self._lasting
 
     @property
     def known(self) -> list[KnownModel]:
         """Every model, once."""
-        return list(dict.fromkeys([*self._lasting, *self._by_name.values()]))
+        return list(dict.fromkeys([*self.lasting, *self._by_name.values()]))
 
     def __iter__(self) -> Iterator[LoadedModel]:
         """The models in memory."""
@@ -163,7 +150,12 @@ class Models:
             self.discover()
             known = self._by_name.get(self._split(name)[0])
         if known is None:
-            raise self._unknown(name, permitted)
+            shown = name if len(name) <= 200 else f"{name[:200]}..."
+            raise UnknownModel(
+                f"the model `{shown}` does not exist; this server has "
+                + (", ".join(self.names_among(permitted)) or "none that the key may use"),
+                field="model",
+            )
         return known
 
     def discover(self) -> None:
@@ -227,17 +219,15 @@ class Models:
     @property
     def names(self) -> tuple[str, ...]:
         """Every served name: of each model, and of each of its adapters."""
-        names: dict[str, None] = dict.fromkeys(self._by_name)
-        for name, known in self._by_name.items():
-            adapters = known.spec.adapter_names if known.spec else ()
-            names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
-        return tuple(names)
+        return self.names_among(None)
 
     def names_among(self, permitted: Collection[str] | None) -> tuple[str, ...]:
         """Those of the served names that are permitted; all of them for None."""
-        if permitted is None:
-            return self.names
-        return tuple([name for name in self.names if name in permitted])
+        names = dict.fromkeys(self._by_name)
+        for name, known in self._by_name.items():
+            adapters = known.spec.adapter_names if known.spec else ()
+            names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
+        return tuple([name for name in names if permitted is None or name in permitted])
 
     def names_of(self, known: KnownModel, permitted: Collection[str] | None = None) -> list[str]:
         """The served names of a model, of those that are permitted if not all are; none if they
@@ -289,8 +279,8 @@ class Models:
         name is needed, Forbidden if no model remains, and ModelUnavailable if there is none."""
         if name and is_name(name):
             return [self.named(name, permitted)]
-        known = [one for one in self._lasting or self.known if self.names_of(one, permitted)]
-        if (self._lasting and known) or len(known) == 1:
+        known = [one for one in self.lasting or self.known if self.names_of(one, permitted)]
+        if (self.lasting and known) or len(known) == 1:
             return known
         names = self.names_among(permitted)
         if not names and permitted is None:
@@ -303,7 +293,7 @@ class Models:
         """The models with a permitted name that are listed as ones that rerank, of those loaded at
         the start; where there is none, any other reranker, loaded or not."""
         named = [one for one in self.known if self.names_of(one, permitted)]
-        listed = [one for one in named if one in self._lasting and _fit(one, "rerank") in (0, 1)]
+        listed = [one for one in named if one in self.lasting and _fit(one, "rerank") in (0, 1)]
         return listed or [one for one in named if one.task == "rerank"]
 
     def find(
@@ -324,16 +314,29 @@ class Models:
         InvalidInput if several models remain, and what `meant` does, whose `permitted` it takes.
         """
         known = None if permitted is not None else self._by_name.get(name or "")
-        if known is not None and name != UNSPECIFIED and _fit(known, task) is not None:
+        if (
+            known is not None
+            and name != UNSPECIFIED
+            and (task is None or known.spec is None or fit(known.spec, task) is not None)
+        ):
             return known  # nearly all requests
         is_open = task == "rerank" and not is_name(name)
         asked = (is_open and self.rerankers(permitted)) or self.meant(name, permitted)
         fits = {known: how for known in asked if (how := _fit(known, task)) is not None}
         if task is not None and not fits:
-            described = [self._description(known, permitted) for known in asked]
+            described = []
+            for one in asked:
+                assert one.spec is not None  # else it can do what it is asked for
+                names = self.names_of(one, permitted)
+                shown = f"`{names[0]}`" if names else "the model"  # of a key for its adapters alone
+                described.append(f"{shown} is {KIND[one.spec.task]} ({TASK_ROUTES[one.spec.task]})")
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(described)}")
         best = [known for known, how in fits.items() if how == min(fits.values())]
-        giving = [known for known in best if _gives(known, outputs)]
+        giving = [
+            known
+            for known in best
+            if known.spec is None or set(outputs) <= {*known.spec.representations}
+        ]
         chosen = giving or best
         if len(chosen) > 1:
             names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
@@ -362,13 +365,9 @@ class Models:
     def ready(self) -> bool:
         return all(loaded.ready for loaded in self)
 
-    @property
-    def draining(self) -> bool:
-        return self._draining or any(loaded.draining for loaded in self)
-
     def drain(self) -> None:
         """Refuse all further requests."""
-        self._draining = True
+        self.draining = True
         for loaded in self:
             loaded.drain()
 
@@ -378,21 +377,6 @@ class Models:
         for loaded in self:
             loaded.close(timeout_s=max(deadline - time.monotonic(), 0.0))
 
-    def _unknown(self, name: str, permitted: Collection[str] | None) -> UnknownModel:
-        shown = name if len(name) <= 200 else f"{name[:200]}..."
-        return UnknownModel(
-            f"the model `{shown}` does not exist; this server has "
-            + (", ".join(self.names_among(permitted)) or "none that the key may use"),
-            field="model",
-        )
-
-    def _description(self, known: KnownModel, permitted: Collection[str] | None) -> str:
-        assert known.spec is not None  # else it can do what it is asked for
-        task = known.spec.task
-        names = self.names_of(known, permitted)
-        name = f"`{names[0]}`" if names else "the model"  # of a key for its adapters alone
-        return f"{name} is {KIND[task]} ({TASK_ROUTES[task]})"
-
 
 def is_name(name: str | None) -> bool:
     """Whether the `model` of a request names one."""
@@ -401,10 +385,6 @@ def is_name(name: str | None) -> bool:
 
 def _fit(known: KnownModel, task: Task | None) -> int | None:
     return 0 if task is None or known.spec is None else fit(known.spec, task)
-
-
-def _gives(known: KnownModel, outputs: Collection[OutputName]) -> bool:
-    return known.spec is None or set(outputs) <= {*known.spec.representations}
 
 
 def served_names(

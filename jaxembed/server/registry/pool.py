@@ -109,7 +109,7 @@ class ModelPool:
         residence = known.residence
         if residence is None:  # moved meanwhile to another model, which is not in memory
             return await self.lease(name, task, permitted, outputs)
-        residence.take()
+        residence.leases += 1
         return residence
 
     async def _look_for_rerankers(self, permitted: Collection[str] | None) -> None:

@@ -97,7 +97,7 @@ async def livez() -> Response:
 async def ready() -> Response:
     """200 while traffic should come here: warm, healthy and not shutting down."""
     models = current_service().models
-    if models.draining:
+    if models.draining or any(loaded.draining for loaded in models):
         raise Unhealthy("not ready: shutting down")
     if not models.healthy:
         raise Unhealthy("not ready: unhealthy")

@@ -1,13 +1,11 @@
-"""HTTP/1.1 and HTTP/2 of a connection: Hypercorn's classes without upgrades, tunnels and
-priorities, which this server has no use for. Knows no route."""
+"""HTTP/2 of a connection: Hypercorn's class without tunnels and priorities, which this server has
+no use for, and with limits on what a client can make it do. Knows no route."""
 
 import asyncio
 import re
 from contextlib import suppress
 from typing import Any
 
-import h11
-import hypercorn.protocol
 from h2.errors import ErrorCodes
 from h2.events import (
     DataReceived,
@@ -21,7 +19,6 @@ from h2.settings import SettingCodes
 from hypercorn.events import Event as IoEvent
 from hypercorn.events import RawData
 from hypercorn.protocol.h2 import H2Protocol
-from hypercorn.protocol.h11 import H11Protocol
 
 from jaxembed.memory import KIB
 
@@ -34,37 +31,6 @@ MOST_STREAMS = 200
 MOST_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
-
-
-def use_protocols() -> None:
-    """Make Hypercorn speak with its clients by these classes."""
-    hypercorn.protocol.H11Protocol = Http1  # pyright: ignore[reportPrivateImportUsage]
-    hypercorn.protocol.H2Protocol = Http2  # pyright: ignore[reportPrivateImportUsage]
-
-
-class Http1(H11Protocol):
-    """HTTP/1.1 that ignores `Upgrade`, as RFC 9110, section 7.8 allows: there are no websockets,
-    and a client that wants HTTP/2 begins with it."""
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        most = self.config.h11_max_incomplete_size
-        self.connection = _Requests(h11.SERVER, max_incomplete_event_size=most)
-
-
-class _Requests(h11.Connection):
-    def next_event(self) -> Any:
-        """The next event, without the `Upgrade` headers of a request."""
-        event: Any = super().next_event()
-        is_request = isinstance(event, h11.Request)
-        if not is_request or b"upgrade" not in [name for name, _ in event.headers]:
-            return event
-        return h11.Request(
-            method=event.method,
-            headers=[header for header in event.headers if header[0] != b"upgrade"],
-            target=event.target,
-            http_version=event.http_version,
-        )
 
 
 class Http2(H2Protocol):
@@ -96,11 +62,15 @@ class Http2(H2Protocol):
                 return False
             case RemoteSettingsChanged() if self.connection.encoder.header_table_size > MOST_TABLE:
                 self.connection.encoder.header_table_size = MOST_TABLE
-            case RequestReceived() if self._is_full():
+            case RequestReceived() if (
+                self.context.terminated.is_set() or len(self.stream_buffers) >= MOST_STREAMS
+            ):  # to be sent again elsewhere or later
                 self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
             case RequestReceived() if not _is_well_formed(dict(event.headers)):
-                self._refuse(event.stream_id)
+                headers = [(b":status", b"400"), (b"content-length", b"0")]
+                with suppress(ProtocolError):  # the client has closed the stream already
+                    self.connection.send_headers(event.stream_id, headers, end_stream=True)
                 return False
             case DataReceived() if event.stream_id not in self.streams:
                 # the answer is complete: no more of the body is wanted
@@ -109,15 +79,6 @@ class Http2(H2Protocol):
                 self._reset(event.stream_id, ErrorCodes.NO_ERROR)
                 return False
         return True
-
-    def _is_full(self) -> bool:
-        """Whether requests are to be sent again elsewhere or later."""
-        return self.context.terminated.is_set() or len(self.stream_buffers) >= MOST_STREAMS
-
-    def _refuse(self, stream_id: int) -> None:
-        headers = [(b":status", b"400"), (b"content-length", b"0")]
-        with suppress(ProtocolError):  # the client has closed the stream already
-            self.connection.send_headers(stream_id, headers, end_stream=True)
 
     def _reset(self, stream_id: int, why: ErrorCodes) -> None:
         with suppress(ProtocolError):  # the client has closed the stream already
