@@ -53,7 +53,8 @@ class Access:
         self._is_public = is_public
         config = service.config
         self._needs_key = bool(config.api_keys) or service.keyring is not None
-        # Without a key any page that a user opens could use the server on the user's machine.
+        # Those asked for, else all of them if requests need a key: without one any page that a
+        # user opens could use the server on the user's machine.
         self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())
 
     async def begin(self) -> Response | None:
@@ -176,7 +177,10 @@ async def check_admin_key() -> None:
     the admin port, which is this machine's, has routes that need it, and no page may use them."""
     key = current_service().config.admin_key
     if key is None:
-        if "origin" in request.headers or not is_loopback(_host()):
+        # A page that was sent here by a name of its own (DNS rebinding) names that.
+        host = HOST.fullmatch(request.headers.get("host", ""))
+        name = "" if host is None else host["name"].strip("[]").lower()
+        if "origin" in request.headers or not is_loopback(name):
             raise Unauthorized(
                 "the admin port takes requests for 127.0.0.1, localhost or ::1 from programs, not "
                 "from pages in a browser; for those set --admin-key"
@@ -196,13 +200,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _host() -> str:
-    """The host that the client asked for, without its port. A page that was sent here by a name of
-    its own (DNS rebinding) names that."""
-    host = HOST.fullmatch(request.headers.get("host", ""))
-    return "" if host is None else host["name"].strip("[]").lower()
 
 
 def _carries_one_of(keys: Sequence[str]) -> bool:

@@ -1,7 +1,6 @@
 """Turns each error into a status and a body, in the dialect of the route. No other file does."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
@@ -152,52 +151,83 @@ def dialect_of(path: str) -> Dialect:
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 
 
-def rule_of(error: Exception) -> Reply:
-    """The reply of the error's class, or of the nearest ancestor that has one."""
-    return next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
-
-
 async def refuse(error: Exception) -> Response:
     """The answer to a request that failed with an error of ours or an unexpected one, counted."""
-    rule = rule_of(error)
+    # the reply of the error's class, or of the nearest ancestor that has one
+    rule = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
     if (trace := current_trace()) is not None:
         trace.error = type(error).__name__
     if rule.err is not None:
         current_meter().telemetry.request_failure.labels(rule.err).inc()
-    dialect = dialect_of(request.path)
+    dialect, request_id = dialect_of(request.path), g.get("request_id", "-")
     field, place = _places(error)
-    # TEI's messages have no index, and it takes no images
-    is_as_tei = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
-    message = _message(error, rule, field if is_as_tei else place)
-    match dialect:
-        case "openai":
-            response = _openai(rule.openai_status, message, rule.openai_type, place, rule.code)
-        case "cohere":
-            response = _json(rule.openai_status, {"message": message})
-        case "tei":
-            response = _tei(rule.tei_status, rule.tei_prefix + message, rule.tei_type)
-    return _with_headers(response, error)
+    if rule.err != "inference":
+        # TEI's messages have no index, and it takes no images
+        is_as_tei = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
+        message = _clipped(_words(error, (field if is_as_tei else place) or "inputs"))
+    elif isinstance(error, JaxembedError):
+        message = f"{error} (request id {request_id})"
+        logger.error("request %s failed: %s", request_id, error)
+    else:  # the message holds no internals, and the log gets the details
+        message = (
+            f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
+        )
+        logger.error("request %s met a bug", request_id, exc_info=error)
+    if dialect == "tei":
+        status, message, kind = rule.tei_status, rule.tei_prefix + message, rule.tei_type
+    else:
+        status, kind = rule.openai_status, rule.openai_type
+    response = _response(dialect, status, message, kind, place, rule.code)
+    if isinstance(error, Overloaded):
+        response.headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, ModelUnavailable):
+        response.headers["Retry-After"] = str(LOAD_RETRY_S)
+    if isinstance(error, ShuttingDown):
+        response.headers["Connection"] = "close"
+    if isinstance(error, Unauthorized):
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 async def refuse_http(error: HTTPException) -> Response:
     """The answer to an error of HTTP (404, 405, 413, 415, ...) as JSON, with what would be
     right."""
     status = error.code or 500
-    message = _hint(status, error)
+    message = error.description or HTTPStatus(status).phrase
+    if status in HINTS:
+        message = HINTS[status].format(
+            path=_clipped(request.path),
+            method=request.method,
+            allowed=", ".join(sorted(getattr(error, "valid_methods", None) or ())),
+            limit=current_service().config.payload_limit,
+            content_type=f"`{request.content_type}`" if request.content_type else "none",
+        )
     if (trace := current_trace()) is not None:
         trace.error = type(error).__name__
-    match dialect_of(request.path):
-        case "openai":
-            response = _openai(status, message, _BAD, None, None)
-        case "cohere":
-            response = _json(status, {"message": message})
-        case "tei":
-            kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
-            response = _tei(status, message, kind)
+    dialect, kind = dialect_of(request.path), _BAD
+    if dialect == "tei":
+        kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
+    response = _response(dialect, status, message, kind, None, None)
     for name, value in error.get_headers():
         if name.lower() not in ("content-type", "content-length"):
             response.headers[name] = value
     return response
+
+
+def _response(
+    dialect: Dialect, status: int, message: str, kind: str, param: str | None, code: str | None
+) -> Response:
+    """An error as clients of the dialect read it."""
+    match dialect:
+        case "openai":
+            shown = {"message": message, "type": kind, "param": param, "code": code}
+            # the message again, where clients of Voyage, Jina and Infinity look for it
+            body = {"error": shown, "detail": message}
+        case "cohere":
+            body = {"message": message}
+        case "tei":
+            body = {"error": message, "error_type": kind}
+    return json_response(orjson.dumps(body), status)
 
 
 def _places(error: Exception) -> tuple[str | None, str | None]:
@@ -209,31 +239,6 @@ def _places(error: Exception) -> tuple[str | None, str | None]:
     if size is not None and index is not None:
         return size.field, size.place(index)
     return None, None
-
-
-def _hint(status: int, error: HTTPException) -> str:
-    if status not in HINTS:
-        return error.description or HTTPStatus(status).phrase
-    return HINTS[status].format(
-        path=_clipped(request.path),
-        method=request.method,
-        allowed=", ".join(sorted(getattr(error, "valid_methods", None) or ())),
-        limit=current_service().config.payload_limit,
-        content_type=f"`{request.content_type}`" if request.content_type else "none",
-    )
-
-
-def _message(error: Exception, rule: Reply, field: str | None) -> str:
-    """The message for the client. For a failure of the server it holds the request id and no
-    internals, and the log gets the details."""
-    if rule.err != "inference":
-        return _clipped(_words(error, field or "inputs"))
-    request_id = g.get("request_id", "-")
-    if isinstance(error, JaxembedError):
-        logger.error("request %s failed: %s", request_id, error)
-        return f"{error} (request id {request_id})"
-    logger.error("request %s met a bug", request_id, exc_info=error)
-    return f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
 
 
 def _words(error: Exception, field: str) -> str:
@@ -254,7 +259,16 @@ def _words(error: Exception, field: str) -> str:
         case InvalidChunk(reason=reason):
             return f"`{field}` {reason}"
         case BareTokenIds(before=before, after=after):
-            return _about_bare_ids(field, before, after)
+            reason = "which adds no special tokens to tell them by"
+            if before or after:
+                around = f"{list(before)} before and {list(after)} after"
+                reason = f"which puts special tokens around a text: {around}"
+            return (  # with the two ways to have such inputs accepted
+                f"`{field}` holds token ids that are not known to be of this model's tokenizer, "
+                f"{reason}. Send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length="
+                "False), or start the server with --accept-bare-token-ids to run the ids as they "
+                "are"
+            )
         case UnknownPrompt(name=name, available=available):
             prompts = f"Available prompts: [{', '.join(available)}]"
             reason = f"it was not found in the Sentence Transformers prompts. {prompts}"
@@ -275,46 +289,7 @@ def _words(error: Exception, field: str) -> str:
     return str(error)
 
 
-def _about_bare_ids(field: str, before: Sequence[int], after: Sequence[int]) -> str:
-    """The message about refused token ids, with the two ways to have inputs accepted."""
-    reason = "which adds no special tokens to tell them by"
-    if before or after:
-        around = f"{list(before)} before and {list(after)} after"
-        reason = f"which puts special tokens around a text: {around}"
-    return (
-        f"`{field}` holds token ids that are not known to be of this model's tokenizer, {reason}. "
-        "Send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length=False), or start "
-        "the server with --accept-bare-token-ids to run the ids as they are"
-    )
-
-
 def _clipped(message: str) -> str:
     """The message, without its middle if it is long: it may quote a value of any size."""
     half = LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"
-
-
-def _openai(status: int, message: str, kind: str, param: str | None, code: str | None) -> Response:
-    """`detail` is the message again, where clients of Voyage, Jina and Infinity look for it."""
-    error = {"message": message, "type": kind, "param": param, "code": code}
-    return _json(status, {"error": error, "detail": message})
-
-
-def _tei(status: int, message: str, kind: str) -> Response:
-    return _json(status, {"error": message, "error_type": kind})
-
-
-def _json(status: int, body: dict) -> Response:
-    return json_response(orjson.dumps(body), status)
-
-
-def _with_headers(response: Response, error: Exception) -> Response:
-    if isinstance(error, Overloaded):
-        response.headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, ModelUnavailable):
-        response.headers["Retry-After"] = str(LOAD_RETRY_S)
-    if isinstance(error, ShuttingDown):
-        response.headers["Connection"] = "close"
-    if isinstance(error, Unauthorized):
-        response.headers["WWW-Authenticate"] = "Bearer"
-    return response

@@ -110,7 +110,9 @@ class OtlpTracer:
 
     def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
         """`endpoint` is a URL; with http/protobuf that of the route that takes spans."""
-        _limit_complaints()
+        # or the library would log a line for each batch of spans that could not be sent
+        library = logging.getLogger("opentelemetry")
+        library.handlers, library.propagate = [_Complaints()], False
         resource = Resource.create(
             {"service.name": service_name, "service.version": metadata.version("jaxembed")}
         )
@@ -166,14 +168,17 @@ class OtlpTracer:
             ).end(self._ns(stage.ended_at))
         name = "HTTP" if method == UNKNOWN_METHOD else method
         span.update_name(name if route is None else f"{name} {route}")
-        _set(
-            span,
-            route=route,
-            status=trace.status,
-            error=trace.error,
-            request_id=trace.request_id,
-            **_of_model(trace),
-        )
+        facts: dict[str, Any] = {"route": route, "status": trace.status, "error": trace.error}
+        facts["request_id"] = trace.request_id
+        if trace.model is not None:
+            facts |= {"model": trace.model, "lane": trace.lane}
+            if trace.task is not None:
+                operation = OPERATIONS.get(trace.task, trace.task)
+                facts |= {"operation": operation, "provider": "jaxembed"}
+            if trace.inputs:
+                facts |= {"tokens": trace.tokens, "inputs": trace.inputs}
+                facts |= {"truncated": trace.truncated, "cached": trace.cached}
+        _set(span, **facts)
         if trace.status is None or trace.status >= FAILED_STATUS:
             span.set_status(StatusCode.ERROR)
         span.end(self._ns(ended_at))
@@ -265,30 +270,7 @@ class _Complaints(logging.Handler):
         logger.warning("OpenTelemetry: %s%s", "".join(words), more)
 
 
-def _limit_complaints() -> None:
-    """Keep the library from logging a line for each batch of spans that could not be sent."""
-    library = logging.getLogger("opentelemetry")
-    library.handlers, library.propagate = [_Complaints()], False
-
-
 def _set(span: Span, **values: Any) -> None:
     """Set the attributes that have a value, by their keys in ATTRIBUTES."""
     given = {ATTRIBUTES[name]: value for name, value in values.items() if value is not None}
     span.set_attributes(given)
-
-
-def _of_model(trace: Trace) -> dict[str, Any]:
-    """The attributes of a request that a model was found for."""
-    if trace.model is None:
-        return {}
-    facts: dict[str, Any] = {"model": trace.model, "lane": trace.lane}
-    if trace.task is not None:
-        facts |= {"operation": OPERATIONS.get(trace.task, trace.task), "provider": "jaxembed"}
-    if trace.inputs:
-        facts |= {
-            "tokens": trace.tokens,
-            "inputs": trace.inputs,
-            "truncated": trace.truncated,
-            "cached": trace.cached,
-        }
-    return facts

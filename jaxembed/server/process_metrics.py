@@ -13,25 +13,20 @@ from jaxembed import __version__
 def process_registry() -> CollectorRegistry:
     """The metrics of this process, under the names that every Prometheus client gives them, and
     `jaxembed_build_info`. `process_` series are there on Linux only."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    build = Info("jaxembed_build", "What the server runs, as labels", registry=registry)
-    build.info(build_facts())
-    return registry
-
-
-def build_facts() -> dict[str, str]:
-    """The versions of jaxembed, JAX and Python, and the platform and the kind of the devices."""
     import jax
 
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
     (device, *_) = jax.local_devices()
-    return {
+    facts = {
         "version": __version__,
         "jax": metadata.version("jax"),
         "python": python_version(),
         "platform": device.platform,
         "device_kind": device.device_kind,
     }
+    Info("jaxembed_build", "What the server runs, as labels", registry=registry).info(facts)
+    return registry
 
 
 def process_exposition() -> bytes:

@@ -68,8 +68,13 @@ def run(
     pool = ModelPool(models, load, limits, describe)
     listener = listener or listen(config.host, config.port)
     app = create_app(models, config, pool, keyring=keyring, audit=audit, tracer=tracer)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        failures = runner.run(_serve_until_stopped(app, models, config, listener))
+    loop_factory = None  # asyncio's own
+    if sys.platform != "win32":
+        import uvloop  # not installable on Windows
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        failures = runner.run(_serve_until_stopped(app, listener))
     if keyring is not None or audit is not None:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nobody reads anything again
     models.close(timeout_s=CLOSE_S)
@@ -85,17 +90,14 @@ def run(
 
 
 async def serve(
-    app: Server,
-    models: Models,
-    config: ServerConfig,
-    shutdown: asyncio.Event,
-    listener: socket.socket | None = None,
+    app: Server, shutdown: asyncio.Event, listener: socket.socket | None = None
 ) -> None:
     """Serve until `shutdown` is set, then drain and close the servers.
 
     Draining ends when all admitted requests are answered, or after the drain timeout. `listener` is
     as in `run`. Raises ConfigError if a port cannot be bound, and the error of a server that fails.
     """
+    models, config = app.service.models, app.service.config
     closing = asyncio.Event()
     servers = [_start(app, listener or listen(config.host, config.port), closing)]
     sampling = asyncio.create_task(_sample(app.service))
@@ -111,13 +113,31 @@ async def serve(
             admin = create_admin_app(app.service)
             port = listen(LOOPBACK, config.admin_port, flag="--admin-port")
             servers.append(_start(admin, port, closing, path="/v2/repository/index"))
-        await _until(shutdown, servers)
+        waiting = asyncio.create_task(shutdown.wait())
+        ended, _ = await asyncio.wait({waiting, *servers}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting not in ended:
+            waiting.cancel()
+            for server in ended:
+                server.result()  # raises the error of one that failed
         models.drain()
-        await _drain(app, config.drain_timeout_s)
+        logger.info("draining %d requests", len(app.unanswered))
+        if left := await app.answered(config.drain_timeout_s):
+            logger.warning(
+                "%d requests not answered within %g s; raise --drain-timeout",
+                left,
+                config.drain_timeout_s,
+            )
+            await app.expire(CLOSE_S)
     finally:
         sampling.cancel()
         closing.set()
-        await _close(servers)
+        # From Python 3.12 on, Hypercorn 0.18 waits forever for a connection that stays busy.
+        await asyncio.wait(servers, timeout=CLOSE_S)
+        for server in servers:
+            server.cancel()
+        for result in await asyncio.gather(*servers, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.error("a server did not close cleanly", exc_info=result)
         feeding.cancel()
 
 
@@ -140,17 +160,6 @@ async def _sample(service: Service) -> None:
         wanted_at = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)
         delay_s = max(time.monotonic() - wanted_at, 0.0)
-
-
-async def _drain(app: Server, timeout_s: float) -> None:
-    """Wait until the unanswered requests are answered; after the timeout, refuse them."""
-    logger.info("draining %d requests", len(app.unanswered))
-    left = await app.answered(timeout_s)
-    if left:
-        logger.warning(
-            "%d requests not answered within %g s; raise --drain-timeout", left, timeout_s
-        )
-        await app.expire(CLOSE_S)
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -194,62 +203,31 @@ def _start(
     use_connections()
     listener.listen(BACKLOG)
     logger.info("listening on %s%s", url(listener), path)
-    settings = _settings(listener)
+    log = logging.getLogger("hypercorn.error")
+    log.setLevel(logging.WARNING)  # its INFO names file descriptors, not addresses
+    settings = Config.from_mapping(
+        bind=[f"fd://{listener.detach()}"],  # which Hypercorn owns from now on
+        backlog=BACKLOG,
+        keep_alive_timeout=KEEP_ALIVE_S,
+        keep_alive_max_requests=sys.maxsize,
+        graceful_timeout=CLOSE_S / 2,  # `serve` has waited for the requests by then
+        max_app_queue_size=2,  # pieces of a body, beside those that `BoundedBody` keeps
+        h11_max_incomplete_size=MAX_HEADER_BYTES,
+        accesslog=None,
+        errorlog=log,
+    )
     return asyncio.create_task(
         hypercorn_serve(app, settings, shutdown_trigger=closing.wait, mode="asgi")
     )
 
 
-def _settings(listener: socket.socket) -> Config:
-    """The settings for Hypercorn, which becomes the owner of the socket."""
-    settings = Config()
-    settings.bind = [f"fd://{listener.detach()}"]
-    settings.backlog = BACKLOG
-    settings.keep_alive_timeout = KEEP_ALIVE_S
-    settings.keep_alive_max_requests = sys.maxsize
-    settings.graceful_timeout = CLOSE_S / 2  # `serve` has waited for the requests by then
-    settings.max_app_queue_size = 2  # pieces of a body, beside those that `BoundedBody` keeps
-    settings.h11_max_incomplete_size = MAX_HEADER_BYTES
-    settings.accesslog = None
-    settings.errorlog = logging.getLogger("hypercorn.error")
-    settings.errorlog.setLevel(logging.WARNING)  # its INFO names file descriptors, not addresses
-    return settings
-
-
-async def _until(shutdown: asyncio.Event, servers: list[asyncio.Task]) -> None:
-    """Wait until `shutdown` is set, or until a server ends before that.
-
-    Raises the error of a server that failed; the servers that still run are left running.
-    """
-    waiting = asyncio.create_task(shutdown.wait())
-    done, _ = await asyncio.wait({waiting, *servers}, return_when=asyncio.FIRST_COMPLETED)
-    if waiting not in done:
-        waiting.cancel()
-        for server in done:
-            server.result()
-
-
-async def _close(servers: list[asyncio.Task]) -> None:
-    """Wait CLOSE_S seconds for the servers to close their connections, then cancel the servers.
-
-    Otherwise, from Python 3.12 on, Hypercorn 0.18 waits forever for a connection that stays busy.
-    The error of a server is logged.
-    """
-    await asyncio.wait(servers, timeout=CLOSE_S)
-    for server in servers:
-        server.cancel()
-    for result in await asyncio.gather(*servers, return_exceptions=True):
-        if isinstance(result, Exception):
-            logger.error("a server did not close cleanly", exc_info=result)
-
-
-async def _serve_until_stopped(
-    app: Server, models: Models, config: ServerConfig, listener: socket.socket
-) -> list[BackendError]:
+async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[BackendError]:
     """Serve until SIGTERM or SIGINT, or until a model fails to compile.
 
     Returns an error for each model that failed to compile; the list is empty after a signal.
     """
+    models, config = app.service.models, app.service.config
+    keyring, audit = app.service.keyring, app.service.audit
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -264,14 +242,30 @@ async def _serve_until_stopped(
     def stop() -> None:
         shutdown.set()
         tell(config.notify_socket, STOPPING)
-        _arm_watchdog(config.drain_timeout_s + WATCHDOG_S)
+        # a thread inside native code can be neither stopped nor joined: the process ends anyway
+        seconds = config.drain_timeout_s + WATCHDOG_S
+        reason = f"still running {seconds:g} s after the signal; exiting"
+        watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
+        watchdog.daemon = True
+        watchdog.start()
         for number, handler in before.items():  # a second signal ends the process at once
             loop.remove_signal_handler(number)
             signal.signal(number, handler or signal.SIG_DFL)
 
+    def read_again() -> None:
+        if keyring is not None:
+            keyring.wake()
+        if audit is not None:
+            audit.reopen()
+
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
-    _read_again_at_hangups(app.service, loop)
+    if keyring is not None:
+        keyring.watch()  # which sees what has changed while SIGHUP was ignored
+    if audit is not None:
+        audit.reopen()
+    if keyring is not None or audit is not None:
+        loop.add_signal_handler(signal.SIGHUP, read_again)
     failures = _watch_readiness(
         models,
         lambda: loop.call_soon_threadsafe(tell_if_ready),
@@ -279,7 +273,7 @@ async def _serve_until_stopped(
     )
     if not len(models):
         loop.call_soon(tell_if_ready)
-    await serve(app, models, config, shutdown, listener)
+    await serve(app, shutdown, listener)
     return failures
 
 
@@ -292,23 +286,6 @@ def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator
     yield f"API documentation: {address}/docs"
     if playground.is_on(config):
         yield f"try it in a browser: {address}/playground"
-
-
-def _read_again_at_hangups(service: Service, loop: asyncio.AbstractEventLoop) -> None:
-    """Read the key file and open the audit log again at SIGHUP, which was ignored until now."""
-
-    def read_again() -> None:
-        if service.keyring is not None:
-            service.keyring.wake()
-        if service.audit is not None:
-            service.audit.reopen()
-
-    if service.keyring is not None:
-        service.keyring.watch()  # which sees what has changed meanwhile
-    if service.audit is not None:
-        service.audit.reopen()
-    if service.keyring is not None or service.audit is not None:
-        loop.add_signal_handler(signal.SIGHUP, read_again)
 
 
 def _watch_readiness(
@@ -335,23 +312,3 @@ def _watch_readiness(
     for loaded in models:
         threading.Thread(target=watch, args=(loaded,), name="wait-ready", daemon=True).start()
     return failures
-
-
-def _arm_watchdog(seconds: float) -> None:
-    """End the process after so many seconds, whatever still runs.
-
-    It is needed because a thread inside native code can be neither stopped nor joined.
-    """
-    reason = f"still running {seconds:g} s after the signal; exiting"
-    watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
-    watchdog.daemon = True
-    watchdog.start()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The function that makes the event loop: that of uvloop, or None (asyncio's) on Windows."""
-    if sys.platform == "win32":
-        return None
-    import uvloop  # not installable on Windows
-
-    return uvloop.new_event_loop

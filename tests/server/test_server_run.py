@@ -41,7 +41,7 @@ async def serving(embedder, config=None, tracer=None, send_buffer: int | None = 
     shutdown = asyncio.Event()
     models = Models([embedder])
     app = create_app(models, config, tracer=tracer)
-    task = asyncio.create_task(serve(app, models, config, shutdown, listener))
+    task = asyncio.create_task(serve(app, shutdown, listener))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=WAIT_S, trust_env=False) as client:
             yield client, shutdown, task
@@ -58,7 +58,7 @@ async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch)
     monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
     models, shutdown = Models([FakeEmbedder()]), asyncio.Event()
     app = create_app(models, ServerConfig())
-    task = asyncio.create_task(serve(app, models, ServerConfig(), shutdown, listen("127.0.0.1", 0)))
+    task = asyncio.create_task(serve(app, shutdown, listen("127.0.0.1", 0)))
     while len(app.service.history) < 2:
         await asyncio.sleep(0)
     shutdown.set()

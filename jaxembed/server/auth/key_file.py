@@ -6,9 +6,10 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,7 @@ class ApiKey:
 
     def may_take(self, path: str) -> bool:
         """Whether the key opens the route of this path."""
-        if self.routes is None:
-            return True
-        return any(
+        return self.routes is None or any(
             path.startswith(route[:-1]) if route.endswith("*") else path == route
             for route in self.routes
         )
@@ -60,10 +59,6 @@ def digest_of(key: bytes) -> bytes:
 def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
     """The keys in a file by their digests. `taken` are digests that no key may have, with the flags
     that give them. Raises ConfigError, which lists every problem but no key and no digest."""
-    return parse_keys(_text_of(path), str(path), taken)
-
-
-def _text_of(path: Path) -> str:
     try:
         # else opening a pipe would wait for a writer
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
@@ -74,11 +69,12 @@ def _text_of(path: Path) -> str:
                 raise ConfigError(
                     f"{path} has {facts.st_size} bytes, a key file may have {LARGEST_FILE}"
                 )
-            return file.read().decode()
+            text = file.read().decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {WANTED_TABLES}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text in UTF-8; {WANTED_TABLES}") from error
+    return parse_keys(text, str(path), taken)
 
 
 def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
@@ -101,10 +97,17 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
     names: dict[str, str] = {}
     digests: dict[bytes, str] = {digest: flag for digest, flag in taken.items()}
     for number, table in enumerate(tables, 1):
-        place = _place(number, table)
+        place, name = f"[[key]] number {number}", table.get("name")
+        if isinstance(name, str) and KEY_NAME.fullmatch(name):
+            place = f"{place} ({name})"
         key, found = _read_table(table)
         if key is not None:
-            found += _refused_twice(key, names, digests)
+            if key.name in names:
+                other = names[key.name]
+                found.append(f"`name` is also that of {other}; each key needs one of its own")
+            if key.digest in digests:
+                other = digests[key.digest]
+                found.append(f"`sha256` is that of a key that {other} has already")
             names[key.name], digests[key.digest] = place, place
             keys[key.digest] = key
         problems += [f"{place}: {problem}" for problem in found]
@@ -113,24 +116,6 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
         shown = problems[:MOST_PROBLEMS] + [f"and {more} more"] * (more > 0)
         raise ConfigError(f"{file}: {'; '.join(shown)}; {WANTED_TABLES}")
     return keys
-
-
-def _place(number: int, table: Mapping[str, Any]) -> str:
-    """How a message calls a table."""
-    name = table.get("name")
-    is_name = isinstance(name, str) and KEY_NAME.fullmatch(name)
-    return f"[[key]] number {number} ({name})" if is_name else f"[[key]] number {number}"
-
-
-def _refused_twice(
-    key: ApiKey, names: Mapping[str, str], digests: Mapping[bytes, str]
-) -> list[str]:
-    found = []
-    if key.name in names:
-        found.append(f"`name` is also that of {names[key.name]}; each key needs one of its own")
-    if key.digest in digests:
-        found.append(f"`sha256` is that of a key that {digests[key.digest]} has already")
-    return found
 
 
 def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
@@ -142,33 +127,19 @@ def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
     ]
     values: dict[str, Any] = {}
     for field, read in KEY_FIELDS.items():
-        if field not in table:
-            if field in REQUIRED_FIELDS:
-                problems.append(f"`{field}` is missing")
-            continue
-        try:
-            values[field] = read(table[field])
-        except ValueError as error:
-            problems.append(f"`{field}` {error}")
+        if field in table:
+            try:
+                values[field] = read(table[field])
+            except ValueError as error:
+                problems.append(f"`{field}` {error}")
+        elif field in REQUIRED_FIELDS:
+            problems.append(f"`{field}` is missing")
     if problems:
         return None, problems
-    expires, expires_at = values.get("expires", (None, None))
-    limits = Limits(
-        values.get("requests_per_minute"),
-        values.get("tokens_per_minute"),
-        values.get("max_inputs_waiting"),
-    )
+    limits = Limits(*[values.get(field) for field in LIMIT_FIELDS])
+    expires = values.get("expires", (None, None))
     models, routes = values.get("models"), values.get("routes")
-    key = ApiKey(
-        values["name"],
-        values["sha256"],
-        None if models is None else frozenset(models),
-        None if routes is None else tuple(routes),
-        limits,
-        expires,
-        expires_at,
-    )
-    return key, []
+    return ApiKey(values["name"], values["sha256"], models, routes, limits, *expires), []
 
 
 def _shown_value(value: Any) -> str:
@@ -194,26 +165,19 @@ def _read_digest(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
-def _read_models(value: Any) -> Sequence[str]:
-    return _texts(value, "names of models as requests give them", lambda one: bool(one.strip()))
-
-
-def _read_routes(value: Any) -> Sequence[str]:
-    return _texts(
-        value,
-        "paths such as '/v1/embeddings', or with a * at the end such as '/v1/*'",
-        lambda one: one.startswith("/") and "*" not in one[:-1],
-    )
-
-
-def _texts(value: Any, wanted: str, is_right: Callable[[str], bool]) -> Sequence[str]:
+def _read_texts(
+    kind: Callable[[list[str]], Collection[str]],
+    wanted: str,
+    is_right: Callable[[str], bool],
+    value: Any,
+) -> Collection[str]:
     if not isinstance(value, list) or not value:
         came = "an empty list" if value == [] else _shown_value(value)
         raise ValueError(f"is {came}; wanted a list of {wanted}, or no such field for all")
     for one in value:
         if not isinstance(one, str) or not is_right(one):
             raise ValueError(f"holds {_shown_value(one)}; wanted {wanted}")
-    return value
+    return kind(value)
 
 
 def _read_limit(value: Any) -> int:
@@ -237,14 +201,23 @@ def _read_expiry(value: Any) -> tuple[date, datetime]:
     )
 
 
+LIMIT_FIELDS = ("requests_per_minute", "tokens_per_minute", "max_inputs_waiting")
 KEY_FIELDS: dict[str, Callable[[Any], Any]] = {
     "name": _read_name,
     "sha256": _read_digest,
-    "models": _read_models,
-    "routes": _read_routes,
-    "requests_per_minute": _read_limit,
-    "tokens_per_minute": _read_limit,
-    "max_inputs_waiting": _read_limit,
+    "models": partial(
+        _read_texts,
+        frozenset,
+        "names of models as requests give them",
+        lambda name: bool(name.strip()),
+    ),
+    "routes": partial(
+        _read_texts,
+        tuple,
+        "paths such as '/v1/embeddings', or with a * at the end such as '/v1/*'",
+        lambda path: path.startswith("/") and "*" not in path[:-1],
+    ),
+    **dict.fromkeys(LIMIT_FIELDS, _read_limit),
     "expires": _read_expiry,
 }
 REQUIRED_FIELDS = ("name", "sha256")

@@ -30,7 +30,14 @@ class _AccessMetrics(Collector):
         if self._keyring is not None:
             yield from _of_keys(self._keyring)
         if self._audit is not None:
-            yield from _of_audit(self._audit)
+            yield _counter(
+                "jaxembed_audit_lines",
+                "Lines of the audit log, written or lost",
+                [
+                    ({"result": "written"}, self._audit.written),
+                    ({"result": "lost"}, self._audit.lost),
+                ],
+            )
 
 
 def _of_keys(keyring: Keyring) -> Iterable[Metric]:
@@ -79,14 +86,6 @@ def _of_keys(keyring: Keyring) -> Iterable[Metric]:
         "jaxembed_key_file_read_at",
         "When the keys in use were read, in seconds since 1970",
         value=keyring.read_at,
-    )
-
-
-def _of_audit(audit: AuditLog) -> Iterable[Metric]:
-    yield _counter(
-        "jaxembed_audit_lines",
-        "Lines of the audit log, written or lost",
-        [({"result": "written"}, audit.written), ({"result": "lost"}, audit.lost)],
     )
 
 

@@ -15,11 +15,9 @@ LONGEST_NAME = 200  # characters, in a message or the audit log
 MOST_LISTED_NAMES = 20  # in a message
 
 
-def open_account(quota: Quota | None) -> Account:
+def open_account(quota: Quota | None) -> None:
     """Have the current request counted, for its key or for the audit log."""
-    account = Account(quota)
-    cast(BoundedBody, request.body).held.account = account
-    return account
+    cast(BoundedBody, request.body).held.account = Account(quota)
 
 
 def note_model(name: str) -> None:

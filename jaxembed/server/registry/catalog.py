@@ -1,6 +1,7 @@
 """The models that a server may load while it runs: those that the operator has named."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +25,11 @@ class Catalog:
             )
         self._ids: dict[str, str] = {}
         for given in ids:
-            name, model = _name_and_id(given)
+            name, equals, model = given.partition("=")
+            if not equals or "/" in name:  # of no name: paths and URLs may hold "="
+                name = model = given
+            elif not name.strip() or not model:
+                raise ConfigError(f"--loadable {given}: wanted MODEL or NAME=MODEL")
             if self._ids.setdefault(name, model) != model:
                 raise ConfigError(f"--loadable names two models {name}; give each its own name")
         self._repository = repository
@@ -45,25 +50,10 @@ class Catalog:
         except OSError as error:
             logger.warning("--model-repository %s: %s", self._repository, error.strerror)
             return {}
-        return {entry.name: str(entry.absolute()) for entry in entries if _is_model(entry)}
-
-
-def _name_and_id(given: str) -> tuple[str, str]:
-    """The name and the id in `NAME=ID`, where a name has no slash: paths and URLs may hold "="."""
-    name, equals, model = given.partition("=")
-    if not equals or "/" in name:
-        return given, given
-    if not name.strip() or not model:
-        raise ConfigError(f"--loadable {given}: wanted MODEL or NAME=MODEL")
-    return name, model
-
-
-def _is_model(entry: Path) -> bool:
-    """Whether a folder may be a model. Names that no request could have are left out."""
-    name = entry.name
-    if name.startswith(".") or ":" in name or not name.isprintable():
-        return False
-    try:
-        return entry.is_dir()
-    except OSError:  # such as a link that is too long
-        return False
+        return {
+            entry.name: str(entry.absolute())
+            for entry in entries
+            # names that no request could have are left out
+            if not entry.name.startswith(".") and ":" not in entry.name
+            if entry.name.isprintable() and os.path.isdir(entry)
+        }

@@ -16,8 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import partial
-from typing import Literal, TypeVar, cast
+from typing import Literal, TypeVar
 
 import jax
 
@@ -121,20 +120,15 @@ class ModelPool:
         async with self._describing:
             for known in self.models.known:
                 since_s = time.monotonic() - self._undescribed.get(known, -FAILURE_S)
-                if known.task is None and since_s >= FAILURE_S:
-                    known.described = await self._described(known)
-
-    async def _described(self, known: KnownModel) -> Task | None:
-        """What a model is for, None if that cannot be read now."""
-        assert self._describe is not None
-        call = _in_thread(self._describe, known.id)
-        try:
-            return await asyncio.wait_for(call, self._limits.load_timeout_s)
-        except Exception as error:  # whatever its folder holds, other models can rerank
-            self._undescribed[known] = time.monotonic()
-            why = _reason(error)
-            logger.warning("%s may be a reranker; it cannot be read: %s", self._name(known), why)
-            return None
+                if known.task is not None or since_s < FAILURE_S:
+                    continue
+                call = _in_thread(self._describe, known.id)
+                try:
+                    known.described = await asyncio.wait_for(call, self._limits.load_timeout_s)
+                except Exception as error:  # whatever its folder holds, other models can rerank
+                    self._undescribed[known] = time.monotonic()
+                    name, why = self._name(known), _reason(error)
+                    logger.warning("%s may be a reranker; it cannot be read: %s", name, why)
 
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None
@@ -223,18 +217,18 @@ class ModelPool:
 
     def _start(self, known: KnownModel) -> asyncio.Task[Residence]:
         """The task that loads a model, the same for all who ask for it."""
-        if known not in self._loading:
-            task = asyncio.create_task(self._bring(known))
-            self._loading[known] = task
-            known.is_loading = True
-            task.add_done_callback(partial(self._end, known))
-            task.add_done_callback(_retrieve)
-        return self._loading[known]
 
-    def _end(self, known: KnownModel, _: object) -> None:
-        """A model is loaded, or cannot be."""
-        known.is_loading = False
-        del self._loading[known]
+        def end(task: asyncio.Task[Residence]) -> None:
+            known.is_loading = False
+            del self._loading[known]
+            if not task.cancelled():
+                task.exception()  # is noted: perhaps nobody waits for it any more
+
+        if known not in self._loading:
+            self._loading[known] = asyncio.create_task(self._bring(known))
+            self._loading[known].add_done_callback(end)
+            known.is_loading = True
+        return self._loading[known]
 
     async def _bring(self, known: KnownModel) -> Residence:
         """Load a model when its turn comes."""
@@ -367,50 +361,31 @@ def _shutting_down() -> ShuttingDown:
 async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
     """Make a call in a thread of its own, for which a process that ends does not wait: it may be
     waiting for this event loop."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Returned] = loop.create_future()
-
-    def settle(result: Returned | None, error: BaseException | None) -> None:
-        if done.done():  # cancelled
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(Returned, result))
+    done: concurrent.futures.Future[Returned] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the call is not
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = call(*arguments)
+            done.set_result(call(*arguments))
         except BaseException as error:
             is_usual = isinstance(error, (Exception, asyncio.CancelledError, *INTERRUPTS))
             failure = error if is_usual else BackendError(_reason(error))
             if not isinstance(error, JaxembedError):
                 logger.exception("a model could not be loaded or freed")
-            _forget_frames(error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, failure)
+            # tracebacks keep what was half loaded
+            behind: BaseException | None = error
+            while behind is not None:
+                behind.__traceback__ = None
+                behind = behind.__cause__ or behind.__context__
+            done.set_exception(failure)
 
     threading.Thread(target=run, name="model-pool", daemon=True).start()
-    return await done
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop the tracebacks of an error and of those behind it: they keep what was half loaded."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    return await asyncio.wrap_future(done)
 
 
 def _reason(error: BaseException) -> str:
     """The first line of an error."""
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-def _retrieve(task: asyncio.Task) -> None:
-    """Note the error of a task that perhaps nobody waits for any more."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _collect() -> None:
