@@ -129,11 +129,10 @@ TABLE: dict[str, list[str]] = {
     "examples/ray_*": ["ray"],
     # the server
     "jaxembed/server/**": [],
-    "jaxembed/server/auth/metrics.py": ["deploy"],
     "jaxembed/server/http/connection.py": ["slow"],
     "jaxembed/server/http/http2.py": ["slow"],
+    "jaxembed/server/metrics.py": ["deploy"],
     "jaxembed/server/run.py": ["slow"],
-    "jaxembed/server/supervisor.py": ["slow"],
     "jaxembed/server/http/html.py": ["page"],
     "jaxembed/server/routes/playground.*": ["page"],
     "jaxembed/server/routes/openai.py": ["page"],

@@ -19,9 +19,8 @@ from jaxembed.engine.quota import REFUSAL_REASONS
 from jaxembed.observability.metrics import FAILURES, LANES, STAGES, Telemetry
 from jaxembed.server.app import create_app
 from jaxembed.server.auth.audit import AuditLog
-from jaxembed.server.auth.metrics import access_registry
 from jaxembed.server.errors import REPLIES, dialect_of
-from jaxembed.server.process_metrics import process_registry
+from jaxembed.server.metrics import access_registry, process_registry
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes.openapi import document

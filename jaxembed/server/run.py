@@ -1,4 +1,5 @@
-"""Runs the app on Hypercorn until a signal, then drains. Knows sockets and signals, but no routes.
+"""Runs the app on Hypercorn until a signal, then drains, and tells a supervisor such as systemd, by
+the protocol of sd_notify. Knows sockets and signals, but no routes.
 
 To drain is to refuse new requests while those already admitted are answered. Then the server closes
 its connections. A watchdog ends the process if anything keeps it running too long.
@@ -32,7 +33,6 @@ from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import Describe, Load, ModelPool
 from jaxembed.server.routes import playground
 from jaxembed.server.service import Service
-from jaxembed.server.supervisor import READY, STOPPING, feed_watchdog, tell
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine;
 BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 MAX_HEADER_BYTES = 64 * 1024
+READY, STOPPING, ALIVE = "READY=1", "STOPPING=1", "WATCHDOG=1"  # what a supervisor is told
 
 
 def run(
@@ -312,3 +313,30 @@ def _watch_readiness(
     for loaded in models:
         threading.Thread(target=watch, args=(loaded,), name="wait-ready", daemon=True).start()
     return failures
+
+
+def tell(address: str | None, state: str) -> None:
+    """Send a state to the socket at `address`, a path, or a name that begins with "@". None: there
+    is no supervisor. What goes wrong is logged, and the server runs on."""
+    if address is None:
+        return
+    name = f"\0{address[1:]}" if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(state.encode(), name)
+    except OSError as error:
+        logger.warning("the supervisor at %s was not told %s: %s", address, state, error)
+
+
+async def feed_watchdog(
+    address: str | None, interval_s: float | None, is_alive: Callable[[], bool]
+) -> None:
+    """Tell the supervisor ALIVE twice in each `interval_s` seconds, but not while `is_alive` is
+    False: after such an interval of silence it ends the process.
+
+    It runs until it is cancelled. Without a supervisor or an interval it returns at once.
+    """
+    while address is not None and interval_s is not None:
+        if is_alive():
+            tell(address, ALIVE)
+        await asyncio.sleep(interval_s / 2)

@@ -15,8 +15,7 @@ from test_keys import table as key_table
 
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.auth.audit import AuditLog
-from jaxembed.server.auth.metrics import access_registry
-from jaxembed.server.process_metrics import process_registry
+from jaxembed.server.metrics import access_registry, process_registry
 
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 GROUPS = yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"]

@@ -15,7 +15,7 @@ from live_server import served
 
 from jaxembed.cli.server_options import watchdog_s
 from jaxembed.errors import ConfigError
-from jaxembed.server.supervisor import READY, STOPPING, feed_watchdog, tell
+from jaxembed.server.run import READY, STOPPING, feed_watchdog, tell
 
 WAIT_S = 60.0
 

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -109,8 +109,8 @@ class Keyring:
                 "%s was read again: %d keys, new %s, gone %s",
                 self.path,
                 len(keys),
-                _named(new - names),
-                _named(names - new),
+                some_of(new - names),
+                some_of(names - new),
             )
             return True
 
@@ -158,8 +158,8 @@ def _mark_of(path: Path) -> Mark | None:
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
-def _named(names: set[str]) -> str:
-    """Some names for a log line."""
-    shown = sorted(names)[:MOST_NAMED]
+def some_of(names: Collection[str], most: int = MOST_NAMED) -> str:
+    """Some names for a message, and how many more there are."""
+    shown = sorted(names)[:most]
     more = len(names) - len(shown)
     return ", ".join([*shown, f"{more} more"] if more else shown) or "none"

@@ -8,6 +8,7 @@ from quart import g, request
 from jaxembed.engine.quota import Account, Quota, Refusal
 from jaxembed.errors import Forbidden
 from jaxembed.server.auth.key_file import ApiKey
+from jaxembed.server.auth.keyring import some_of
 from jaxembed.server.http.bounded_body import BoundedBody
 from jaxembed.server.registry.models import UNSPECIFIED
 
@@ -52,7 +53,5 @@ def check_name(name: str | None) -> Collection[str] | None:
 def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
     """The error for what the key of the request may not do, counted."""
     g.quota.refuse(reason)
-    shown = sorted(allowed)[:MOST_LISTED_NAMES]
-    more = len(allowed) - len(shown)
-    listed = ", ".join([*shown, f"{more} more"] if more else shown)
+    listed = some_of(allowed, MOST_LISTED_NAMES)
     return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")

@@ -188,7 +188,7 @@ class ModelPool:
                 self._leave(known)
         too_much = most is not None and self._taken_bytes > most
         if too_much and not self._leaving and len(self.models) > 1 and self._evictable():
-            self._leave(self._oldest())
+            self._leave(self._evictable()[0])
 
     async def _arrival(
         self, known: KnownModel, asked: str | None, permitted: Collection[str] | None
@@ -278,7 +278,7 @@ class ModelPool:
         except Exception as error:
             if not str(error).startswith(OUT_OF_MEMORY) or not self._evictable():
                 raise
-        await asyncio.shield(self._leave(self._oldest()))
+        await asyncio.shield(self._leave(self._evictable()[0]))
         return await _in_thread(self._load, known.id, reserve)
 
     async def _make_room(self, known: KnownModel, count: int) -> None:
@@ -300,7 +300,7 @@ class ModelPool:
             if self._leaving:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
             elif self._evictable():
-                await asyncio.shield(self._leave(self._oldest()))
+                await asyncio.shield(self._leave(self._evictable()[0]))
             else:  # those that may go were loaded for requests that have not begun yet
                 await asyncio.sleep(0.01)
 
@@ -311,21 +311,15 @@ class ModelPool:
         return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
 
     def _evictable(self) -> list[KnownModel]:
-        """The models in memory that may go."""
-        return [
-            known
+        """The models in memory that may go: first that which was not used for the longest time,
+        last those in use."""
+        may_go = {
+            known.residence: known
             for known in self.models.known
             if known.residence is not None and not known.pinned and not self._waiting.get(known)
-        ]
-
-    def _oldest(self) -> KnownModel:
-        """That of them which was not used for the longest time; those in use come last."""
-
-        def use(known: KnownModel) -> tuple[bool, float]:
-            assert known.residence is not None
-            return bool(known.residence.leases), known.residence.used_at
-
-        return min(self._evictable(), key=use)
+        }
+        oldest = sorted(may_go, key=lambda residence: (residence.leases > 0, residence.used_at))
+        return [may_go[residence] for residence in oldest]
 
     def _leave(self, known: KnownModel) -> asyncio.Task[None]:
         """Take a model out of the table now, and free it when nobody uses it any more."""

@@ -5,17 +5,17 @@ from collections.abc import Collection
 from typing import Literal
 
 import msgspec
+from prometheus_client import generate_latest
 from quart import Blueprint, Response
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
 from jaxembed.observability.metrics import text_format
 from jaxembed.runtime.tasks import tasks_of
-from jaxembed.server.auth.metrics import access_registry
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.errors import Unhealthy
 from jaxembed.server.http.encoding import json_response
-from jaxembed.server.process_metrics import process_exposition
+from jaxembed.server.metrics import access_registry, process_registry
 from jaxembed.server.registry.models import Models
 from jaxembed.server.routes.playground import lead_browsers
 from jaxembed.server.service import current_service
@@ -140,7 +140,7 @@ async def metrics() -> Response:
     series = service.models.exposition()
     if service.keyring is not None or service.audit is not None:
         series += text_format(access_registry(service.keyring, service.audit))
-    series += process_exposition()
+    series += generate_latest(process_registry())
     return Response(series, content_type=EXPOSITION)
 
 

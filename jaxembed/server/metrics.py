@@ -1,17 +1,41 @@
-"""The metrics of API keys and of the audit log: there for a server that has them."""
+"""The metrics of a server beside those of its models: of the process, and of the API keys and the
+audit log of one that has them."""
 
 from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import metadata
+from platform import python_version
 
-from prometheus_client import CollectorRegistry, Metric
+import jax
+from prometheus_client import CollectorRegistry, Info, Metric, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from jaxembed import __version__
 from jaxembed.engine.quota import REFUSAL_REASONS
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
 
 Labels = Mapping[str, str]
+
+
+@cache
+def process_registry() -> CollectorRegistry:
+    """The metrics of this process, under the names that every Prometheus client gives them, and
+    `jaxembed_build_info`. `process_` series are there on Linux only."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    (device, *_) = jax.local_devices()
+    facts = {
+        "version": __version__,
+        "jax": metadata.version("jax"),
+        "python": python_version(),
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+    }
+    Info("jaxembed_build", "What the server runs, as labels", registry=registry).info(facts)
+    return registry
 
 
 def access_registry(keyring: Keyring | None, audit: AuditLog | None) -> CollectorRegistry:
