@@ -1,10 +1,12 @@
 """Reads fields of config.json that several families have. Knows no family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
+
+GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"  # of layer_types
 
 HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "gelu": "gelu",
@@ -26,13 +28,22 @@ def require(hf: dict[str, Any], keys: Sequence[str]) -> None:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
 
 
+def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
+    """Raise UnsupportedModel, which names all that is known, for a value that is not among it."""
+    if value not in known:
+        names = ", ".join(map(str, known))
+        raise UnsupportedModel(f"{what} {value!r} is not supported; known: {names}")
+
+
+def chosen(what: str, name: Any, table: Mapping[str, Any]) -> Any:
+    """The entry of a table. Raises UnsupportedModel as `refuse_unknown` does."""
+    refuse_unknown(what, name, table)
+    return table[name]
+
+
 def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
     """The activation that a key names. Raises UnsupportedModel for one that we do not have."""
-    name = hf.get(key, default)
-    if name not in HF_ACTIVATIONS:
-        names = ", ".join(HF_ACTIVATIONS)
-        raise UnsupportedModel(f"{key} {name!r} is not supported; known: {names}")
-    return HF_ACTIVATIONS[name]
+    return chosen(key, hf.get(key, default), HF_ACTIVATIONS)
 
 
 def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> Any:
@@ -47,6 +58,25 @@ def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> 
             "setting"
         )
     return values[0] if values else default
+
+
+def layers_of_kind(hf: dict[str, Any], kind: str) -> list[int] | None:
+    """The numbers of the layers that layer_types says are of this kind; None if it is missing, as
+    transformers 4 leaves it out.
+
+    Raises UnsupportedModel for an unknown kind, and CheckpointError unless each layer has one.
+    """
+    kinds, layers = hf.get("layer_types"), hf["num_hidden_layers"]
+    if kinds is None:
+        return None
+    if unknown := sorted({str(kind) for kind in kinds} - {GLOBAL_LAYER, LOCAL_LAYER}):
+        raise UnsupportedModel(
+            f"layer_types {', '.join(unknown)} are not supported; known: {GLOBAL_LAYER}, "
+            f"{LOCAL_LAYER}"
+        )
+    if len(kinds) != layers:
+        raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
+    return [number for number, one in enumerate(kinds) if one == kind]
 
 
 def even_head_width(hidden: int, heads: int) -> int:

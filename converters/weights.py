@@ -47,10 +47,6 @@ LEAST_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
-def _nothing() -> None:
-    """Free nothing, for tensors that are read from their file at each call."""
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A tensor of the source that is not read yet."""
@@ -59,7 +55,7 @@ class Tensor:
     dtype: str  # a key of READ_DTYPES, or else the file's own name of it
     shape: Shape
     read: Callable[[], np.ndarray]  # not to be called after `free`
-    free: Callable[[], None] = _nothing
+    free: Callable[[], None] = lambda: None  # nothing, if it is read from its file at each call
 
 
 @dataclass(frozen=True)
@@ -73,32 +69,12 @@ class Transform:
     by_column: bool = False  # whether a column of the parameter is a row of one source, or scaled
 
 
-def _keep(array: np.ndarray) -> np.ndarray:
-    return array
-
-
 def _transpose(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array.T)
 
 
-def _join(*arrays: np.ndarray) -> np.ndarray:
-    return np.concatenate(arrays)
-
-
-def _join_transposed(*arrays: np.ndarray) -> np.ndarray:
-    return np.concatenate([array.T for array in arrays], axis=1)
-
-
-def _add_one(array: np.ndarray) -> np.ndarray:
-    return 1 + array.astype(np.float32)
-
-
-def _swap_halves_transposed(array: np.ndarray) -> np.ndarray:
-    first, second = np.split(array, 2)
-    return np.concatenate([second.T, first.T], axis=1)
-
-
-def _shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+def shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    """Check sources that must have this shape."""
     return [
         f"{source.name}: wanted shape {shape}, got {source.shape}"
         for source in sources
@@ -107,7 +83,7 @@ def _shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 def _transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    return _shaped(sources, shape[::-1])
+    return shaped(sources, shape[::-1])
 
 
 def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
@@ -119,16 +95,22 @@ def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     return [f"{shapes}: wanted shape {shape} together"]
 
 
-def _joined_transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    return _joined(sources, shape[::-1])
-
-
-identity = Transform(_keep, _shaped)
+identity = Transform(lambda array: array, shaped)
 transpose = Transform(_transpose, _transposed, by_column=True)  # torch stores weights as [out, in]
-concatenate = Transform(_join, _joined)
-concatenate_transposed = Transform(_join_transposed, _joined_transposed, by_column=True)
-swap_halves_transposed = Transform(_swap_halves_transposed, _transposed, by_column=True)
-one_plus = Transform(_add_one, _shaped, dtype="float32")  # bfloat16 would lose bits of the weight
+concatenate = Transform(lambda *arrays: np.concatenate(arrays), _joined)
+concatenate_transposed = Transform(
+    lambda *arrays: np.concatenate([array.T for array in arrays], axis=1),
+    lambda sources, shape: _joined(sources, shape[::-1]),
+    by_column=True,
+)
+swap_halves_transposed = Transform(
+    lambda array: np.concatenate([half.T for half in reversed(np.split(array, 2))], axis=1),
+    _transposed,
+    by_column=True,
+)
+one_plus = Transform(  # bfloat16 would lose bits of the weight
+    lambda array: 1 + array.astype(np.float32), shaped, dtype="float32"
+)
 
 
 def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
@@ -151,7 +133,7 @@ def reshaped(*shape: int) -> Transform:
 
     def misfits(sources: Sequence[Tensor], wanted: Shape) -> list[str]:
         same = all(math.prod(source.shape) == math.prod(wanted) for source in sources)
-        return [] if same and wanted == shape else _shaped(sources, wanted)
+        return [] if same and wanted == shape else shaped(sources, wanted)
 
     return Transform(lambda x: x.reshape(shape), misfits)
 
@@ -164,20 +146,17 @@ def transposed_over(divisor: float) -> Transform:
 def padded(size: int, total: int) -> Transform:
     """A transform from a vector `[size]` to one `[total]`, which ends in zeros."""
     return Transform(
-        lambda x: np.pad(x, (0, total - size)), lambda sources, _: _shaped(sources, (size,))
+        lambda x: np.pad(x, (0, total - size)), lambda sources, _: shaped(sources, (size,))
     )
 
 
 def transposed_padded(rows: int, columns: int) -> Transform:
     """A transform from a table `[rows, width]` to a weight `[width, columns]`, whose columns after
     those of the rows are zero."""
-
-    def apply(table: np.ndarray) -> np.ndarray:
-        weight = np.zeros((table.shape[1], columns), table.dtype)
-        weight[:, :rows] = table.T
-        return weight
-
-    return Transform(apply, lambda sources, shape: _shaped(sources, (rows, shape[0])))
+    return Transform(
+        lambda table: np.pad(table.T, ((0, 0), (0, columns - rows))),
+        lambda sources, shape: shaped(sources, (rows, shape[0])),
+    )
 
 
 def zeros(total: int) -> Transform:
@@ -276,23 +255,28 @@ def plan_steps(
         for target in shapes
         if target not in targets
     ]
-    steps = []
+    steps: list[Step] = []
     for rule in expanded_rules:
-        if all(name in tensors for name in rule.sources):
-            sources = tuple(tensors[name] for name in rule.sources)
-            step = Step(sources, rule.target, shapes[rule.target], rule.transform)
-            problems += _misfits(step)
-            steps.append(step)
+        if not all(name in tensors for name in rule.sources):
+            continue
+        sources = tuple(tensors[name] for name in rule.sources)
+        transform, shape = rule.transform, shapes[rule.target]
+        problems += transform.misfits(sources, shape)
+        problems += [
+            f"{source.name}: wanted one of {', '.join(transform.takes)}, got {source.dtype}"
+            for source in sources
+            if source.dtype not in transform.takes
+        ]
+        if transform.dtype is None and len({source.dtype for source in sources}) > 1:
+            kinds = ", ".join(f"{source.name} {source.dtype}" for source in sources)
+            problems.append(f"tensors that become one parameter must share a dtype, got {kinds}")
+        steps.append(Step(sources, rule.target, shape, transform))
     if problems:
         raise ConversionError(model, problems)
     for name, tensor in tensors.items():
         if name not in source_names:
             tensor.free()
-    return _freeing(sorted(steps, key=lambda step: step.size))
-
-
-def _freeing(steps: Sequence[Step]) -> list[Step]:
-    """The steps in the same order, each with the sources that no later step reads."""
+    steps.sort(key=lambda step: step.size)
     last = {source.name: number for number, step in enumerate(steps) for source in step.sources}
     return [
         replace(step, last_of=tuple(one for one in step.sources if last[one.name] == number))
@@ -321,20 +305,6 @@ def choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
         next((one for one in same if all(name in tensors for name in one.sources)), same[0])
         for same in by_target.values()
     ]
-
-
-def _misfits(step: Step) -> list[str]:
-    """The reasons why the sources of a step cannot become its parameter."""
-    problems = step.transform.misfits(step.sources, step.shape)
-    problems += [
-        f"{source.name}: wanted one of {', '.join(step.transform.takes)}, got {source.dtype}"
-        for source in step.sources
-        if source.dtype not in step.transform.takes
-    ]
-    if step.transform.dtype is None and len({source.dtype for source in step.sources}) > 1:
-        kinds = ", ".join(f"{source.name} {source.dtype}" for source in step.sources)
-        problems.append(f"tensors that become one parameter must share a dtype, got {kinds}")
-    return problems
 
 
 def canonical(
@@ -423,7 +393,7 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
             entries = msgspec.convert(header, dict[str, _Entry])
-            return {name: _tensor(path, name, 8 + length, entries[name]) for name in entries}
+            return {name: _tensor(path, name, 8 + length, entry) for name, entry in entries.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} has a damaged header: {error}") from error
 
@@ -468,7 +438,14 @@ def torch_file(path: Path) -> dict[str, Tensor]:
             f"{path} is a torch file and torch is not installed; install it for the conversion "
             "(pip install torch) or use a model with model.safetensors"
         ) from error
-    _refuse_old_torch(path, str(torch.__version__))
+    version = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
+    if version is None or tuple(map(int, version.groups())) < LEAST_TORCH:
+        oldest = ".".join(map(str, LEAST_TORCH))
+        raise CheckpointError(
+            f"{path} is a pickle, which torch {torch.__version__} can be made to run code by "
+            f"(CVE-2025-32434); install torch {oldest} or newer for the conversion, or use a model "
+            "with model.safetensors"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as error:
@@ -487,18 +464,6 @@ def torch_file(path: Path) -> dict[str, Tensor]:
         )
         for name in list(state)
     }
-
-
-def _refuse_old_torch(path: Path, installed: str) -> None:
-    """Raise CheckpointError if a pickle could run code in the installed version of torch."""
-    version = re.match(r"(\d+)\.(\d+)", installed)
-    if version is None or tuple(map(int, version.groups())) < LEAST_TORCH:
-        oldest = ".".join(map(str, LEAST_TORCH))
-        raise CheckpointError(
-            f"{path} is a pickle, which torch {installed} can be made to run code by "
-            f"(CVE-2025-32434); install torch {oldest} or newer for the conversion, or use a model "
-            "with model.safetensors"
-        )
 
 
 def _torch_tensor(torch: Any, state: Mapping[str, Any], name: str) -> np.ndarray:

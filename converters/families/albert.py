@@ -3,9 +3,9 @@
 from typing import Any
 
 from converters.families import bert
-from converters.family import Family, Scorer, TermHead
-from converters.features.terms import term_head, transform_layers
-from converters.fields import activation_of, require
+from converters.family import Family
+from converters.features.terms import transforming
+from converters.fields import require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError
 
@@ -74,28 +74,6 @@ def _layer_rules(layer: str, target: str) -> list[Rule]:
     ]
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """AlbertForSequenceClassification: the pooler with tanh on the first token, then the logits."""
-    return bert.two_layers(hf["hidden_size"], labels, "pooler", "classifier")
-
-
-def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """AlbertMLMHead: a dense layer with the activation to the width of the embeddings, a norm, and
-    the decoder."""
-    hf = DEFAULTS | hf
-    eps, features = hf.get("layer_norm_eps", 1e-12), hf["embedding_size"]
-    return term_head(
-        hf,
-        transform_layers(
-            hf["hidden_size"], activation_of(hf, "hidden_act"), eps, features=features
-        ),
-        dense="predictions.dense",
-        norms=("predictions.LayerNorm",),
-        decoder="predictions.decoder",
-        biases=("predictions.bias",),
-    )
-
-
 FAMILY = Family(
     architecture=bert.FAMILY.architecture,
     classes=("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining"),
@@ -116,6 +94,13 @@ FAMILY = Family(
     ),
     config=config,
     config_rules=config_rules,
-    classifier=classifier,
-    masked_lm=masked_lm,
+    classifier=bert.two_layer_classifier("pooler", "classifier"),
+    masked_lm=transforming(  # AlbertMLMHead, to the width of the embeddings
+        defaults=DEFAULTS,
+        features="embedding_size",
+        dense="predictions.dense",
+        norms=("predictions.LayerNorm",),
+        decoder="predictions.decoder",
+        biases=("predictions.bias",),
+    ),
 )

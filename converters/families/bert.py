@@ -1,13 +1,14 @@
 """Converts BERT from transformers: its config, and the rules for its tensors."""
 
+from collections.abc import Callable
 from typing import Any
 
-from converters.family import Family, Scorer, TermHead
-from converters.features.terms import term_head, transform_layers
-from converters.fields import activation_of, require
+from converters.family import Family, Fields, Scorer
+from converters.features.terms import transforming
+from converters.fields import activation_of, refuse_unknown, require
 from converters.heads import dense_rules
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
-from jaxembed.data.spec import Activation, DenseLayer, Pooled
+from jaxembed.data.spec import Activation, DenseLayer, Pooled, Pooling
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 LAYER = "encoder.layer.{i}"
@@ -28,10 +29,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of BertConfig from a config.json."""
     require(hf, REQUIRED)
     positions = hf.get("position_embedding_type") or "absolute"
-    if positions != "absolute":
-        raise UnsupportedModel(
-            f"position_embedding_type {positions!r} is not supported; known: absolute"
-        )
+    refuse_unknown("position_embedding_type", positions, ("absolute",))
     for flag in ("is_decoder", "add_cross_attention", "pruned_heads"):
         if hf.get(flag):
             raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: BERT runs as an encoder")
@@ -53,28 +51,16 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of BertForSequenceClassification: the pooler on the first token, then the logits."""
-    return two_layers(hf["hidden_size"], labels, "pooler.dense", "classifier")
-
-
-def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """BertLMPredictionHead: a dense layer with the activation, a norm, and the decoder."""
-    eps = hf.get("layer_norm_eps", 1e-12)
-    return term_head(
-        hf,
-        transform_layers(hf["hidden_size"], activation_of(hf, "hidden_act"), eps),
-        dense="cls.predictions.transform.dense",
-        norms=("cls.predictions.transform.LayerNorm",),
-        decoder="cls.predictions.decoder",
-        biases=("cls.predictions.bias",),
-    )
-
-
 def two_layers(
-    width: int, labels: int, first: str, second: str, *, activation: Activation = "tanh"
+    width: int,
+    labels: int,
+    first: str,
+    second: str,
+    *,
+    activation: Activation = "tanh",
+    pooling: Pooling = "cls",
 ) -> Scorer:
-    """A head of two dense layers: second(activation(first(hidden state of the first token))).
+    """A head of two dense layers: second(activation(first(pooled hidden state))).
 
     `width` is that of the hidden state. `first` and `second` are the tensors' names without
     ".weight" and ".bias".
@@ -87,7 +73,15 @@ def two_layers(
         *dense_rules("logits", 0, layers[0], first),
         *dense_rules("logits", 1, layers[1], second),
     )
-    return Scorer(Pooled(("cls",), layers), rules)
+    return Scorer(Pooled((pooling,), layers), rules)
+
+
+def two_layer_classifier(
+    first: str, second: str, activation: Activation = "tanh", width: str = "hidden_size"
+) -> Callable[[Fields, int], Scorer]:
+    """The `classifier` of a family: `two_layers` on the first token. `width` is a key of the
+    config."""
+    return lambda hf, labels: two_layers(hf[width], labels, first, second, activation=activation)
 
 
 FAMILY = Family(
@@ -133,6 +127,11 @@ FAMILY = Family(
         "classifier.bias",
     ),
     config=config,
-    classifier=classifier,
-    masked_lm=masked_lm,
+    classifier=two_layer_classifier("pooler.dense", "classifier"),
+    masked_lm=transforming(  # BertLMPredictionHead
+        dense="cls.predictions.transform.dense",
+        norms=("cls.predictions.transform.LayerNorm",),
+        decoder="cls.predictions.decoder",
+        biases=("cls.predictions.bias",),
+    ),
 )

@@ -8,7 +8,7 @@ import numpy as np
 from converters.families import bert
 from converters.family import Family, Scorer
 from converters.fields import activation_of, require
-from converters.weights import Rule, Shape, Tensor, Transform, transpose
+from converters.weights import Rule, Shape, Tensor, Transform, shaped, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 
@@ -29,12 +29,10 @@ def projected(norm_eps: float) -> Transform:
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
         width = shape[1]
         *norm, weight, bias = sources[1:]
-        wanted = [(sources[0], shape), (weight, (width, width)), (bias, (width,))]
-        wanted += [(vector, (width,)) for vector in norm]
         return [
-            f"{source.name}: wanted shape {fitting}, got {source.shape}"
-            for source, fitting in wanted
-            if source.shape != fitting
+            *shaped(sources[:1], shape),
+            *shaped([weight], (width, width)),
+            *shaped([bias, *norm], (width,)),
         ]
 
     return Transform(apply, misfits, dtype="float32")
@@ -45,16 +43,11 @@ def _unfold(weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(width * features, out))
 
 
-def _unfolded(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    features, out = shape
-    return [
-        f"{source.name}: wanted shape ({out}, {out}, {features // out}), got {source.shape}"
-        for source in sources
-        if source.shape != (out, out, features // out)
-    ]
-
-
-unfold = Transform(_unfold, _unfolded)  # a convolution's weight is [out, in, tokens]
+# a convolution's weight is [out, in, tokens]
+unfold = Transform(
+    _unfold,
+    lambda sources, shape: shaped(sources, (shape[1], shape[1], shape[0] // shape[1])),
+)
 
 CONV = "encoder.conv"
 
@@ -67,28 +60,35 @@ TABLE_NORM = ("encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of DebertaConfig from a config.json."""
     require(hf, bert.REQUIRED)
-    _refuse_other_sizes(hf)
+    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    if width % heads:
+        raise CheckpointError(
+            f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
+        )
+    # widths that differ from the tower's, where transformers would read them
+    for key, only in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
+        if hf.get(key, only) != only:
+            raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {only} here")
     terms = _terms(hf)
     buckets, max_distance = _distances(hf)
-    positions = hf.get("position_biased_input", True)
-    fields = {
+    return {
         "vocab_size": hf["vocab_size"],
-        "hidden_size": hf["hidden_size"],
+        "hidden_size": width,
         "num_layers": hf["num_hidden_layers"],
-        "num_heads": hf["num_attention_heads"],
+        "num_heads": heads,
         "intermediate_size": hf["intermediate_size"],
         "max_positions": hf["max_position_embeddings"],
         "type_vocab_size": hf.get("type_vocab_size", 0),
         "norm_eps": float(hf.get("layer_norm_eps", 1e-7)),
         "activation": activation_of(hf, "hidden_act"),
-        "embedding_size": hf.get("embedding_size", hf["hidden_size"]),
-        "absolute_positions": bool(positions),
+        "embedding_size": hf.get("embedding_size", width),
+        "absolute_positions": bool(hf.get("position_biased_input", True)),
         "buckets": buckets,
         "max_distance": max_distance,
         "content_to_position": CONTENT_TO_POSITION in terms,
         "position_to_content": POSITION_TO_CONTENT in terms,
+        **_convolution(hf),
     }
-    return fields | _convolution(hf)
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
@@ -117,18 +117,6 @@ def _relative_rule(hf: dict[str, Any], part: str) -> Rule:
     )
     transform = projected(float(hf.get("layer_norm_eps", 1e-7)))
     return Rule(sources, f"{bert.TARGET}.attention.relative_{part}", transform)
-
-
-def _refuse_other_sizes(hf: dict[str, Any]) -> None:
-    """Refuse widths that differ from the tower's where transformers would read them."""
-    width, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if width % heads:
-        raise CheckpointError(
-            f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
-        )
-    for key, only in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
-        if hf.get(key, only) != only:
-            raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {only} here")
 
 
 def _terms(hf: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from converters.families.rope import rope_fields, scaled_positions
 from converters.family import Family, Scorer
-from converters.fields import activation_of, require
+from converters.fields import LOCAL_LAYER, activation_of, layers_of_kind, require
 from converters.heads import parameter_of
 from converters.weights import (
     Rule,
@@ -16,7 +16,7 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.data.spec import DenseLayer, Pooled, Pooling
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 LAYER = "layers.{i}"
 SELF = f"{LAYER}.self_attn"
@@ -31,8 +31,6 @@ REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
 )
-
-GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"
 
 
 def decoder_config(
@@ -115,19 +113,8 @@ def window_fields(
     `window` is the size of the window, None if there is none. Raises UnsupportedModel for an
     unknown layer type, and CheckpointError for inconsistent fields.
     """
-    kinds = hf.get("layer_types")
-    if kinds is not None:
-        unknown = sorted({str(kind) for kind in kinds} - {GLOBAL_LAYER, LOCAL_LAYER})
-        if unknown:
-            raise UnsupportedModel(
-                f"layer_types {', '.join(unknown)} are not supported; known: {GLOBAL_LAYER}, "
-                f"{LOCAL_LAYER}"
-            )
-        if len(kinds) != hf["num_hidden_layers"]:
-            raise CheckpointError(
-                f"{len(kinds)} layer_types for num_hidden_layers {hf['num_hidden_layers']}"
-            )
-        layers = [number for number, kind in enumerate(kinds) if kind == LOCAL_LAYER]
+    named = layers_of_kind(hf, LOCAL_LAYER)
+    layers = layers if named is None else named
     if not layers:
         return {}
     if not window:

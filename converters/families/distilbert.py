@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters.families import bert
-from converters.family import Family, Scorer, TermHead
+from converters.family import Family, TermHead
 from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
@@ -39,11 +39,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "norm_eps": NORM_EPS,
         "activation": activation_of(hf, "activation"),
     }
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of DistilBertForSequenceClassification: BERT's, with ReLU instead of tanh."""
-    return bert.two_layers(hf["dim"], labels, "pre_classifier", "classifier", activation="relu")
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
@@ -98,6 +93,6 @@ FAMILY = Family(
         "classifier.*",
     ),
     config=config,
-    classifier=classifier,
+    classifier=bert.two_layer_classifier("pre_classifier", "classifier", "relu", "dim"),
     masked_lm=masked_lm,
 )

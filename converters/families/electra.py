@@ -3,12 +3,12 @@
 from typing import Any
 
 from converters.families import bert
-from converters.family import Family, Scorer, TermHead
-from converters.features.terms import term_head, transform_layers
+from converters.family import Family
+from converters.features.terms import transforming
 from converters.fields import refuse_unless, require
 from converters.weights import Rule, transpose
 
-EMBEDDING_SIZE = 128  # transformers' default
+DEFAULTS = {"embedding_size": 128}  # of transformers
 
 # Of the head for multiple choice, which is not run; another value asks for another head than ours.
 SUMMARY = {
@@ -20,33 +20,12 @@ SUMMARY = {
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of BertConfig from a config.json, with the width of the embeddings."""
-    hf = {"embedding_size": EMBEDDING_SIZE} | hf
+    hf = DEFAULTS | hf
     require(hf, ("embedding_size",))
     refuse_unless(hf, SUMMARY)
     fields = bert.config(hf)
     projected = hf["embedding_size"] != fields["hidden_size"]
     return fields | {"embedding_size": hf["embedding_size"] if projected else None}
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """ElectraClassificationHead: a dense layer with GELU on the first token, then the logits."""
-    return bert.two_layers(
-        hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj", activation="gelu"
-    )
-
-
-def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """The head of a generator: a dense layer with GELU to the width of the embeddings, a norm, and
-    the decoder."""
-    features = hf.get("embedding_size", EMBEDDING_SIZE)
-    eps = hf.get("layer_norm_eps", 1e-12)
-    return term_head(
-        hf,
-        transform_layers(hf["hidden_size"], "gelu", eps, features=features),
-        dense="generator_predictions.dense",
-        norms=("generator_predictions.LayerNorm",),
-        decoder="generator_lm_head",
-    )
 
 
 FAMILY = Family(
@@ -70,6 +49,13 @@ FAMILY = Family(
         "classifier.out_proj.*",
     ),
     config=config,
-    classifier=classifier,
-    masked_lm=masked_lm,
+    classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj", "gelu"),
+    masked_lm=transforming(  # of a generator, to the width of the embeddings
+        "gelu",
+        defaults=DEFAULTS,
+        features="embedding_size",
+        dense="generator_predictions.dense",
+        norms=("generator_predictions.LayerNorm",),
+        decoder="generator_lm_head",
+    ),
 )

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from converters.families.bert import two_layers
 from converters.families.decoders import decoder_family
 from converters.families.llama import llama_config
 from converters.family import Scorer
-from converters.heads import dense_rules
-from jaxembed.data.spec import DenseLayer, Pooled, Pooling
+from converters.fields import chosen
+from jaxembed.data.spec import Pooling
 from jaxembed.errors import UnsupportedModel
 
 _SOURCES = ("", *(f"EuroBERT/EuroBERT-{size}--" for size in ("210m", "610m", "2.1B")))
@@ -31,19 +32,11 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
     Raises UnsupportedModel for a pooling that is not supported.
     """
-    width, pooling = hf["hidden_size"], hf.get("classifier_pooling", "late")
-    if pooling not in POOLINGS_OF_CLASSES:
-        names = ", ".join(POOLINGS_OF_CLASSES)
-        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
-    layers = (
-        DenseLayer(in_features=width, out_features=width, activation="gelu"),
-        DenseLayer(in_features=width, out_features=labels, activation="identity"),
+    key = "classifier_pooling"
+    pooling = chosen(key, hf.get(key, "late"), POOLINGS_OF_CLASSES)
+    return two_layers(
+        hf["hidden_size"], labels, "dense", "classifier", activation="gelu", pooling=pooling
     )
-    rules = (
-        *dense_rules("logits", 0, layers[0], "dense"),
-        *dense_rules("logits", 1, layers[1], "classifier"),
-    )
-    return Scorer(Pooled((POOLINGS_OF_CLASSES[pooling],), layers), rules)
 
 
 FAMILY = decoder_family(

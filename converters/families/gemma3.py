@@ -5,9 +5,7 @@ from typing import Any
 
 from converters.families import qwen3
 from converters.families.decoders import (
-    GLOBAL_LAYER,
     LAYER,
-    LOCAL_LAYER,
     SELF,
     TARGET,
     answer_head,
@@ -16,8 +14,9 @@ from converters.families.decoders import (
     is_causal,
     window_fields,
 )
-from converters.families.rope import read_parameters
+from converters.families.rope import read_parameters, rope_by_layers
 from converters.family import Scorer
+from converters.fields import GLOBAL_LAYER, LOCAL_LAYER
 from converters.weights import Rule, one_plus
 from jaxembed.errors import UnsupportedModel
 
@@ -93,13 +92,7 @@ def _windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
 
 def _rope(hf: dict[str, Any]) -> dict[str, Any]:
     """The angles of global and local layers. rope_scaling of transformers 4 is for the former."""
-    by_kind = hf.get("rope_parameters") or {}
-    others = sorted(set(by_kind) - {GLOBAL_LAYER, LOCAL_LAYER})
-    if others:
-        raise UnsupportedModel(
-            f"rope_parameters of {', '.join(others)} are not supported; known: {GLOBAL_LAYER}, "
-            f"{LOCAL_LAYER}"
-        )
+    by_kind = rope_by_layers(hf)
     width = hf.get("head_dim") or HEAD_WIDTH
     everywhere = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
     fields = read_parameters(hf, width, everywhere, hf.get("rope_theta", 1e6))

@@ -9,7 +9,7 @@ from typing import Any
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters, scaled_positions
 from converters.family import Family, TermHead
-from converters.features.terms import term_head, transform_layers
+from converters.features.terms import transforming
 from converters.fields import activation_of, even_head_width, refuse_unless, require
 from converters.weights import (
     Rule,
@@ -75,15 +75,12 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
     """NewLMPredictionHead, a dense layer with the activation, a norm, and the decoder; or
     transformers' GteLMHead, which has GELU, whatever hidden_act is, and another name of the
     norm."""
-    own = hf["model_type"] == "new"
-    activation = activation_of(hf, "hidden_act") if own else "gelu"
-    return term_head(
-        hf,
-        transform_layers(hf["hidden_size"], activation, hf.get("layer_norm_eps", 1e-12)),
+    return transforming(
+        None if hf["model_type"] == "new" else "gelu",
         dense="lm_head.dense",
         norms=("lm_head.norm", "lm_head.layer_norm"),
         decoder="lm_head.decoder",
-    )
+    )(hf)
 
 
 def _rope(hf: dict[str, Any], width: int) -> dict[str, Any]:

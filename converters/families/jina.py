@@ -6,8 +6,9 @@ from typing import Any
 from converters.families import bert, roberta
 from converters.families.rope import rope_fields
 from converters.family import BuiltIn, Family
+from converters.fields import refuse_unknown
 from converters.weights import Rule, transpose
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 # The models' own code, which is never run: the tower does the same.
 _PLACES = (
@@ -25,7 +26,6 @@ LAYER = "encoder.layers.{i}"
 TARGET = "tower.layers.{i}"
 
 THETA = 20000.0
-POSITIONS = ("rotary", "absolute")
 
 
 def is_flash(hf: dict[str, Any]) -> bool:
@@ -39,17 +39,13 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of BertConfig from a config.json."""
     native = hf.get("model_type") == "jina_embeddings_v3"
     kind = "rotary" if native else hf.get("position_embedding_type") or "absolute"
-    if kind not in POSITIONS:
-        raise UnsupportedModel(
-            f"position_embedding_type {kind!r} is not supported; known: {', '.join(POSITIONS)}"
-        )
+    refuse_unknown("position_embedding_type", kind, ("rotary", "absolute"))
     plain = hf | {"position_embedding_type": "absolute"}
     if kind == "absolute":
         return roberta.config(plain)
     fields = bert.config(plain)
     head_width = fields["hidden_size"] // fields["num_heads"]
-    theta = hf.get("rotary_emb_base") or THETA
-    return fields | rope_fields(hf, head_width, theta)
+    return fields | rope_fields(hf, head_width, hf.get("rotary_emb_base") or THETA)
 
 
 def built_in(hf: dict[str, Any]) -> BuiltIn | None:

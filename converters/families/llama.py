@@ -14,10 +14,11 @@ from converters.families.decoders import (
     last_token_classifier,
 )
 from converters.family import Reranker, Scorer
+from converters.fields import chosen
 from converters.heads import parameter_of
 from converters.weights import Rule, transposed_over
 from jaxembed.data.spec import PairTemplate, Pooling
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 _MODEL = "llama_bidirectional_model.LlamaBidirectionalModel"
 
@@ -51,13 +52,11 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """
     if not _is_bidirectional(hf):
         return last_token_classifier(hf, labels)
-    pooling, temperature = hf.get("pooling", "avg"), hf.get("temperature", 1.0)
-    if pooling not in POOLINGS_OF_SCORES:
-        names = ", ".join(POOLINGS_OF_SCORES)
-        raise UnsupportedModel(f"pooling {pooling!r} is not supported; known: {names}")
+    pooling = chosen("pooling", hf.get("pooling", "avg"), POOLINGS_OF_SCORES)
+    temperature = hf.get("temperature", 1.0)
     if not temperature:
         raise CheckpointError(f"temperature is {temperature!r}, wanted a number over 0")
-    head = last_token_classifier(hf, labels, POOLINGS_OF_SCORES[pooling]).logits
+    head = last_token_classifier(hf, labels, pooling).logits
     kernel = parameter_of("logits", 0, "kernel")
     return Scorer(head, (Rule("score.weight", kernel, transposed_over(float(temperature))),))
 

@@ -2,12 +2,21 @@
 
 from typing import Any
 
+from converters.families.rope import rope_by_layers
 from converters.family import Family, Scorer, TermHead
 from converters.features.terms import term_head
-from converters.fields import activation_of, even_head_width, require
+from converters.fields import (
+    GLOBAL_LAYER,
+    LOCAL_LAYER,
+    activation_of,
+    even_head_width,
+    layers_of_kind,
+    refuse_unknown,
+    require,
+)
 from converters.heads import dense_rules, parameter_of
 from converters.weights import Rule, transpose
-from jaxembed.data.spec import DenseLayer, LayerNormLayer, Pooled, Pooling
+from jaxembed.data.spec import DenseLayer, LayerNormLayer, Pooled
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 LAYER = "layers.{i}"
@@ -22,12 +31,11 @@ REQUIRED = (
     "max_position_embeddings",
 )
 
-GLOBAL, LOCAL = "full_attention", "sliding_attention"
-
 # The keys and defaults of transformers 4.
-THETAS = {GLOBAL: ("global_rope_theta", 160_000.0), LOCAL: ("local_rope_theta", 10_000.0)}
-
-CLASSIFIER_POOLINGS: dict[str, Pooling] = {"cls": "cls", "mean": "mean"}
+THETAS = {
+    GLOBAL_LAYER: ("global_rope_theta", 160_000.0),
+    LOCAL_LAYER: ("local_rope_theta", 10_000.0),
+}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +47,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     even_head_width(hf["hidden_size"], hf["num_attention_heads"])
     if hf.get("rope_scaling"):
         raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
-    global_theta = _theta(hf, GLOBAL, None)
+    global_theta = _theta(hf, GLOBAL_LAYER, None)
+    global_layers = layers_of_kind(hf, GLOBAL_LAYER)
+    if global_layers is None:  # in transformers 4 they are every n-th layer
+        every = hf.get("global_attn_every_n_layers", 3)
+        global_layers = list(range(0, hf["num_hidden_layers"], every))
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -47,10 +59,10 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "num_heads": hf["num_attention_heads"],
         "intermediate_size": hf["intermediate_size"],
         "max_positions": hf["max_position_embeddings"],
-        "global_layers": _global_layers(hf),
+        "global_layers": global_layers,
         "local_reach": hf.get("local_attention", 128) // 2,
         "global_theta": global_theta,
-        "local_theta": _theta(hf, LOCAL, global_theta),
+        "local_theta": _theta(hf, LOCAL_LAYER, global_theta),
         "norm_eps": float(hf.get("norm_eps", 1e-5)),
         "activation": activation_of(hf, "hidden_activation"),
         "attention_bias": bool(hf.get("attention_bias", False)),
@@ -65,9 +77,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     Raises UnsupportedModel for a pooling or an activation that is not supported.
     """
     pooling = hf.get("classifier_pooling", "cls")
-    if pooling not in CLASSIFIER_POOLINGS:
-        names = ", ".join(CLASSIFIER_POOLINGS)
-        raise UnsupportedModel(f"classifier_pooling {pooling!r} is not supported; known: {names}")
+    refuse_unknown("classifier_pooling", pooling, ("cls", "mean"))
     dense, norm = _prediction_head(hf)
     out = DenseLayer(in_features=norm.features, out_features=labels, activation="identity")
     rules = (
@@ -76,7 +86,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
         Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
         *dense_rules("logits", 2, out, "classifier"),
     )
-    return Scorer(Pooled((CLASSIFIER_POOLINGS[pooling],), (dense, norm, out)), rules)
+    return Scorer(Pooled((pooling,), (dense, norm, out)), rules)
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
@@ -109,25 +119,6 @@ def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
     return dense, norm
 
 
-def _global_layers(hf: dict[str, Any]) -> list[int]:
-    """The indices of the layers with global attention.
-
-    transformers 5 lists them in layer_types; in transformers 4 they are every n-th layer. Raises
-    UnsupportedModel for an unknown layer type, and CheckpointError for inconsistent fields.
-    """
-    layers, kinds = hf["num_hidden_layers"], hf.get("layer_types")
-    if kinds is None:
-        return list(range(0, layers, hf.get("global_attn_every_n_layers", 3)))
-    unknown_kinds = sorted({str(kind) for kind in kinds} - set(THETAS))
-    if unknown_kinds:
-        raise UnsupportedModel(
-            f"layer_types {', '.join(unknown_kinds)} are not supported; known: {', '.join(THETAS)}"
-        )
-    if len(kinds) != layers:
-        raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
-    return [number for number, kind in enumerate(kinds) if kind == GLOBAL]
-
-
 def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
     """The RoPE theta (base of the rotary position embeddings) of layers of type `kind`.
 
@@ -135,14 +126,8 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
     `otherwise`. Raises UnsupportedModel for other kinds or settings of RoPE, and CheckpointError if
     the result is not a positive number.
     """
-    by_kind = hf.get("rope_parameters") or {}
-    others = sorted(set(by_kind) - set(THETAS))
-    if others:
-        raise UnsupportedModel(
-            f"rope_parameters of {', '.join(others)} are not supported; known: {', '.join(THETAS)}"
-        )
     key, default = THETAS[kind]
-    parameters = dict(by_kind.get(kind) or {})
+    parameters = dict(rope_by_layers(hf).get(kind) or {})
     theta = parameters.pop("rope_theta", hf.get(key, default))
     rope_type = parameters.pop("rope_type", "default")
     if rope_type != "default" or parameters:

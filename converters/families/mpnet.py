@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters.families import bert, roberta
-from converters.families.distances import by_distance
+from converters.families.t5 import by_distance
 from converters.family import Family
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel

@@ -9,7 +9,7 @@ from typing import Any
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters
 from converters.family import Family, Scorer
-from converters.fields import activation_of, either, even_head_width, refuse_unless
+from converters.fields import activation_of, chosen, either, even_head_width, refuse_unless
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -93,15 +93,13 @@ def _activation(hf: dict[str, Any]) -> Activation:
     gated = hf.get("activation_function")
     if gated is None:
         return activation_of(hf, "hidden_act", "silu")
-    if gated not in GATED_ACTIVATIONS:
-        known = ", ".join(GATED_ACTIVATIONS)
-        raise UnsupportedModel(f"activation_function {gated!r} is not supported; known: {known}")
-    if activation_of(hf, "hidden_act", GATED_ACTIVATIONS[gated]) != GATED_ACTIVATIONS[gated]:
+    activation = chosen("activation_function", gated, GATED_ACTIVATIONS)
+    if activation_of(hf, "hidden_act", activation) != activation:
         raise CheckpointError(
             f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
             "which are one setting"
         )
-    return GATED_ACTIVATIONS[gated]
+    return activation
 
 
 def _rope(hf: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from converters.families import bert
-from converters.family import Family, Scorer, TermHead
-from converters.features.terms import term_head, transform_layers
+from converters.family import Family
+from converters.features.terms import transforming
 from jaxembed.errors import CheckpointError
 
 _NAMES = ("Camembert", "Roberta", "XLMRoberta")
@@ -20,23 +20,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"{fields['max_positions']} positions, which begin after it"
         )
     return fields | {"pad_id": pad}
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """RobertaClassificationHead: a dense layer with tanh on the first token, then the logits."""
-    return bert.two_layers(hf["hidden_size"], labels, "classifier.dense", "classifier.out_proj")
-
-
-def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """RobertaLMHead: a dense layer with GELU, whatever hidden_act is, a norm, and the decoder."""
-    return term_head(
-        hf,
-        transform_layers(hf["hidden_size"], "gelu", hf.get("layer_norm_eps", 1e-12)),
-        dense="lm_head.dense",
-        norms=("lm_head.layer_norm",),
-        decoder="lm_head.decoder",
-        biases=("lm_head.bias",),
-    )
 
 
 FAMILY = Family(
@@ -55,6 +38,12 @@ FAMILY = Family(
         "classifier.out_proj.*",
     ),
     config=config,
-    classifier=classifier,
-    masked_lm=masked_lm,
+    classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj"),
+    masked_lm=transforming(  # RobertaLMHead, whose activation is GELU, whatever hidden_act is
+        "gelu",
+        dense="lm_head.dense",
+        norms=("lm_head.layer_norm",),
+        decoder="lm_head.decoder",
+        biases=("lm_head.bias",),
+    ),
 )

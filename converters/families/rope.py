@@ -3,9 +3,8 @@
 import math
 from typing import Any
 
+from converters.fields import GLOBAL_LAYER, LOCAL_LAYER, refuse_unknown
 from jaxembed.errors import CheckpointError, UnsupportedModel
-
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 # The keys of each kind besides its type, rope_theta and partial_rotary_factor.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -66,6 +65,18 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def rope_by_layers(hf: dict[str, Any]) -> dict[str, Any]:
+    """rope_parameters of a family whose kinds of layers have angles of their own; empty without
+    any. Raises UnsupportedModel for an unknown kind."""
+    by_kind = hf.get("rope_parameters") or {}
+    if others := sorted(set(by_kind) - {GLOBAL_LAYER, LOCAL_LAYER}):
+        raise UnsupportedModel(
+            f"rope_parameters of {', '.join(others)} are not supported; known: {GLOBAL_LAYER}, "
+            f"{LOCAL_LAYER}"
+        )
+    return by_kind
+
+
 def read_parameters(
     hf: dict[str, Any],
     head_width: int,
@@ -78,11 +89,9 @@ def read_parameters(
         raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
     given = {key: value for key, value in parameters.items() if value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in KINDS:
-        raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
+    refuse_unknown("rope_type", kind, KEYS)
     known = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *KEYS[kind], *ignored}
-    others = sorted(set(given) - known)
-    if others:
+    if others := sorted(set(given) - known):
         raise UnsupportedModel(
             f"rope_parameters with {', '.join(others)} are not supported; known for rope_type "
             f"{kind!r}: {', '.join(['rope_theta', *KEYS[kind]])}"

@@ -4,13 +4,20 @@ import math
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
-from converters.families.distances import by_distance
 from converters.family import Family
-from converters.fields import refuse_unless, require
-from converters.weights import Rule, Transform, concatenate_transposed, identity, transpose
+from converters.fields import chosen, refuse_unless, require
+from converters.weights import (
+    Rule,
+    Transform,
+    concatenate_transposed,
+    identity,
+    shaped,
+    transpose,
+)
 from jaxembed.data.spec import Activation
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError
 
 LAYER = "encoder.block.{i}.layer"
 SELF = f"{LAYER}.0.SelfAttention"
@@ -32,11 +39,8 @@ FEED_FORWARDS: dict[str, tuple[Activation, str, bool]] = {
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of T5Config from a config.json."""
     require(hf, REQUIRED)
-    name = hf.get("feed_forward_proj", "relu")
-    if name not in FEED_FORWARDS:
-        known = ", ".join(FEED_FORWARDS)
-        raise UnsupportedModel(f"feed_forward_proj {name!r} is not supported; known: {known}")
-    activation, dense_act_fn, gated = FEED_FORWARDS[name]
+    key = "feed_forward_proj"
+    activation, dense_act_fn, gated = chosen(key, hf.get(key, "relu"), FEED_FORWARDS)
     # transformers 5 writes what follows from feed_forward_proj, and believes what it reads
     follows = {"dense_act_fn": (dense_act_fn,), "is_gated_act": (gated,)}
     refuse_unless(hf, {"is_decoder": (False,), **follows})
@@ -66,6 +70,33 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
         ),
         Rule(heads, f"{TARGET}.attention.qkv.kernel", with_scaled_queries(hf["d_kv"] ** 0.5)),
     ]
+
+
+def bucket(
+    distance: Int[np.ndarray, " distances"], buckets: int, reach: int
+) -> Int[np.ndarray, " distances"]:
+    """The bucket of a distance, from the position of the query to that of the key.
+
+    Small distances have a bucket each, larger ones share them, and from `reach` on all have the
+    last one of their side. Raffel et al. 2020, arXiv:1910.10683. The values are those of
+    relative_position_bucket in transformers' MPNet and T5.
+    """
+    side = buckets // 2
+    exact = side // 2
+    size = np.abs(distance)
+    doublings = np.log2(np.maximum(size, exact) / exact)  # exact for powers of two
+    shared = exact + np.floor(doublings * (side - exact) / np.log2(reach / exact)).astype(np.int64)
+    return np.where(size < exact, size, np.minimum(shared, side - 1)) + side * (distance > 0)
+
+
+def by_distance(buckets: int, reach: int) -> Transform:
+    """A transform from the biases of buckets, `[buckets, heads]`, to those of distances, `[heads, 2
+    * reach + 1]`, from -reach to reach."""
+
+    def apply(table: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(table[bucket(np.arange(-reach, reach + 1), buckets, reach)].T)
+
+    return Transform(apply, lambda sources, shape: shaped(sources, (buckets, shape[0])))
 
 
 def with_scaled_queries(scale: float) -> Transform:

@@ -1,13 +1,14 @@
 """Reads sparse encoders: a masked language model's head, and how its logits become weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from converters.family import TermHead
+from converters.family import Fields, TermHead
+from converters.fields import activation_of
 from converters.heads import (
     MODEL_CONFIG,
     Layout,
@@ -77,6 +78,33 @@ def term_head(
     else:
         rules.append(Rule((), "heads.sparse.bias", zeros(total)))
     return TermHead(head, tuple(rules))
+
+
+def transforming(
+    activation: Activation | None = None,
+    *,
+    defaults: Fields | None = None,
+    features: str = "hidden_size",
+    **tensors: Any,
+) -> Callable[[Fields], TermHead]:
+    """The `masked_lm` of a family like BERT: a dense layer with the activation, a norm, and the
+    decoder.
+
+    Without an `activation` it is that of hidden_act. `defaults` are those of config.json, and
+    `features` is the key of the decoder's width there. `tensors` are as in `term_head`.
+    """
+
+    def masked_lm(hf: Fields) -> TermHead:
+        hf = {**(defaults or {}), **hf}
+        layers = transform_layers(
+            hf["hidden_size"],
+            activation or activation_of(hf, "hidden_act"),
+            hf.get("layer_norm_eps", 1e-12),
+            features=hf[features],
+        )
+        return term_head(hf, layers, **tensors)
+
+    return masked_lm
 
 
 def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from converters.families.distances import bucket, by_distance
+from converters.families.t5 import bucket, by_distance
 
 
 def test_buckets_of_distances_are_those_of_transformers():
