@@ -1,13 +1,36 @@
 """Reads models that are a chain of modules, or several behind a Router, as most are."""
 
-from collections.abc import Callable
+import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from converters import heads
-from converters.features import static, static_terms
-from converters.outline import Options, Outline, Reader, check_comparable
-from converters.towers import tower_outline
+from converters.family import Family
+from converters.features import late_interaction, rerankers, scores, static, terms
+from converters.features.adapters import with_adapters
+from converters.features.m3 import with_token_heads
+from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import refuse_unknown
+from converters.heads import Layout
+from converters.outline import Options, Outline, Reader, check_comparable, spec_of
+from converters.registry import CONVERTERS, family_of, family_of_type
+from converters.tokenizers import tokenizer
+from converters.vision import pages
+from jaxembed.checkpoints import checkpoint
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.models import position_limit, tower_class
+
+logger = logging.getLogger(__name__)
+
+# The uses of a model, named by transformers' class for each. These are the keys under which
+# auto_map names code that a model brings along.
+EMBEDDER = "AutoModel"
+CLASSIFIER = "AutoModelForSequenceClassification"
+GENERATOR = "AutoModelForCausalLM"
+MASKED_LM = "AutoModelForMaskedLM"  # whose logits become the weights of terms
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
@@ -38,44 +61,188 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
     """Describe one route of a model, or a model without routes."""
     if options.splade:
         _refuse_without_terms(source, route)
-    static_outline = _static_outline(source, route)
-    if static_outline is None:
-        return tower_outline(source, options, route)
+    if not static.holds_static(source, route):
+        return _tower_outline(source, options, route)
     if options.adapters:
         raise UnsupportedModel(
             f"adapter {next(iter(options.adapters))}: {source} holds static embeddings, which take "
             "no adapter; leave --adapter out"
         )
-    return static_outline(source, options, route)
-
-
-def _static_outline(source: Path, route: str) -> Callable[[Path, Options, str], Outline] | None:
-    """What describes a static model, or such a route; None of one with a tower."""
-    if static_terms.holds_static_terms(source, route):
-        return static_terms.static_outline
-    return static.static_outline if static.holds_static(source, route) else None
+    return static.static_outline(source, options, route)
 
 
 def _refuse_without_terms(source: Path, route: str) -> None:
     """Raise UnsupportedModel for what gives no weights of terms: modules that do something else,
     or a class that is no masked language model."""
-    if heads.modules_of(source, route) is not None:
-        known = heads.weighs_terms(source, route) or static_terms.holds_static_terms(source, route)
-        if not known:
-            raise UnsupportedModel(
-                f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
-            )
-        return
+    kinds = heads.kinds_of(source, route)
+    if kinds and not {"splade", "static_terms"} & {*kinds}:
+        raise UnsupportedModel(
+            f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
+        )
     classes = heads.read_optional_json(source / "config.json").get("architectures")
-    if not any(str(name).endswith("ForMaskedLM") for name in classes or ()):
+    if not kinds and not any(str(name).endswith("ForMaskedLM") for name in classes or ()):
         raise UnsupportedModel(
             f"--pooling splade is for masked language models, and config.json of {source} names "
             f"{', '.join(map(str, classes or ())) or 'no class'}; known: classes ...ForMaskedLM"
         )
 
 
+def _tower_outline(source: Path, options: Options, route: str) -> Outline:
+    """Describe a model with a tower, or such a route of a model."""
+    folder = source / heads.tower_folder(source, route)
+    family, hf = _family(_config(folder), folder)
+    is_late = not route and not options.splade and late_interaction.is_late(source)
+    use = EMBEDDER if is_late else MASKED_LM if options.splade else _use(source, family, hf, route)
+    # Code for the tower changes every use; code for other uses is ignored.
+    for key in dict.fromkeys((EMBEDDER, use)):
+        code = (hf.get("auto_map") or {}).get(key)
+        if code is not None and code not in family.own_code.get(use, ()):
+            raise UnsupportedModel(
+                f"the model brings its own code (auto_map, {key}: {code}), which is never run"
+            )
+    config = family.config(hf)
+    try:  # null may have led to a field of another type
+        typed = msgspec.convert(config, tower_class(family.architecture).Config)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not give what the {family.architecture} tower takes: "
+            f"{error}"
+        ) from error
+    config = {name: getattr(typed, name) for name in config}
+    words = None
+    if is_late:
+        options.refuse_dense_path(source, "compares texts token by token")
+        layout, words = late_interaction.read_late_layout(source, config["hidden_size"])
+    else:
+        layout = _layout(source, options, family, hf, config, use, route)
+    tower = source / layout.tower
+    spec = spec_of(
+        options,
+        layout,
+        config,
+        hf,
+        architecture=family.architecture,
+        token_types=tokenizer.gives_types(tower, hf),
+        max_input_tokens=1,  # until the tower says how many it has positions for
+    )
+    limit = heads.token_limit(tower, position_limit(spec), late=is_late)
+    text = tokenizer.read_tokenizer(
+        tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
+    )
+    if use == EMBEDDER:
+        layout = with_token_heads(
+            source, layout, hf, config["hidden_size"], family.sparse_classes, text
+        )
+    spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
+    if words is not None:
+        spec = late_interaction.with_interaction(spec, words, text, tower)
+    tensors = replace(family, rules=(*family.rules, *family.config_rules(hf), *layout.rules))
+    own = family.built_in(hf)
+    model = Outline(source, tensors, layout, spec, text, own)
+    return with_adapters(model, options.adapters) if options.adapters or own else model
+
+
+def _config(tower: Path) -> dict[str, Any]:
+    """Read config.json and check the types of its fields. Raises CheckpointError if there is none,
+    and UnsupportedModel for a model_type without a converter: its fields may be others."""
+    adapter = tower / "adapter_config.json"
+    if adapter.is_file():
+        base = heads.read_optional_json(adapter).get("base_model_name_or_path")
+        pages.refuse_adapter(tower, str(base))
+        raise UnsupportedModel(
+            f"{tower} is an adapter of {base or 'another model'}; serve that with "
+            f"--adapter NAME={tower}"
+        )
+    hf = heads.read_optional_json(tower / "config.json")
+    if not hf and (tower / checkpoint.MANIFEST).is_file():
+        raise CheckpointError(
+            f"{tower} is half a converted checkpoint: {checkpoint.MANIFEST} is there and "
+            f"{checkpoint.PARAMETERS}/ is not; convert the model again"
+        )
+    if not hf:
+        raise CheckpointError(f"{tower} is not a model: there is no config.json")
+    kind = hf.get("model_type")
+    if not isinstance(kind, str) or kind not in CONVERTERS:
+        kinds = ", ".join(sorted(CONVERTERS))
+        raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
+    check_fields(str(tower / "config.json"), hf, CONFIG_FIELDS)
+    return hf
+
+
+def _family(hf: dict[str, Any], folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The converter of this config, and the config with what the family reads of other files.
+    Raises UnsupportedModel for a class that it does not convert."""
+    family = family_of(hf)
+    classes = (*family.classes, *family.classifiers, *family.generators, late_interaction.STANFORD)
+    for architecture in hf.get("architectures") or ():
+        refuse_unknown("architecture", architecture, classes)
+    if hf.get("quantization_config"):
+        raise UnsupportedModel("quantised weights are not supported; use the original ones")
+    return family, family.completed(hf, folder)
+
+
+def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
+    """The use of a model: EMBEDDER or MASKED_LM if modules.json pools hidden states or logits, else
+    that of the class in config.json.
+
+    Raises UnsupportedModel if both are missing, because a classifier would be taken for an
+    embedder.
+    """
+    kinds = heads.kinds_of(source, route)
+    if "pooling" in kinds:
+        return EMBEDDER
+    if "splade" in kinds:
+        return MASKED_LM
+    classes = set(hf.get("architectures") or ())
+    if not classes:
+        raise UnsupportedModel(
+            f"nothing says whether {source} embeds or scores: modules.json names no Pooling, and "
+            "config.json no architectures; add the class that the model was saved from, such as "
+            f'"architectures": ["{family.classes[0]}"] of an embedder'
+        )
+    if classes & set(family.classifiers):
+        return CLASSIFIER
+    return GENERATOR if classes & set(family.generators) else EMBEDDER
+
+
+def _layout(
+    source: Path,
+    options: Options,
+    family: Family,
+    hf: dict[str, Any],
+    config: dict[str, Any],
+    use: str,
+    route: str,
+) -> Layout:
+    """Read what follows the tower: pooling, modules, labels and template, according to the use."""
+    if use == EMBEDDER:
+        return heads.read_layout(source, config["hidden_size"], options.dense_path, route)
+    options.refuse_dense_path(source)
+    if use == MASKED_LM:
+        if family.masked_lm is None:
+            known = [kind for kind in CONVERTERS if family_of_type(kind).masked_lm is not None]
+            raise UnsupportedModel(
+                f"{source}: weights of terms are made by the head of a masked language model, and "
+                f"that of {hf['model_type']!r} is not supported; known: {', '.join(known)}"
+            )
+        return terms.terms_layout(source, family.masked_lm(hf), route)
+    if use == GENERATOR:
+        return rerankers.reranker_layout(source, options.name, family, hf, config)
+    labels = scores.labels_of(hf)
+    assert family.classifier is not None
+    scorer = family.classifier(hf, len(labels))
+    template = rerankers.template_of(source, options.name, family) if len(labels) == 1 else None
+    if len(labels) == 1 and template is None and family.generators:
+        logger.warning(
+            "%s is a language model that scores pairs, and nothing says how it is asked: pairs are "
+            "put to it without a template; most need one, and score near chance without it",
+            options.name,
+        )
+    return scores.scores_layout(source, hf, scorer, labels, template)
+
+
 def _folders_read(source: Path) -> list[str]:
-    routes = [route for route in heads.routes_of(source) if _static_outline(source, route)]
+    routes = [route for route in heads.routes_of(source) if static.holds_static(source, route)]
     return [heads.tower_folder(source, route) for route in routes]
 
 

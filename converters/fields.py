@@ -28,6 +28,11 @@ def require(hf: dict[str, Any], keys: Sequence[str]) -> None:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
 
 
+def given(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are there and not null."""
+    return {key: value for key, value in hf.items() if value is not None}
+
+
 def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
     """Raise UnsupportedModel, which names all that is known, for a value that is not among it."""
     if value not in known:
@@ -35,7 +40,7 @@ def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
         raise UnsupportedModel(f"{what} {value!r} is not supported; known: {names}")
 
 
-def chosen(what: str, name: Any, table: Mapping[str, Any]) -> Any:
+def chosen(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
     """The entry of a table. Raises UnsupportedModel as `refuse_unknown` does."""
     refuse_unknown(what, name, table)
     return table[name]

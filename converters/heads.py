@@ -6,14 +6,21 @@ dropped.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from converters.field_types import CONFIG_FIELDS, FIELDS_BY_FILE, MODULE_FIELDS, check_fields
-from converters.router import CONFIG_FILES, Listed, Router, is_router, plain_type, read_router
+from converters.field_types import (
+    CONFIG_FIELDS,
+    FIELDS_BY_FILE,
+    MODULE_FIELDS,
+    FieldType,
+    check_fields,
+)
+from converters.fields import chosen, refuse_unknown
+from converters.router import CONFIG_FILES, ROUTERS, Listed, Router, plain_type, read_router
 from converters.weights import Rule, transpose
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import (
@@ -177,7 +184,7 @@ def read_layout(
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
         modules = [ModuleEntry("transformer", ""), ModuleEntry("pooling", "")]
         pooling, include_prompt = MEAN, True
-    elif not pools(source, route):
+    elif "pooling" not in kinds_of(source, route):
         raise UnsupportedModel(
             f"{source}: modules.json has no Pooling, so that it is no embedder, and the class in "
             "config.json does not score"
@@ -185,19 +192,12 @@ def read_layout(
     else:
         pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
     refuse_chat_template(source / modules[0].path)
-    layout = _pooled_layout(source, modules[0], pooling, modules[2:], hidden_size, dense_path)
+    layout = pooled_layout(source, modules[0], pooling, modules[2:], hidden_size, dense_path)
     lowercase = bool(transformer_config(source / modules[0].path).get("do_lower_case"))
     return replace(layout, include_prompt=include_prompt, lowercase=lowercase)
 
 
-def read_static_layout(
-    source: Path, modules: list[ModuleEntry], hidden_size: int, dense_path: str | None
-) -> Layout:
-    """The layout of the modules of a static model, and all they name."""
-    return _pooled_layout(source, modules[0], MEAN, modules[1:], hidden_size, dense_path)
-
-
-def _pooled_layout(
+def pooled_layout(
     source: Path,
     tower: ModuleEntry,
     pooling: tuple[Pooling, ...],
@@ -207,7 +207,7 @@ def _pooled_layout(
 ) -> Layout:
     """The layout of an embedder with these modules after its pooling, and its prompts."""
     later = _with_dense_path(source, later, dense_path)
-    layers = tuple(_layer(source / module.path, module.kind) for module in later)
+    layers = tuple(layer_of(source / module.path, module.kind) for module in later)
     check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = read_prompts(source)
     dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
@@ -234,15 +234,10 @@ def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> li
     return [kernel, bias] if isinstance(layer, DenseLayer) and layer.bias else [kernel]
 
 
-def pools(source: Path, route: str = "") -> bool:
-    """Whether modules.json says that hidden states are pooled, which makes an embedder."""
-    return any(module.kind == "pooling" for module in modules_of(source, route) or ())
-
-
-def weighs_terms(source: Path, route: str = "") -> bool:
-    """Whether modules.json says that the logits of a masked language model become the weights of
-    terms, which makes a sparse encoder."""
-    return any(module.kind == "splade" for module in modules_of(source, route) or ())
+def kinds_of(source: Path, route: str = "") -> list[str]:
+    """The kinds of the modules, or of those of one route: values of MODULES. Without modules.json
+    there are none."""
+    return [module.kind for module in modules_of(source, route) or ()]
 
 
 def tower_folder(source: Path, route: str = "") -> str:
@@ -300,42 +295,47 @@ def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
     Raises UnsupportedModel if it asks for what we do not do; of the lengths of queries and
     documents with `late`, for models that compare texts token by token, it does not.
     """
-    for name in TRANSFORMER_CONFIGS:
-        if (tower / name).is_file():
-            config = read_optional_json(tower / name)
-            _refuse_switches(tower / name, config, late)
-            return config
-    return {}
+    paths = (tower / name for name in TRANSFORMER_CONFIGS)
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        return {}
+    config = read_optional_json(path)
+    task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
+    refuse_unknown(f"{path}: transformer_task", task, TRANSFORMER_TASKS)
+    lengths = () if late else ("query_length", "document_length", "query_expansion")
+    asked = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
+    for name in ("model", "tokenizer", "config"):
+        for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
+            asked += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
+    if asked:
+        raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(asked)))}")
+    return config
 
 
-def is_masked_lm(tower: Path) -> bool:
-    """Whether a Transformer module gives the logits of a masked language model."""
-    return transformer_config(tower, late=True).get("transformer_task") == FILL_MASK
-
-
-def modalities(tower: Path) -> set[str]:
+def modalities(tower: Path, *, late: bool = False) -> set[str]:
     """The forms of input that sentence-transformers gives to the model; versions before 6.0 do not
     write them. With "message" among them, texts are put into the chat template."""
-    return set(transformer_config(tower).get("modality_config") or ())
+    return set(transformer_config(tower, late=late).get("modality_config") or ())
 
 
-def refuse_chat_template(tower: Path) -> None:
+def refuse_chat_template(tower: Path, *, late: bool = False) -> None:
     """Raise UnsupportedModel for an embedder that puts its texts into a chat template."""
-    if "message" in modalities(tower):
+    if "message" in modalities(tower, late=late):
         raise UnsupportedModel(
             f"{tower}: texts are put into a chat template (modality_config has message), which is "
             "not supported for embedding; known: text"
         )
 
 
-def read_optional_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no such file."""
+def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
+    """The JSON object in a file, whose fields must have these `types` besides those that
+    FIELDS_BY_FILE has; an empty one if there is no such file."""
     if not path.is_file():
         return {}
     content = _json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is damaged: wanted a JSON object")
-    check_fields(str(path), content, FIELDS_BY_FILE.get(path.name, {}))
+    check_fields(str(path), content, {**FIELDS_BY_FILE.get(path.name, {}), **(types or {})})
     return content
 
 
@@ -349,7 +349,7 @@ def _json(path: Path) -> Any:
 def router_of(source: Path) -> Router | None:
     """The Router that modules.json begins with; None for a model of one chain of modules."""
     listed = listed_modules(source)
-    if not listed or not is_router(listed[0][0]):
+    if not listed or listed[0][0] not in ROUTERS:
         return None
     folder = listed[0][1]
     for name in CONFIG_FILES:
@@ -411,8 +411,7 @@ def listed_modules(source: Path) -> Listed | None:
 def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
     own, code = OWN_MODULES.get(kind, (None, None))
     if own is not None:
-        hf = read_optional_json(path.parent / "config.json")
-        check_fields(str(path.parent / "config.json"), hf, CONFIG_FIELDS)
+        hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
         if (hf.get("auto_map") or {}).get("AutoModel") == code:
             return ModuleEntry(own, folder)
     if kind not in MODULES:
@@ -420,8 +419,9 @@ def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
         raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
     _check_within(path, folder)
     name, folder = MODULES[kind], "" if folder == "." else folder
-    if name == "transformer" and is_masked_lm(path.parent / folder):
-        name = "masked_lm"
+    if name == "transformer":
+        config = transformer_config(path.parent / folder, late=True)
+        name = "masked_lm" if config.get("transformer_task") == FILL_MASK else name
     return ModuleEntry(name, folder)
 
 
@@ -446,12 +446,8 @@ def _with_dense_path(
     return [chosen if module.kind == "dense" else module for module in modules]
 
 
-def token_layer(folder: Path, kind: str) -> Module:
-    """A Dense or Normalize module that is applied to each token."""
-    return _layer(folder, kind, "token_embeddings")
-
-
-def _layer(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
+def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
+    """A Dense or Normalize module. `applied_to` is what sentence-transformers calls its input."""
     config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, applied_to):
@@ -460,7 +456,18 @@ def _layer(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> M
             )
     if kind == "normalize":
         return NormalizeLayer()
-    layer = _dense(folder, config)
+    missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
+    if missing:
+        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+    # absent means Tanh to sentence-transformers
+    name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    layer = DenseLayer(
+        in_features=config["in_features"],
+        out_features=config["out_features"],
+        bias=bool(config.get("bias", True)),
+        activation=chosen(f"{folder}: activation", name, DENSE_ACTIVATIONS),
+        residual=bool(config.get("use_residual")),
+    )
     if layer.residual and applied_to == "sentence_embedding":
         raise UnsupportedModel(f"{folder}: use_residual is not supported")
     return layer
@@ -468,27 +475,7 @@ def _layer(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> M
 
 def module_config(folder: Path) -> dict[str, Any]:
     """The config.json of a module, checked; empty if there is none."""
-    config = read_optional_json(folder / "config.json")
-    check_fields(str(folder / "config.json"), config, MODULE_FIELDS)
-    return config
-
-
-def _dense(folder: Path, config: dict[str, Any]) -> DenseLayer:
-    missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
-    if missing:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    # absent means Tanh to sentence-transformers
-    name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if name not in DENSE_ACTIVATIONS:
-        known = ", ".join(DENSE_ACTIVATIONS)
-        raise UnsupportedModel(f"{folder}: activation {name!r} is not supported; known: {known}")
-    return DenseLayer(
-        in_features=config["in_features"],
-        out_features=config["out_features"],
-        bias=bool(config.get("bias", True)),
-        activation=DENSE_ACTIVATIONS[name],
-        residual=bool(config.get("use_residual")),
-    )
+    return read_optional_json(folder / "config.json", MODULE_FIELDS)
 
 
 def check_widths(layers: tuple[Module, ...], width: int) -> None:
@@ -507,29 +494,24 @@ def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]
     if not config:
         raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
     widths = {"word_embedding_dimension", "embedding_dimension"}
-    unknown = set(config) - widths - set(POOLING_FLAGS) - {"pooling_mode", "include_prompt"}
-    if unknown:
+    if unknown := set(config) - widths - set(POOLING_FLAGS) - {"pooling_mode", "include_prompt"}:
         raise UnsupportedModel(
             f"{folder}: pooling with {', '.join(sorted(unknown))} is not supported"
         )
     for key in widths & set(config):
         if config[key] != hidden_size:
             raise CheckpointError(f"{folder}: {key} is {config[key]}, the model's {hidden_size}")
-    return _pooling_modes(folder, config), bool(config.get("include_prompt", True))
-
-
-def _pooling_modes(folder: Path, config: dict[str, Any]) -> tuple[Pooling, ...]:
-    if "pooling_mode" not in config:
-        flagged: list[Pooling] = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)]
-        return tuple(flagged) if flagged else MEAN  # no flag is mean to sentence-transformers
-    named = config["pooling_mode"]
-    modes: list[str] = [named] if isinstance(named, str) else list(named or ())
-    unknown = [mode for mode in modes if mode not in POOLING_NAMES]
-    if unknown or not modes:
-        raise UnsupportedModel(
-            f"{folder}: pooling {named!r} is not supported; known: {', '.join(POOLING_NAMES)}"
-        )
-    return tuple(POOLING_NAMES[mode] for mode in modes)
+    if "pooling_mode" in config:
+        named = config["pooling_mode"]
+        modes: list[str] = [named] if isinstance(named, str) else list(named or ())
+        if not modes or not set(modes) <= POOLING_NAMES.keys():
+            raise UnsupportedModel(
+                f"{folder}: pooling {named!r} is not supported; known: {', '.join(POOLING_NAMES)}"
+            )
+        pooling: Sequence[Pooling] = [POOLING_NAMES[mode] for mode in modes]
+    else:  # no flag is mean to sentence-transformers
+        pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
+    return tuple(pooling), bool(config.get("include_prompt", True))
 
 
 def read_prompts(
@@ -551,9 +533,7 @@ def read_prompts(
             "for `dimensions` in the request"
         )
     prompts = {str(name): text or "" for name, text in (config.get("prompts") or {}).items()}
-    for route in filter(
-        None, routes_of(source)
-    ):  # which a prompt names, as in sentence-transformers
+    for route in filter(None, routes_of(source)):  # a prompt names it, as in sentence-transformers
         prompts.setdefault(route, "")
     default = config.get("default_prompt_name")
     if default in ("query", "document"):  # which sentence-transformers has, empty, in any model
@@ -564,19 +544,3 @@ def read_prompts(
             f"{path}: default prompt {default!r} is not among the prompts: {known}"
         )
     return prompts, default
-
-
-def _refuse_switches(path: Path, config: dict[str, Any], late: bool) -> None:
-    task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
-    if task not in TRANSFORMER_TASKS:
-        known = ", ".join(TRANSFORMER_TASKS)
-        raise UnsupportedModel(
-            f"{path}: transformer_task {task!r} is not supported; known: {known}"
-        )
-    lengths = () if late else ("query_length", "document_length", "query_expansion")
-    asked = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
-    for name in ("model", "tokenizer", "config"):
-        for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
-            asked += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
-    if asked:
-        raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(asked)))}")

@@ -36,11 +36,6 @@ class Router:
     default: str | None
 
 
-def is_router(kind: str) -> bool:
-    """Whether a type in modules.json is that of a Router."""
-    return plain_type(kind) in ROUTERS
-
-
 def plain_type(kind: str) -> str:
     """The type of a module as modules.json has it: a Router may write `models.Pooling.Pooling` for
     `models.Pooling`."""

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from converters.family import BuiltIn, TensorRules
-from converters.field_types import ADAPTER_FIELDS, check_fields
+from converters.field_types import ADAPTER_FIELDS
+from converters.fields import refuse_unknown
 from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
 from converters.outline import AdapterSource, Factors, Outline
 from converters.weights import (
@@ -82,7 +83,13 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
     for name, at in folders.items():
-        _check_heads(name, at, spec.hidden_size, spec.heads)
+        heads = spec.heads if modules_of(at) is None else read_layout(at, spec.hidden_size).heads
+        if heads != spec.heads:
+            raise UnsupportedModel(
+                f"adapter {name}: its modules.json says {heads}, and the model has "
+                f"{dict(spec.heads)}; an adapter is served with the pooling and modules of the "
+                "model"
+            )
     found = [_layer_ranks(source, model.tensors, shapes) for source in sources]
     prompts = spec.prompts
     if own is not None:  # with as many columns in each weight
@@ -190,18 +197,6 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
     )
 
 
-def _check_heads(name: str, folder: Path, hidden_size: int, heads: Mapping[Any, Any]) -> None:
-    """Raise UnsupportedModel if the adapter's own modules.json has other heads than its base."""
-    if modules_of(folder) is None:
-        return
-    own = read_layout(folder, hidden_size).heads
-    if own != heads:
-        raise UnsupportedModel(
-            f"adapter {name}: its modules.json says {own}, and the model has {dict(heads)}; an "
-            "adapter is served with the pooling and modules of the model"
-        )
-
-
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
     """The columns that the adapter has in each layer.
 
@@ -271,9 +266,23 @@ def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int])
     layer, kind = rule.target.rsplit(".", 1)
     width = len(owners_of([one.rank for _, one in parts]))
     transform = transpose if rule.transform is identity else rule.transform
-    positions = [(position, one.scale) for position, one in parts]
-    down = partial(_side_by_side, width)
-    up = partial(_below_each_other, width, positions, outputs, transform)
+
+    def down(*downs: np.ndarray) -> np.ndarray:
+        """All down factors as float32 `[in, width]`, side by side."""
+        columns = np.concatenate([one.astype(np.float32).T for one in downs], axis=1)
+        return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
+
+    def up(*ups: np.ndarray) -> np.ndarray:
+        """All up factors, scaled, as float32 `[width, out]`, below each other: each in the columns
+        of its own weight, where the transform of the layer puts that."""
+        rows = []
+        for (position, one), factor in zip(parts, ups, strict=True):
+            blocks = [np.zeros((size, factor.shape[1]), np.float32) for size in outputs]
+            blocks[position] = factor.astype(np.float32) * np.float32(one.scale)
+            rows.append(transform.apply(*blocks))
+        joined = np.concatenate(rows)
+        return np.pad(joined, ((0, width - len(joined)), (0, 0)))
+
     inputs = parts[0][1].down.shape[1]
     for part, apply, shape in (
         (f"down.{kind}", down, (inputs, width)),
@@ -284,44 +293,14 @@ def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int])
         yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
 
 
-def _side_by_side(width: int, *downs: np.ndarray) -> np.ndarray:
-    """All down factors as float32 `[in, width]`."""
-    columns = np.concatenate([one.astype(np.float32).T for one in downs], axis=1)
-    return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
-
-
-def _below_each_other(
-    width: int,
-    positions: Sequence[tuple[int, float]],
-    outputs: Sequence[int],
-    transform: Transform,
-    *ups: np.ndarray,
-) -> np.ndarray:
-    """All up factors, scaled, as float32 `[width, out]`: each in the columns of its own weight,
-    where the transform of the layer puts that."""
-    rows = []
-    for (position, scale), up in zip(positions, ups, strict=True):
-        blocks = [np.zeros((size, up.shape[1]), np.float32) for size in outputs]
-        blocks[position] = up.astype(np.float32) * np.float32(scale)
-        rows.append(transform.apply(*blocks))
-    joined = np.concatenate(rows)
-    return np.pad(joined, ((0, width - len(joined)), (0, 0)))
-
-
 def _config(name: str, path: Path) -> dict[str, Any]:
     """Read an adapter's config. Raises UnsupportedModel for what is not run, by its field."""
     try:
-        config = read_optional_json(path)
-        check_fields(str(path), config, ADAPTER_FIELDS)
+        config = read_optional_json(path, ADAPTER_FIELDS)
     except CheckpointError as error:
         raise CheckpointError(f"adapter {name}: {error}") from error
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UnsupportedModel(f"adapter {name}: peft_type {kind!r} is not supported; known: LORA")
-    if config.get("bias", "none") != "none":
-        raise UnsupportedModel(
-            f"adapter {name}: bias {config['bias']!r} is not supported; known: none"
-        )
+    refuse_unknown(f"adapter {name}: peft_type", config.get("peft_type"), ("LORA",))
+    refuse_unknown(f"adapter {name}: bias", config.get("bias", "none"), ("none",))
     initial = config.get("init_lora_weights", True)
     if initial not in INITIAL:
         raise UnsupportedModel(
@@ -343,11 +322,9 @@ def _config(name: str, path: Path) -> dict[str, Any]:
 
 def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
     """The factor of an adapter's product, as PEFT computes it."""
-    alpha = config.get("lora_alpha", 8)  # PEFT's default
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", stem.removesuffix(".weight")):
-            alpha = value
-            break
+    layer, patterns = stem.removesuffix(".weight"), config.get("alpha_pattern") or {}
+    own = (patterns[one] for one in patterns if re.match(rf"(.*\.)?({one})$", layer))
+    alpha = next(own, config.get("lora_alpha", 8))  # 8: PEFT's default
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -383,9 +360,11 @@ def _split(original: str) -> tuple[str, str]:
 
 def _misfit(name: str) -> str:
     """Why a tensor is no factor of an adapter."""
-    if _IN_MEMORY.search(name):
-        return "has a name that PEFT gives it in memory; save the adapter with save_pretrained"
-    return "has no partner, or is no part of a low-rank adapter"
+    return (
+        "has a name that PEFT gives it in memory; save the adapter with save_pretrained"
+        if _IN_MEMORY.search(name)
+        else "has no partner, or is no part of a low-rank adapter"
+    )
 
 
 def _is_low_rank(down: Tensor, up: Tensor) -> bool:

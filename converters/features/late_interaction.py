@@ -21,7 +21,8 @@ from converters.field_types import (
     TOKENIZER_FIELDS,
     check_fields,
 )
-from converters.heads import Layout
+from converters.fields import refuse_unknown
+from converters.heads import MODEL_CONFIG, Layout
 from converters.weights import Rule, transpose
 from jaxembed.data.spec import (
     DenseLayer,
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 STANFORD = "HF_ColBERT"  # among the architectures in config.json
 STANFORD_FILE = "artifact.metadata"
 STANFORD_PROJECTION = "linear.weight"
-SETTINGS = "config_sentence_transformers.json"
 PYLATE, SENTENCE_TRANSFORMERS = "ColBERT", "MultiVectorEncoder"  # its model_type
 PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "skiplist_words")
 
@@ -79,17 +79,16 @@ class Words:
 
 def is_late(source: Path) -> bool:
     """Whether a model compares texts token by token, by its small files."""
-    config = heads.read_optional_json(source / SETTINGS)
+    config = heads.read_optional_json(source / MODEL_CONFIG)
     kind = config.get("model_type")
     if kind in (PYLATE, SENTENCE_TRANSFORMERS):
         return True
     listed = heads.listed_modules(source)
     if kind is not None or (listed is not None and any(key in config for key in PYLATE_KEYS)):
         return kind is None
-    hf = heads.read_optional_json(source / "config.json")
-    check_fields(str(source / "config.json"), hf, CONFIG_FIELDS)
+    hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
     is_stanford = STANFORD in (hf.get("architectures") or ())
-    return is_stanford and (listed is None or not heads.pools(source))
+    return is_stanford and (listed is None or "pooling" not in heads.kinds_of(source))
 
 
 def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
@@ -107,16 +106,19 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
             f"{source}: modules {', '.join(kinds)} of a multi-vector model are not supported; "
             "wanted transformer, then any of dense, multi_vector_mask and normalize"
         )
-    settings = _settings(source)
+    path = source / MODEL_CONFIG
+    settings = heads.read_optional_json(path, LATE_FIELDS)
+    _refuse_similarity(path, settings.get("similarity_fn_name"))
+    if settings.get("truncate_dim") is not None:
+        raise UnsupportedModel(
+            f"{path}: truncate_dim={settings['truncate_dim']} is not supported; remove it and ask "
+            "for `dimensions` in the request"
+        )
     native = settings.get("model_type") == SENTENCE_TRANSFORMERS
     tower = source / modules[0].path
     transformer = heads.transformer_config(tower, late=True)
     check_fields(str(tower), transformer, LATE_FIELDS)
-    if "message" in (transformer.get("modality_config") or ()):
-        raise UnsupportedModel(
-            f"{source}: texts are put into a chat template (modality_config has message), which is "
-            "not supported for embedding; known: text"
-        )
+    heads.refuse_chat_template(tower, late=True)
     words = _words(source, settings, transformer if native else None)
     layers: list[Module] = []
     folders: list[str] = []
@@ -125,17 +127,16 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
         folder = source / module.path
         if module.kind == "multi_vector_mask":
             words = replace(words, skipped=_skipped(folder))
-        elif module.kind == "normalize":
-            layers.append(heads.token_layer(folder, module.kind))
-        else:
-            layer = heads.token_layer(folder, module.kind)
+            continue
+        layer = heads.layer_of(folder, module.kind, "token_embeddings")
+        if isinstance(layer, DenseLayer):
             tensor = f"{module.path}/linear"
             rules += heads.dense_rules("multi_vector", len(layers), layer, tensor)
-            if isinstance(layer, DenseLayer) and layer.projects_residual:
+            if layer.projects_residual:
                 target = heads.parameter_of("multi_vector", len(layers), "residual.kernel")
                 rules.append(Rule(f"{module.path}/residual.weight", target, transpose))
-            layers.append(layer)
             folders.append(module.path)
+        layers.append(layer)
     if not native:
         layers.append(NormalizeLayer())  # which PyLate does without a module
     heads.check_widths(tuple(layers), hidden_size)
@@ -191,13 +192,9 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
 
 def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     path = source / STANFORD_FILE
-    config = heads.read_optional_json(path)
-    check_fields(str(path), config, ARTIFACT_FIELDS)
+    config = heads.read_optional_json(path, ARTIFACT_FIELDS)
     _refuse_similarity(path, config.get("similarity"))
-    if config.get("interaction") not in (None, "colbert"):
-        raise UnsupportedModel(
-            f"{path}: interaction {config['interaction']!r} is not supported; known: colbert"
-        )
+    refuse_unknown(f"{path}: interaction", _given(config, "interaction", "colbert"), ("colbert",))
     width = _given(config, "dim", STANFORD_WIDTH)
     layer = DenseLayer(hidden_size, width, bias=False, activation="identity")
     markers = [
@@ -223,20 +220,6 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     return layout, words
 
 
-def _settings(source: Path) -> dict[str, Any]:
-    """config_sentence_transformers.json, checked."""
-    path = source / SETTINGS
-    config = heads.read_optional_json(path)
-    check_fields(str(path), config, LATE_FIELDS)
-    _refuse_similarity(path, config.get("similarity_fn_name"))
-    if config.get("truncate_dim") is not None:
-        raise UnsupportedModel(
-            f"{path}: truncate_dim={config['truncate_dim']} is not supported; remove it and ask "
-            "for `dimensions` in the request"
-        )
-    return config
-
-
 def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None) -> Words:
     """What the settings say; `native` is the transformer's config of sentence-transformers' own
     form, which has some of them."""
@@ -244,7 +227,7 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
     default = settings.get("default_prompt_name")
     if default is not None and default not in {"query", "document", *saved}:
         raise CheckpointError(
-            f"{source / SETTINGS}: default prompt {default!r} is not among the prompts: "
+            f"{source / MODEL_CONFIG}: default prompt {default!r} is not among the prompts: "
             f"{', '.join(saved) or 'none'}"
         )
     if native is not None:
@@ -305,8 +288,7 @@ def _expanded(source: Path, words: Words, expansion: dict[str, Any]) -> Words:
 def _skipped(folder: Path) -> tuple[str, ...]:
     """The words that a MultiVectorMask keeps out of documents. Raises UnsupportedModel for what
     else it may do."""
-    config = heads.read_optional_json(folder / "config.json")
-    check_fields(str(folder / "config.json"), config, MASK_FIELDS)
+    config = heads.read_optional_json(folder / "config.json", MASK_FIELDS)
     if config.get("keep_only_token_ids"):
         raise UnsupportedModel(f"{folder}: keep_only_token_ids is not supported")
     words, tasks = config.get("skiplist_words") or (), config.get("skiplist_tasks")
@@ -387,8 +369,7 @@ def _filler(folder: Path, vocabulary: Tokenizer) -> str:
     """The mask token, else the end token, as in PyLate."""
     for name in ("mask_token", "eos_token"):
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
-            stated = heads.read_optional_json(folder / file)
-            check_fields(str(folder / file), stated, TOKENIZER_FIELDS)
+            stated = heads.read_optional_json(folder / file, TOKENIZER_FIELDS)
             if (token := stated.get(name)) is not None:
                 return str(token["content"] if isinstance(token, dict) else token)
         if name == "mask_token":

@@ -12,7 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from converters.heads import Layout, parameter_of, read_optional_json
+from converters.heads import Layout, parameter_of
+from converters.tokenizers.tokenizer import special_token
 from converters.weights import Rule, transpose
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken
@@ -67,7 +68,12 @@ def with_token_heads(
 def _with_weights(
     layout: Layout, layer: DenseLayer, tensors: str, tower: Path, tokenizer: bytes
 ) -> Layout:
-    head = PerToken((layer,), skipped_ids=_no_terms(tower, tokenizer))
+    parsed = Tokenizer.from_str(tokenizer.decode())
+    ids = set()
+    for name, usual in _NO_TERMS.items():
+        token = special_token(tower, name, usual)
+        ids.add(None if token is None else parsed.token_to_id(token))
+    head = PerToken((layer,), skipped_ids=tuple(sorted(ids - {None})))
     return replace(
         layout,
         heads={**layout.heads, "token_weights": head},
@@ -78,15 +84,3 @@ def _with_weights(
 def _rules(head: OutputName, tensors: str) -> tuple[Rule, Rule]:
     kernel = Rule(f"{tensors}weight", parameter_of(head, 0, "kernel"), transpose)
     return kernel, Rule(f"{tensors}bias", parameter_of(head, 0, "bias"))
-
-
-def _no_terms(tower: Path, tokenizer: bytes) -> tuple[int, ...]:
-    """The ids of the tokens that are no terms."""
-    config = read_optional_json(tower / "tokenizer_config.json")
-    parsed = Tokenizer.from_str(tokenizer.decode())
-    ids = set()
-    for name, usual in _NO_TERMS.items():
-        token = config.get(name, usual)
-        token = token.get("content") if isinstance(token, dict) else token
-        ids.add(parsed.token_to_id(token) if isinstance(token, str) else None)
-    return tuple(sorted(ids - {None}))

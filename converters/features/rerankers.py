@@ -2,11 +2,14 @@
 
 import logging
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from converters import heads
 from converters.family import Family, Reranker
-from converters.features import chat, scores
+from converters.features import scores
 from converters.heads import Layout, read_optional_json
 from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -15,6 +18,10 @@ from jaxembed.preprocessing.tokenizer import parse_tokenizer
 logger = logging.getLogger(__name__)
 
 LABEL = "yes"
+
+# The messages with which sentence-transformers renders the chat template of a pair: "system" is for
+# an instruction that differs from the template's own.
+ROLES = {"system": "{instruction}", "query": "{query}", "document": "{document}"}
 
 
 def reranker_layout(
@@ -30,14 +37,26 @@ def reranker_layout(
     entries = heads.modules_of(source) or ()
     judged = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
     if judged is not None:
-        true_id, false_id = _judged(judged, config["vocab_size"])
+        said = read_optional_json(judged / "config.json")
+        answers: Any = said.get("true_token_id"), said.get("false_token_id")
+        if answers[1] is None:
+            raise UnsupportedModel(
+                f"{judged}: LogitScore without false_token_id is not supported; known: the "
+                "difference of two logits"
+            )
+        terms = config["vocab_size"]
+        if not all(isinstance(one, int) and 0 <= one < terms for one in answers):
+            raise CheckpointError(
+                f"{judged}: true_token_id and false_token_id are {answers[0]!r} and "
+                f"{answers[1]!r}, wanted two ids below {terms}"
+            )
         if template is None and "message" in heads.modalities(tower):
             raise UnsupportedModel(
                 f"{tower}: the chat template takes no query and document; wanted one with the "
                 'roles "query" and "document"'
             )
     elif (published := _published(source, name, family)) is not None:
-        true_id, false_id = (_id(tower, answer) for answer in published.answers)
+        answers = [_id(tower, answer) for answer in published.answers]
     else:
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
@@ -45,7 +64,7 @@ def reranker_layout(
             "mxbai-rerank have that in their names"
         )
     assert family.score_head is not None
-    scorer = family.score_head(hf, config, true_id, false_id)
+    scorer = family.score_head(hf, config, *answers)
     return scores.scores_layout(source, hf, scorer, (LABEL,), template)
 
 
@@ -60,7 +79,7 @@ def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
     plain = heads.modalities(tower) == {"text"}
     published = _published(source, name, family)
     try:
-        template = None if plain else chat.pair_template(tower)
+        template = None if plain else pair_template(tower)
     except UnsupportedModel:
         if published is None:
             raise
@@ -86,22 +105,6 @@ def _published(source: Path, name: str, family: Family) -> Reranker | None:
     return published if named or published.quote in text else None
 
 
-def _judged(folder: Path, vocab_size: int) -> tuple[int, int]:
-    config = read_optional_json(folder / "config.json")
-    true_id, false_id = config.get("true_token_id"), config.get("false_token_id")
-    if false_id is None:
-        raise UnsupportedModel(
-            f"{folder}: LogitScore without false_token_id is not supported; known: the difference "
-            "of two logits"
-        )
-    if not all(isinstance(one, int) and 0 <= one < vocab_size for one in (true_id, false_id)):
-        raise CheckpointError(
-            f"{folder}: true_token_id and false_token_id are {true_id!r} and {false_id!r}, wanted "
-            f"two ids below {vocab_size}"
-        )
-    return cast(int, true_id), cast(int, false_id)
-
-
 def _id(tower: Path, token: str) -> int:
     path = tower / "tokenizer.json"
     if not path.is_file():
@@ -110,3 +113,82 @@ def _id(tower: Path, token: str) -> int:
     if found is None:
         raise CheckpointError(f"{path} has no token {token!r}")
     return found
+
+
+def pair_template(tower: Path) -> PairTemplate | None:
+    """Read the chat template of a model's directory as a PairTemplate.
+
+    Returns None if there is no template, or if it takes no query and document. Raises
+    UnsupportedModel if it takes them but cannot be cut at places where tokens always end.
+    """
+    source = _source(tower)
+    if source is None:
+        return None
+    full, plain = _render(source, *ROLES), _render(source, "query", "document")
+    if "{query}" not in plain or "{document}" not in plain:
+        return None
+    # no other token crosses an added one
+    added = read_optional_json(tower / "tokenizer.json").get("added_tokens") or ()
+    specials = tuple(token["content"] for token in added)
+    template = _cut(full, plain, specials)
+    if template is None:
+        raise UnsupportedModel(
+            f"{tower}: the chat template is not supported; wanted lines with the instruction and "
+            "the query, then the document after a space, then a special token"
+        )
+    return template
+
+
+def _source(tower: Path) -> str | None:
+    """The text of the chat template, from its own file or from tokenizer_config.json."""
+    path = tower / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    stored = read_optional_json(tower / "tokenizer_config.json").get("chat_template")
+    return stored if isinstance(stored, str) else None
+
+
+def _render(source: str, *roles: str) -> str:
+    """Render the template with a message of each role; empty if it does not take them."""
+    environment = ImmutableSandboxedEnvironment(  # with the settings of transformers
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    messages = [{"role": role, "content": ROLES[role]} for role in roles]
+    try:
+        return environment.from_string(source).render(
+            messages=messages, add_generation_prompt=False
+        )
+    except (TemplateError, TypeError, AttributeError, ValueError):
+        return ""
+
+
+def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
+    """Cut a rendered template into the parts of a PairTemplate; None if it is not possible.
+
+    `full` has all three placeholders; `plain` has the template's own instruction instead.
+    """
+    if any(full.count(placeholder) != 1 for placeholder in ROLES.values()):
+        return None
+    before, after = full.split("{instruction}")
+    head, suffix = full.split("{document}")
+    prefix, line, rest = before.rpartition("\n")
+    first = (rest + "{instruction}" + head.removeprefix(before + "{instruction}")).removesuffix(" ")
+    is_clean = (
+        head.startswith(before)
+        and head.endswith(" ")
+        and first == first.rstrip()
+        and rest == rest.lstrip()
+        and first.count("{") == 2
+        and suffix.startswith(specials)
+        and plain.startswith(before)
+        and plain.endswith(after)
+    )
+    if not is_clean:
+        return None
+    return PairTemplate(
+        prefix=prefix + line,
+        first=first,
+        second=" {document}",
+        suffix=suffix,
+        instruction=plain.removeprefix(before).removesuffix(after),
+    )

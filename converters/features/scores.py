@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from converters.family import Scorer
+from converters.fields import chosen
 from converters.heads import (
     MODEL_CONFIG,
     Layout,
@@ -46,48 +47,37 @@ def scores_layout(
     template: PairTemplate | None = None,
 ) -> Layout:
     """The layout of a model that scores: a reranker has one label, a classifier several."""
-    tower = tower_folder(source)
+    folder = tower_folder(source)
+    tower, padding = source / folder, hf.get("pad_token_id")
+    path = tower / "tokenizer.json"
     if "lasttoken" in scorer.logits.pooling and template is None:
-        _refuse_padding_at_the_end(source / tower, hf)
+        # transformers scores the last token that is not padding, jaxembed the last token
+        is_read = padding is not None and path.is_file()
+        if is_read and parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
+            raise UnsupportedModel(
+                f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
+                "before it is scored; this is not supported"
+            )
+    path = source / MODEL_CONFIG
+    config = read_optional_json(path)
+    name = config.get("default_prompt_name")
+    if prompt := name and (config.get("prompts") or {}).get(name):
+        # sentence-transformers uses the default prompt of a cross-encoder as its instruction
+        if template is None or not template.takes_instruction:
+            raise UnsupportedModel(
+                f"{path}: default prompt {name!r} is not supported: nothing stands before the "
+                "texts of a pair but what a chat template puts there"
+            )
+        template = msgspec.structs.replace(template, instruction=prompt)
     return Layout(
-        tower=tower,
+        tower=folder,
         heads=scoring_heads(scorer.logits),
         rules=scorer.rules,
         labels=labels,
         score_function=_score_function(source, hf, len(labels)),
-        template=_with_default_prompt(source, template),
-        lowercase=bool(transformer_config(source / tower).get("do_lower_case")),
+        template=template,
+        lowercase=bool(transformer_config(tower).get("do_lower_case")),
     )
-
-
-def _with_default_prompt(source: Path, template: PairTemplate | None) -> PairTemplate | None:
-    """The template with the default prompt of the checkpoint as its instruction, which is how
-    sentence-transformers uses the default prompt of a cross-encoder."""
-    path = source / MODEL_CONFIG
-    config = read_optional_json(path)
-    name = config.get("default_prompt_name")
-    prompt = name and (config.get("prompts") or {}).get(name)
-    if not prompt:
-        return template
-    if template is None or not template.takes_instruction:
-        raise UnsupportedModel(
-            f"{path}: default prompt {name!r} is not supported: nothing stands before the texts of "
-            "a pair but what a chat template puts there"
-        )
-    return msgspec.structs.replace(template, instruction=prompt)
-
-
-def _refuse_padding_at_the_end(tower: Path, hf: dict[str, Any]) -> None:
-    """Raises UnsupportedModel if texts end in a padding token: transformers scores the last token
-    that is not padding, jaxembed the last token."""
-    path, padding = tower / "tokenizer.json", hf.get("pad_token_id")
-    if padding is None or not path.is_file():
-        return
-    if parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
-        raise UnsupportedModel(
-            f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
-            "before it is scored; this is not supported"
-        )
 
 
 def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
@@ -104,7 +94,5 @@ def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunct
     said = read_optional_json(source / MODEL_CONFIG).get("activation_fn")
     said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
     said = said or hf.get("sbert_ce_default_activation_function")
-    if said is not None and said not in SCORE_FUNCTIONS:
-        known = ", ".join(SCORE_FUNCTIONS)
-        raise UnsupportedModel(f"{source}: activation_fn {said!r} is not supported; known: {known}")
-    return (said and SCORE_FUNCTIONS[said]) or "softmax"
+    found = None if said is None else chosen(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
+    return found or "softmax"

@@ -1,13 +1,19 @@
-"""Converts static embeddings: those of sentence-transformers, and model2vec's.
+"""Converts static models: embeddings of sentence-transformers and model2vec, and query encoders.
 
 Nearly every repository of model2vec has a modules.json too, which names a StaticEmbedding. Then the
 rules of sentence-transformers hold: every token counts, nothing is cut unless tokenizer.json says
 so, and modules.json says what is normalised. Without modules.json those of model2vec hold: the
 unknown token is dropped, and texts are cut by characters and tokens.
+
+The query encoders are those of sparse models, sentence-transformers' SparseStaticEmbedding: one
+weight for each term that a text has. The weights are a tensor, or a JSON object by token, in which
+a token that is not there weighs nothing.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +22,13 @@ from tokenizers import Tokenizer
 
 from converters import heads, weights
 from converters.family import TensorRules
-from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.features.terms import sparse_layout
+from converters.field_types import CONFIG_FIELDS
 from converters.heads import Layout
 from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer
-from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform
-from jaxembed.data.spec import NO_LIMIT, STATIC, NormalizeLayer, Pooled
+from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform, identity, shaped
+from jaxembed.data.spec import NO_LIMIT, STATIC, NormalizeLayer, Pooled, Vocabulary
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models.static import TABLE
 
@@ -32,36 +39,60 @@ VALUES = (*NUMPY_DTYPES, "float64", "int8")  # dtypes of embeddings and weights
 INTEGERS = ("int32", "int64")  # of a mapping
 OF_MODEL2VEC = ("embeddings", "mapping", "weights")  # the first is always there
 
+WEIGHT = "weight"  # the tensor of a query encoder: one value a term
+KNOWN = {"frozen", "path"}  # of the config.json of a query encoder; the first is about training
+
+column = Transform(
+    lambda values: values[:, None], lambda sources, shape: shaped(sources, shape[:1])
+)
+
 
 def holds_static(source: Path, route: str = "") -> bool:
-    """Whether a directory, or a route of the Router in it, holds static embeddings of either
-    kind."""
-    modules = heads.modules_of(source, route)
-    if modules is not None:
-        return modules[0].kind == "static"
+    """Whether a directory, or a route of the Router in it, holds a static model of any kind."""
+    if kinds := heads.kinds_of(source, route):
+        return kinds[0] in ("static", "static_terms")
     return heads.read_optional_json(source / "config.json").get("model_type") == MODEL2VEC
 
 
 def static_outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe static embeddings. Reads the names and shapes of their tensors, because no config
-    has them. Raises CheckpointError."""
+    """Describe a static model. Reads the names and shapes of its tensors, because no config has
+    them. Raises CheckpointError."""
     modules = heads.modules_of(source, route)
+    if modules is not None and modules[0].kind == "static_terms":
+        return _terms_outline(source, options, modules[0].path)
     folder = source / (modules[0].path if modules else "")
-    tensors = weights.find(folder)
-    rule = _table_rule(options.name, tensors)
-    vocab_size, width = _shape(options.name, tensors)
+    rule, vocab_size, width = _table(options.name, weights.find(folder))
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=vocab_size)
     config: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": width}
     if modules is not None:
-        layout = heads.read_static_layout(source, modules, width, options.dense_path)
+        layout = heads.pooled_layout(
+            source, modules[0], heads.MEAN, modules[1:], width, options.dense_path
+        )
         limit = _limit_of_tokenizer(folder, text)
     else:
         layout, more, limit = _by_model2vec(source, text, options)
         config |= more
-    return outline_of_table(source, options, layout, rule, config, text, limit)
+    return _outline_of_table(source, options, layout, rule, config, text, limit)
 
 
-def outline_of_table(
+def _terms_outline(source: Path, options: Options, inside: str) -> Outline:
+    """Describe a static query encoder, which lies in the folder `inside`."""
+    options.refuse_dense_path(source)
+    folder = source / inside
+    tensor = _find_terms(folder).get(WEIGHT)
+    if tensor is None or len(tensor.shape) != 1:
+        got = "no such tensor" if tensor is None else f"shape {tensor.shape}"
+        raise ConversionError(options.name, [f"{WEIGHT}: wanted one value a term, got {got}"])
+    (terms,) = tensor.shape
+    text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=terms)
+    layout = sparse_layout(source, inside, Vocabulary(terms, features=1))
+    limit = heads.token_limit(folder, None, otherwise=NO_LIMIT)
+    rule = Rule(WEIGHT, TABLE, column)
+    config = {"vocab_size": terms, "hidden_size": 1}
+    return _outline_of_table(source, options, layout, rule, config, text, limit, _find_terms)
+
+
+def _outline_of_table(
     source: Path,
     options: Options,
     layout: Layout,
@@ -72,7 +103,7 @@ def outline_of_table(
     find: Callable[[Path], dict[str, Tensor]] = weights.find,
 ) -> Outline:
     """The outline of a model whose tower is a table, which `rule` makes of the tensors that `find`
-    finds. `text` is its tokenizer, whose special tokens are left out."""
+    finds. `text` is its tokenizer."""
     spec = spec_of(
         options,
         layout,
@@ -82,16 +113,21 @@ def outline_of_table(
         token_types=False,
         max_input_tokens=limit,
     )
+    # Static models take no special tokens around a text. ByteLevel stays, which adds nothing and
+    # trims offsets.
+    content = json.loads(text)
+    if (content.get("post_processor") or {}).get("type") != "ByteLevel":
+        content["post_processor"] = None
+        text = json.dumps(content, ensure_ascii=False).encode()
     rules = TensorRules(rules=(rule, *layout.rules), find=find)
-    return Outline(source, rules, layout, spec, _without_special_tokens(text))
+    return Outline(source, rules, layout, spec, text)
 
 
 def _by_model2vec(
     source: Path, text: bytes, options: Options
 ) -> tuple[Layout, dict[str, Any], int]:
     """The layout, the fields of StaticConfig and the limit that config.json asks for."""
-    hf = heads.read_optional_json(source / "config.json")
-    check_fields(str(source / "config.json"), hf, CONFIG_FIELDS)
+    hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
     if hf.get("head_config"):
         raise UnsupportedModel(
             f"{source}: a classifier on static embeddings (head_config) is not supported"
@@ -103,23 +139,20 @@ def _by_model2vec(
             f"max_length is {limit!r} in {source / 'config.json'}, wanted 1 or more"
         )
     parsed = Tokenizer.from_str(text.decode())
+    model = json.loads(parsed.to_str())["model"]
+    if model["type"] == "Unigram":
+        unknown = model.get("unk_id")
+    else:
+        token = model.get("unk_token")
+        unknown = None if token is None else parsed.token_to_id(token)
     lengths = [len(token) for token in parsed.get_vocab()]
     fields = {
-        "dropped_id": _unknown_id(parsed),
+        "dropped_id": unknown,
         "characters_per_token": None if limit is None else int(np.median(lengths)),
     }
     later = (NormalizeLayer(),) if hf.get("normalize") else ()
     layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
     return layout, fields, NO_LIMIT if limit is None else limit
-
-
-def _unknown_id(parsed: Tokenizer) -> int | None:
-    """The id of the unknown token, as model2vec finds it; None if the tokenizer has none."""
-    model = json.loads(parsed.to_str())["model"]
-    if model["type"] == "Unigram":
-        return model.get("unk_id")
-    token = model.get("unk_token")
-    return None if token is None else parsed.token_to_id(token)
 
 
 def _limit_of_tokenizer(folder: Path, text: bytes) -> int:
@@ -134,40 +167,23 @@ def _limit_of_tokenizer(folder: Path, text: bytes) -> int:
     return int(truncation["max_length"])
 
 
-def _without_special_tokens(text: bytes) -> bytes:
-    """The tokenizer without the step that puts special tokens around a text: static models take
-    none. ByteLevel stays, which adds nothing and trims offsets."""
-    content = json.loads(text)
-    if (content.get("post_processor") or {}).get("type") == "ByteLevel":
-        return text
-    content["post_processor"] = None
-    return json.dumps(content, ensure_ascii=False).encode()
-
-
-def _table_rule(model: str, tensors: Mapping[str, Tensor]) -> Rule:
-    """The rule for the table. Raises ConversionError if its tensor is missing."""
+def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:
+    """The rule for the table, its number of tokens and its width. Raises ConversionError if its
+    tensor is missing, or is no table."""
     if OF_SENTENCE_TRANSFORMERS in tensors:
         names: tuple[str, ...] = (OF_SENTENCE_TRANSFORMERS,)
-    else:
+    elif OF_MODEL2VEC[0] in tensors:
         names = tuple(name for name in OF_MODEL2VEC if name in tensors)
-    if names[:1] not in ((OF_SENTENCE_TRANSFORMERS,), OF_MODEL2VEC[:1]):
+    else:
         raise ConversionError(
             model, [f"missing: {OF_SENTENCE_TRANSFORMERS} or {OF_MODEL2VEC[0]} of a static model"]
         )
-    source = tensors[names[0]]
-    if len(names) == 1 and source.dtype in NUMPY_DTYPES:
-        return Rule(names, TABLE)
-    return Rule(names, TABLE, _folded(names))
-
-
-def _shape(model: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """The number of tokens and the width of the table."""
-    table = tensors.get(OF_SENTENCE_TRANSFORMERS) or tensors[OF_MODEL2VEC[0]]
+    table = tensors[names[0]]
     if len(table.shape) != 2:
         raise ConversionError(model, [f"{table.name}: wanted two axes, got shape {table.shape}"])
-    mapping = tensors.get("mapping")
-    rows = table.shape[0] if mapping is None or table.name != OF_MODEL2VEC[0] else mapping.shape[0]
-    return rows, table.shape[1]
+    rows = tensors["mapping" if "mapping" in names else names[0]].shape[0]
+    is_plain = len(names) == 1 and table.dtype in NUMPY_DTYPES
+    return Rule(names, TABLE, identity if is_plain else _folded(names)), rows, table.shape[1]
 
 
 def _folded(names: tuple[str, ...]) -> Transform:
@@ -189,17 +205,50 @@ def _folded(names: tuple[str, ...]) -> Transform:
         return table
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        given = dict(zip(names, sources, strict=True))
-        wanted: dict[str, Shape] = {"weights": shape[:1], "mapping": shape[:1]}
-        problems = [
-            f"{name}: wanted shape {wanted[name]}, got {given[name].shape}"
-            for name in names[1:]
-            if given[name].shape != wanted[name]
-        ]
-        for name, source in given.items():
+        problems = shaped(sources[1:], shape[:1])
+        for name, source in zip(names, sources, strict=True):
             known = INTEGERS if name == "mapping" else VALUES
             if source.dtype not in known:
                 problems.append(f"{name}: wanted one of {', '.join(known)}, got {source.dtype}")
         return problems
 
     return Transform(apply, misfits, dtype="float32", takes=(*VALUES, *INTEGERS))
+
+
+def _find_terms(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a static query encoder: those of its weights, or one made of its JSON file.
+    Raises CheckpointError, and UnsupportedModel for settings that are not known."""
+    config = heads.module_config(folder)
+    if unknown := sorted(set(config) - KNOWN):
+        raise UnsupportedModel(
+            f"{folder}: SparseStaticEmbedding with {', '.join(unknown)} is not supported"
+        )
+    if not config.get("path"):
+        return weights.find(folder)
+    values = _weights_by_token(folder, Path(config["path"]).name)
+    return {WEIGHT: Tensor(WEIGHT, "float32", values.shape, partial(np.copy, values))}
+
+
+def _weights_by_token(folder: Path, name: str) -> np.ndarray:
+    """The weights of a JSON object by token, in the order of the tokens' ids, float32. The file is
+    beside the module's config or in the folder around it."""
+    path = folder / name
+    if not path.is_file():
+        path = folder.parent / name
+    given = heads.read_optional_json(path)
+    if not given:
+        raise CheckpointError(f"{folder}: its weights, {name}, are not there or empty")
+    text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)
+    ids = Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True)
+    values = np.zeros(len(ids), np.float32)
+    for token, weight in given.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise CheckpointError(
+                f"{path}: the weight of {token!r} is {json.dumps(weight)[:50]}, wanted a finite "
+                "number"
+            )
+        if not 0 <= ids.get(token, -1) < len(values):
+            raise CheckpointError(f"{path}: {token!r} is no token of the tokenizer in {folder}")
+        values[ids[token]] = weight
+    return values

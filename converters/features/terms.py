@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from converters.family import Fields, TermHead
-from converters.fields import activation_of
+from converters.fields import activation_of, refuse_unknown
 from converters.heads import (
     MODEL_CONFIG,
     Layout,
@@ -113,8 +113,23 @@ def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
     modules = modules_of(source, route)
     head, folder = found.head, ""
     if modules is not None:
-        folder = modules[0].path
-        head = _with_pooling(source / modules[1].path, head)
+        folder, pooling = modules[0].path, source / modules[1].path
+        config = module_config(pooling)
+        if unknown := sorted(set(config) - {*WIDTHS, *CHOICES, "chunk_size"}):
+            raise UnsupportedModel(
+                f"{pooling}: SpladePooling with {', '.join(unknown)} is not supported"
+            )
+        for key in WIDTHS:
+            if config.get(key) not in (None, head.vocab_size):
+                raise CheckpointError(
+                    f"{pooling}: {key} is {config[key]}, the model's vocab_size {head.vocab_size}"
+                )
+        for key, known in CHOICES.items():
+            config[key] = config.get(key) or known[0]
+            refuse_unknown(f"{pooling}: {key}", config[key], known)
+        head = msgspec.structs.replace(
+            head, over_tokens=config["pooling_strategy"], activation=config["activation_function"]
+        )
     tower = source / folder
     refuse_chat_template(tower)
     layout = sparse_layout(source, folder, head)
@@ -132,29 +147,4 @@ def sparse_layout(source: Path, folder: str, head: Vocabulary) -> Layout:
         heads={"sparse": msgspec.structs.replace(head, max_active=most)},
         prompts=prompts,
         default_prompt_name=default_prompt_name,
-    )
-
-
-def _with_pooling(folder: Path, head: Vocabulary) -> Vocabulary:
-    """The head with the settings of a SpladePooling."""
-    config = module_config(folder)
-    if unknown := sorted(set(config) - {*WIDTHS, *CHOICES, "chunk_size"}):
-        raise UnsupportedModel(
-            f"{folder}: SpladePooling with {', '.join(unknown)} is not supported"
-        )
-    for key in WIDTHS:
-        if config.get(key) not in (None, head.vocab_size):
-            raise CheckpointError(
-                f"{folder}: {key} is {config[key]}, the model's vocab_size {head.vocab_size}"
-            )
-    chosen = {key: config.get(key) or known[0] for key, known in CHOICES.items()}
-    for key, known in CHOICES.items():
-        if chosen[key] not in known:
-            raise UnsupportedModel(
-                f"{folder}: {key} {chosen[key]!r} is not supported; known: {', '.join(known)}"
-            )
-    return msgspec.structs.replace(
-        head,
-        over_tokens=chosen["pooling_strategy"],
-        activation=chosen["activation_function"],
     )

@@ -2,7 +2,8 @@
 
 It is not left to transformers: what version 5 builds has other ids than training had. It leaves
 out DeBERTa's normalization and ALBERT's way with numbers, puts a space after each of ALBERT's
-symbols, and none before Mistral's texts.
+symbols, and none before Mistral's texts. The rules of each class of tokenizer are those of
+transformers 4, with which the models were trained and published.
 """
 
 import random
@@ -24,9 +25,8 @@ from tokenizers import (
 )
 from tokenizers.models import BPE, Unigram
 
-from converters.field_types import TOKENIZER_FIELDS, check_fields
+from converters.field_types import CONFIG_FIELDS, TOKENIZER_FIELDS, check_fields
 from converters.heads import read_optional_json
-from converters.tokenizers.sentencepiece_families import FAMILIES, Family, class_name
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 SPACE = "▁"  # what SentencePiece writes for a space
@@ -64,6 +64,99 @@ PLACES = ("$A", "|", "$B")  # of a template, which are no tokens
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 ADVICE = "save one with tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a class of tokenizers makes ids of the pieces of its SentencePiece model.
+
+    The vocabulary is `before`, then the pieces without the first `dropped`, then `extra_ids` more.
+    `template` is a text between special tokens, and after the bar what a second text adds; `:1` is
+    a token type. `tokens` are the special tokens where tokenizer_config.json names no others.
+    """
+
+    file: str
+    template: str
+    tokens: Mapping[str, str]
+    before: tuple[str, ...] = ()
+    dropped: int = 0
+    extra_ids: int = 0  # <extra_id_0> and so on, of which the first is last
+    lowercase: bool | None = None  # the default of do_lower_case; None: it has no such switch
+    is_albert: bool = False  # replaces quotes and accents; no piece ends with a digit and a comma
+    has_ends: bool = False  # the switches add_bos_token and add_eos_token
+    has_legacy: bool = False  # the switch legacy: a space before each part of a text, or the first
+
+
+_CLS_SEP = "cls $A sep | $B:1 sep:1"
+_BOS_EOS = "bos $A eos | eos $B eos"
+_FAIRSEQ = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>", "mask": "<mask>"}
+
+FAMILIES = {
+    "AlbertTokenizer": Family(
+        "spiece.model",
+        _CLS_SEP,
+        {"cls": "[CLS]", "sep": "[SEP]", "unk": "<unk>", "pad": "<pad>", "mask": "[MASK]"},
+        lowercase=True,
+        is_albert=True,
+    ),
+    "CamembertTokenizer": Family(
+        "sentencepiece.bpe.model",
+        _BOS_EOS,
+        _FAIRSEQ,
+        before=("<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED"),
+        dropped=1,
+    ),
+    "DebertaV2Tokenizer": Family(
+        "spm.model",
+        _CLS_SEP,
+        {"cls": "[CLS]", "sep": "[SEP]", "unk": "[UNK]", "pad": "[PAD]", "mask": "[MASK]"},
+        lowercase=False,
+    ),
+    "GemmaTokenizer": Family(
+        "tokenizer.model",
+        "bos $A eos | bos:1 $B:1 eos:1",
+        {"bos": "<bos>", "eos": "<eos>", "unk": "<unk>", "pad": "<pad>"},
+        has_ends=True,
+    ),
+    "LlamaTokenizer": Family(
+        "tokenizer.model",
+        "bos $A eos | bos:1 $B:1 eos:1",
+        {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
+        has_ends=True,
+        has_legacy=True,
+    ),
+    "T5Tokenizer": Family(
+        "spiece.model",
+        "$A eos | $B eos",
+        {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
+        extra_ids=100,
+    ),
+    "XLMRobertaTokenizer": Family(
+        "sentencepiece.bpe.model",
+        _BOS_EOS,
+        _FAIRSEQ,
+        before=("<s>", "<pad>", "</s>", "<unk>"),
+        dropped=3,
+    ),
+}
+
+# The classes that transformers takes if none is named; for Mistral's, the one that models name.
+CLASSES_BY_TYPE = {
+    "albert": "AlbertTokenizer",
+    "camembert": "CamembertTokenizer",
+    "deberta-v2": "DebertaV2Tokenizer",
+    "gemma2": "GemmaTokenizer",
+    "gemma3_text": "GemmaTokenizer",
+    "gte": "XLMRobertaTokenizer",
+    "jina_embeddings_v3": "XLMRobertaTokenizer",
+    "llama": "LlamaTokenizer",
+    "llama_bidirec": "LlamaTokenizer",
+    "ministral3": "LlamaTokenizer",
+    "mistral": "LlamaTokenizer",
+    "new": "XLMRobertaTokenizer",
+    "t5": "T5Tokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +224,18 @@ class TokenizerFiles:
         return filled
 
 
+def class_name(folder: Path) -> str | None:
+    """The class of the tokenizer in a folder, without "Fast": the one that its files name, or the
+    one of its model type where they name none."""
+    types = {key: CONFIG_FIELDS[key] for key in ("model_type", "tokenizer_class")}
+    config = read_optional_json(folder / "config.json", types)
+    named = read_optional_json(folder / "tokenizer_config.json").get("tokenizer_class")
+    name = named or config.get("tokenizer_class")
+    return (
+        name.removesuffix("Fast") if name else CLASSES_BY_TYPE.get(config.get("model_type") or "")
+    )
+
+
 def build_from_sentencepiece(folder: Path) -> bytes:
     """Build the content of a tokenizer.json from the SentencePiece model in a folder.
 
@@ -140,14 +245,40 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     """
     files = _read(folder)
     _refuse(files)
-    _adapt(files)
+    spec, pieces = files.proto.normalizer_spec, files.proto.pieces
+    if files.family.is_albert:
+        # its authors cut these pieces again; transformers' AlbertConverter lowers their scores
+        for piece in pieces:
+            if piece.piece[-1:] == "," and piece.piece[-2:-1].isdigit():
+                piece.score -= AVOIDED
+    if files.prefixes_once:
+        spec.add_dummy_prefix = False
     tokenizer = Tokenizer(_model(files))
     tokenizer.normalizer = _normalizer(files)
-    tokenizer.pre_tokenizer = _pre_tokenizer(files)
-    tokenizer.decoder = _decoder(files)
+    # what cuts a text into words, whose pieces are found sooner; nothing if pieces span words
+    if files.prefixes_once:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            SPACE, prepend_scheme="first", split=False
+        )
+    elif not any(SPACE in piece.piece[1:] for piece in pieces):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never")
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if spec.add_dummy_prefix or files.prefixes_once:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
     special = _special_tokens(files)
     _add_tokens(files, tokenizer, special)
-    _add_template(files, tokenizer)
+    # special tokens around each text and pair
+    template = files.template
+    ids = {token: tokenizer.token_to_id(token) for token, _ in template if token not in PLACES}
+    for token in ids:
+        if tokenizer.model.token_to_id(token) is None and token not in files.stated_ids:
+            raise CheckpointError(f"{files.path} has no piece {token!r}; {ADVICE}")
+    parts = [f"{token}:{kind}" for token, kind in template]
+    bar = parts.index("|:0")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=parts[:bar], pair=parts[:bar] + parts[bar + 1 :], special_tokens=list(ids.items())
+    )
     _compare(files, tokenizer, {token.content for token in special})
     return tokenizer.to_str().encode()
 
@@ -214,17 +345,6 @@ def _refuse(files: TokenizerFiles) -> None:
         raise UnsupportedModel(f"{files.path} has pieces marked as unused; {ADVICE}")
 
 
-def _adapt(files: TokenizerFiles) -> None:
-    """Change the model where the family does not use it as it is."""
-    if files.family.is_albert:
-        # its authors cut these pieces again; transformers' AlbertConverter lowers their scores
-        for piece in files.proto.pieces:
-            if piece.piece[-1:] == "," and piece.piece[-2:-1].isdigit():
-                piece.score -= AVOIDED
-    if files.prefixes_once:
-        files.proto.normalizer_spec.add_dummy_prefix = False
-
-
 def _model(files: TokenizerFiles) -> Unigram | BPE:
     family, trainer = files.family, files.proto.trainer_spec
     vocabulary = [
@@ -235,21 +355,18 @@ def _model(files: TokenizerFiles) -> Unigram | BPE:
     unknown = files.id_of(trainer.unk_id)
     if trainer.model_type == UNIGRAM_MODEL:
         return Unigram(vocabulary, unk_id=unknown, byte_fallback=trainer.byte_fallback)
+    # the pairs of pieces that SentencePiece joins, in its order: by the score of the result
+    normal = [one for one in files.proto.pieces if one.type == NORMAL]
+    pieces = [one.piece for one in sorted(normal, key=lambda one: -one.score)]
+    names = set(pieces)
+    cuts = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
     return BPE(
         {name: number for number, (name, _) in enumerate(vocabulary)},
-        _merges(files.proto),
+        [(left, right) for left, right in cuts if left in names and right in names],
         unk_token=vocabulary[unknown][0],
         fuse_unk=True,
         byte_fallback=trainer.byte_fallback,
     )
-
-
-def _merges(proto: Any) -> list[tuple[str, str]]:
-    """The pairs of pieces that SentencePiece joins, in its order: by the score of the result."""
-    pieces = sorted((one for one in proto.pieces if one.type == NORMAL), key=lambda one: -one.score)
-    names = {one.piece for one in pieces}
-    cuts = ((one.piece[:at], one.piece[at:]) for one in pieces for at in range(1, len(one.piece)))
-    return [(left, right) for left, right in cuts if left in names and right in names]
 
 
 def _normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
@@ -270,22 +387,6 @@ def _normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
     if spec.add_dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
-
-
-def _pre_tokenizer(files: TokenizerFiles) -> pre_tokenizers.PreTokenizer | None:
-    """What cuts a text into words, whose pieces are found sooner; None if pieces span words."""
-    if files.prefixes_once:
-        return pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
-    if any(SPACE in piece.piece[1:] for piece in files.proto.pieces):
-        return None
-    return pre_tokenizers.Metaspace(SPACE, prepend_scheme="never")
-
-
-def _decoder(files: TokenizerFiles) -> decoders.Decoder:
-    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if files.proto.normalizer_spec.add_dummy_prefix or files.prefixes_once:
-        steps.append(decoders.Strip(" ", 1, 0))
-    return decoders.Sequence(steps)
 
 
 def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
@@ -327,20 +428,6 @@ def _add_tokens(files: TokenizerFiles, tokenizer: Tokenizer, special: list[Added
         tokenizer.add_tokens(
             [AddedToken(one, normalized=True) for one in symbols if one not in known]
         )
-
-
-def _add_template(files: TokenizerFiles, tokenizer: Tokenizer) -> None:
-    """Have special tokens put around each text and pair."""
-    template = files.template
-    ids = {token: tokenizer.token_to_id(token) for token, _ in template if token not in PLACES}
-    for token in ids:
-        if tokenizer.model.token_to_id(token) is None and token not in files.stated_ids:
-            raise CheckpointError(f"{files.path} has no piece {token!r}; {ADVICE}")
-    parts = [f"{token}:{kind}" for token, kind in template]
-    bar = parts.index("|:0")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=parts[:bar], pair=parts[:bar] + parts[bar + 1 :], special_tokens=list(ids.items())
-    )
 
 
 def _compare(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> None:

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from converters.heads import read_optional_json
-from converters.tokenizers.sentencepiece_families import FAMILIES, class_name
-from converters.tokenizers.sentencepiece_model import build_from_sentencepiece
+from converters.tokenizers.sentencepiece_model import (
+    FAMILIES,
+    build_from_sentencepiece,
+    class_name,
+)
 from jaxembed.errors import CheckpointError
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
@@ -49,8 +52,31 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     if lowercase:
         stored = _lowercased(folder, stored)
     stored = _ended(folder, stored)
-    _check(folder, stored, vocab_size)
+    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
+        raise CheckpointError(
+            f"the tokenizer in {folder} has ids up to {largest}, the model only {vocab_size} "
+            "embeddings; remove the added tokens that the model never learnt"
+        )
+    lowers = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
+    for step in _steps(json.loads(stored).get("normalizer")):
+        if step["type"] == "BertNormalizer" and lowers is not None and step["lowercase"] != lowers:
+            logger.warning(
+                "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
+                "is used",
+                folder,
+                lowers,
+                step["lowercase"],
+            )
     return stored
+
+
+def special_token(folder: Path, name: str, otherwise: str | None = None) -> str | None:
+    """A token that tokenizer_config.json names; None where it names none and there is no other."""
+    token = read_optional_json(folder / "tokenizer_config.json").get(name, otherwise)
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else str(token)
 
 
 def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
@@ -99,9 +125,12 @@ def _lowercased(folder: Path, stored: bytes) -> bytes:
     Raises CheckpointError for a damaged tokenizer."""
     parse_tokenizer(stored, f"the tokenizer in {folder}")
     tokenizer = json.loads(stored)
-    normalizer = tokenizer.get("normalizer")
-    steps = _steps(normalizer)
-    if any(_lowers(step) for step in steps):
+    steps = _steps(tokenizer.get("normalizer"))
+    # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
+    if any(
+        step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
+        for step in steps
+    ):
         return stored
     tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
     return json.dumps(tokenizer, ensure_ascii=False).encode()
@@ -114,12 +143,6 @@ def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
-def _lowers(step: dict[str, Any]) -> bool:
-    """Whether a step lowers the text."""
-    # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
-    return step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
-
-
 def _ended(folder: Path, stored: bytes) -> bytes:
     """Append the end token if tokenizer_config.json has add_eos_token and tokenizer.json does not.
 
@@ -129,8 +152,7 @@ def _ended(folder: Path, stored: bytes) -> bytes:
     config = read_optional_json(folder / "tokenizer_config.json")
     if config.get("add_eos_token") is not True:
         return stored
-    token = config.get("eos_token")
-    token = str(token["content"] if isinstance(token, dict) else token)
+    token = str(special_token(folder, "eos_token"))
     tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
     number = tokenizer.token_to_id(token)
     if number is None:
@@ -138,10 +160,19 @@ def _ended(folder: Path, stored: bytes) -> bytes:
     ids = tokenizer.encode("a").ids
     if ids[-1:] == [number]:
         return stored
+    first, second = (
+        [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
+        for text in "AB"
+    )
+    ending = {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": first + second,
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+    }
     content = json.loads(stored)
     steps = [content["post_processor"]] if content.get("post_processor") else []
-    steps.append(_ending(token, number))
-    content["post_processor"] = {"type": "Sequence", "processors": steps}
+    content["post_processor"] = {"type": "Sequence", "processors": [*steps, ending]}
     ended = json.dumps(content, ensure_ascii=False).encode()
     if parse_tokenizer(ended, f"the tokenizer in {folder}").encode("a").ids != [*ids, number]:
         raise CheckpointError(
@@ -149,43 +180,3 @@ def _ended(folder: Path, stored: bytes) -> bytes:
             "puts around a text; save it with a post-processor that does both"
         )
     return ended
-
-
-def _ending(token: str, number: int) -> dict[str, Any]:
-    """A post-processor that appends a token to every text."""
-    first, second = (
-        [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
-        for text in "AB"
-    )
-    return {
-        "type": "TemplateProcessing",
-        "single": first,
-        "pair": first + second,
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
-    }
-
-
-def _check(folder: Path, stored: bytes, vocab_size: int) -> None:
-    """Raise CheckpointError if the tokenizer has ids that the embedding table lacks."""
-    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
-        raise CheckpointError(
-            f"the tokenizer in {folder} has ids up to {largest}, the model only {vocab_size} "
-            "embeddings; remove the added tokens that the model never learnt"
-        )
-    _compare(folder, json.loads(stored))
-
-
-def _compare(folder: Path, tokenizer: dict[str, Any]) -> None:
-    """Warn if tokenizer_config.json and tokenizer.json disagree about lowering the text."""
-    lowers = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
-    for step in _steps(tokenizer.get("normalizer")):
-        if step["type"] == "BertNormalizer" and lowers is not None and step["lowercase"] != lowers:
-            logger.warning(
-                "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
-                "is used",
-                folder,
-                lowers,
-                step["lowercase"],
-            )

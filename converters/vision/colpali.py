@@ -14,7 +14,6 @@ from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import either, require
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
-from converters.tokenizers.tokenizer import read_tokenizer
 from converters.vision.dual import (
     SIGLIP,
     TOWER_SIZES,
@@ -24,7 +23,7 @@ from converters.vision.dual import (
     linear_rules,
     patch_rules,
 )
-from converters.vision.page_words import FILLERS, PageModel, PageWords, read_part
+from converters.vision.pages import FILLERS, PageModel, PageWords, read_part
 from converters.weights import Rule, one_plus
 
 # What transformers takes where a part does not say; sizes must be there.
@@ -44,7 +43,7 @@ GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than 
 ]
 
 
-def read_colpali(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
+def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
@@ -66,9 +65,7 @@ def read_colpali(source: Path, hf: Mapping[str, Any], options: Options) -> Outli
         "image": {key: value for key, value in vars(of_images).items() if value is not None},
         "image_token_id": image_id,
     }
-    words = PageWords(
-        source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
-    )
+    words = PageWords(source, text["vocab_size"])
     asked = read_optional_json(source / "processor_config.json")
     prompt = asked.get("query_prefix", QUERY_PREFIX)
     before, pad = words.special("bos_token"), words.special("pad_token")
@@ -81,7 +78,6 @@ def read_colpali(source: Path, hf: Mapping[str, Any], options: Options) -> Outli
             *patch_rules("", "tower.image.tower", bias=True),
             *clip_rules("", "post_layernorm", "tower.image.tower"),
             *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
-            *model.projection_rules,
         ),
         ignored=("lm_head.weight", "embeddings.position_ids", "head.*"),
         prefixes=("vlm.", "model.", "language_model.", "model.", "vision_tower.", "vision_model."),

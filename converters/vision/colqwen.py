@@ -1,4 +1,7 @@
-"""Converts ColQwen2, which reads pages: Qwen2-VL or Qwen2.5-VL, and a projection of each token."""
+"""Converts ColQwen2, which reads pages: Qwen2-VL or Qwen2.5-VL, and a projection of each token.
+
+First the language model and the words around pages, then the tower of images.
+"""
 
 import math
 from collections.abc import Mapping
@@ -6,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from converters.families import qwen3
 from converters.families.decoders import decoder_config, head_width_of, is_causal
@@ -13,22 +17,53 @@ from converters.families.qwen3 import qwen_windows
 from converters.families.rope import read_parameters, rope_parameters
 from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
+from converters.fields import activation_of, refuse_unknown
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
-from converters.tokenizers.tokenizer import read_tokenizer
-from converters.vision.dual import processor_fields
+from converters.vision.dual import convolution, processor_fields
 from converters.vision.image_rules import read_rules
-from converters.vision.page_words import FILLERS, PageModel, PageWords, read_part
-from converters.vision.qwen_vision import (
-    SECOND,
-    VISION_DEFAULTS,
-    vision_config,
-    vision_rules,
-    with_defaults,
+from converters.vision.pages import FILLERS, PageModel, PageWords, read_part
+from converters.weights import (
+    Rule,
+    Transform,
+    concatenate,
+    concatenate_transposed,
+    transpose,
 )
 from jaxembed.data.spec import ImageRules
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.preprocessing.images.prepare import MOST_ASPECT
+
+SECOND, SECOND_AND_HALF = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
+
+# What transformers takes where vision_config names no value.
+VISION_DEFAULTS: dict[str, dict[str, Any]] = {
+    SECOND: {
+        "depth": 32,
+        "embed_dim": 1280,
+        "hidden_size": 3584,
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": 4,
+    },
+    SECOND_AND_HALF: {
+        "depth": 32,
+        "hidden_size": 3584,
+        "out_hidden_size": 3584,
+        "hidden_act": "silu",
+        "intermediate_size": 3420,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+SHARED_DEFAULTS = {
+    "num_heads": 16,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+FRAMES = 2  # of an image, which are both the image
+AXIAL_THETA = 10_000.0
 
 # What transformers takes where a file names no value.
 LM_DEFAULTS: dict[str, Any] = {
@@ -50,19 +85,15 @@ PAGE_TEXT = (
 )
 
 
-def read_colqwen(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
+def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     kind = vlm.get("model_type", SECOND)
-    if kind not in VISION_DEFAULTS:
-        raise UnsupportedModel(
-            f"vlm_config of model_type {kind!r} is not supported; known: "
-            f"{', '.join(VISION_DEFAULTS)}"
-        )
+    refuse_unknown("vlm_config of model_type", kind, VISION_DEFAULTS)
     text = _text_config(_part(source, vlm, "text_config", kind))
-    given = with_defaults(_part(source, vlm, "vision_config", kind), kind)
-    image = vision_config(given, kind)
+    seen = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
+    image = vision_config(seen, kind)
     if image["out_size"] != text["hidden_size"]:
         raise CheckpointError(
             f"the tower of images gives {image['out_size']} numbers a token, and the language "
@@ -70,37 +101,29 @@ def read_colqwen(source: Path, hf: Mapping[str, Any], options: Options) -> Outli
         )
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
     config = text | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
-    words = PageWords(
-        source, read_tokenizer(source, lowercase=False, vocab_size=text["vocab_size"])
-    )
+    words = PageWords(source, text["vocab_size"])
     asked = read_optional_json(source / "processor_config.json")
     rules = _image_rules(
-        source, given, words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT), image_id
+        source, seen, words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT), image_id
     )
     prompt = asked.get("query_prefix") or QUERY_PREFIX
-    model = PageModel(hf, config, rules, prompt, _limit(rules, text["max_positions"]))
+    limit, positions = most_tokens(rules), text["max_positions"]
+    if limit > positions:
+        raise CheckpointError(
+            f"a page has up to {limit} tokens, and the model positions for {positions}; lower "
+            "max_pixels in preprocessor_config.json"
+        )
+    model = PageModel(hf, config, rules, prompt, limit)
     tensors = TensorRules(
         rules=(
             *qwen3.FAMILY.rules,
             *vision_rules("visual", "tower.image"),
-            *model.projection_rules,
         ),
         ignored=("lm_head.weight",),
         prefixes=("vlm.", "model.", "language_model.", "model."),
     )
     tokenizer = words.framed("", words.special("pad_token") * FILLERS + "\n", prompt)
     return model.outline(source, options, tensors, tokenizer)
-
-
-def _limit(rules: ImageRules, positions: int) -> int:
-    """The most tokens of a page. Raises CheckpointError if the model has no positions for them."""
-    limit = most_tokens(rules)
-    if limit > positions:
-        raise CheckpointError(
-            f"a page has up to {limit} tokens, and the model positions for {positions}; lower "
-            "max_pixels in preprocessor_config.json"
-        )
-    return limit
 
 
 def most_tokens(rules: ImageRules) -> int:
@@ -171,3 +194,92 @@ def _text_config(given: dict[str, Any]) -> dict[str, Any]:
         | qwen_windows(hf, causal)
         | {"qkv_bias": True, "out_bias": False, "qk_norm": False, "rope_sections": sections}
     )
+
+
+def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Read the fields of QwenVisionConfig from a vision_config, whose defaults are filled in.
+
+    Raises UnsupportedModel for settings that we do not run, and CheckpointError for inconsistent
+    ones.
+    """
+    fields = dict(hf)
+    dim = fields["embed_dim" if kind == SECOND else "hidden_size"]
+    for name, only in (("in_channels", 3), ("temporal_patch_size", FRAMES)):
+        refuse_unknown(name, fields[name], (only,))
+    if dim % (4 * fields["num_heads"]):
+        raise CheckpointError(
+            f"the tower of images is {dim} wide; wanted a multiple of 4 * num_heads, which is "
+            f"{4 * fields['num_heads']}, to rotate pairs by row and by column"
+        )
+    rope = fields.get("rope_parameters") or {}
+    angles = rope.get("rope_type", "axial")
+    if angles != "axial":
+        raise UnsupportedModel(f"rope_type {angles!r} of images is not supported; known: axial")
+    config = {
+        "hidden_size": dim,
+        "num_layers": fields["depth"],
+        "num_heads": fields["num_heads"],
+        "patch_bytes": 3 * fields["patch_size"] ** 2,
+        "merge": fields["spatial_merge_size"],
+        "activation": activation_of(fields, "hidden_act"),
+        "rope_theta": float(rope.get("rope_theta") or AXIAL_THETA),
+    }
+    if kind == SECOND:
+        return config | {
+            "intermediate_size": int(dim * fields["mlp_ratio"]),
+            "out_size": fields["hidden_size"],
+        }
+    side = fields["window_size"] // fields["spatial_merge_size"] // fields["patch_size"]
+    if not side:
+        raise CheckpointError(f"window_size {fields['window_size']} is less than a token's side")
+    return config | {
+        "intermediate_size": fields["intermediate_size"],
+        "out_size": fields["out_hidden_size"],
+        "rms_norm": True,
+        "window": side,
+        "global_layers": list(fields["fullatt_block_indexes"]),
+    }
+
+
+def vision_rules(source: str, target: str) -> list[Rule]:
+    """The rules of the tower whose tensors begin with `source`, for the parameters of `target`."""
+    block, layer = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
+    gated = [f"{block}.mlp.{name}_proj" for name in ("gate", "up")]
+    names = {
+        f"{block}.attn.qkv": f"{layer}.qkv",
+        f"{block}.attn.proj": f"{layer}.out",
+        f"{block}.mlp.fc1": f"{layer}.mlp.up",
+        f"{block}.mlp.fc2": f"{layer}.mlp.down",
+        f"{block}.mlp.down_proj": f"{layer}.mlp.down",
+        f"{source}.merger.mlp.0": f"{target}.up",
+        f"{source}.merger.mlp.2": f"{target}.down",
+    }
+    norms = {
+        f"{block}.norm1": f"{layer}.attention_norm",
+        f"{block}.norm2": f"{layer}.mlp_norm",
+        f"{source}.merger.ln_q": f"{target}.norm",
+    }
+    return [
+        Rule(f"{source}.patch_embed.proj.weight", f"{target}.patch.kernel", still_kernel),
+        *(Rule(f"{old}.weight", f"{new}.kernel", transpose) for old, new in names.items()),
+        *(Rule(f"{old}.weight", f"{new}.scale") for old, new in norms.items()),
+        *(Rule(f"{old}.bias", f"{new}.bias") for old, new in (names | norms).items()),
+        Rule(
+            tuple(f"{one}.weight" for one in gated),
+            f"{layer}.mlp.gate_up.kernel",
+            concatenate_transposed,
+        ),
+        Rule(tuple(f"{one}.bias" for one in gated), f"{layer}.mlp.gate_up.bias", concatenate),
+    ]
+
+
+def _still_kernel(array: np.ndarray) -> np.ndarray:
+    still = array.astype(np.float32).sum(axis=2)  # bfloat16 would round the sum
+    return np.ascontiguousarray(still.transpose(2, 3, 1, 0).reshape(-1, len(still)))
+
+
+still_kernel = Transform(
+    _still_kernel,
+    lambda sources, shape: convolution(sources, shape, (3, FRAMES)),
+    dtype="float32",
+)

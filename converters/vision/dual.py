@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from converters.family import TensorRules
 from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import activation_of, require
+from converters.fields import activation_of, given, refuse_unknown, require
 from converters.heads import (
     Layout,
     dense_rules,
@@ -25,7 +25,7 @@ from converters.heads import (
     token_limit,
 )
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
-from converters.tokenizers.tokenizer import read_tokenizer
+from converters.tokenizers.tokenizer import read_tokenizer, special_token
 from converters.vision.image_rules import read_rules
 from converters.weights import (
     Rule,
@@ -135,10 +135,10 @@ class _Source:
         """The config of a half with transformers' defaults. What old files call `..._dict` comes
         first there, with its own defaults."""
         path = str(self.folder / "config.json")
-        given, older = (_not_null(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
-        for one in (given, older):
+        stated, older = (given(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
+        for one in (stated, older):
             check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
-        fields = {**defaults, **({**given, **defaults, **older} if older else given)}
+        fields = {**defaults, **({**stated, **defaults, **older} if older else stated)}
         require(fields, TOWER_SIZES)
         if fields["hidden_size"] % fields["num_attention_heads"]:
             raise CheckpointError(
@@ -181,13 +181,21 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
                 f"architecture {architecture!r} of a {kind} model is not supported; known: "
                 f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
             )
-    model = _Source(folder, folder_of(source), kind, hf, _normalizes(source))
+    kinds = [kind for kind, _ in listed_modules(source) or ()]
+    known = {*kinds[1:]} <= NORMALIZE and not {*kinds[:1]} & NORMALIZE
+    if not known or (not kinds and (source / "modules.json").is_file()):
+        raise UnsupportedModel(
+            f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
+            "texts and images are not supported; wanted one, then perhaps Normalize"
+        )
+    # vectors are scaled to length one as modules.json says, and without one they are
+    model = _Source(folder, folder_of(source), kind, hf, len(kinds) != 1)
     halves: dict[str, Outline] = {}
     for route, half in ((TEXT_ROUTE, _text), (IMAGE_ROUTE, _image)):
         tensors, config, head, tokenizer, further = half(model)
         prompts, default = read_prompts(source)
         layout = Layout(model.tower, {"dense": head}, prompts=prompts, default_prompt_name=default)
-        fields = _not_null(vars(config))
+        fields = given(vars(config))
         spec = spec_of(
             options, layout, fields, hf, architecture="clip", token_types=False, **further
         )
@@ -215,13 +223,27 @@ def _text(model: _Source) -> _Parts:
         _check_end(model.folder, tokenizer, None if eos == OLD_EOS else eos)
         projection, tensor = _projection(model, config), "text_projection"
     else:
-        name = _special_token(model.folder, "eos_token")
+        folder, parsed = model.folder, Tokenizer.from_str(tokenizer.decode())
+        name = special_token(folder, "eos_token")
         if name is not None:
-            named = Tokenizer.from_str(tokenizer.decode()).token_to_id(name)
-            _check_end(model.folder, tokenizer, named)
-        _check_filling(model.folder, tokenizer)
+            _check_end(folder, tokenizer, parsed.token_to_id(name))
+        # SigLIP was not trained on texts that begin with a token of their own, nor on ones that
+        # are filled up on the left
+        side = read_optional_json(folder / "tokenizer_config.json").get("padding_side")
+        if side is not None:
+            refuse_unknown(f"{folder}: padding_side", side, ("right",))
+        begin = special_token(folder, "bos_token")
+        if begin is not None and parsed.encode("a").tokens[:1] == [begin]:
+            raise UnsupportedModel(f"{folder}: texts that begin with {begin} are not supported")
         further["max_input_tokens"] = length = config.max_positions
-        filler = _padding_id(model.folder, tokenizer, hf)
+        token = special_token(folder, "pad_token")
+        filler = None if token is None else parsed.token_to_id(token)
+        filler = hf.get("pad_token_id") if filler is None else filler
+        if not isinstance(filler, int) or not 0 <= filler < vocab_size:
+            raise CheckpointError(
+                f"{folder} names no token that texts are filled up with: wanted pad_token in "
+                "tokenizer_config.json"
+            )
         further["filled"] = Expansion(filler, length, attended=True)
         width = hf.get("projection_size") or config.hidden_size
         projection = DenseLayer(
@@ -241,12 +263,21 @@ def _text(model: _Source) -> _Parts:
 def _image(model: _Source) -> _Parts:
     """The half of images. CLIP's vector is made of the class token, SigLIP's of what a learned
     query finds."""
-    hf = _image_fields(model)
+    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
     is_clip, resizes = model.kind == CLIP, model.kind == SIGLIP2
+    require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
+    refuse_unknown("num_channels", hf["num_channels"], (3,))
+    if not is_clip and not hf["vision_use_head"]:
+        raise UnsupportedModel("vision_use_head false is not supported; known: true")
+    if resizes and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
+        raise UnsupportedModel(
+            f"num_patches {hf['num_patches']} is not supported; known: a square number"
+        )
     rules = image_rules(model.folder, hf, model.kind)
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
-    tokens = _most_tokens(rules)
+    patches = prod(rules.grid) if rules.most_patches is None else rules.most_patches
+    tokens = len(rules.before) + patches + len(rules.after)  # the most of an image
     config = clip_config(
         hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
         resizes_positions=resizes,
@@ -288,22 +319,6 @@ def _image(model: _Source) -> _Parts:
     return tensors, config, head, b"", {"max_input_tokens": tokens, "image": rules}
 
 
-def _image_fields(model: _Source) -> dict[str, Any]:
-    """The config of the half of images. Raises UnsupportedModel for what its tower does not run."""
-    hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
-    resizes = model.kind == SIGLIP2
-    require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
-    if hf["num_channels"] != 3:
-        raise UnsupportedModel(f"num_channels {hf['num_channels']} is not supported; known: 3")
-    if model.kind != CLIP and not hf["vision_use_head"]:
-        raise UnsupportedModel("vision_use_head false is not supported; known: true")
-    if resizes and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
-        raise UnsupportedModel(
-            f"num_patches {hf['num_patches']} is not supported; known: a square number"
-        )
-    return hf
-
-
 NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
@@ -319,6 +334,24 @@ def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
         activation=activation_of(dict(hf), "hidden_act"),
         **switches,
     )
+
+
+def convolution(
+    sources: Sequence[Tensor], shape: Shape, inner: tuple[int, ...] = (3,)
+) -> list[str]:
+    """Check kernels `[out, *inner, size, size]` for a weight `[3 * size * size, out]`."""
+    side = isqrt(shape[0] // 3)
+    return [
+        f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
+        for source in sources
+        if source.shape != (shape[1], *inner, side, side)
+    ]
+
+
+patch_kernel = Transform(
+    lambda array: np.ascontiguousarray(array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])),
+    convolution,
+)
 
 
 def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
@@ -424,23 +457,6 @@ def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
     return found
 
 
-def _most_tokens(rules: ImageRules) -> int:
-    """The most tokens of an image, those around its patches included."""
-    most = prod(rules.grid) if rules.most_patches is None else rules.most_patches
-    return len(rules.before) + most + len(rules.after)
-
-
-def _check_filling(folder: Path, stored: bytes) -> None:
-    """Raise UnsupportedModel for texts that begin with a token of their own, or are filled up on
-    the left: SigLIP was trained on neither."""
-    side = read_optional_json(folder / "tokenizer_config.json").get("padding_side")
-    if side not in (None, "right"):
-        raise UnsupportedModel(f"{folder}: padding_side {side!r} is not supported; known: right")
-    begin, tokenizer = _special_token(folder, "bos_token"), Tokenizer.from_str(stored.decode())
-    if begin is not None and tokenizer.encode("a").tokens[:1] == [begin]:
-        raise UnsupportedModel(f"{folder}: texts that begin with {begin} are not supported")
-
-
 def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
     """Raise CheckpointError unless texts end with this token, or with the one of the largest id."""
     tokenizer = Tokenizer.from_str(stored.decode())
@@ -452,70 +468,12 @@ def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
         )
 
 
-def _padding_id(folder: Path, stored: bytes, hf: Mapping[str, Any]) -> int:
-    """The token that texts are filled up with: that of the tokenizer, else of the config."""
-    token = _special_token(folder, "pad_token")
-    found = None if token is None else Tokenizer.from_str(stored.decode()).token_to_id(token)
-    found = hf.get("pad_token_id") if found is None else found
-    if not isinstance(found, int) or not 0 <= found < hf["vocab_size"]:
-        raise CheckpointError(
-            f"{folder} names no token that texts are filled up with: wanted pad_token in "
-            "tokenizer_config.json"
-        )
-    return found
-
-
-def _not_null(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _special_token(folder: Path, name: str) -> str | None:
-    """A token that tokenizer_config.json names."""
-    token = read_optional_json(folder / "tokenizer_config.json").get(name)
-    token = token.get("content") if isinstance(token, dict) else token
-    return None if token is None else str(token)
-
-
 def folder_of(source: Path) -> str:
     """Where the model lies within the source; "" is the source itself."""
     listed = listed_modules(source)
     if listed is not None and listed and listed[0][0] in DUAL_MODULES:
         return listed[0][1]
     return ""
-
-
-def _normalizes(source: Path) -> bool:
-    """Whether vectors are scaled to length one: as modules.json says, and without one they are.
-    Raises UnsupportedModel for other modules."""
-    listed = listed_modules(source)
-    if listed is None:
-        return True
-    kinds = [kind for kind, _ in listed]
-    if not kinds or not set(kinds[1:]) <= NORMALIZE or kinds[0] in NORMALIZE:
-        raise UnsupportedModel(
-            f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
-            "texts and images are not supported; wanted one, then perhaps Normalize"
-        )
-    return len(kinds) > 1
-
-
-def _patch_kernel(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0]))
-
-
-def _is_convolution(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    """Check a kernel `[out, 3, size, size]` for a weight `[3 * size * size, out]`."""
-    return [
-        f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
-        for source in sources
-        if len(source.shape) != 4
-        or source.shape[1] != 3
-        or source.shape[2] != source.shape[3]
-        or (3 * source.shape[2] ** 2, source.shape[0]) != shape
-    ]
-
-
-patch_kernel = Transform(_patch_kernel, _is_convolution)
 
 
 READER = Reader(is_dual, _outlines, lambda source, dense_path: [folder_of(source)])

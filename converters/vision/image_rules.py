@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from converters.fields import chosen, given
 from jaxembed.data.spec import ImageRules, Resample
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -56,23 +57,20 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     CheckpointError for damaged fields.
     """
     processor = _processor(config)
-    fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **_given(config)}
+    fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
     for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
         if fields.get(switch, wanted) is not wanted:
             raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
     if not fields["do_resize"]:
         raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
-    if fields["resample"] not in RESAMPLE_NAMES:
-        known = ", ".join(map(str, RESAMPLE_NAMES))
-        raise UnsupportedModel(f"resample {fields['resample']!r} is not supported; known: {known}")
-    shape = _shape(fields, processor, patch)
+    resample = chosen("resample", fields["resample"], RESAMPLE_NAMES)
     rules = ImageRules(
         patch=patch,
-        resample=RESAMPLE_NAMES[fields["resample"]],
+        resample=resample,
         rescale=_number("rescale_factor", fields["rescale_factor"]),
         mean=_colours("image_mean", fields["image_mean"]),
         std=_colours("image_std", fields["image_std"]),
-        **shape,
+        **_shape(fields, processor, patch),
     )
     if not all(rules.std):
         raise CheckpointError("image_std has a zero")
@@ -87,15 +85,24 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
 
 def _shape(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
     """The fields of ImageRules that tell what images are resized to."""
-    if processor == "Siglip2":
-        return _own_shape(fields, patch)
-    if processor == "Qwen2VL":
-        return _whole_tokens(fields, patch)
-    return _one_size(fields, processor)
-
-
-def _one_size(fields: Mapping[str, Any], processor: str) -> dict[str, Any]:
-    """The fields of ImageRules by which all images are brought to one size."""
+    if processor == "Siglip2":  # images keep their shape, within a number of patches
+        for name in ("size", "do_center_crop", "crop_size"):
+            if fields.get(name):
+                raise UnsupportedModel(
+                    f"{name} {fields[name]!r} of images that keep their shape is not supported"
+                )
+        _refuse_other_patches(fields, patch)
+        most = _whole("max_num_patches", fields["max_num_patches"], MOST_PATCHES)
+        return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
+    if processor == "Qwen2VL":  # images keep their shape, in whole tokens within an area
+        if fields["do_center_crop"]:
+            raise UnsupportedModel(
+                "do_center_crop true of images that keep their shape is unsupported"
+            )
+        _refuse_other_patches(fields, patch)
+        merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
+        return {"area": _area(fields), "merge": merge, "place_numbers": 3}  # time, row, column
+    # all images are brought to one size
     size, shortest = _size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     if crop is None and size is None:
@@ -105,45 +112,19 @@ def _one_size(fields: Mapping[str, Any], processor: str) -> dict[str, Any]:
     return {"size": size, "shortest": shortest, "crop": crop}
 
 
-def _own_shape(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
-    """The fields of ImageRules by which images keep their shape, within a number of patches."""
-    for name in ("size", "do_center_crop", "crop_size"):
-        if fields.get(name):
-            raise UnsupportedModel(
-                f"{name} {fields[name]!r} of images that keep their shape is not supported"
-            )
+def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
     if fields["patch_size"] != patch:
         raise UnsupportedModel(
             f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
             f"{patch}"
         )
-    most = fields["max_num_patches"]
-    if type(most) is not int or not 1 <= most <= MOST_PATCHES:
-        raise CheckpointError(
-            f"max_num_patches of images has {most!r}, wanted a whole number from 1 to "
-            f"{MOST_PATCHES}"
-        )
-    return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
-
-
-def _whole_tokens(fields: Mapping[str, Any], patch: int) -> dict[str, Any]:
-    """The fields of ImageRules by which images keep their shape, in whole tokens within an area."""
-    if fields["do_center_crop"]:
-        raise UnsupportedModel("do_center_crop true of images that keep their shape is unsupported")
-    if fields["patch_size"] != patch:
-        raise UnsupportedModel(
-            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
-            f"{patch}"
-        )
-    merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
-    return {"area": _area(fields), "merge": merge, "place_numbers": 3}  # time, row, column
 
 
 def _area(fields: Mapping[str, Any]) -> tuple[int, int]:
     """The fewest and the most pixels of an image: min_pixels and max_pixels where they are there,
     else those of the size."""
     size = fields["size"]
-    if not isinstance(size, Mapping) or set(_given(size)) - {"shortest_edge", "longest_edge"}:
+    if not isinstance(size, Mapping) or set(given(size)) - {"shortest_edge", "longest_edge"}:
         raise UnsupportedModel(
             f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
         )
@@ -168,31 +149,24 @@ def _processor(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are there and not null."""
-    return {key: value for key, value in config.items() if value is not None}
-
-
 def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
     """The height and width, or the shorter side. A lone number is all sides of a `square`, or the
     shorter one."""
     if isinstance(value, Mapping) and "shortest_edge" in value:
-        if set(_given(value)) - {"shortest_edge"}:
+        if set(given(value)) - {"shortest_edge"}:
             raise UnsupportedModel(f"size {dict(value)} of images is not supported")
-        return None, _side("size", value["shortest_edge"])
+        return None, _whole("size", value["shortest_edge"], MOST_SIDE)
     if isinstance(value, int) and not square:
-        return None, _side("size", value)
+        return None, _whole("size", value, MOST_SIDE)
     return _height_and_width("size", value), None
 
 
 def _height_and_width(name: str, value: Any) -> tuple[int, int]:
     if isinstance(value, Mapping):
-        return _side(name, value.get("height")), _side(name, value.get("width"))
-    return _side(name, value), _side(name, value)
-
-
-def _side(name: str, value: Any) -> int:
-    return _whole(name, value, MOST_SIDE)
+        height, width = value.get("height"), value.get("width")
+    else:
+        height = width = value
+    return _whole(name, height, MOST_SIDE), _whole(name, width, MOST_SIDE)
 
 
 def _whole(name: str, value: Any, most: int) -> int:

@@ -42,10 +42,10 @@ class LowRank(nnx.Module):
 
     def __init__(self, layer: Linear | Embedding, owners: Sequence[int] | Array):
         (inputs, outputs), width = layer.shape, len(owners)
-        kind = Embedding(inputs, width)
         if isinstance(layer, Linear):
-            kind = Linear(inputs, width, bias=False)
-        self.down = kind
+            self.down: Linear | Embedding = Linear(inputs, width, bias=False)
+        else:
+            self.down = Embedding(inputs, width)
         self.up = Linear(width, outputs, bias=False)
         self.owners = owners
 
@@ -81,17 +81,11 @@ def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
     Raises CheckpointError if the tower has no such layer.
     """
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
-        layer = _layer_of(tower, name)
+        layer: Any = tower
+        for part in name.split(".")[1:]:  # as in `tower.layers.0.mlp.up`
+            layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
+        if not isinstance(layer, Linear | Embedding):
+            raise CheckpointError(f"the model has no layer {name}, for which it has an adapter")
         layer.adapter = LowRank(
             layer, owners_of([adapter.ranks.get(name, 0) for adapter in adapters])
         )
-
-
-def _layer_of(tower: nnx.Module, name: str) -> Linear | Embedding:
-    """The layer of the tower with this name, such as `tower.layers.0.mlp.up`."""
-    found: Any = tower
-    for part in name.split(".")[1:]:
-        found = found[int(part)] if part.isdigit() else getattr(found, part, None)
-    if not isinstance(found, Linear | Embedding):
-        raise CheckpointError(f"the model has no layer {name}, for which it has an adapter")
-    return found

@@ -1,6 +1,6 @@
 """Computes attention within the segments of packed rows, with one implementation per platform."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -73,7 +72,7 @@ def attend(
     `sight.reach` the cost is length times reach in rows longer than WHOLE_SCORES.
 
     `bias` is `[heads, 2 * length - 1]`, float32: column d + length - 1 is added to the scores of
-    keys d tokens after the query (`bias_of_table` and `bias_of_slopes` make it). A soft cap is
+    keys d tokens after the query (`BiasByDistance` and `alibi` make it). A soft cap is
     applied to scores before the bias.
 
     A query sees the keys whose `key_segments` are its segment; without them they are the segments.
@@ -121,28 +120,6 @@ def takes_joint(length: int, width: int, dtype: Any) -> bool:
     return is_native("joint_attention") and native.takes(length, width, str(jnp.dtype(dtype)))
 
 
-def bias_of_table(table: Float[Array, "heads buckets"], length: int) -> Bias:
-    """The bias of rows of this length from a table of all distances up to a largest one.
-
-    The table is `[heads, 2 * largest + 1]`, in order of the distance from query to key. Its ends
-    serve all distances beyond, as in MPNet and T5.
-    """
-    largest = table.shape[1] // 2
-    beyond = max(length - 1 - largest, 0)
-    wide = jnp.pad(table.astype(jnp.float32), ((0, 0), (beyond, beyond)), mode="edge")
-    middle = wide.shape[1] // 2
-    return wide[:, middle - length + 1 : middle + length]
-
-
-def bias_of_slopes(slopes: Sequence[float], length: int) -> Bias:
-    """The bias of rows of this length that is -slope times the distance. Press et al. 2021.
-
-    There is a slope for each head: ALiBi in its form for both directions.
-    """
-    distances = np.abs(np.arange(1 - length, length, dtype=np.float32))
-    return jnp.asarray(-np.asarray(slopes, np.float32)[:, None] * distances)
-
-
 @contextmanager
 def using(implementation: Attend) -> Iterator[None]:
     """Make `attend` use this implementation in everything that this thread traces in the context.
@@ -176,10 +153,13 @@ def by_xla(
 ) -> Heads:
     """Compute attention in plain JAX, which runs on every platform. The default of `attend`."""
     of_keys = segments if key_segments is None else key_segments
-    length, heads, width = query.shape[1:]
+    rows, length, heads, width = query.shape
     groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
-    query = _heads_to_queries(query, groups)
+    per_group = heads // groups
+    if per_group > 1:  # the query heads that share a key head become several queries of each token
+        query = query.reshape(rows, length, groups, per_group, width)
+        query = query.swapaxes(2, 3).reshape(rows, -1, groups, width)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
         mixed = _mix(query, segments, 0, key, value, of_keys, 0, sight, bias)
@@ -199,7 +179,10 @@ def by_xla(
             cpu=partial(_in_query_blocks, sight=sight, size=cpu),
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
         )
-    return _queries_to_heads(mixed, heads)
+    if per_group == 1:
+        return mixed
+    split = mixed.reshape(rows, length, per_group, groups, width)
+    return split.swapaxes(2, 3).reshape(rows, -1, heads, width)
 
 
 @dataclass(frozen=True)
@@ -342,7 +325,7 @@ def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups querie
         return lax.dynamic_slice_in_dim(bias, before, keys, axis=1)
 
     rows = jax.vmap(of_token, out_axes=1)(tokens - 1 - jnp.arange(tokens))
-    if heads != groups:  # as in _heads_to_queries
+    if heads != groups:  # as in by_xla
         rows = rows.reshape(groups, heads // groups, tokens, keys).swapaxes(1, 2)
     return lax.optimization_barrier(rows.reshape(groups, -1, keys))
 
@@ -386,25 +369,6 @@ def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]
             parts = [jnp.maximum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         scores = parts[0]
     return scores.max(axis=-1, keepdims=True)
-
-
-def _heads_to_queries(query: Heads, groups: int) -> QueryHeads:
-    """Turn the query heads that share a key head into several queries of each token."""
-    rows, length, heads, width = query.shape
-    if heads == groups:
-        return query
-    split = query.reshape(rows, length, groups, heads // groups, width)
-    return split.swapaxes(2, 3).reshape(rows, -1, groups, width)
-
-
-def _queries_to_heads(mixed: QueryHeads, heads: int) -> Heads:
-    """The inverse of `_heads_to_queries`."""
-    rows, queries, groups, width = mixed.shape
-    if heads == groups:
-        return mixed
-    per_group = heads // groups
-    split = mixed.reshape(rows, queries // per_group, per_group, groups, width)
-    return split.swapaxes(2, 3).reshape(rows, -1, heads, width)
 
 
 def _padded(x: Array, around: tuple[int, int]) -> Array:

@@ -16,13 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxembed.models import native
-from jaxembed.models.attention import attend_joint, is_native
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
-from jaxembed.models.relative import NOT_RELATIVE, BiasByDistance, RelativePositions, alibi
+from jaxembed.models.attention import Bias, attend_joint, is_native
+from jaxembed.models.layers import (
+    BiasByDistance,
+    Embedding,
+    LayerNorm,
+    Linear,
+    Mlp,
+    attend_hidden,
+)
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -70,7 +77,9 @@ class Bert(nnx.Module):
         reach = config.bias_reach
         self.distance = None if reach is None else BiasByDistance(config.num_heads, reach)
         self.alibi_heads = config.num_heads if config.alibi else None
-        self.layers = nnx.List([BertLayer(config) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [BertLayer(config, BertAttention(config)) for _ in range(config.num_layers)]
+        )
         self.layer_order = tuple(config.layer_order or range(config.num_layers))
         self.head_width = config.hidden_size // config.num_heads
         self.rope_theta = config.rope_theta
@@ -78,12 +87,6 @@ class Bert(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         hidden = self.embeddings(tokens)
-        relative = self._relative_positions(tokens)
-        for number in self.layer_order:
-            hidden = self.layers[number](hidden, tokens, relative)
-        return hidden
-
-    def _relative_positions(self, tokens: PackedTokens) -> RelativePositions:
         rotation = bias = None
         if self.rope_theta is not None:
             rotation = Rotation.of(tokens, self.head_width, self.rope_theta, self.rope_scaling)
@@ -92,7 +95,28 @@ class Bert(nnx.Module):
             bias = self.distance(length)
         elif self.alibi_heads is not None:
             bias = alibi(self.alibi_heads, length)
-        return RelativePositions(rotation, bias)
+        for number in self.layer_order:
+            hidden = self.layers[number](hidden, tokens, rotation, bias)
+        return hidden
+
+
+def alibi(heads: int, length: int) -> Bias:
+    """The bias of ALiBi in rows of this length, -slope times the distance, which is its form for
+    both directions: Press et al. 2021, arXiv:2108.12409."""
+    distances = np.abs(np.arange(1 - length, length, dtype=np.float32))
+    return jnp.asarray(-np.asarray(alibi_slopes(heads), np.float32)[:, None] * distances)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """ALiBi's slope of each head: powers of two with equal steps between them, down to 2^-8.
+
+    If the number of heads is no power of two, the slopes are those of the next lower one, then
+    every second one of twice that.
+    """
+    lower = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
+    between = [2 ** (-4 * (head + 1) / lower) for head in range(0, 2 * lower, 2)]
+    return (*slopes, *between[: heads - lower])
 
 
 class BertEmbeddings(nnx.Module):
@@ -140,49 +164,54 @@ def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows l
 class BertLayer(nnx.Module):
     """One layer: attention and MLP, each followed by a residual connection and a norm."""
 
-    def __init__(self, config: BertConfig):
+    def __init__(self, config: BertConfig, attention: "BertAttention"):
         dim, eps = config.hidden_size, config.norm_eps
-        self.attention = BertAttention(config)
+        self.attention = attention
         self.attention_norm = LayerNorm(dim, eps=eps)
         self.residual_norm = LayerNorm(dim, eps=eps) if config.residual_norm else None
-        self.mlp = _gated_mlp(config) if config.gated else Mlp(config)
+        self.mlp = Mlp(
+            dim,
+            config.intermediate_size,
+            activation=config.activation,
+            gated=config.gated,
+            bias=config.up_bias,
+            down_bias=config.down_bias,
+        )
         self.mlp_norm = LayerNorm(dim, eps=eps)
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
+        self,
+        hidden: Hidden,
+        tokens: PackedTokens,
+        rotation: Rotation | None = None,
+        bias: Bias | None = None,
     ) -> Hidden:
-        mixed = self.attention(hidden, tokens, relative)
-        if self._is_native(hidden):
-            linears = {"out": self.attention.out, "up": self._up, "down": self.mlp.down}
+        mixed = self.attention(hidden, tokens, rotation, bias)
+        mlp = self.mlp
+        linears = {
+            "out": self.attention.out,
+            "up": mlp.gate_up if mlp.gated else mlp.up,
+            "down": mlp.down,
+        }
+        out, up, down = (linear.parameters for linear in linears.values())
+        takes_up = (
+            native.takes_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
+        )
+        takes = takes_up and native.takes_mlp(hidden, out[0], up[0], down[0])
+        if takes and self.residual_norm is None and is_native("mlp"):  # all that follows attention
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
-                (*self.attention.out.parameters, *self.attention_norm.parameters),
-                self._up.parameters,
-                (*self.mlp.down.parameters, *self.mlp_norm.parameters),
+                (*out, *self.attention_norm.parameters),
+                up,
+                (*down, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
-                self.mlp.activation if isinstance(self.mlp, GatedMlp) else None,
+                mlp.activation if mlp.gated else None,
                 {name: linear.native_adapters for name, linear in linears.items()},
             )
         attended = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
-        return self.mlp_norm.of_sum(hidden, self.mlp.down, self.mlp.wide(hidden))
-
-    @property
-    def _up(self) -> Linear:
-        """The first product of the MLP."""
-        return self.mlp.gate_up if isinstance(self.mlp, GatedMlp) else self.mlp.up
-
-    def _is_native(self, hidden: Hidden) -> bool:
-        """Whether one native call computes all that follows attention."""
-        mlp = self.mlp
-        out, up, down = (x.kernel[...] for x in (self.attention.out, self._up, mlp.down))
-        if isinstance(mlp, GatedMlp):
-            has_activation = native.takes_gated(up, mlp.activation)
-        else:
-            has_activation = mlp.activation == "gelu"
-        plain = has_activation and self.residual_norm is None
-        return is_native("mlp") and plain and native.takes_mlp(hidden, out, up, down)
+        return self.mlp_norm.of_sum(hidden, mlp.down, mlp.wide(hidden))
 
 
 class BertAttention(nnx.Module):
@@ -196,13 +225,13 @@ class BertAttention(nnx.Module):
         self.norms = QueryKeyNorms(config) if config.qk_norm else None
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
+        self,
+        hidden: Hidden,
+        tokens: PackedTokens,
+        rotation: Rotation | None = None,
+        bias: Bias | None = None,
     ) -> Hidden:
-        seen = {
-            "bias": relative.bias,
-            "rotation": relative.rotation,
-            "key_segments": tokens.key_segments,
-        }
+        seen = {"bias": bias, "rotation": rotation, "key_segments": tokens.key_segments}
         if self.norms is None:
             return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **seen)
         rows, length, dim = hidden.shape
@@ -223,26 +252,3 @@ class QueryKeyNorms(nnx.Module):
     ) -> Float[Array, "rows length three"]:
         query, key, value = jnp.split(joint, 3, axis=-1)
         return jnp.concatenate([self.query(query), self.key(key), value], axis=-1)
-
-
-class Mlp(nnx.Module):
-    """The MLP, whose last product `down` the layer computes with the norm."""
-
-    def __init__(self, config: BertConfig):
-        self.up = Linear(config.hidden_size, config.intermediate_size, bias=config.up_bias)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.down_bias)
-        self.activation = config.activation
-
-    def wide(self, hidden: Hidden) -> Float[Array, "rows length width"]:
-        """What `down` is applied to."""
-        return self.up.rounded(hidden, self.activation)
-
-
-def _gated_mlp(config: BertConfig) -> GatedMlp:
-    return GatedMlp(
-        config.hidden_size,
-        config.intermediate_size,
-        activation=config.activation,
-        bias=config.up_bias,
-        down_bias=config.down_bias,
-    )

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxembed.models.attention import Bias
 from jaxembed.models.bert import BertAttention, BertConfig, BertLayer
 from jaxembed.models.disentangled import Distances, attend_disentangled
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
-from jaxembed.models.relative import NOT_RELATIVE, RelativePositions
+from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
 
@@ -47,7 +48,9 @@ class Deberta(nnx.Module):
 
     def __init__(self, config: DebertaConfig):
         self.embeddings = DebertaEmbeddings(config)
-        self.layers = nnx.List([DebertaLayer(config) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [BertLayer(config, DebertaAttention(config)) for _ in range(config.num_layers)]
+        )
         self.convolution = Convolution(config) if config.conv_width else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
@@ -101,14 +104,6 @@ class Convolution(nnx.Module):
         return self.norm(hidden + self.activation(self.linear(jnp.concatenate(near, axis=2))))
 
 
-class DebertaLayer(BertLayer):
-    """BERT's layer, with disentangled attention."""
-
-    def __init__(self, config: DebertaConfig):
-        super().__init__(config)
-        self.attention = DebertaAttention(config)
-
-
 class DebertaAttention(BertAttention):
     """Self-attention whose scores have terms of contents and of relative positions.
 
@@ -125,7 +120,11 @@ class DebertaAttention(BertAttention):
         self.distances = Distances(config.buckets, config.max_distance, config.max_positions - 1)
 
     def __call__(
-        self, hidden: Hidden, tokens: PackedTokens, relative: RelativePositions = NOT_RELATIVE
+        self,
+        hidden: Hidden,
+        tokens: PackedTokens,
+        rotation: Rotation | None = None,
+        bias: Bias | None = None,
     ) -> Hidden:
         rows, length, dim = hidden.shape
         width = dim // self.num_heads

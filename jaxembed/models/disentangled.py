@@ -48,12 +48,6 @@ class Distances:
             places = np.where(abs(distances) <= middle, distances, np.sign(distances) * far)
         return np.clip(places.astype(int) + side, 0, 2 * side - 1)
 
-    def expanded(
-        self, table: Table, distances: np.ndarray
-    ) -> Float[Array, "distances heads width"]:
-        """The rows of a table for each of these distances."""
-        return jnp.take(table, self.places(distances), axis=0)
-
 
 def attend_disentangled(
     query: Heads,
@@ -86,7 +80,13 @@ def attend_disentangled(
     tiled = partial(_tiled, tile=tile, count=blocks)
     of_keys = segments if key_segments is None else key_segments
     keys = [tiled(x, around=around) for x in (key, value, of_keys)]
-    relative = Relative.of(relative_key, relative_query, distances, tile, near)
+    largest = near * tile - 1  # distance between a tile and those that it sees
+    every = np.arange(-largest, largest + 1)
+    by_distance = [
+        None if table is None else jnp.take(table, distances.places(order), axis=0)
+        for table, order in ((relative_key, every[::-1]), (relative_query, every))
+    ]
+    relative = Relative(*by_distance, tile, largest)
 
     def block(one):
         number, queries, of_query = one
@@ -136,17 +136,6 @@ class Relative:
     queries: Table | None  # from the smallest to the largest
     tile: int
     largest: int
-
-    @classmethod
-    def of(
-        cls, key: Table | None, query: Table | None, distances: Distances, tile: int, near: int
-    ) -> "Relative":
-        """The rows of the two tables, for tiles of this length of which `near` are seen."""
-        largest = near * tile - 1
-        every = np.arange(-largest, largest + 1)
-        keys = None if key is None else distances.expanded(key, every[::-1])
-        queries = None if query is None else distances.expanded(query, every)
-        return cls(keys, queries, tile, largest)
 
     @property
     def terms(self) -> int:

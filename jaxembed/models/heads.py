@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxembed.data.spec import (
     DenseLayer,
@@ -69,7 +69,10 @@ class VocabularyHead(nnx.Module):
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots terms"]:
         rows, slots, _ = tokens.bounds.shape
         x = _through(self.modules, hidden).reshape(-1, self.terms.shape[0])
-        slot_of = _slots_of_tokens(tokens).reshape(-1)
+        member = members(tokens)
+        first = jnp.arange(rows)[:, None] * slots
+        slot_of = jnp.where(member.any(axis=1), first + member.argmax(axis=1), rows * slots)
+        slot_of = slot_of.reshape(-1)  # among those of all rows; of a token in none one more
         block = min(BLOCK_TOKENS, len(x))
         missing = -len(x) % block
         x = jnp.pad(x, ((0, missing), (0, 0)))
@@ -165,15 +168,6 @@ class Normalize(nnx.Module):
 
     def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-def _slots_of_tokens(tokens: PackedTokens) -> Int[Array, "rows length"]:
-    """The number of the slot of each token among those of all rows; of a token in none that of
-    one after the last."""
-    rows, slots, _ = tokens.bounds.shape
-    member = members(tokens)
-    first = jnp.arange(rows)[:, None] * slots
-    return jnp.where(member.any(axis=1), first + member.argmax(axis=1), rows * slots)
 
 
 def _through(modules: Sequence, x: Float[Array, "..."]) -> Float[Array, "..."]:

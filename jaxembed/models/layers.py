@@ -24,7 +24,7 @@ from jaxembed.models.attention import (
     takes_joint,
 )
 from jaxembed.models.rope import Rotation
-from jaxembed.models.tokens import Hidden, Segments
+from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -188,8 +188,12 @@ class RMSNorm(nnx.Module):
         return x * lax.rsqrt(mean_square + self.eps) * scale
 
 
-class GatedMlp(nnx.Module):
-    """A gated MLP: down(activation(gate(x)) * up(x)), gate and up in one product. Shazeer 2020."""
+class Mlp(nnx.Module):
+    """An MLP: down(activation(up(x))).
+
+    A gated one is down(activation(gate(x)) * up(x)), gate and up in one product, `gate_up`. Shazeer
+    2020.
+    """
 
     def __init__(
         self,
@@ -197,18 +201,24 @@ class GatedMlp(nnx.Module):
         width: int,
         *,
         activation: str,
+        gated: bool = True,
         bias: bool = False,
         down_bias: bool | None = None,  # None: as `bias`
     ):
-        self.gate_up = Linear(dim, 2 * width, bias=bias)
+        if gated:
+            self.gate_up = Linear(dim, 2 * width, bias=bias)
+        else:
+            self.up = Linear(dim, width, bias=bias)
         self.down = Linear(width, dim, bias=bias if down_bias is None else down_bias)
-        self.activation = activation
+        self.activation, self.gated = activation, gated
 
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
         return self.down(self.wide(x))
 
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
         """What `down` is applied to; the native kernels round it, as `down` would."""
+        if not self.gated:
+            return self.up.rounded(x, self.activation)
         kernel, bias = self.gate_up.parameters
         takes = native.takes_gated(kernel, self.activation)
         if takes and is_native(f"gated_{self.activation}"):
@@ -255,3 +265,65 @@ def attend_hidden(
     joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
     mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype, key_segments)
     return mixed.reshape(rows, length, inner)
+
+
+class SelfAttention(nnx.Module):
+    """Self-attention of heads that are together `inner` wide, and its output product."""
+
+    def __init__(
+        self, dim: int, inner: int, heads: int, *, sight: Sight = EVERYTHING, bias: bool = False
+    ):
+        self.num_heads, self.sight = heads, sight
+        self.qkv = Linear(dim, 3 * inner, bias=bias)
+        self.out = Linear(inner, dim, bias=bias)
+
+    def __call__(
+        self,
+        hidden: Hidden,
+        tokens: PackedTokens,
+        bias: Bias | None = None,
+        rotation: Rotation | None = None,
+    ) -> Hidden:
+        mixed = attend_hidden(
+            hidden,
+            self.qkv,
+            self.num_heads,
+            tokens.segments,
+            self.sight,
+            bias,
+            rotation,
+            tokens.key_segments,
+        )
+        return self.out(mixed)
+
+
+class WordEmbeddings(nnx.Module):
+    """The word embeddings, perhaps times a scale, and their norm if there is one."""
+
+    def __init__(self, size: int, dim: int, *, scale: float = 1.0, norm: LayerNorm | None = None):
+        self.word = Embedding(size, dim)
+        self.scale, self.norm = scale, norm
+
+    def __call__(self, tokens: PackedTokens) -> Hidden:
+        hidden = self.word(tokens.ids)
+        hidden = hidden if self.scale == 1.0 else hidden * self.scale
+        return hidden if self.norm is None else self.norm(hidden)
+
+
+class BiasByDistance(nnx.Module):
+    """A bias of attention scores for each head and distance of key and query.
+
+    From `reach` on, on either side, it stays the same, as in MPNet and T5.
+    """
+
+    def __init__(self, heads: int, reach: int):
+        # in order of the distance from query to key
+        self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
+
+    def __call__(self, length: int) -> Bias:
+        """The biases in rows of this length, as `attend` takes them."""
+        table = self.bias[...]
+        beyond = max(length - 1 - table.shape[1] // 2, 0)
+        wide = jnp.pad(table.astype(jnp.float32), ((0, 0), (beyond, beyond)), mode="edge")
+        middle = wide.shape[1] // 2
+        return wide[:, middle - length + 1 : middle + length]

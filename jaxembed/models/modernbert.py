@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxembed.models.attention import EVERYTHING, Sight
-from jaxembed.models.layers import Embedding, GatedMlp, LayerNorm, Linear, attend_hidden
+from jaxembed.models.layers import LayerNorm, Mlp, SelfAttention, WordEmbeddings
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -47,7 +47,7 @@ class ModernBert(nnx.Module):
         return config.max_positions
 
     def __init__(self, config: ModernBertConfig):
-        self.embeddings = ModernBertEmbeddings(config)
+        self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size, norm=_norm(config))
         self.layers = nnx.List(
             [ModernBertLayer(config, number) for number in range(config.num_layers)]
         )
@@ -65,17 +65,6 @@ class ModernBert(nnx.Module):
         return self.norm(hidden)
 
 
-class ModernBertEmbeddings(nnx.Module):
-    """The word embeddings and their norm."""
-
-    def __init__(self, config: ModernBertConfig):
-        self.word = Embedding(config.vocab_size, config.hidden_size)
-        self.norm = _norm(config)
-
-    def __call__(self, tokens: PackedTokens) -> Hidden:
-        return self.norm(self.word(tokens.ids))
-
-
 class ModernBertLayer(nnx.Module):
     """One layer: attention and gated MLP, each after a norm and with a residual connection."""
 
@@ -84,9 +73,15 @@ class ModernBertLayer(nnx.Module):
         sight = Sight(reach=config.local_reach) if self.is_local else EVERYTHING
         # the first layer has no norm: its input is normed embeddings
         self.attention_norm = _norm(config) if number else None
-        self.attention = ModernBertAttention(config, sight)
+        self.attention = SelfAttention(
+            config.hidden_size,
+            config.hidden_size,
+            config.num_heads,
+            sight=sight,
+            bias=config.attention_bias,
+        )
         self.mlp_norm = _norm(config)
-        self.mlp = GatedMlp(
+        self.mlp = Mlp(
             config.hidden_size,
             config.intermediate_size,
             activation=config.activation,
@@ -95,31 +90,8 @@ class ModernBertLayer(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
         normal = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        hidden = hidden + self.attention(normal, tokens, rotation)
+        hidden = hidden + self.attention(normal, tokens, rotation=rotation)
         return hidden + self.mlp(self.mlp_norm(hidden))
-
-
-class ModernBertAttention(nnx.Module):
-    """Self-attention with rotary positions, over a whole segment or within a window."""
-
-    def __init__(self, config: ModernBertConfig, sight: Sight):
-        dim = config.hidden_size
-        self.num_heads = config.num_heads
-        self.sight = sight
-        self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
-        self.out = Linear(dim, dim, bias=config.attention_bias)
-
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
-        mixed = attend_hidden(
-            hidden,
-            self.qkv,
-            self.num_heads,
-            tokens.segments,
-            self.sight,
-            rotation=rotation,
-            key_segments=tokens.key_segments,
-        )
-        return self.out(mixed)
 
 
 def _norm(config: ModernBertConfig) -> LayerNorm:

@@ -73,12 +73,8 @@ class ProjectedClip(nnx.Module):
         return self.projection(self.tower(tokens))
 
 
-def _qwen_vision(config: PagesConfig) -> QwenVision:
-    return QwenVision(QwenVisionConfig(**(config.image or {})))
-
-
 IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {
     "clip": ProjectedClip,
-    "qwen_vision": _qwen_vision,
+    "qwen_vision": lambda config: QwenVision(QwenVisionConfig(**(config.image or {}))),
 }
 """The towers of images by name. They map packed tokens to hidden states of the decoder's width."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxembed.models.attention import Sight, attend
-from jaxembed.models.layers import Embedding, GatedMlp, Linear, RMSNorm
+from jaxembed.models.layers import Linear, Mlp, RMSNorm, WordEmbeddings
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -65,7 +65,9 @@ class Qwen3(nnx.Module):
         return config.max_positions
 
     def __init__(self, config: Qwen3Config):
-        self.embeddings = Qwen3Embeddings(config)
+        self.embeddings = WordEmbeddings(
+            config.vocab_size, config.hidden_size, scale=config.embedding_scale
+        )
         self.layers = nnx.List([Qwen3Layer(config, number) for number in range(config.num_layers)])
         self.norm = _norm(config)
         self.positions = Qwen3Positions(config)
@@ -81,12 +83,7 @@ class Qwen3(nnx.Module):
         return self.norm(hidden)
 
 
-@dataclass(frozen=True)
-class Rotations:
-    """How queries and keys are rotated."""
-
-    query: Rotation
-    key: Rotation
+Rotations = tuple[Rotation, Rotation]  # of queries and of keys
 
 
 class Qwen3Positions(nnx.Module):
@@ -107,12 +104,12 @@ class Qwen3Positions(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
         theta, sections = self.theta, self.sections
-        everywhere = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
-        everywhere = Rotations(self._for_queries(everywhere, tokens), everywhere)
+        keys = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
+        everywhere = self._for_queries(keys, tokens), keys
         if self.local_theta is None:
             return everywhere, everywhere
         local = Rotation.of(tokens, self.head_width, self.local_theta)
-        return everywhere, Rotations(self._for_queries(local, tokens), local)
+        return everywhere, (self._for_queries(local, tokens), local)
 
     def _for_queries(self, rotation: Rotation, tokens: PackedTokens) -> Rotation:
         if self.growth:
@@ -122,18 +119,6 @@ class Qwen3Positions(nnx.Module):
         if self.query_scale != 1.0:
             return Rotation(rotation.cos * self.query_scale, rotation.sin * self.query_scale)
         return rotation
-
-
-class Qwen3Embeddings(nnx.Module):
-    """The word embeddings."""
-
-    def __init__(self, config: Qwen3Config):
-        self.word = Embedding(config.vocab_size, config.hidden_size)
-        self.scale = config.embedding_scale
-
-    def __call__(self, tokens: PackedTokens) -> Hidden:
-        hidden = self.word(tokens.ids)
-        return hidden if self.scale == 1.0 else hidden * self.scale
 
 
 class Qwen3Layer(nnx.Module):
@@ -148,7 +133,7 @@ class Qwen3Layer(nnx.Module):
         self.attention = Qwen3Attention(config, self.is_local)
         self.attention_out_norm = _norm(config) if config.block_norms else None
         self.mlp_norm = _norm(config)
-        self.mlp = GatedMlp(
+        self.mlp = Mlp(
             config.hidden_size,
             config.intermediate_size,
             activation=config.activation,
@@ -178,8 +163,10 @@ class Qwen3Attention(nnx.Module):
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
         self.out = Linear(wide, config.hidden_size, bias=config.out_bias)
-        self.query_norm = _head_norm(config)
-        self.key_norm = _head_norm(config)
+        self.query_norm, self.key_norm = (
+            RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
+            for _ in range(2)
+        )
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:
         rows, length, _ = hidden.shape
@@ -188,7 +175,8 @@ class Qwen3Attention(nnx.Module):
         query, key, value = jnp.split(heads, ends, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        operands = rotations.query(query), rotations.key(key), value
+        of_query, of_key = rotations
+        operands = of_query(query), of_key(key), value
         query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
         mixed = attend(
             query, key, value, tokens.segments, self.sight, key_segments=tokens.key_segments
@@ -198,7 +186,3 @@ class Qwen3Attention(nnx.Module):
 
 def _norm(config: Qwen3Config) -> RMSNorm:
     return RMSNorm(config.hidden_size, eps=config.norm_eps)
-
-
-def _head_norm(config: Qwen3Config) -> RMSNorm | None:
-    return RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None

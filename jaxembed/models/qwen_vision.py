@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxembed.models.attention import by_xla, using
-from jaxembed.models.layers import GatedMlp, LayerNorm, Linear, RMSNorm, attend_hidden
+from jaxembed.models.layers import LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
@@ -64,25 +64,21 @@ class QwenVision(nnx.Module):
         windows = images
         if self.window is not None:
             windows = jnp.repeat(windows_of(tokens, self.window), of_token, axis=1)
-        rotation = self._rotation(tokens)
-        hidden = self.patch(patches)
-        for layer in self.layers:
-            hidden = layer(hidden, images, windows, rotation)
-        merged = self.norm(hidden).reshape(rows, length, -1)
-        return self.down(self.up.rounded(merged, "gelu"))
-
-    def _rotation(self, tokens: PackedTokens) -> Rotation:
-        """The rotation of each patch by its row and column in its image."""
+        # each patch is rotated by its row and column in its image
         within = jnp.arange(self.merge)
         row, column = _row_and_column(tokens)
-        rows, length = row.shape
         shape = rows, length, self.merge, self.merge
         in_row = self.merge * row[:, :, None, None] + within[None, None, :, None]
         in_column = self.merge * column[:, :, None, None] + within[None, None, None, :]
         down, across = (
             jnp.broadcast_to(one, shape).reshape(rows, -1) for one in (in_row, in_column)
         )
-        return Rotation.of_grid(down, across, self.head_width, self.theta)
+        rotation = Rotation.of_grid(down, across, self.head_width, self.theta)
+        hidden = self.patch(patches)
+        for layer in self.layers:
+            hidden = layer(hidden, images, windows, rotation)
+        merged = self.norm(hidden).reshape(rows, length, -1)
+        return self.down(self.up.rounded(merged, "gelu"))
 
 
 class VisionLayer(nnx.Module):
@@ -94,36 +90,26 @@ class VisionLayer(nnx.Module):
         self.attention_norm = _norm(config)
         self.qkv, self.out = Linear(dim, 3 * dim), Linear(dim, dim)
         self.mlp_norm = _norm(config)
-        self.mlp = _mlp(config)
+        self.mlp = Mlp(
+            dim,
+            config.intermediate_size,
+            activation=config.activation,
+            gated=config.rms_norm,
+            bias=True,
+        )
         self.num_heads = config.num_heads
 
     def __call__(
         self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
     ) -> Hidden:
-        hidden = hidden + self.out(
-            self._mixed(self.attention_norm(hidden), images, windows, rotation)
-        )
+        normal = self.attention_norm(hidden)
+        if self.is_local:
+            with using(by_xla):  # kernels take a segment for a stretch of neighbours
+                mixed = attend_hidden(normal, self.qkv, self.num_heads, windows, rotation=rotation)
+        else:
+            mixed = attend_hidden(normal, self.qkv, self.num_heads, images, rotation=rotation)
+        hidden = hidden + self.out(mixed)
         return hidden + self.mlp(self.mlp_norm(hidden))
-
-    def _mixed(
-        self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
-    ) -> Hidden:
-        if not self.is_local:
-            return attend_hidden(hidden, self.qkv, self.num_heads, images, rotation=rotation)
-        with using(by_xla):  # kernels take a segment for a stretch of neighbours
-            return attend_hidden(hidden, self.qkv, self.num_heads, windows, rotation=rotation)
-
-
-class VisionMlp(nnx.Module):
-    """An MLP of two layers."""
-
-    def __init__(self, config: QwenVisionConfig):
-        self.up = Linear(config.hidden_size, config.intermediate_size)
-        self.down = Linear(config.intermediate_size, config.hidden_size)
-        self.activation = config.activation
-
-    def __call__(self, x: Hidden) -> Hidden:
-        return self.down(self.up.rounded(x, self.activation))
 
 
 def windows_of(tokens: PackedTokens, side: int) -> Segments:
@@ -148,10 +134,3 @@ def _row_and_column(tokens: PackedTokens) -> tuple[Segments, Segments]:
 def _norm(config: QwenVisionConfig) -> LayerNorm | RMSNorm:
     kind = RMSNorm if config.rms_norm else LayerNorm
     return kind(config.hidden_size, eps=config.norm_eps)
-
-
-def _mlp(config: QwenVisionConfig) -> VisionMlp | GatedMlp:
-    if not config.rms_norm:
-        return VisionMlp(config)
-    sizes = config.hidden_size, config.intermediate_size
-    return GatedMlp(*sizes, activation=config.activation, bias=True)

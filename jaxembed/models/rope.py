@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxembed.models.tokens import PackedTokens, Segments
 
@@ -144,7 +144,14 @@ def _frequencies(
     """The angle of position 1 in each pair of dimensions, for all tokens or for each."""
     plain = _plain(width, theta)
     if isinstance(rope, DynamicRope):
-        return _dynamic(segment_lengths(tokens), plain, width, rope)
+        # those of theta * growth^(width / (width - 2)), computed as plain * growth^(-2k / (width -
+        # 2)): the power of the whole base would lose more digits on the device
+        longer = jnp.maximum(segment_lengths(tokens), rope.length)
+        growth = rope.factor * (longer.astype(jnp.float32) / rope.length) - (rope.factor - 1)
+        powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
+        return jnp.asarray(plain)[None, None] * jnp.exp(
+            -jnp.log(growth)[:, :, None] * powers[None, None]
+        )
     if isinstance(rope, LongRope):
         waves = theta ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
         short, long = (1 / (np.array(x, np.float32) * waves) for x in (rope.short, rope.long))
@@ -155,29 +162,17 @@ def _frequencies(
     elif isinstance(rope, YarnRope):
         plain = _yarn(plain, width, theta, rope)
     elif isinstance(rope, Llama3Rope):
-        plain = _llama3(plain, rope)
+        wave = np.float32(2 * math.pi) / plain
+        smooth = (rope.length / wave - rope.low) / (rope.high - rope.low)
+        between = (1 - smooth) * plain / rope.factor + smooth * plain
+        scaled = np.where(wave > rope.length / rope.low, plain / np.float32(rope.factor), between)
+        plain = np.where(wave < rope.length / rope.high, plain, scaled).astype(np.float32)
     return jnp.asarray(plain)[None, None]
 
 
 def _plain(width: int, theta: float) -> Frequencies:
     # rounding the power before its reciprocal gives torch's values: 127 of 128 bit for bit
     return 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
-
-
-def _dynamic(
-    lengths: Int[Array, "rows length"], plain: Frequencies, width: int, rope: DynamicRope
-) -> Float[Array, "rows length half"]:
-    """Each token's frequencies: those of theta * growth^(width / (width - 2)).
-
-    They are computed as plain * growth^(-2k / (width - 2)), because the power of the whole base
-    would lose more digits on the device.
-    """
-    ratio = jnp.maximum(lengths, rope.length).astype(jnp.float32) / rope.length
-    growth = rope.factor * ratio - (rope.factor - 1)
-    powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
-    return jnp.asarray(plain)[None, None] * jnp.exp(
-        -jnp.log(growth)[:, :, None] * powers[None, None]
-    )
 
 
 def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequencies:
@@ -195,11 +190,3 @@ def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequ
     keep = 1 - ramp.astype(np.float32)
     scaled = 1 / (np.float32(rope.factor) * (1 / plain))
     return scaled * (1 - keep) + plain * keep
-
-
-def _llama3(plain: Frequencies, rope: Llama3Rope) -> Frequencies:
-    wave = np.float32(2 * math.pi) / plain
-    smooth = (rope.length / wave - rope.low) / (rope.high - rope.low)
-    between = (1 - smooth) * plain / rope.factor + smooth * plain
-    scaled = np.where(wave > rope.length / rope.low, plain / np.float32(rope.factor), between)
-    return np.where(wave < rope.length / rope.high, plain, scaled).astype(np.float32)

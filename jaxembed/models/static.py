@@ -41,10 +41,6 @@ def _gelu(x: np.ndarray) -> np.ndarray:
     return x * (0.5 + 0.5 * halves.reshape(x.shape))
 
 
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.tanh(0.5 * x))  # exp would overflow
 
@@ -54,7 +50,7 @@ HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
     "tanh": np.tanh,
     "relu": lambda x: np.maximum(x, 0),
     "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * _sigmoid(x),
     "sigmoid": _sigmoid,
 }
@@ -80,16 +76,12 @@ def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: i
 
 
 def _mean(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
-    return _sum(table, ids, block) / np.float32(len(ids))
-
-
-def _sum(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
     if len(ids) <= block:
-        return _added(table, ids)
+        return _added(table, ids) / np.float32(len(ids))
     total = np.zeros(table.shape[1])
     for at in range(0, len(ids), block):
         total += _added(table, ids[at : at + block])
-    return total.astype(np.float32)
+    return total.astype(np.float32) / np.float32(len(ids))
 
 
 def _added(table: np.ndarray, ids: np.ndarray) -> np.ndarray:

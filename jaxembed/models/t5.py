@@ -8,11 +8,15 @@ matter. Knows nothing of pooling or of the decoder.
 from dataclasses import dataclass
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from jaxembed.models.attention import Bias
-from jaxembed.models.layers import Embedding, GatedMlp, Linear, RMSNorm, attend_hidden
-from jaxembed.models.relative import BiasByDistance
+from jaxembed.models.layers import (
+    BiasByDistance,
+    Mlp,
+    RMSNorm,
+    SelfAttention,
+    WordEmbeddings,
+)
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 
@@ -42,7 +46,7 @@ class T5(nnx.Module):
         """There is no limit: biases stay the same from a distance on."""
 
     def __init__(self, config: T5Config):
-        self.embeddings = T5Embeddings(config)
+        self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size)
         self.distance = BiasByDistance(config.num_heads, config.bias_reach)
         self.layers = nnx.List([T5Layer(config) for _ in range(config.num_layers)])
         self.norm = _norm(config)
@@ -55,63 +59,20 @@ class T5(nnx.Module):
         return self.norm(hidden)
 
 
-class T5Embeddings(nnx.Module):
-    """The word embeddings."""
-
-    def __init__(self, config: T5Config):
-        self.word = Embedding(config.vocab_size, config.hidden_size)
-
-    def __call__(self, tokens: PackedTokens) -> Hidden:
-        return self.word(tokens.ids)
-
-
 class T5Layer(nnx.Module):
     """One layer: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: T5Config):
         dim, width = config.hidden_size, config.intermediate_size
         self.attention_norm = _norm(config)
-        self.attention = T5Attention(config)
+        inner = config.num_heads * config.head_width
+        self.attention = SelfAttention(dim, inner, config.num_heads)
         self.mlp_norm = _norm(config)
-        kind = GatedMlp if config.gated else T5Mlp
-        self.mlp = kind(dim, width, activation=config.activation)
+        self.mlp = Mlp(dim, width, activation=config.activation, gated=config.gated)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, bias: Bias) -> Hidden:
         hidden = hidden + self.attention(self.attention_norm(hidden), tokens, bias)
         return hidden + self.mlp(self.mlp_norm(hidden))
-
-
-class T5Attention(nnx.Module):
-    """Self-attention with biases by distance, which all layers share."""
-
-    def __init__(self, config: T5Config):
-        inner = config.num_heads * config.head_width
-        self.num_heads = config.num_heads
-        self.qkv = Linear(config.hidden_size, 3 * inner, bias=False)
-        self.out = Linear(inner, config.hidden_size, bias=False)
-
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, bias: Bias) -> Hidden:
-        mixed = attend_hidden(
-            hidden,
-            self.qkv,
-            self.num_heads,
-            tokens.segments,
-            bias=bias,
-            key_segments=tokens.key_segments,
-        )
-        return self.out(mixed)
-
-
-class T5Mlp(nnx.Module):
-    """An MLP without gate: down(activation(up(x)))."""
-
-    def __init__(self, dim: int, width: int, *, activation: str):
-        self.up = Linear(dim, width, bias=False)
-        self.down = Linear(width, dim, bias=False)
-        self.activation = activation
-
-    def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
-        return self.down(self.up.rounded(x, self.activation))
 
 
 def _norm(config: T5Config) -> RMSNorm:

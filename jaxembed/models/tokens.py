@@ -68,13 +68,8 @@ class PackedTokens:
         if image is not None:
             numbers, words = jnp.split(planes[cls.PLANES :], [image.place_numbers])
             places = numbers.transpose(1, 2, 0) if image.place_numbers else None
-            pixels = _bytes_of(words)
+            by_word = lax.bitcast_convert_type(words.transpose(1, 2, 0), jnp.uint8)
+            pixels = by_word.reshape(*by_word.shape[:2], -1)
             return cls(ids, positions, segments, types, bounds, None, key_segments, pixels, places)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments)
-
-
-def _bytes_of(words: Int[Array, "words rows length"]) -> UInt8[Array, "rows length values"]:
-    """The bytes of the words of each token."""
-    by_word = lax.bitcast_convert_type(words.transpose(1, 2, 0), jnp.uint8)
-    return by_word.reshape(*by_word.shape[:2], -1)

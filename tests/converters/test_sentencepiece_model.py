@@ -17,8 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from converters.tokenizers import sentencepiece_model
-from converters.tokenizers.sentencepiece_families import FAMILIES
-from converters.tokenizers.sentencepiece_model import build_from_sentencepiece
+from converters.tokenizers.sentencepiece_model import FAMILIES, build_from_sentencepiece
 from converters.tokenizers.tokenizer import read_tokenizer
 from jaxembed.errors import CheckpointError, UnsupportedModel
 

@@ -12,11 +12,11 @@ from jaxembed.models.attention import (
     Sight,
     attend,
     attend_joint,
-    bias_of_slopes,
-    bias_of_table,
     by_native,
     using,
 )
+from jaxembed.models.bert import alibi
+from jaxembed.models.layers import BiasByDistance
 
 HEADS, WIDTH = 2, 8
 
@@ -186,14 +186,17 @@ def test_a_soft_cap_bends_scores_before_the_mask(name):
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 16])
 def test_the_ends_of_a_table_serve_all_distances_beyond(length):
     table = np.arange(2 * 9, dtype=np.float32).reshape(2, 9)  # distances up to 4
-    bias = np.asarray(bias_of_table(jnp.asarray(table), length))
+    layer = BiasByDistance(heads=2, reach=4)
+    layer.bias[...] = jnp.asarray(table)
+    bias = np.asarray(layer(length))
     distances = np.arange(1 - length, length)
     np.testing.assert_array_equal(bias, table[:, np.clip(distances, -4, 4) + 4])
 
 
 def test_slopes_are_multiplied_with_the_distance():
-    bias = np.asarray(bias_of_slopes((0.5, 0.25), 3))
-    np.testing.assert_array_equal(bias, [[-1, -0.5, 0, -0.5, -1], [-0.5, -0.25, 0, -0.25, -0.5]])
+    slopes = 2.0**-4, 2.0**-8
+    distances = np.abs(np.arange(-2, 3))
+    np.testing.assert_array_equal(alibi(2, 3), [-slope * distances for slope in slopes])
 
 
 @pytest.mark.parametrize("length", each([112, 256, 257, 320], 257))

@@ -19,11 +19,10 @@ from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
 from jaxembed.models import ModelSpec, disentangled, program, random_parameters
 from jaxembed.models.attention import Sight
-from jaxembed.models.bert import positions_after_pad
+from jaxembed.models.bert import alibi, alibi_slopes, positions_after_pad
 from jaxembed.models.deberta import Convolution, DebertaConfig
 from jaxembed.models.disentangled import Distances, attend_disentangled
 from jaxembed.models.layers import LayerNorm, Linear
-from jaxembed.models.relative import alibi, alibi_slopes
 from jaxembed.models.tokens import PackedTokens
 
 

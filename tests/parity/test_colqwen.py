@@ -25,14 +25,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
 from converters import convert
-from converters.vision.image_rules import read_rules
-from converters.vision.qwen_vision import (
+from converters.fields import given
+from converters.vision.colqwen import (
     SECOND,
     SECOND_AND_HALF,
+    SHARED_DEFAULTS,
+    VISION_DEFAULTS,
     vision_config,
     vision_rules,
-    with_defaults,
 )
+from converters.vision.image_rules import read_rules
 from converters.weights import Tensor, plan_steps
 from jaxembed.errors import InvalidImage
 from jaxembed.models import normalised
@@ -130,7 +132,8 @@ def as_tensors(model) -> dict[str, Tensor]:
 
 def vision_tower(model, kind: str) -> QwenVision:
     """Our tower with the weights of transformers'."""
-    config = vision_config(with_defaults(model.config.to_dict(), kind), kind)
+    stated = given(model.config.to_dict())
+    config = vision_config(SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated, kind)
     assert set(config) <= {field.name for field in fields(QwenVisionConfig)}
     tower = nnx.eval_shape(lambda: QwenVision(QwenVisionConfig(**config)))
     graph, state = nnx.split(tower)

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
 from jaxembed.models.attention import Sight
 
 KERNELS = {
@@ -19,6 +23,8 @@ KERNELS = {
     },
     "tpu": {"splash": "jaxembed.models.kernels.splash:KERNEL"},
 }
+
+Places = Int[Array, "rows length"]
 
 SHORTEST_PROBED_ROW = 128  # below it XLA computes the scores of a row at once, and they are few
 
@@ -71,3 +77,27 @@ def kernel(path: str) -> Kernel:
     """A kernel of KERNELS. Raises ImportError where what it needs is not installed."""
     module, name = path.split(":")
     return getattr(import_module(module), name)
+
+
+def starts(segments: Places) -> Bool[Array, "rows length"]:
+    """Whether a segment, or a stretch of padding, begins at a token."""
+    return segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+
+
+def ends(segments: Places) -> Bool[Array, "rows length"]:
+    """Whether a segment, or a stretch of padding, ends with a token."""
+    return segments != jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+
+
+def spans(segments: Places) -> tuple[Places, Places]:
+    """The places in the row of the first and the last token of each token's segment."""
+    length = segments.shape[1]
+    at = jnp.broadcast_to(jnp.arange(length), segments.shape)
+    first = lax.cummax(jnp.where(starts(segments), at, 0), axis=1)
+    last = lax.cummin(jnp.where(ends(segments), at, length - 1), axis=1, reverse=True)
+    return first, last
+
+
+def without_padding(x: Array, segments: Places) -> Array:
+    """`[rows, length, heads, width]` with zeros where there is no segment: padding may hold NaN."""
+    return jnp.where(segments[:, :, None, None] != 0, x, jnp.zeros((), x.dtype))

@@ -9,8 +9,7 @@ from dew_flash_attn import flash_mha_varlen  # pyright: ignore[reportMissingImpo
 from jaxtyping import Array, Int
 
 from jaxembed.models.attention import Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel, changed_scores
-from jaxembed.models.kernels.segments import starts, without_padding
+from jaxembed.models.kernels import Call, Kernel, changed_scores, starts, without_padding
 from jaxembed.models.tokens import Segments
 
 FLASH_WIDEST_HEAD = 256

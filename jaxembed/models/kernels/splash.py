@@ -1,6 +1,5 @@
 """Attention on TPU: the splash kernel that comes with JAX, told of segments and windows."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,8 +9,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jaxtyping import Array, Float
 
 from jaxembed.models.attention import Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel, changed_scores
-from jaxembed.models.kernels.segments import without_padding
+from jaxembed.models.kernels import Call, Kernel, changed_scores, without_padding
 from jaxembed.models.tokens import Segments
 
 TPU_LANES = 128  # of a vector register: blocks of a row are multiples of it
@@ -51,12 +49,10 @@ def attend(
         interpret=interpret,
     )
     of_keys = segments if key_segments is None else key_segments
-    mixed = jax.vmap(partial(_row, run))(query, key, value, segments, of_keys)
+    mixed = jax.vmap(
+        lambda query, key, value, q, kv: run(query, key, value, splash.SegmentIds(q=q, kv=kv))
+    )(query, key, value, segments, of_keys)
     return mixed.swapaxes(1, 2)[..., :width].astype(jnp.float32)
-
-
-def _row(run: Any, query, key, value, segments, of_keys):
-    return run(query, key, value, splash.SegmentIds(q=segments, kv=of_keys))
 
 
 def block_sizes(length: int, sight: Sight) -> splash.BlockSizes:

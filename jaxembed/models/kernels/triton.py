@@ -14,8 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
 from jaxembed.models.attention import MASKED, Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel, changed_scores
-from jaxembed.models.kernels.segments import spans, without_padding
+from jaxembed.models.kernels import Call, Kernel, changed_scores, spans, without_padding
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634

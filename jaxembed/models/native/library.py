@@ -16,11 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxembed.errors import ConfigError
 from jaxembed.models.native import compiler
 from jaxembed.models.native.compiler import Build, Unavailable
-from jaxembed.models.native.means import NativeMeans
 from jaxembed.platform.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_shared
 from jaxembed.platform.files import replacing
 
@@ -34,6 +34,40 @@ FAULTS = {  # the meaning of what jaxembed_check in check.h returns
     3: "there was no memory for the check",
     4: "what was compiled gives wrong numbers on this machine",
 }
+
+
+class NativeMeans:
+    """Means of table rows by means.c, for which other threads do not wait: no interpreter lock is
+    held. Threads may share it."""
+
+    def __init__(self, library: ctypes.CDLL):
+        """Raises AttributeError if the library is another one."""
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._means = library.jaxembed_means
+        self._means.restype = None
+        self._means.argtypes = (pointer, size, size, pointer, pointer, size, size, pointer)
+
+    def __call__(
+        self, table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int
+    ) -> np.ndarray:
+        """What `numpy_means` of models/static.py gives, bit for bit. Raises ValueError for a slot
+        beyond the ids."""
+        if len(bounds) and not 0 <= bounds.min() <= bounds.max() <= len(ids):
+            raise ValueError(f"a slot lies beyond the {len(ids)} ids: a bug in jaxembed")
+        table = np.ascontiguousarray(table, np.float32)
+        ids, bounds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(bounds, np.int64)
+        means = np.empty((len(bounds), table.shape[1]), np.float32)
+        self._means(
+            table.ctypes.data,
+            *table.shape,
+            ids.ctypes.data,
+            bounds.ctypes.data,
+            len(bounds),
+            block,
+            means.ctypes.data,
+        )
+        return means
+
 
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -125,7 +159,13 @@ def _runnable() -> tuple[Build, ...]:
 
 def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
     """Check a library in another process and load it. Raises Unavailable or OSError."""
-    ahead = _is_built(build)
+    # whether the package holds a library that was built from the sources that it holds: in a
+    # checkout they may have changed since the build
+    made_of = compiler.digest(build).encode()
+    try:
+        ahead = made_of in build.built.read_bytes()
+    except OSError:
+        ahead = False
     path = build.built if ahead else _compiled(build, cache_dir)
     try:
         _check(path)
@@ -139,18 +179,6 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
         raise
     logger.info("native code: %s", path)
     return library
-
-
-def _is_built(build: Build) -> bool:
-    """Whether the package holds a library that was built from the sources that it holds.
-
-    In a checkout the sources may have changed since the build.
-    """
-    made_of = compiler.digest(build).encode()
-    try:
-        return made_of in build.built.read_bytes()
-    except OSError:
-        return False
 
 
 def _compiled(build: Build, cache_dir: Path) -> Path:
@@ -211,7 +239,12 @@ def _register(library: ctypes.CDLL) -> None:
     built_for = tuple(
         ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")
     )
-    installed = _interface()
+    try:
+        text = _header().read_text()
+    except OSError:
+        text = ""
+    versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE)
+    installed = tuple(map(int, versions)) if len(versions) == 2 else ()
     if installed and (installed[0] != built_for[0] or installed < built_for):
         ours, theirs = (".".join(map(str, version)) for version in (built_for, installed))
         raise Unavailable(
@@ -227,16 +260,6 @@ def _register(library: ctypes.CDLL) -> None:
         raise Unavailable(
             f"the installed jaxlib does not take the native kernels: {line}"
         ) from error
-
-
-def _interface() -> tuple[int, ...]:
-    """Major and minor version of the installed jaxlib's FFI; empty if its header does not say."""
-    try:
-        text = _header().read_text()
-    except OSError:
-        return ()
-    versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE)
-    return tuple(map(int, versions)) if len(versions) == 2 else ()
 
 
 def _header() -> Path:
