@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from converters import chains
+from converters.family import CONVERTERS
 from converters.outline import Options, Outline, Reader
-from converters.registry import CONVERTERS
 from converters.steps import ConversionProgress, contents, show_progress
 from converters.vision import dual, pages
 from jaxembed.checkpoints import checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from converters import heads
-from converters.family import Family
+from converters.family import CONVERTERS, Family, family_of, family_of_type
 from converters.features import late_interaction, rerankers, scores, static, terms
 from converters.features.adapters import with_adapters
 from converters.features.m3 import with_token_heads
@@ -16,7 +16,6 @@ from converters.field_types import CONFIG_FIELDS, check_fields
 from converters.fields import refuse_unknown
 from converters.heads import Layout
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
-from converters.registry import CONVERTERS, family_of, family_of_type
 from converters.tokenizers import tokenizer
 from converters.vision import pages
 from jaxembed.checkpoints import checkpoint

@@ -360,15 +360,12 @@ ADAPTER_FIELDS = {
 }
 
 
-def check_fields(where: str, values: Mapping[str, Any], types: Mapping[str, FieldType]) -> None:
-    """Raise CheckpointError for the first field that holds another type, or a number beyond its
-    bounds. `where` names the file; fields that are not among `types` are not looked at."""
-    _check(where, "", values, types)
-
-
-def _check(
-    where: str, prefix: str, values: Mapping[str, Any], types: Mapping[str, FieldType]
+def check_fields(
+    where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""
 ) -> None:
+    """Raise CheckpointError for the first field that holds another type, or a number beyond its
+    bounds. `where` names the file; fields that are not among `types` are not looked at. `prefix` is
+    the name of the field that holds these, with a dot."""
     for key, kind in types.items():
         if key not in values:
             continue
@@ -382,4 +379,4 @@ def _check(
                 f"{where}: {prefix}{key} is {shown(value)}, wanted {kind.wanted}"
             ) from error
         if value is not None and kind.fields:
-            _check(where, f"{prefix}{key}.", value, kind.fields)
+            check_fields(where, value, kind.fields, f"{prefix}{key}.")

@@ -41,19 +41,6 @@ def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 def contents(model: Outline, progress: ConversionProgress) -> Contents:
     """What a checkpoint is made of; the parameters are read as they are taken."""
-    steps = _plan(model)
-    elements: Counter[str] = Counter()
-    for step in steps:
-        elements[step.dtype] += step.size
-    # that of most elements: a module may be saved in a wider dtype than the tower
-    dtype = cast(DType, elements.most_common(1)[0][0])
-    spec = msgspec.structs.replace(model.spec, dtype=dtype)
-    params = ((step.target, step.read()) for step in progress(steps))
-    return Contents(spec, params, model.tokenizer)
-
-
-def _plan(model: Outline) -> list[Step]:
-    """Plan the conversion of every parameter of the tower and of the modules after it."""
     source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
     tower = base.find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, base.prefixes, base.renames)
@@ -70,4 +57,12 @@ def _plan(model: Outline) -> list[Step]:
     ignored = [*base.ignored, *layout.ignored]
     steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
     steps += plan_adapters(spec.source, base.rules, tensors, shapes, sources, spec.adapters)
-    return sorted(steps, key=lambda step: step.size)  # as plan_steps says
+    steps.sort(key=lambda step: step.size)  # as plan_steps says
+    elements: Counter[str] = Counter()
+    for step in steps:
+        elements[step.dtype] += step.size
+    # that of most elements: a module may be saved in a wider dtype than the tower
+    dtype = cast(DType, elements.most_common(1)[0][0])
+    spec = msgspec.structs.replace(spec, dtype=dtype)
+    params = ((step.target, step.read()) for step in progress(steps))
+    return Contents(spec, params, model.tokenizer)

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 from sparse_matrix import as_dense
 
 from converters import CONVERTERS, convert, outline, steps, weights
+from converters.family import family_of_type
 from converters.heads import POOLING_FLAGS
-from converters.registry import family_of_type
 from jaxembed import Embedder
 from jaxembed.data.spec import ModelSpec
 from jaxembed.data.work import Encoding

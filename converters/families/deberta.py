@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from converters.families import bert
-from converters.family import Family, Scorer
+from converters.family import Family
 from converters.fields import activation_of, require
 from converters.weights import Rule, Shape, Tensor, Transform, shaped, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -69,8 +69,28 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     for key, only in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
         if hf.get(key, only) != only:
             raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {only} here")
-    terms = _terms(hf)
-    buckets, max_distance = _distances(hf)
+    if not hf.get("relative_attention", False):
+        raise UnsupportedModel(
+            "relative_attention=False is not supported: DeBERTa runs with relative positions"
+        )
+    terms = _names(hf.get("pos_att_type") or ())  # relative ones of a score
+    if not terms or set(terms) - {CONTENT_TO_POSITION, POSITION_TO_CONTENT}:
+        raise UnsupportedModel(
+            f"pos_att_type {hf.get('pos_att_type')!r} is not supported; known: c2p, p2c, c2p|p2c"
+        )
+    if set(_names(hf.get("norm_rel_ebd", "none"))) - {"layer_norm", "none"}:
+        raise UnsupportedModel(
+            f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
+        )
+    # buckets on either side, or 0, and the distance from which on all are alike
+    buckets = max(hf.get("position_buckets", -1), 0)
+    furthest = hf.get("max_relative_positions", -1)
+    furthest = furthest if furthest >= 1 else hf["max_position_embeddings"]
+    if buckets and not 2 <= buckets < 2 * (furthest - 1):
+        raise CheckpointError(
+            f"position_buckets is {buckets}, wanted at least 2 and less than twice the largest "
+            f"distance, {furthest - 1}, which max_relative_positions gives"
+        )
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,
@@ -84,7 +104,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "embedding_size": hf.get("embedding_size", width),
         "absolute_positions": bool(hf.get("position_biased_input", True)),
         "buckets": buckets,
-        "max_distance": max_distance,
+        "max_distance": furthest,
         "content_to_position": CONTENT_TO_POSITION in terms,
         "position_to_content": POSITION_TO_CONTENT in terms,
         **_convolution(hf),
@@ -92,71 +112,26 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """The rules for the relative keys and queries, whose sources depend on the config."""
-    return [_relative_rule(hf, "key"), _relative_rule(hf, "query")]
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head: a dense layer with an activation on the first token, then the logits."""
-    activation = activation_of(hf, "pooler_hidden_act")
-    return bert.two_layers(
-        hf["hidden_size"], labels, "pooler.dense", "classifier", activation=activation
-    )
-
-
-def _relative_rule(hf: dict[str, Any], part: str) -> Rule:
-    """The rule for the relative keys or queries of each layer: projections of one table."""
-    is_shared = hf.get("share_att_key", False)
-    linear = f"{bert.SELF}.{part if is_shared else f'pos_{part}_proj'}"
+    """The rules for the relative keys and queries of each layer, projections of one table, whose
+    sources depend on the config."""
+    named = "{}" if hf.get("share_att_key", False) else "pos_{}_proj"
     is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
-    sources = (
-        RELATIVE_TABLE,
-        *(TABLE_NORM if is_normed else ()),
-        f"{linear}.weight",
-        f"{linear}.bias",
-    )
+    table = (RELATIVE_TABLE, *(TABLE_NORM if is_normed else ()))
     transform = projected(float(hf.get("layer_norm_eps", 1e-7)))
-    return Rule(sources, f"{bert.TARGET}.attention.relative_{part}", transform)
-
-
-def _terms(hf: dict[str, Any]) -> list[str]:
-    """The relative terms of a score. Raises UnsupportedModel if there are none, or unknown ones."""
-    if not hf.get("relative_attention", False):
-        raise UnsupportedModel(
-            "relative_attention=False is not supported: DeBERTa runs with relative positions"
+    return [
+        Rule(
+            (*table, *(f"{bert.SELF}.{named.format(part)}.{kind}" for kind in ("weight", "bias"))),
+            f"{bert.TARGET}.attention.relative_{part}",
+            transform,
         )
-    terms = _names(hf.get("pos_att_type") or ())
-    unknown = set(terms) - {CONTENT_TO_POSITION, POSITION_TO_CONTENT}
-    if unknown or not terms:
-        raise UnsupportedModel(
-            f"pos_att_type {hf.get('pos_att_type')!r} is not supported; known: c2p, p2c, c2p|p2c"
-        )
-    norms = set(_names(hf.get("norm_rel_ebd", "none"))) - {"layer_norm", "none"}
-    if norms:
-        raise UnsupportedModel(
-            f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
-        )
-    return terms
+        for part in ("key", "query")
+    ]
 
 
 def _names(value: Any) -> list[str]:
     """The names in a string with bars between them, as transformers 4 writes it, or in a list."""
     names = value.split("|") if isinstance(value, str) else value
     return [str(name).strip().lower() for name in names]
-
-
-def _distances(hf: dict[str, Any]) -> tuple[int, int]:
-    """The number of buckets on either side, or 0, and the distance from which on all are alike."""
-    buckets = hf.get("position_buckets", -1)
-    furthest = hf.get("max_relative_positions", -1)
-    furthest = furthest if furthest >= 1 else hf["max_position_embeddings"]
-    buckets = max(buckets, 0)
-    if buckets and not 2 <= buckets < 2 * (furthest - 1):
-        raise CheckpointError(
-            f"position_buckets is {buckets}, wanted at least 2 and less than twice the largest "
-            f"distance, {furthest - 1}, which max_relative_positions gives"
-        )
-    return buckets, furthest
 
 
 def _convolution(hf: dict[str, Any]) -> dict[str, Any]:
@@ -207,5 +182,12 @@ FAMILY = Family(
     ),
     config=config,
     config_rules=config_rules,
-    classifier=classifier,
+    # a dense layer with an activation on the first token, then the logits
+    classifier=lambda hf, labels: bert.two_layers(
+        hf["hidden_size"],
+        labels,
+        "pooler.dense",
+        "classifier",
+        activation=activation_of(hf, "pooler_hidden_act"),
+    ),
 )

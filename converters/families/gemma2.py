@@ -5,7 +5,6 @@ from typing import Any
 from converters.families import gemma3
 from converters.families.decoders import decoder_family, is_causal, window_fields
 from converters.families.gemma3 import gemma_config
-from converters.family import Scorer
 from jaxembed.errors import UnsupportedModel
 
 
@@ -24,17 +23,12 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     return fields if cap is None else fields | {"score_cap": float(cap)}
 
 
-def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """As Gemma 3's. Logits have a soft cap unless the config says null."""
-    hf = {"final_logit_softcapping": 30.0} | hf
-    return gemma3.score_head(hf, config, true_id, false_id)
-
-
 FAMILY = decoder_family(
     classes=("Gemma2Model",),
     classifiers=("Gemma2ForSequenceClassification",),
     generators=("Gemma2ForCausalLM",),
     rules=gemma3.FAMILY.rules,  # of which those of head norms are for Gemma 3
     config=config,
-    score_head=score_head,
+    # logits have a soft cap unless the config says null
+    score_head=lambda hf, *given: gemma3.score_head({"final_logit_softcapping": 30.0} | hf, *given),
 )

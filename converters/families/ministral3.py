@@ -4,7 +4,7 @@ from typing import Any
 
 from converters.families.decoders import decoder_config, decoder_family, is_causal
 from converters.families.mistral import mistral_windows
-from converters.families.rope import ORIGINAL, rope_fields
+from converters.families.rope import ORIGINAL, rope_fields, rope_parameters
 from jaxembed.errors import CheckpointError
 
 HEAD_WIDTH = 128  # default of every Ministral 3, whatever its hidden_size
@@ -19,33 +19,17 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     # of Ministral 3 alone: its growth, and a second copy of max_position_embeddings
     rope = rope_fields(hf, width, ignored=(BETA, "max_position_embeddings", ORIGINAL))
     fields = decoder_config(hf, width, causal=causal, rope=rope, norm_eps=1e-5)
-    return (
-        fields
-        | mistral_windows(hf, causal, hf.get("sliding_window"))
-        | _growth(hf)
-        | {
-            "qkv_bias": False,
-            "out_bias": False,
-            "qk_norm": False,
-        }
-    )
-
-
-def _growth(hf: dict[str, Any]) -> dict[str, Any]:
-    """How queries grow: by llama_4_scaling_beta, at each multiple of the original length.
-
-    Raises CheckpointError if only one of the two is there.
-    """
-    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    beta = parameters.get(BETA)
-    if not beta:
-        return {}
-    length = hf.get(ORIGINAL) or parameters.get(ORIGINAL)
-    if length is None:
-        raise CheckpointError(
-            f"{ORIGINAL} is {length!r}, wanted a whole number over 0 beside {BETA} {beta}"
-        )
-    return {"query_growth": float(beta), "query_growth_length": length}
+    fields |= mistral_windows(hf, causal, hf.get("sliding_window"))
+    # queries grow by llama_4_scaling_beta, at each multiple of the original length
+    parameters = rope_parameters(hf)
+    if beta := parameters.get(BETA):
+        length = hf.get(ORIGINAL) or parameters.get(ORIGINAL)
+        if length is None:
+            raise CheckpointError(
+                f"{ORIGINAL} is {length!r}, wanted a whole number over 0 beside {BETA} {beta}"
+            )
+        fields |= {"query_growth": float(beta), "query_growth_length": length}
+    return fields | {"qkv_bias": False, "out_bias": False, "qk_norm": False}
 
 
 FAMILY = decoder_family(

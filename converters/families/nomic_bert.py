@@ -8,7 +8,7 @@ from typing import Any
 
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters
-from converters.family import Family, Scorer
+from converters.family import Family
 from converters.fields import activation_of, chosen, either, even_head_width, refuse_unless
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation
@@ -69,11 +69,6 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "down_bias": bool(hf.get("mlp_fc2_bias")),
         **_rope(hf, sizes),
     }
-
-
-def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of NomicBertForSequenceClassification: BERT's."""
-    return bert.two_layers(_sizes(hf)["hidden_size"], labels, "pooler.dense", "classifier")
 
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:
@@ -165,5 +160,7 @@ FAMILY = Family(
     # The pooler and the heads are not used for embeddings.
     ignored=("pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"),
     config=config,
-    classifier=classifier,
+    classifier=lambda hf, labels: bert.two_layers(
+        _sizes(hf)["hidden_size"], labels, "pooler.dense", "classifier"
+    ),
 )

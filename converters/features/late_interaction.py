@@ -168,12 +168,28 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
     query_length, document_length = (
         _length(folder, length, positions) for length in (words.query_length, words.document_length)
     )
+    expansion, length = None, words.fills_to
+    if length is not None:
+        if positions is not None and length > positions:
+            raise CheckpointError(
+                f"{folder}: queries are filled up to {length} tokens, and there are {positions} "
+                "positions"
+            )
+        reach = spec.config.get("local_reach")
+        if not words.attended and reach is not None and length > reach:
+            raise UnsupportedModel(
+                f"{folder}: queries are filled up to {length} tokens that no token attends to, and "
+                f"some layers see {reach} on either side: a filler might see none"
+            )
+        token = words.filler or _filler(folder, vocabulary)
+        number = vocabulary.token_to_id(token)
+        if number is None:
+            raise CheckpointError(
+                f"{folder}: queries are filled up with {token!r}, which is no token of the model"
+            )
+        expansion = Expansion(number, length, words.attended)
     interaction = LateInteraction(
-        query_length,
-        document_length,
-        markers["query"],
-        markers["document"],
-        _expansion(spec, words, vocabulary, folder, positions),
+        query_length, document_length, markers["query"], markers["document"], expansion
     )
     head = spec.heads["multi_vector"]
     assert isinstance(head, PerToken)
@@ -239,7 +255,30 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
             default_prompt_name=default,
         )
         expansion = native.get("query_expansion")
-        return words if expansion is None else _expanded(source, words, expansion)
+        if expansion is None:
+            return words
+        unknown = sorted(set(expansion) - set(EXPANSION_FIELDS))
+        strategy, filled = expansion.get("strategy"), expansion.get("length")
+        if unknown or strategy not in ("fixed", "min"):
+            what = f"query_expansion.{unknown[0]}" if unknown else f"strategy {strategy!r}"
+            raise UnsupportedModel(f"{source}: {what} is not supported; known: fixed, min")
+        if filled is None:
+            raise CheckpointError(
+                f"{source}: query_expansion lacks length, wanted a number of tokens"
+            )
+        length = words.query_length
+        if length is not None and length < filled:
+            raise CheckpointError(
+                f"{source}: query_length {length} is less than the {filled} tokens that "
+                "query_expansion fills queries up to"
+            )
+        return replace(  # "fixed" fills queries up to its length and cuts them there
+            words,
+            query_length=filled if strategy == "fixed" else length,
+            fills_to=filled,
+            filler=expansion.get("token"),
+            attended=bool(expansion.get("attend")),
+        )
     prefixes: dict[str, str] = {}
     for role, key, marker in zip(
         ("query", "document"), ("query_prefix", "document_prefix"), PYLATE_MARKERS, strict=True
@@ -257,31 +296,6 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
         attended=bool(settings.get("attend_to_expansion_tokens")),
         skipped=PUNCTUATION if skipped is None else tuple(skipped),
         default_prompt_name=default,
-    )
-
-
-def _expanded(source: Path, words: Words, expansion: dict[str, Any]) -> Words:
-    """The words with a query_expansion of sentence-transformers: "fixed" fills queries up to its
-    length and cuts them there, "min" only fills them up."""
-    unknown = sorted(set(expansion) - set(EXPANSION_FIELDS))
-    strategy = expansion.get("strategy")
-    if unknown or strategy not in ("fixed", "min"):
-        what = f"query_expansion.{unknown[0]}" if unknown else f"strategy {strategy!r}"
-        raise UnsupportedModel(f"{source}: {what} is not supported; known: fixed, min")
-    if expansion.get("length") is None:
-        raise CheckpointError(f"{source}: query_expansion lacks length, wanted a number of tokens")
-    length = words.query_length
-    if length is not None and length < expansion["length"]:
-        raise CheckpointError(
-            f"{source}: query_length {length} is less than the {expansion['length']} tokens that "
-            "query_expansion fills queries up to"
-        )
-    return replace(
-        words,
-        query_length=expansion["length"] if strategy == "fixed" else length,
-        fills_to=expansion["length"],
-        filler=expansion.get("token"),
-        attended=bool(expansion.get("attend")),
     )
 
 
@@ -337,32 +351,6 @@ def _length(folder: Path, length: int | None, positions: int | None) -> int:
         )
         return positions
     return length
-
-
-def _expansion(
-    spec: ModelSpec, words: Words, vocabulary: Tokenizer, folder: Path, positions: int | None
-) -> Expansion | None:
-    length = words.fills_to
-    if length is None:
-        return None
-    if positions is not None and length > positions:
-        raise CheckpointError(
-            f"{folder}: queries are filled up to {length} tokens, and there are {positions} "
-            "positions"
-        )
-    reach = spec.config.get("local_reach")
-    if not words.attended and reach is not None and length > reach:
-        raise UnsupportedModel(
-            f"{folder}: queries are filled up to {length} tokens that no token attends to, and "
-            f"some layers see {reach} on either side: a filler might see none"
-        )
-    token = words.filler or _filler(folder, vocabulary)
-    number = vocabulary.token_to_id(token)
-    if number is None:
-        raise CheckpointError(
-            f"{folder}: queries are filled up with {token!r}, which is no token of the model"
-        )
-    return Expansion(number, length, words.attended)
 
 
 def _filler(folder: Path, vocabulary: Tokenizer) -> str:

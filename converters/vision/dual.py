@@ -385,13 +385,17 @@ def _probe_rules(width: int) -> list[Rule]:
     """The rules of SigLIP's head of images."""
     head, target = "vision_model.head", "heads.dense"
     joint = f"{head}.attention.in_proj"
-    rules = [Rule(f"{head}.probe", f"{target}.probe", reshaped(width))]
-    for name, start, stop in (("query", 0, width), ("key_value", width, 3 * width)):
-        kernel = rows_of(start, stop, turned=True)
-        rules.append(Rule(f"{joint}_weight", f"{target}.{name}.kernel", kernel))
-        rules.append(Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(start, stop)))
+    parts = {"query": (0, width), "key_value": (width, 3 * width)}
     return [
-        *rules,
+        Rule(f"{head}.probe", f"{target}.probe", reshaped(width)),
+        *(
+            Rule(f"{joint}_weight", f"{target}.{name}.kernel", rows_of(*rows, turned=True))
+            for name, rows in parts.items()
+        ),
+        *(
+            Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(*rows))
+            for name, rows in parts.items()
+        ),
         *linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
         *_norm_rules(f"{head}.layernorm", f"{target}.norm"),
         *linear_rules(f"{head}.mlp.fc1", f"{target}.up"),

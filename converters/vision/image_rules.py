@@ -56,7 +56,13 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     Raises UnsupportedModel for another processor or for steps that are not done here, and
     CheckpointError for damaged fields.
     """
-    processor = _processor(config)
+    named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    processor = str(named)
+    for ending in (*ENDINGS, "ImageProcessor", "FeatureExtractor"):
+        processor = processor.removesuffix(ending)
+    if processor not in PROCESSOR_DEFAULTS:
+        known = ", ".join(f"{one}ImageProcessor" for one in PROCESSOR_DEFAULTS)
+        raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
     fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
     for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
         if fields.get(switch, wanted) is not wanted:
@@ -134,19 +140,6 @@ def _area(fields: Mapping[str, Any]) -> tuple[int, int]:
     if found[0] > found[1]:
         raise CheckpointError(f"min_pixels {found[0]} of images is over max_pixels {found[1]}")
     return found
-
-
-def _processor(config: Mapping[str, Any]) -> str:
-    """The name of the processor, by either key, as PROCESSOR_DEFAULTS has it."""
-    named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
-    name = str(named)
-    for ending in ENDINGS:
-        name = name.removesuffix(ending)
-    name = name.removesuffix("ImageProcessor").removesuffix("FeatureExtractor")
-    if name not in PROCESSOR_DEFAULTS:
-        known = ", ".join(f"{one}ImageProcessor" for one in PROCESSOR_DEFAULTS)
-        raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
-    return name
 
 
 def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:

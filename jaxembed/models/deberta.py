@@ -30,11 +30,6 @@ class DebertaConfig(BertConfig):
     conv_width: int = 0  # tokens that the convolution beside the first layer sees; 0: there is none
     conv_activation: str = "tanh"  # a name in ACTIVATIONS
 
-    @property
-    def places(self) -> int:
-        """The number of rows of the relative tables."""
-        return 2 * (self.buckets or self.max_distance)
-
 
 class Deberta(nnx.Module):
     """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
@@ -113,7 +108,8 @@ class DebertaAttention(BertAttention):
 
     def __init__(self, config: DebertaConfig):
         super().__init__(config)
-        shape = (config.places, config.hidden_size)
+        places = 2 * (config.buckets or config.max_distance)  # rows of the relative tables
+        shape = (places, config.hidden_size)
         by_content, by_position = config.content_to_position, config.position_to_content
         self.relative_key = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_content else None
         self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None

@@ -82,11 +82,11 @@ def attend_disentangled(
     keys = [tiled(x, around=around) for x in (key, value, of_keys)]
     largest = near * tile - 1  # distance between a tile and those that it sees
     every = np.arange(-largest, largest + 1)
-    by_distance = [
+    keys_apart, queries_apart = (
         None if table is None else jnp.take(table, distances.places(order), axis=0)
         for table, order in ((relative_key, every[::-1]), (relative_query, every))
-    ]
-    relative = Relative(*by_distance, tile, largest)
+    )
+    relative = Relative(keys_apart, queries_apart, tile, largest)
 
     def block(one):
         number, queries, of_query = one
@@ -123,7 +123,8 @@ def _mix_near(
     if relative.queries is not None:
         scores += relative.by_key(key, offset)
     seen = (of_query[:, :, None] == of_key[:, None, :])[:, None]
-    scale = (query.shape[3] * relative.terms) ** -0.5
+    terms = 1 + (relative.keys is not None) + (relative.queries is not None)
+    scale = (query.shape[3] * terms) ** -0.5
     mixed = weighted_values(jnp.where(seen, scores * scale, MASKED), all_value)
     return mixed.swapaxes(1, 2)
 
@@ -136,11 +137,6 @@ class Relative:
     queries: Table | None  # from the smallest to the largest
     tile: int
     largest: int
-
-    @property
-    def terms(self) -> int:
-        """The number of terms of a score."""
-        return 1 + (self.keys is not None) + (self.queries is not None)
 
     def by_query(self, query: Heads, keys: int, offset: Offset) -> AttentionScores:
         """Multiply a tile of queries with relative keys."""

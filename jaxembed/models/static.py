@@ -91,32 +91,67 @@ def _added(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     return np.add.reduce(rows, axis=0)  # from zero on: the sum of negative zeros is positive
 
 
-class StaticEmbeddings:
-    """A table of token vectors, and the modules after their mean. Threads may share it."""
+class StaticModel:
+    """A table of a row for each token. Threads may share it."""
+
+    def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
+        """Raises CheckpointError if the parameters are not those of `static_shapes`, with every one
+        that is missing, unknown or wrongly shaped."""
+        shapes = static_shapes(spec)
+        found = {name: parameter.shape for name, parameter in parameters.items()}
+        problems = [
+            f"{name}: wanted shape {shapes.get(name)}, got {found.get(name)}"
+            for name in sorted(shapes.keys() | found.keys())
+            if shapes.get(name) != found.get(name)
+        ]
+        if problems:
+            raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
+        self.widths = spec.widths
+        self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
+
+    def compute(self, work: Work) -> WorkResult:
+        """The outputs of some sequences, as the engine gives them: float32, not normalised."""
+        if "tokens" not in work.outputs:
+            return {}
+        offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
+        rows = self._table.take(work.planes["ids"], axis=0, mode="clip")
+        return {"tokens": Ragged(rows, offsets)}
+
+
+class StaticEmbeddings(StaticModel):
+    """A table of token vectors, and the modules after their mean."""
 
     def __init__(
         self, spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
     ):
-        """`means` computes several vectors; a single one is faster with numpy. Raises
-        CheckpointError if the parameters are not those of `static_shapes`."""
-        _check(spec, parameters)
+        """`means` computes several vectors; a single one is faster with numpy."""
+        super().__init__(spec, parameters)
         self._means = means
-        self.widths = spec.widths
-        self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
-        self._modules = [
-            (layer, _parameters_of(number, layer, parameters))
-            for number, layer in enumerate(spec.dense.device_modules)
-        ]
+        self._modules: list[tuple[Module, np.ndarray | None, np.ndarray | float]] = []
+        for number, layer in enumerate(spec.dense.device_modules):
+            kernel, bias = None, 0.0
+            if isinstance(layer, DenseLayer):
+                kernel = np.ascontiguousarray(parameters[_name(number, "kernel")], np.float32)
+                bias = parameters[_name(number, "bias")].astype(np.float32) if layer.bias else 0.0
+            self._modules.append((layer, kernel, bias))
         self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # tokens
 
     def compute(self, work: Work) -> WorkResult:
-        """The outputs of some sequences, as the engine gives them: float32, not normalised."""
-        result = _tokens(self._table, work)
-        if "dense" in work.outputs:
-            vectors = self._vectors(work.planes["ids"], _slots(work))
-            for layer, parameters in self._modules:
-                vectors = _apply(layer, parameters, vectors)
-            result["dense"] = vectors
+        result = super().compute(work)
+        if "dense" not in work.outputs:
+            return result
+        vectors = self._vectors(work.planes["ids"], _slots(work))
+        for layer, kernel, bias in self._modules:
+            if isinstance(layer, DenseLayer):
+                # one by one: products of several rows may differ in the last bits with their number
+                products = [vector @ kernel for vector in vectors]
+                linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
+                vectors = HOST_ACTIVATIONS[layer.activation](linear)
+            else:
+                squares = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
+                vectors = vectors / np.maximum(np.sqrt(squares)[:, None], LEAST_LENGTH)
+            vectors = np.asarray(vectors, np.float32)
+        result["dense"] = vectors
         return result
 
     def _vectors(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -128,35 +163,22 @@ class StaticEmbeddings:
         return self._means(self._table, ids, slots, self._block)
 
 
-class StaticTerms:
+class StaticTerms(StaticModel):
     """A table of one weight for each term: a term that is among the tokens has its weight, however
-    often. Threads may share it."""
-
-    def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
-        """Raises CheckpointError if the parameters are not those of `static_shapes`."""
-        _check(spec, parameters)
-        self.widths = spec.widths
-        self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
+    often."""
 
     def compute(self, work: Work) -> WorkResult:
-        """The outputs of some sequences, as the engine gives them."""
-        result = _tokens(self._table, work)
-        if "sparse" in work.outputs:
-            rows = [
-                self._row(work.planes["ids"][start:end]) for start, end in _slots(work).tolist()
-            ]
-            indices, values = [ids for ids, _ in rows], [weights for _, weights in rows]
-            result["sparse"] = SparseRows(len(self._table), indices, values)
+        result = super().compute(work)
+        if "sparse" not in work.outputs:
+            return result
+        indices, values = [], []
+        for start, end in _slots(work).tolist():
+            terms = np.unique(work.planes["ids"][start:end])
+            weights = self._table[terms, 0]
+            indices.append(terms[weights != 0])  # ascending
+            values.append(weights[weights != 0])
+        result["sparse"] = SparseRows(len(self._table), indices, values)
         return result
-
-    def _row(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The terms among some tokens whose weight is not zero, ascending, and their weights."""
-        terms = np.unique(ids)
-        weights = self._table[terms, 0]
-        return terms[weights != 0], weights[weights != 0]
-
-
-StaticModel = StaticEmbeddings | StaticTerms
 
 
 def static_model(
@@ -183,55 +205,8 @@ def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _tokens(table: np.ndarray, work: Work) -> WorkResult:
-    """The rows of all tokens, if they are wanted."""
-    if "tokens" not in work.outputs:
-        return {}
-    offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
-    return {"tokens": Ragged(table.take(work.planes["ids"], axis=0, mode="clip"), offsets)}
-
-
 def _name(number: int, parameter: str) -> str:
     return f"heads.dense.modules.{number}.{parameter}"
-
-
-def _check(spec: ModelSpec, parameters: Mapping[str, np.ndarray]) -> None:
-    """Raise CheckpointError, with every parameter that is missing, unknown or wrongly shaped."""
-    shapes = static_shapes(spec)
-    found = {name: parameter.shape for name, parameter in parameters.items()}
-    if found == shapes:
-        return
-    problems = [
-        f"{name}: wanted shape {shapes.get(name)}, got {found.get(name)}"
-        for name in sorted(shapes.keys() | found.keys())
-        if shapes.get(name) != found.get(name)
-    ]
-    raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
-
-
-def _parameters_of(
-    number: int, layer: Module, parameters: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray | float]:
-    """The kernel and the bias of a Dense module in float32; of others nothing."""
-    if not isinstance(layer, DenseLayer):
-        return np.zeros(0, np.float32), 0.0
-    kernel = np.ascontiguousarray(parameters[_name(number, "kernel")], np.float32)
-    bias = parameters[_name(number, "bias")].astype(np.float32) if layer.bias else 0.0
-    return kernel, bias
-
-
-def _apply(
-    layer: Module, parameters: tuple[np.ndarray, np.ndarray | float], vectors: np.ndarray
-) -> np.ndarray:
-    """The vectors after a module, float32."""
-    if isinstance(layer, DenseLayer):
-        kernel, bias = parameters
-        # one by one: a product of several rows may differ in the last bits with their number
-        products = [vector @ kernel for vector in vectors]
-        linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
-        return np.asarray(HOST_ACTIVATIONS[layer.activation](linear), np.float32)
-    lengths = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))[:, None]
-    return np.asarray(vectors / np.maximum(lengths, LEAST_LENGTH), np.float32)
 
 
 def _slots(work: Work) -> np.ndarray:

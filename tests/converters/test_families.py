@@ -28,7 +28,7 @@ from converters.families import (
     modernbert,
     t5,
 )
-from converters.registry import family_of
+from converters.family import family_of
 from jaxembed.data.spec import ModelSpec
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 

@@ -83,9 +83,26 @@ def load_library(cache_dir: Path) -> None:
     kernels.
     """
     global _library, _build
+    reasons: list[str] = []
     with _loading:
+        for build in () if _library is not None else _runnable():  # the fastest first
+            try:
+                library = _opened(build, cache_dir)
+                if library.jaxembed_prepare():
+                    raise Unavailable(FAULTS[2])
+                _register(library)
+            except OSError as error:
+                reasons.append(f"cannot read {error.filename}: {error.strerror}")
+            except Unavailable as error:
+                reasons.append(str(error))
+            else:
+                _library, _build = library, build
+                return
         if _library is None:
-            _library, _build = _loaded(cache_dir)
+            raise Unavailable(
+                "; ".join(dict.fromkeys(reasons))
+                or "this CPU has no AVX512_BF16, or the system does not say so"
+            )
 
 
 def load_means(cache_dir: Path) -> NativeMeans:
@@ -126,27 +143,6 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _loaded(cache_dir: Path) -> tuple[ctypes.CDLL, Build]:
-    """Load the fastest kernels that run on this machine. Raises Unavailable if none does."""
-    reasons: list[str] = []
-    for build in _runnable():
-        try:
-            library = _opened(build, cache_dir)
-            if library.jaxembed_prepare():
-                raise Unavailable(FAULTS[2])
-            _register(library)
-        except OSError as error:
-            reasons.append(f"cannot read {error.filename}: {error.strerror}")
-        except Unavailable as error:
-            reasons.append(str(error))
-        else:
-            return library, build
-    raise Unavailable(
-        "; ".join(dict.fromkeys(reasons))
-        or "this CPU has no AVX512_BF16, or the system does not say so"
-    )
-
-
 def _runnable() -> tuple[Build, ...]:
     """The instruction sets whose features this CPU has, as far as the system tells."""
     try:
@@ -167,8 +163,15 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
     except OSError:
         ahead = False
     path = build.built if ahead else _compiled(build, cache_dir)
+    # The library's own check runs in another process, so that a crash does not end the server: an
+    # isolated one (-I), or Python would import a ctypes.py of the working directory. It needs only
+    # the standard library, and so no site packages (-S).
+    code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
     try:
-        _check(path)
+        command = [sys.executable, "-I", "-S", "-c", code]
+        if status := compiler.run_command(command, CHECK_S).returncode:
+            crash = f"{path} does not run on this machine: exit status {status}"
+            raise Unavailable(FAULTS.get(status, crash))
         library = ctypes.CDLL(str(path))
     except (OSError, Unavailable) as error:  # such as a truncated file
         if not ahead:  # the next start compiles it again
@@ -215,20 +218,6 @@ def _is_kept(library: Path) -> bool:
         of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         raise Unavailable(f"{library} {of}: others can change what would run here; remove it")
     return True
-
-
-def _check(path: Path) -> None:
-    """Run the library's own check in another process, so that a crash does not end the server.
-
-    That process is isolated (-I), or Python would import a ctypes.py of the working directory. It
-    needs only the standard library, and so no site packages (-S). Raises Unavailable if the check
-    fails.
-    """
-    code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
-    status = compiler.run_command([sys.executable, "-I", "-S", "-c", code], CHECK_S).returncode
-    if status:
-        crash = f"{path} does not run on this machine: exit status {status}"
-        raise Unavailable(FAULTS.get(status, crash))
 
 
 def _register(library: ctypes.CDLL) -> None:
