@@ -126,7 +126,15 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     for module in modules[1:]:
         folder = source / module.path
         if module.kind == "multi_vector_mask":
-            words = replace(words, skipped=_skipped(folder))
+            mask = heads.read_optional_json(folder / "config.json", MASK_FIELDS)
+            if mask.get("keep_only_token_ids"):
+                raise UnsupportedModel(f"{folder}: keep_only_token_ids is not supported")
+            skipped, tasks = mask.get("skiplist_words") or (), mask.get("skiplist_tasks")
+            if skipped and tasks not in (None, "document", ["document"]):
+                raise UnsupportedModel(
+                    f"{folder}: skiplist_tasks {tasks!r} is not supported; known: ['document']"
+                )
+            words = replace(words, skipped=tuple(skipped))
             continue
         layer = heads.layer_of(folder, module.kind, "token_embeddings")
         if isinstance(layer, DenseLayer):
@@ -297,20 +305,6 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
         skipped=PUNCTUATION if skipped is None else tuple(skipped),
         default_prompt_name=default,
     )
-
-
-def _skipped(folder: Path) -> tuple[str, ...]:
-    """The words that a MultiVectorMask keeps out of documents. Raises UnsupportedModel for what
-    else it may do."""
-    config = heads.read_optional_json(folder / "config.json", MASK_FIELDS)
-    if config.get("keep_only_token_ids"):
-        raise UnsupportedModel(f"{folder}: keep_only_token_ids is not supported")
-    words, tasks = config.get("skiplist_words") or (), config.get("skiplist_tasks")
-    if words and tasks not in (None, "document", ["document"]):
-        raise UnsupportedModel(
-            f"{folder}: skiplist_tasks {tasks!r} is not supported; known: ['document']"
-        )
-    return tuple(words)
 
 
 def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:

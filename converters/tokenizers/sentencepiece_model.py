@@ -267,7 +267,20 @@ def build_from_sentencepiece(folder: Path) -> bytes:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     special = _special_tokens(files)
-    _add_tokens(files, tokenizer, special)
+    # what is found in a text before the rest is cut into pieces
+    tokenizer.add_special_tokens(special)
+    for content, number in files.stated_ids.items():
+        if (wanted := tokenizer.token_to_id(content)) != number:
+            raise CheckpointError(
+                f"{files.folder}: the added token {content!r} has id {number}, wanted "
+                f"{'a special token' if wanted is None else wanted}; {ADVICE}"
+            )
+    known = {token.content for token in special}
+    if files.proto.trainer_spec.model_type == BPE_MODEL:  # others find these as their best pieces
+        symbols = [one.piece for one in pieces if one.type == USER_DEFINED]
+        tokenizer.add_tokens(
+            [AddedToken(one, normalized=True) for one in symbols if one not in known]
+        )
     # special tokens around each text and pair
     template = files.template
     ids = {token: tokenizer.token_to_id(token) for token, _ in template if token not in PLACES}
@@ -279,7 +292,7 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=parts[:bar], pair=parts[:bar] + parts[bar + 1 :], special_tokens=list(ids.items())
     )
-    _compare(files, tokenizer, {token.content for token in special})
+    _compare(files, tokenizer, known)
     return tokenizer.to_str().encode()
 
 
@@ -411,23 +424,6 @@ def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
     ids = files.stated_ids
     last = max(ids.values(), default=0)
     return sorted(found.values(), key=lambda one: ids.get(one.content, last + 1))
-
-
-def _add_tokens(files: TokenizerFiles, tokenizer: Tokenizer, special: list[AddedToken]) -> None:
-    """Add what is found in a text before the rest is cut into pieces."""
-    tokenizer.add_special_tokens(special)
-    for content, number in files.stated_ids.items():
-        if (wanted := tokenizer.token_to_id(content)) != number:
-            raise CheckpointError(
-                f"{files.folder}: the added token {content!r} has id {number}, wanted "
-                f"{'a special token' if wanted is None else wanted}; {ADVICE}"
-            )
-    if files.proto.trainer_spec.model_type == BPE_MODEL:  # others find these as their best pieces
-        known = {token.content for token in special}
-        symbols = [one.piece for one in files.proto.pieces if one.type == USER_DEFINED]
-        tokenizer.add_tokens(
-            [AddedToken(one, normalized=True) for one in symbols if one not in known]
-        )
 
 
 def _compare(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> None:

@@ -107,7 +107,18 @@ def _shape(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, A
             )
         _refuse_other_patches(fields, patch)
         merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
-        return {"area": _area(fields), "merge": merge, "place_numbers": 3}  # time, row, column
+        # the fewest and the most pixels: min_pixels and max_pixels, else those of the size
+        size = fields["size"]
+        if not isinstance(size, Mapping) or set(given(size)) - {"shortest_edge", "longest_edge"}:
+            raise UnsupportedModel(
+                f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
+            )
+        least = fields.get("min_pixels", size.get("shortest_edge"))
+        most = fields.get("max_pixels", size.get("longest_edge"))
+        area = _whole("min_pixels", least, MOST_AREA), _whole("max_pixels", most, MOST_AREA)
+        if area[0] > area[1]:
+            raise CheckpointError(f"min_pixels {area[0]} of images is over max_pixels {area[1]}")
+        return {"area": area, "merge": merge, "place_numbers": 3}  # time, row, column
     # all images are brought to one size
     size, shortest = _size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
@@ -124,22 +135,6 @@ def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
             f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
             f"{patch}"
         )
-
-
-def _area(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """The fewest and the most pixels of an image: min_pixels and max_pixels where they are there,
-    else those of the size."""
-    size = fields["size"]
-    if not isinstance(size, Mapping) or set(given(size)) - {"shortest_edge", "longest_edge"}:
-        raise UnsupportedModel(
-            f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
-        )
-    least = fields.get("min_pixels", size.get("shortest_edge"))
-    most = fields.get("max_pixels", size.get("longest_edge"))
-    found = _whole("min_pixels", least, MOST_AREA), _whole("max_pixels", most, MOST_AREA)
-    if found[0] > found[1]:
-        raise CheckpointError(f"min_pixels {found[0]} of images is over max_pixels {found[1]}")
-    return found
 
 
 def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:

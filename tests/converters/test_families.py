@@ -974,7 +974,7 @@ def test_nvidias_reranker_takes_the_mean_and_divides_by_its_temperature(tmp_path
 
 def test_an_unknown_activation_of_debertas_pooler_is_refused():
     with pytest.raises(UnsupportedModel, match="pooler_hidden_act 'mish'"):
-        deberta.classifier(config_of("deberta_mean") | {"pooler_hidden_act": "mish"}, 1)
+        deberta.FAMILY.classifier(config_of("deberta_mean") | {"pooler_hidden_act": "mish"}, 1)
 
 
 def test_debertas_relative_tables_are_float32_where_the_weights_are_not(tmp_path):
