@@ -25,7 +25,7 @@ def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
     both = suites.needed(
         ["converters/families/t5.py", "jaxembed/bulk/run.py", "tests/parity/test_m3.py"]
     )
-    assert both == ["numerics", "slow", "parity m3 t5", "stores", "ray"]
+    assert both == ["numerics", "slow", "parity m3 mpnet t5", "stores", "ray"]
     assert suites.needed(["tests/parity/requirements.txt", "converters/families/t5.py"]) == [
         "numerics",
         "parity",
