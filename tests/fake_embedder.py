@@ -31,8 +31,14 @@ from jaxembed.preprocessing.text import TextProcessor, TokenPiece
 from jaxembed.quantise import quantise
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
-from jaxembed.runtime.postprocess import shape_vectors
-from jaxembed.runtime.requests import Answer, EncodeRequest, LateRequest, Request, ScoreRequest
+from jaxembed.runtime.requests import (
+    Answer,
+    EncodeRequest,
+    LateRequest,
+    Request,
+    ScoreRequest,
+    shape_vectors,
+)
 from jaxembed.runtime.routes import LoadedRoute
 from jaxembed.runtime.tasks import Tasks
 

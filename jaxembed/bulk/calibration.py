@@ -11,7 +11,7 @@ from jaxembed.checkpoints.ranges import KeptRanges
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
 from jaxembed.runtime.options import EncodeOptions
-from jaxembed.runtime.postprocess import shape_vectors
+from jaxembed.runtime.requests import shape_vectors
 from jaxembed.runtime.tasks import check_dimensions
 
 FEWEST_TEXTS = 2  # that have a range; as in sentence-transformers

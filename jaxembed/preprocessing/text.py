@@ -117,6 +117,13 @@ class TextProcessor:
         self._most_characters = sys.maxsize if per_token is None else per_token * limit
         if self._reads_whole:
             self._most_characters = MOST_READ
+        expansion = spec.interaction and spec.interaction.expansion
+        # The lengths up to which texts are filled; 0 where they are not.
+        self._length_to_fill = 0 if spec.filled is None else spec.filled.length
+        self._length_of_query = self._length_to_fill if expansion is None else expansion.length
+        self._has_whole_texts = (
+            spec.template is None and spec.filled is None and not self._has_types
+        )
         self._pair_frame = None
         if not spec.is_static:
             self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
@@ -147,18 +154,32 @@ class TextProcessor:
         """
         if self._spec.interaction is not None:
             return _tokenized(self._encode_marked(inputs, rules, self._spec.interaction))
-        if self._spec.filled is None and not self._has_types and not self._has_spans(rules):
-            texts = [item for item in inputs if isinstance(item, Text)]
-            if len(texts) == len(inputs):
-                return self._encode_whole_texts(texts, rules)
-        texts = self._encode_texts([item for item in inputs if isinstance(item, Text)], rules)
+        texts = [item for item in inputs if isinstance(item, Text)]
+        most = self._most_characters
+        cut = slice(0, most) if rules.side == "right" else slice(-most, None)
+        prompted = ((rules.prompt + text.text)[cut] for text in texts)
+        read = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
+        encoded = zip(texts, read, strict=True)
+        has_spans = rules.prompt and not self._spec.include_prompt
+        if self._has_whole_texts and not has_spans and len(texts) == len(inputs):
+            return self._encode_whole_texts(encoded, rules)
         pairs = self._encode_pairs([item for item in inputs if isinstance(item, Pair)], rules)
-        return _tokenized(
-            self._encode_ids(item, rules)
-            if isinstance(item, Tokens)
-            else next(texts if isinstance(item, Text) else pairs)
-            for item in inputs
-        )
+
+        def encodings() -> Iterator[tuple[Encoding, bool]]:
+            for item in inputs:
+                if isinstance(item, Tokens):
+                    yield self._encode_ids(item, rules)
+                elif isinstance(item, Pair):
+                    yield next(pairs)
+                elif self._spec.template is not None:
+                    raise InvalidInput(
+                        "this model scores pairs, such as a query and a document, not texts"
+                    )
+                else:
+                    text, (encoding, whole) = next(encoded)
+                    yield self._finish(text, encoding, whole, rules)
+
+        return _tokenized(encodings())
 
     def query_row(self, query: str, rules: Rules) -> Row:
         """Tokenize a query once, for `encode_beside`. Raises InvalidInput if the model takes no
@@ -196,7 +217,7 @@ class TextProcessor:
         prompt = rules.prompt
         room = limit - len(before) - len(after)
         division = self._division(room, (prompt, ""), rules, with_query=False)
-        spans = self._has_spans(rules)
+        has_spans = rules.prompt and not self._spec.include_prompt
         parts: list[Divided] = []
         encodings: list[Encoding] = []
         try:
@@ -212,7 +233,7 @@ class TextProcessor:
                     if self._dropped_id is not None:
                         ids = ids[ids != self._dropped_id]
                     own = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
-                    encodings.append(Encoding(ids, spans=own if spans else None))
+                    encodings.append(Encoding(ids, spans=own if has_spans else None))
         except InvalidInput as error:
             raise error.at(len(parts)) from error
         return _in_windows(parts, encodings, sum(part.is_cut for part in parts))
@@ -221,11 +242,12 @@ class TextProcessor:
         """Tokenize texts whose chunks are pooled one by one, at most `slots` in a sequence. A text
         over the limit is run in windows where `truncate` is on. Raises what `encode` does, and
         InvalidChunk."""
+        has_spans = rules.prompt and not self._spec.include_prompt
         late = Late(
             self._tokenizer,
             rules.prompt,
             self._around,
-            self._prompt_length(rules.prompt) if self._has_spans(rules) else 0,
+            self._prompt_length(rules.prompt) if has_spans else 0,
             has_types=self._has_types,
             limit=self.limit,
             slots=slots,
@@ -239,8 +261,8 @@ class TextProcessor:
         """Estimate the numbers of sequences and tokens of the inputs before tokenization, with one
         token per 4 characters."""
         most = self.limit * rules.max_windows
-        least = self._length_to_fill(rules)
-        tokens = sum(max(min(_size(item) // 4 + 2, most), least) for item in inputs)
+        least = self._length_of_query if rules.role == "query" else self._length_to_fill
+        tokens = sum(max(min(characters(item) // 4 + 2, most), least) for item in inputs)
         return max(len(inputs), tokens // self.limit), tokens
 
     @property
@@ -332,18 +354,17 @@ class TextProcessor:
         ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
         return len(encoding) - encoding.special_tokens_mask[-1]
 
-    def _has_spans(self, rules: Rules) -> bool:
-        """Whether texts are pooled without their prompt."""
-        return bool(rules.prompt) and not self._spec.include_prompt
-
-    def _encode_whole_texts(self, texts: Sequence[Text], rules: Rules) -> Tokenized:
-        """`encode` of texts that are ids alone and pooled whole, faster than one by one."""
+    def _encode_whole_texts(
+        self, texts: Iterable[tuple[Text, tuple[Any, bool]]], rules: Rules
+    ) -> Tokenized:
+        """`encode` of texts that are ids alone and pooled whole, faster than one by one: of each
+        text and its tokens, as `Tokenizer.encode_enough` gives them."""
         limit, special = self.limit, self._special_ids
         most = self._most_characters - len(rules.prompt)
         rows: list[list[int]] = []
         truncated = 0
         try:
-            for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
+            for text, (encoding, whole) in texts:
                 row = encoding.ids
                 is_usual = 0 < len(row) <= limit and 0 < len(text.text) <= most
                 if not is_usual or (special and not special.isdisjoint(row)):
@@ -356,11 +377,6 @@ class TextProcessor:
         lengths = [len(row) for row in rows]
         ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
         return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
-
-    def _encode_texts(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
-        """Yield the encoding of each text, and whether it was cut."""
-        for text, (encoding, whole) in zip(texts, self._read(texts, rules), strict=True):
-            yield self._finish(text, encoding, whole, rules)
 
     def _encode_marked(
         self, inputs: Sequence[Input], rules: Rules, interaction: LateInteraction
@@ -376,7 +392,7 @@ class TextProcessor:
         most = limit - (marker is not None)
         prompted = (rules.prompt + text.text for text in texts)
         encodings = self._tokenizer.encode_enough(prompted, most, rules.side)
-        least, expansion = self._length_to_fill(rules), interaction.expansion
+        expansion = interaction.expansion if rules.role == "query" else None
         place = min(self._around[0], 1)
         for text, (encoding, whole) in zip(texts, encodings, strict=True):
             if not ((text.text or rules.may_be_empty) and len(encoding)):
@@ -387,9 +403,9 @@ class TextProcessor:
             ids = self._within(np.array(encoding.ids, np.int32), most, rules.side)
             if marker is not None:
                 ids = np.insert(ids, place, np.int32(marker))
-            fillers = max(least - len(ids), 0)
-            if fillers and expansion is not None:
-                ids, _ = _filled(ids, expansion)
+            fillers = 0
+            if expansion is not None:
+                ids, fillers = _filled(ids, expansion)
             yield Encoding(ids, fillers=fillers), count > most
         if len(texts) < len(inputs):
             kind = "pairs" if isinstance(inputs[len(texts)], Pair) else "token ids"
@@ -408,24 +424,6 @@ class TextProcessor:
         is_raised = self.limit > self._spec.max_input_tokens
         most = self.limit if is_raised else min(interaction.document_length, self.limit)
         return most, interaction.document_marker
-
-    def _length_to_fill(self, rules: Rules) -> int:
-        """The length up to which texts of this role are filled; 0 where they are not."""
-        interaction = self._spec.interaction
-        if self._spec.filled is not None:
-            return self._spec.filled.length
-        if interaction is None or interaction.expansion is None or rules.role != "query":
-            return 0
-        return interaction.expansion.length
-
-    def _read(self, texts: Sequence[Text], rules: Rules) -> Iterator[tuple[Any, bool]]:
-        """Tokenize texts with their prompt, as `Tokenizer.encode_enough` does."""
-        if texts and self._spec.template is not None:
-            raise InvalidInput("this model scores pairs, such as a query and a document, not texts")
-        most = self._most_characters
-        cut = slice(0, most) if rules.side == "right" else slice(-most, None)
-        prompted = ((rules.prompt + text.text)[cut] for text in texts)
-        return self._tokenizer.encode_enough(prompted, self.limit, rules.side)
 
     def _check_characters(self, text: Text, rules: Rules) -> bool:
         """Whether a text is cut by its characters. Raises InvalidInput if it may not be."""
@@ -460,7 +458,7 @@ class TextProcessor:
         if self._has_types:
             types = self._within_limit(np.array(encoding.type_ids, np.int32), rules.side)
         spans = None
-        if self._has_spans(rules):
+        if rules.prompt and not self._spec.include_prompt:
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
         fillers = 0
         if self._spec.filled is not None:
@@ -631,11 +629,8 @@ def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:
 def characters(item: Input | ChunkedText | str) -> int:
     """The number of characters of a text or an input; a token id counts as four, an image as a
     whole job: of a small file, too, it may take a second."""
-    return len(item) if isinstance(item, str) else _size(item)
-
-
-def _size(item: Input | ChunkedText) -> int:
-    """The number of characters of an input; a token id counts as four, an image as a whole job."""
+    if isinstance(item, str):
+        return len(item)
     if isinstance(item, Text | ChunkedText):
         return len(item.text)
     if isinstance(item, Image):

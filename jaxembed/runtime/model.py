@@ -22,9 +22,8 @@ from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.pieces import TokenPiece
 from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
 from jaxembed.runtime.description import describe_model
-from jaxembed.runtime.dispatch import Dispatcher
 from jaxembed.runtime.engines import Progress
-from jaxembed.runtime.requests import Answer, ComputeRequest, Request
+from jaxembed.runtime.requests import ComputeRequest
 from jaxembed.runtime.routes import (
     LoadedRoute,
     RouteLoader,
@@ -32,7 +31,7 @@ from jaxembed.runtime.routes import (
     plan_routes,
     tokenizer_threads,
 )
-from jaxembed.runtime.runner import RequestRunner
+from jaxembed.runtime.runner import Dispatcher, RequestRunner
 from jaxembed.runtime.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
 
 
-class LoadedModel:
+class LoadedModel(Dispatcher):
     """A model that is loaded, compiled and ready to run requests, which its `tasks` make.
 
     Each of its `routes` takes texts or images: a request has the name of the one that it is for.
@@ -82,12 +81,15 @@ class LoadedModel:
         self.spec = self.main.spec
         ranges = load_ranges(self.path)
         self.tasks = Tasks(self.name, specs, self.main.text_processor, self.text, ranges)
-        self.admission = Admission(
-            capacity or capacity_of(self.config),
-            max(map(_queued_tokens, self.routes.values())),
-            self._tokens_per_s,
-        )
-        self._dispatcher = Dispatcher(self.routes, self.admission)
+        queued_tokens = [
+            QUEUED_BATCHES * max(len(one.plan.devices), 1) * one.plan.max_batch_tokens
+            for one in self.routes.values()
+        ]
+        capacity = capacity or capacity_of(self.config)
+        admission = Admission(capacity, max(queued_tokens), self._tokens_per_s)
+        runners = {route: one.runner for route, one in self.routes.items()}
+        super().__init__(runners, admission)
+        self.draining = False
         self._show_gauges()
         for one in self.engines.values():
             one.engine.start()
@@ -97,18 +99,6 @@ class LoadedModel:
             except BaseException:
                 self.close()  # or its threads would keep it, and the device's memory
                 raise
-
-    def run(self, request: Request[Answer]) -> Answer:
-        """Run a request and block until it is answered, as `Dispatcher.run` does."""
-        return self._dispatcher.run(request)
-
-    async def run_async(self, request: Request[Answer]) -> Answer:
-        """`run` without blocking the event loop."""
-        return await self._dispatcher.run_async(request)
-
-    async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
-        """`run_async` for a server, which admits the request first: as `Dispatcher.answer`."""
-        return await self._dispatcher.answer(request, held)
 
     async def tokenize_async(
         self,
@@ -228,10 +218,6 @@ class LoadedModel:
         helps."""
         return any(one.engine.stuck for one in self.engines.values())
 
-    @property
-    def draining(self) -> bool:
-        return self.admission.draining
-
     def snapshot(self) -> dict[str, EngineState]:
         """The state of each route's engine at this moment."""
         return {route: one.engine.snapshot() for route, one in self.engines.items()}
@@ -262,11 +248,13 @@ class LoadedModel:
 
     def drain(self) -> None:
         """Admit no further request."""
+        self.draining = True
         self.admission.drain()
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued, stop the threads, and free the parameters and programs, whoever
         still refers to the model."""
+        self.draining = True
         for one in self.routes.values():
             one.runner.close()
         self.admission.close()
@@ -286,10 +274,6 @@ class LoadedModel:
         telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
         telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
-
-
-def _queued_tokens(route: LoadedRoute) -> int:
-    return QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
 
 
 def _keep_programs(cache_dir: Path) -> None:

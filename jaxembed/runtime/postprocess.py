@@ -1,4 +1,4 @@
-"""Shapes float32 vectors and logits on the host: cut, normalise, compare, rank, encode.
+"""Compares, scores, ranks and encodes float32 vectors and logits on the host.
 
 Uses no device and no HTTP.
 """
@@ -12,26 +12,6 @@ from jaxtyping import Float, Int, Shaped
 from jaxembed.data.spec import ScoreFunction
 
 Ties = Literal["first", "last"]  # which of equal logits is ranked higher
-LEAST = 5e-324  # the least float64 over zero
-
-
-def shape_vectors(
-    dense: Float[np.ndarray, "rows width"], *, dimensions: int | None, normalize: bool
-) -> Float[np.ndarray, "rows dim"]:
-    """The first `dimensions` of each vector (None: all), normalised to length one if `normalize`.
-
-    The result is C-contiguous float32. Vectors are cut before they are normalised, so that a
-    shortened vector has length one too. A zero vector stays zero.
-    """
-    cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
-    if not normalize:
-        return cut
-    lengths = _lengths(cut)
-    np.maximum(lengths, LEAST, out=lengths)
-    if len(cut) == 1:  # the same in half the time: it takes no buffers
-        return (cut / lengths).astype(np.float32)
-    # Divided in float64 and rounded once, in numpy's small buffers rather than a second matrix.
-    return np.divide(cut, lengths[:, None], out=np.empty_like(cut), casting="same_kind")
 
 
 def similarity(

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
+from jaxtyping import Float
 
 from jaxembed.data.inputs import ChunkSize, Input, Pair, Priority, Text
 from jaxembed.data.outputs import OUTPUTS, OutputName
@@ -22,7 +23,6 @@ from jaxembed.preprocessing.late import NO_CHUNKS, pool_slots
 from jaxembed.preprocessing.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
-from jaxembed.runtime.postprocess import shape_vectors
 from jaxembed.runtime.terms import most_active, terms_of_tokens
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
@@ -30,6 +30,7 @@ TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
 FLOAT_BYTES = 4
 TERM_BYTES = 8  # of a value and its index
 TERMS_A_TOKEN = 16  # of a sparse answer, as a guess; `excess_bytes` counts what is more
+LEAST = 5e-324  # the least float64 over zero
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")
@@ -52,8 +53,8 @@ class Run(msgspec.Struct, frozen=True, eq=False):
             "num_tokens": self.tokenized.work.own_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
             "tokenization_s": self.tokenization_s,
-            "queue_s": mean(self.queue_s),
-            "inference_s": mean(self.inference_s),
+            "queue_s": sum(self.queue_s) / max(len(self.queue_s), 1),
+            "inference_s": sum(self.inference_s) / max(len(self.inference_s), 1),
             "cached": self.cached,
         }
 
@@ -106,10 +107,6 @@ class Request(ABC, Generic[Answer]):
                 token_bytes += copies * row_bytes // 2
         return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
 
-    def excess_bytes(self, answer: Answer) -> int:
-        """The bytes of an answer beyond what `cost` counts for it."""
-        return 0
-
 
 @dataclass(frozen=True)
 class EncodeRequest(Request[Embeddings]):
@@ -121,17 +118,16 @@ class EncodeRequest(Request[Embeddings]):
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """Cut, normalise and encode the outputs as the options say."""
-        values, dtype = dict(run.values), self.options.output_dtype
-        vector_ids = None
+        values, vector_ids = dict(run.values), None
         if "dense" in values:
-            dense = self._shaped(values["dense"], spec.dense)
-            values["dense"] = quantise(dense, dtype, self.ranges)
+            values["dense"] = self._shaped(values["dense"], spec.dense)
         if "tokens" in values:
             tokens = values["tokens"]
-            values["tokens"] = Ragged(quantise(tokens.values, dtype), tokens.offsets)
+            encoded = quantise(tokens.values, self.options.output_dtype)
+            values["tokens"] = Ragged(encoded, tokens.offsets)
         if "multi_vector" in values:
             kept, vector_ids = self._kept(spec, run)
-            rows = quantise(self._shaped(kept.values, spec.heads["multi_vector"]), dtype)
+            rows = self._shaped(kept.values, spec.heads["multi_vector"])
             values["multi_vector"] = Ragged(rows, kept.offsets)
         if "sparse" in self.options.outputs:
             values["sparse"] = self._terms(spec, run)
@@ -151,20 +147,14 @@ class EncodeRequest(Request[Embeddings]):
             places=tuple(np.arange(len(self.items))[k : k + most] for k in firsts),
         )
 
-    def excess_bytes(self, answer: Embeddings) -> int:
-        """Those of weights of terms: how many a text has, only its answer says."""
-        if "sparse" not in answer.values:
-            return 0
-        usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
-        return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - usual, 0)
-
     def _shaped(self, vectors: np.ndarray, head: Head) -> np.ndarray:
-        normalize = self.options.normalize
-        return shape_vectors(
-            vectors,
-            dimensions=self.options.dimensions,
-            normalize=head.normalize if normalize is None else normalize,
-        )
+        """The vectors cut, normalised and encoded."""
+        options = self.options
+        normalize = head.normalize if options.normalize is None else options.normalize
+        shaped = shape_vectors(vectors, dimensions=options.dimensions, normalize=normalize)
+        if options.output_dtype == "float":
+            return shaped
+        return quantise(shaped, options.output_dtype, self.ranges)
 
     def _kept(self, spec: ModelSpec, run: Run) -> tuple[Ragged, np.ndarray]:
         """The rows of the tokens that are answered, and the ids of these tokens."""
@@ -336,6 +326,29 @@ class ComputeRequest(Request[WorkResult]):
         return run.values
 
 
-def mean(seconds: list[float]) -> float:
-    """The mean; 0 of nothing."""
-    return sum(seconds) / len(seconds) if seconds else 0.0
+def shape_vectors(
+    dense: Float[np.ndarray, "rows width"], *, dimensions: int | None, normalize: bool
+) -> Float[np.ndarray, "rows dim"]:
+    """The first `dimensions` of each vector (None: all), normalised to length one if `normalize`.
+
+    The result is C-contiguous float32. Vectors are cut before they are normalised, so that a
+    shortened vector has length one too. A zero vector stays zero.
+    """
+    cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
+    if not normalize:
+        return cut
+    # In float64, because squares can overflow float32.
+    lengths = np.einsum("nd,nd->n", cut, cut, dtype=np.float64)
+    np.sqrt(lengths, out=lengths)
+    np.maximum(lengths, LEAST, out=lengths)
+    if len(cut) == 1:  # the same in half the time: it takes no buffers
+        return (cut / lengths).astype(np.float32)
+    # Divided in float64 and rounded once, in numpy's small buffers rather than a second matrix.
+    return np.divide(cut, lengths[:, None], out=np.empty_like(cut), casting="same_kind")
+
+
+def excess_bytes(answer: Embeddings) -> int:
+    """The bytes of weights of terms beyond those that `Request.cost` counts: how many a text has,
+    only its answer says."""
+    usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
+    return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - usual, 0)

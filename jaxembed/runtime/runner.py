@@ -1,24 +1,24 @@
-"""Runs one request: tokenizer threads, the engine, the answer. In a thread that may block, and
-on an event loop that may not."""
+"""Runs the requests of a model: admission, tokenizer threads, the engine, the answer. In a thread
+that may block, and on an event loop that may not."""
 
 import asyncio
 import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from jaxembed.data.inputs import Priority, Text
-from jaxembed.data.spec import ModelSpec
+from jaxembed.data.inputs import Text
+from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec
 from jaxembed.data.work import Work, empty_result, join_results, join_work, work_of
+from jaxembed.engine.admission import Admission, Cost, Held
 from jaxembed.engine.client import EngineClient, ServedEngine
 from jaxembed.engine.host import HostEngine
-from jaxembed.engine.ticket import Ticket
-from jaxembed.errors import BackendError, InvalidInput
+from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
 from jaxembed.observability.tracing import TicketTrace, Trace, current_trace
 from jaxembed.preprocessing.images.processor import Processor
@@ -26,19 +26,29 @@ from jaxembed.preprocessing.late import join_chunked
 from jaxembed.preprocessing.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.preprocessing.tokenizer import SHORT_CHARACTERS, chunks
 from jaxembed.preprocessing.windows import join_windows
-from jaxembed.runtime.requests import Answer, Request, Run, mean
+from jaxembed.runtime.options import Embeddings, Scores
+from jaxembed.runtime.requests import (
+    Answer,
+    EncodeRequest,
+    MixedRequest,
+    Request,
+    Run,
+    excess_bytes,
+)
 
 Part = TypeVar("Part")  # what a job makes of some items of a request
 Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
-OnSize = Callable[[int, int], object]  # with the numbers of sequences and tokens
+OnCost = Callable[[Cost], object]
 
 # Jobs of one asynchronous request that are submitted at a time, for each thread. Jobs of other
 # requests can run between them.
 JOBS_A_THREAD = 2
+IMAGES_A_PART = 64  # of a call: the next ones are decoded while these are computed
+PARTS_AT_ONCE = 2  # of a request in parts: one is decoded while another is computed
 
 
 class RequestRunner(ABC):
-    """Runs the requests of one model and counts what is answered, until it is closed.
+    """Runs the requests of one route and counts what is answered, until it is closed.
 
     A small request is one job. A large one is many, a chunk of its items each, so that it shares
     the threads with others; `Request.share` is a job before them. When a request is dropped, its
@@ -46,41 +56,34 @@ class RequestRunner(ABC):
     """
 
     def __init__(self, processor: Processor, telemetry: Telemetry, spec: ModelSpec):
-        self._processor = processor
+        self.processor, self.spec = processor, spec
         self._telemetry = telemetry
         self._inputs = telemetry.inputs["embed" if spec.task == "embed" else "predict"]
         self._stages = [telemetry.stage.labels(name) for name in ANSWER_STAGES]
-        self._spec = spec
         self._closed = False
 
     def run(self, request: Request[Answer]) -> Answer:
         """Block until the answer is there. Raises the errors of InvalidInput and BackendError."""
         if not request.items:
             return self._nothing(request)
-        run = self._run(request)
-        self._count(run)
-        return request.finish(self._spec, run)
+        return self._answer(request, self._run(request))
 
-    async def run_async(
-        self, request: Request[Answer], on_size: OnSize = lambda sequences, tokens: None
-    ) -> Answer:
-        """`run` without blocking the event loop. `on_size` is called with the numbers of sequences
-        and tokens before the engine computes them; from any thread, and again when there are more.
+    async def run_async(self, request: Request[Answer], on_cost: OnCost | None = None) -> Answer:
+        """`run` without blocking the event loop. `on_cost` is called with the exact cost before the
+        engine computes; from any thread, and again when it is more.
 
         If the task is cancelled, what is still queued of the request is dropped.
         """
         if not request.items:
             return self._nothing(request)
-        run = await self._run_async(request, on_size)
-        self._count(run)
-        return request.finish(self._spec, run)
+        return self._answer(request, await self._run_async(request, on_cost))
 
     @abstractmethod
     def _run(self, request: Request) -> Run:
         """Compute a request, and block until that is done."""
 
     @abstractmethod
-    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
+    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
         """Compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
@@ -90,15 +93,21 @@ class RequestRunner(ABC):
     def close(self) -> None:
         """Take no further request."""
         self._closed = True
-        self._processor.executor.shutdown(wait=False)
+        self.processor.executor.shutdown(wait=False)
+
+    def _brief(self, request: Request, job: Job[Part]) -> list[Part] | None:
+        """What the job of one short text makes, in the calling thread: another costs 200 us, a
+        short query 15 us. None for other requests."""
+        items = request.items
+        if len(items) != 1 or not isinstance(items[0], Text) or self._closed:
+            return None
+        return [job(None, items)] if len(items[0].text) <= SHORT_CHARACTERS else None
 
     def _parts(self, request: Request, job: Job[Part]) -> list[Part]:
         """What the jobs of a request make, in order. Blocks until they are done."""
-        if _is_brief(request.items) and not self._closed:
-            return self._whole(request, job)
         if _is_one_job(request.items):
             return self._in_thread(self._whole, request, job).result()
-        shared = self._in_thread(request.share, self._processor).result()
+        shared = self._in_thread(request.share, self.processor).result()
         parts: list[Future] = []
         try:
             for first, chunk in _chunks(request.items):
@@ -112,12 +121,10 @@ class RequestRunner(ABC):
 
     async def _parts_async(self, request: Request, job: Job[Part]) -> list[Part]:
         """`_parts` without blocking the event loop."""
-        if _is_brief(request.items) and not self._closed:
-            return self._whole(request, job)
         if _is_one_job(request.items):
             return await self.off_loop(self._whole, request, job)
-        shared = await self.off_loop(request.share, self._processor)
-        turns = asyncio.Semaphore(self._processor.executor.workers * JOBS_A_THREAD)
+        shared = await self.off_loop(request.share, self.processor)
+        turns = asyncio.Semaphore(self.processor.executor.workers * JOBS_A_THREAD)
 
         async def run(first: int, chunk: Sequence) -> Part:
             async with turns:
@@ -132,82 +139,77 @@ class RequestRunner(ABC):
 
     def _whole(self, request: Request, job: Job[Part]) -> list[Part]:
         """The one job of a small request."""
-        return [job(request.share(self._processor), request.items)]
+        return [job(request.share(self.processor), request.items)]
 
     def _in_thread(self, call: Callable, *arguments) -> Future:
         try:
-            return self._processor.executor.submit(call, *arguments)
+            return self.processor.executor.submit(call, *arguments)
         except RuntimeError as error:  # it was shut down
             raise BackendError("this Embedder is closed") from error
 
     def _nothing(self, request: Request[Answer]) -> Answer:
         """The answer to a request without items."""
         nothing = work_of([], request.outputs)
-        values = empty_result(nothing, self._spec.widths)
-        return request.finish(self._spec, Run(values, Tokenized(nothing, 0), 0.0, [], []))
+        values = empty_result(nothing, self.spec.widths)
+        return request.finish(self.spec, Run(values, Tokenized(nothing, 0), 0.0, [], []))
 
-    def _count(self, run: Run) -> None:
-        tokenized = run.tokenized
+    def _answer(self, request: Request[Answer], run: Run) -> Answer:
+        """Count what was run, and make the answer of it."""
+        tokenized, telemetry = run.tokenized, self._telemetry
         count = len(tokenized.work)
         if tokenized.truncated:
-            self._telemetry.truncated_inputs.inc(tokenized.truncated)
-        self._telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
+            telemetry.truncated_inputs.inc(tokenized.truncated)
+        telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
         self._inputs.observe_many(run.tokenization_s / count, run.queue_s, run.inference_s)
-        tokenized_stage, queue_stage, inference_stage = self._stages
-        tokenized_stage.observe(run.tokenization_s)
-        queue_stage.observe(mean(run.queue_s))
-        inference_stage.observe(mean(run.inference_s))
+        means = run.tokenization_s, sum(run.queue_s) / count, sum(run.inference_s) / count
+        for stage, seconds in zip(self._stages, means, strict=True):
+            stage.observe(seconds)
+        return request.finish(self.spec, run)
 
 
 class QueueRunner(RequestRunner):
     """Tokenizes a request in its jobs, and queues it as a whole with an engine."""
 
     def __init__(
-        self,
-        processor: Processor,
-        engine: EngineClient,
-        telemetry: Telemetry,
-        spec: ModelSpec,
+        self, processor: Processor, engine: EngineClient, telemetry: Telemetry, spec: ModelSpec
     ):
         super().__init__(processor, telemetry, spec)
         self._engine = engine
 
     def _run(self, request: Request) -> Run:
         started_at = time.monotonic()
-        parts = self._parts(request, partial(request.prepare, self._processor))
-        tokenized = _join(parts, request)
-        tokenization_s = time.monotonic() - started_at
+        job = partial(request.prepare, self.processor)
+        tokenized = _join(self._brief(request, job) or self._parts(request, job), request)
+        took_s = time.monotonic() - started_at
         ticket = self._engine.submit(tokenized.work, priority=request.priority)
         try:
             ticket.result()
         except BaseException:
             self._engine.cancel(ticket)
             raise
-        return _run_of(ticket, tokenized, tokenization_s)
+        times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
+        return Run(ticket.values, tokenized, took_s, *times, ticket.withdrawn)
 
-    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
+    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
         started_at = time.monotonic()
-        parts = await self._parts_async(request, partial(request.prepare, self._processor))
+        job = partial(request.prepare, self.processor)
+        parts = self._brief(request, job) or await self._parts_async(request, job)
         tokenized = _join(parts, request)
-        tokenized_at = time.monotonic()
-        on_size(len(tokenized.work), tokenized.work.tokens)
-        trace = current_trace()
+        work, tokenized_at = tokenized.work, time.monotonic()
+        if on_cost is not None:
+            on_cost(request.cost(self.spec, len(work), work.tokens))
+        trace, noted = current_trace(), None
         if trace is not None:
             trace.note("tokenize", started_at, tokenized_at)
-        ticket = await self._submit(tokenized.work, request.priority, trace)
-        return _run_of(ticket, tokenized, tokenized_at - started_at)
-
-    async def _submit(self, work: Work, priority: Priority | None, trace: Trace | None) -> Ticket:
-        """Submit the work and wait for its ticket; the engine wakes the event loop once."""
+            noted = TicketTrace(trace)
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
-        def wake() -> None:
+        def wake() -> None:  # the engine calls it once
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        noted = None if trace is None else TicketTrace(trace)
-        ticket = self._engine.submit(work, wake, priority, noted)
+        ticket = self._engine.submit(work, wake, request.priority, noted)
         try:
             await done
         except asyncio.CancelledError:
@@ -217,7 +219,9 @@ class QueueRunner(RequestRunner):
             if noted is not None:
                 noted.finish()
         ticket.result(timeout_s=0.0)
-        return ticket
+        times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
+        took_s = tokenized_at - started_at
+        return Run(ticket.values, tokenized, took_s, *times, ticket.withdrawn)
 
 
 class HostRunner(RequestRunner):
@@ -232,26 +236,39 @@ class HostRunner(RequestRunner):
 
     def _run(self, request: Request) -> Run:
         job = partial(self._compute, request, None, None)
-        return _join_runs(self._parts(request, job), request)
+        return _join_runs(self._brief(request, job) or self._parts(request, job), request)
 
-    async def _run_async(self, request: Request, on_size: OnSize) -> Run:
-        tally = _Tally(self._processor.estimate(request.inputs(), request.rules), on_size)
-        job = partial(self._compute, request, tally, current_trace())
-        return _join_runs(await self._parts_async(request, job), request)
+    async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
+        told, sums = self.processor.estimate(request.inputs(), request.rules), (0, 0)
+        lock = threading.Lock()
+
+        def add(work: Work) -> None:
+            """Add the size of a job to the sums, and tell when they are more than estimated."""
+            nonlocal told, sums
+            with lock:
+                sums = sums[0] + len(work), sums[1] + work.tokens
+                most = max(sums[0], told[0]), max(sums[1], told[1])
+                if most != told and on_cost is not None:
+                    on_cost(request.cost(self.spec, *most))
+                told = most
+
+        job = partial(self._compute, request, add, current_trace())
+        parts = self._brief(request, job) or await self._parts_async(request, job)
+        return _join_runs(parts, request)
 
     def _compute(
         self,
         request: Request,
-        tally: "_Tally | None",
+        add: Callable[[Work], None] | None,
         trace: Trace | None,
         shared: Row | None,
         chunk: Sequence,
     ) -> Run:
         started_at = time.monotonic()
-        tokenized = _join([request.prepare(self._processor, shared, chunk)], request)
+        tokenized = _join([request.prepare(self.processor, shared, chunk)], request)
         work = tokenized.work
-        if tally is not None:
-            tally.add(len(work), work.tokens)
+        if add is not None:
+            add(work)
         tokenized_at = time.monotonic()
         values = self._engine.compute(work)
         computed_at, count = time.monotonic(), len(work)
@@ -262,30 +279,8 @@ class HostRunner(RequestRunner):
         return Run(values, tokenized, tokenized_at - started_at, waited, ran)
 
 
-class _Tally:
-    """Adds up the sizes of the jobs of a request, and tells when they are more than estimated."""
-
-    def __init__(self, estimate: tuple[int, int], on_size: OnSize):
-        self._told, self._on_size = estimate, on_size
-        self._sequences = self._tokens = 0
-        self._lock = threading.Lock()
-
-    def add(self, sequences: int, tokens: int) -> None:
-        """Add the size of a job. Raises what `on_size` does."""
-        with self._lock:
-            self._sequences += sequences
-            self._tokens += tokens
-            told = max(self._sequences, self._told[0]), max(self._tokens, self._told[1])
-            if told != self._told:
-                self._told = told
-                self._on_size(*told)
-
-
 def runner_of(
-    engine: ServedEngine,
-    processor: Processor,
-    telemetry: Telemetry,
-    spec: ModelSpec,
+    engine: ServedEngine, processor: Processor, telemetry: Telemetry, spec: ModelSpec
 ) -> RequestRunner:
     """The runner for the requests to an engine."""
     if isinstance(engine, HostEngine):
@@ -293,6 +288,79 @@ def runner_of(
         return HostRunner(processor, engine, telemetry, spec)
     assert isinstance(engine, EngineClient)
     return QueueRunner(processor, engine, telemetry, spec)
+
+
+class Dispatcher:
+    """Runs requests on the routes of one model: for the library, or admitted for a server. A
+    request in parts has one route for each part."""
+
+    def __init__(self, runners: Mapping[str, RequestRunner], admission: Admission):
+        self._runners, self.admission = runners, admission
+
+    def run(self, request: Request[Answer]) -> Answer:
+        """Run a request and block until it is answered. Nothing is refused for want of room.
+
+        Raises the errors of InvalidInput and BackendError.
+        """
+        if isinstance(request, MixedRequest):
+            return cast(Answer, self._run_parts(request))
+        is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
+        if is_long and isinstance(request, EncodeRequest):
+            return cast(Answer, self._run_parts(request.divided(IMAGES_A_PART)))
+        return self._runners[request.route].run(request)
+
+    def _run_parts(self, request: MixedRequest) -> Embeddings:
+        """Run the parts of a request, the next one while one is computed."""
+
+        def run(number: int) -> Embeddings:
+            with request.placed(number) as part:
+                return self.run(part)
+
+        threads = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="parts")
+        try:
+            return request.joined(list(threads.map(run, range(len(request.parts)))))
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+    async def run_async(self, request: Request[Answer]) -> Answer:
+        """`run` without blocking the event loop. If the task is cancelled, what is still queued of
+        the request is dropped."""
+        if isinstance(request, MixedRequest):
+            return cast(Answer, await self._answer_parts(request, self.run_async))
+        return await self._runners[request.route].run_async(request)
+
+    async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
+        """`run_async` for a server: admit the request first, as a part of the one that `held`
+        counts for.
+
+        Raises also NoInputs, and Overloaded, RequestTooLarge or ShuttingDown before any work; the
+        first two also after it, if the answer is larger than such answers are. If `held` has an
+        account, it is charged for the tokens, and refuses what its key may not have.
+        """
+        if not request.items:
+            raise NoInputs()
+        if isinstance(request, MixedRequest):
+            answer = await self._answer_parts(request, partial(self.answer, held=held))
+            return cast(Answer, answer)
+        runner = self._runners[request.route]
+        estimate = runner.processor.estimate(request.inputs(), request.rules)
+        with self.admission.admit(request.cost(runner.spec, *estimate), held) as permit:
+            answer = await runner.run_async(request, permit.correct)
+            if isinstance(answer, Embeddings) and "sparse" in answer.values:
+                permit.held.charge(excess_bytes(answer))
+            if isinstance(answer, Embeddings | Scores):
+                permit.settle(int(answer.num_tokens.sum()))
+            return answer
+
+    async def _answer_parts(
+        self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
+    ) -> Embeddings:
+        """The answer to a request in parts, which are answered in turn."""
+        answers: list[Embeddings] = []
+        for number in range(len(request.parts)):
+            with request.placed(number) as part:
+                answers.append(await answer(part))
+        return request.joined(answers)
 
 
 def _is_one_job(items: Sequence) -> bool:
@@ -305,11 +373,6 @@ def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
     for chunk in chunks(items, characters):
         yield first, chunk
         first += len(chunk)
-
-
-def _is_brief(items: Sequence) -> bool:
-    """Whether to tokenize in the calling thread: another costs 200 us, a short query 15 us."""
-    return len(items) == 1 and isinstance(items[0], Text) and len(items[0].text) <= SHORT_CHARACTERS
 
 
 def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) -> Part:
@@ -331,6 +394,7 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 
 
 def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
+    """The columns of all parts, in order, as the request wants them."""
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
     if len(parts) == 1:
         (part,) = parts
@@ -340,12 +404,6 @@ def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
     truncated = sum([part.truncated for part in parts])
     windows = join_windows([part.windows for part in parts])
     return Tokenized(work, truncated, windows, join_chunked([part.chunked for part in parts]))
-
-
-def _run_of(ticket: Ticket, tokenized: Tokenized, tokenization_s: float) -> Run:
-    """What a request that was queued came to."""
-    times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
-    return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:

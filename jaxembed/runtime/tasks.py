@@ -121,8 +121,19 @@ class Tasks:
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
         """The request of this intent for the outputs of each input."""
+        options = intent.options
+        plain = EncodeRequest(
+            inputs,
+            intent.rules,
+            intent.outputs,
+            options.priority,
+            options,
+            route=intent.route,
+            adapter=intent.adapter,
+            ranges=intent.ranges,
+        )
         if not self._takes_images:
-            return _encode_request(inputs, intent)
+            return plain
         _check_texts(inputs)
         images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
         others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
@@ -130,7 +141,7 @@ class Tasks:
             raise InvalidInput(
                 f"the documents of {self._name} are images, and its texts are queries; send images"
             )
-        plain = _encode_request([inputs[k] for k in others], intent)
+        plain = replace(plain, items=[inputs[k] for k in others])
         if not images:
             return plain
         of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
@@ -637,20 +648,6 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
-
-
-def _encode_request(inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
-    options = intent.options
-    return EncodeRequest(
-        inputs,
-        intent.rules,
-        intent.outputs,
-        options.priority,
-        options,
-        route=intent.route,
-        adapter=intent.adapter,
-        ranges=intent.ranges,
-    )
 
 
 def _check_no_prompt(options: EncodeOptions) -> None:

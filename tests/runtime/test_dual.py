@@ -218,7 +218,7 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
 
 @each_kind
 def test_inputs_of_both_kinds_keep_their_order_also_in_parts(dual, kind, monkeypatch):
-    monkeypatch.setattr("jaxembed.runtime.dispatch.IMAGES_A_PART", 1)
+    monkeypatch.setattr("jaxembed.runtime.runner.IMAGES_A_PART", 1)
     images = [picture(3), picture(4)]
     mixed = ["w1", images[0], "w2 w3", images[1], "w4"]
     got = dual(kind).encode(mixed)

@@ -8,11 +8,11 @@ import pytest
 from jaxembed.runtime.postprocess import (
     rank,
     scores,
-    shape_vectors,
     similarity,
     to_base64,
     to_bytes,
 )
+from jaxembed.runtime.requests import shape_vectors
 
 
 @pytest.fixture(name="dense")

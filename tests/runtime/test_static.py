@@ -346,7 +346,7 @@ def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source
     engine, runner = embedder.model.main.engine, embedder.model.runner
     compute = engine.compute
     engine.compute = lambda work: (computed.append(work.tokens), compute(work))[1]
-    asyncio.run(runner.run_async(request, lambda _, n: told.append((n, sum(computed)))))
+    asyncio.run(runner.run_async(request, lambda cost: told.append((cost.tokens, sum(computed)))))
     assert told[-1][0] == sum(computed) == 800
     assert all(tokens > before for tokens, before in told)
 

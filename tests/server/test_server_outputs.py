@@ -15,7 +15,7 @@ from jaxembed.data.inputs import Text
 from jaxembed.data.spec import Vocabulary
 from jaxembed.data.work import SparseRows
 from jaxembed.runtime.options import Embeddings, EncodeOptions
-from jaxembed.runtime.requests import TERM_BYTES, TERMS_A_TOKEN, EncodeRequest
+from jaxembed.runtime.requests import TERM_BYTES, TERMS_A_TOKEN, excess_bytes
 from jaxembed.server.routes import multi
 
 ALL = ["dense", "sparse", "multi_vector"]
@@ -306,15 +306,15 @@ def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, bo
 def test_weights_of_more_terms_than_texts_have_are_counted_once_they_are_known(embedder):
     request = embedder.model.tasks.embed([Text("a")], EncodeOptions(outputs=frozenset({"sparse"})))
     answer = embedder.model.run(request)
-    assert request.excess_bytes(answer) == 0
+    assert excess_bytes(answer) == 0
     row = [np.arange(1000, dtype=np.int32)], [np.ones(1000, np.float32)]
     many = msgspec.structs.replace(answer, values={"sparse": SparseRows(1000, *row)})
     usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
-    assert request.excess_bytes(many) == TERM_BYTES * (1000 - usual)
+    assert excess_bytes(many) == TERM_BYTES * (1000 - usual)
 
 
 def test_an_answer_that_is_too_large_is_refused_and_let_go(embedder, monkeypatch):
-    monkeypatch.setattr(EncodeRequest, "excess_bytes", lambda self, answer: 10**12)
+    monkeypatch.setattr("jaxembed.runtime.runner.excess_bytes", lambda answer: 10**12)
     _, body = ask({"inputs": "a"}, path="/embed_sparse", embedder=embedder.model, status=422)
     assert "send less at a time or raise --max-queue-bytes" in body["error"]
     assert embedder.model.admission.capacity.bytes == 0

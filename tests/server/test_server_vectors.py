@@ -11,7 +11,7 @@ from test_server_openai import ask
 from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
 from jaxembed.data.inputs import Text
 from jaxembed.quantise import EmbeddingDtype, quantise
-from jaxembed.runtime.postprocess import shape_vectors
+from jaxembed.runtime.requests import shape_vectors
 
 TEXTS = ["hello world", "a", "b"]
 OCTETS = {"accept": "application/octet-stream"}

@@ -44,7 +44,7 @@ def width_of(answer: Embeddings) -> int:
     """About how many numbers the outputs of one input have."""
     count, width = max(len(answer.num_tokens), 1), 0
     if "dense" in answer.values:
-        width += answer.dense.shape[1]
+        width += answer.values["dense"].shape[1]
     if "sparse" in answer.values:
         width += 2 * sum(map(len, answer.sparse.values)) // count
     if "multi_vector" in answer.values:
@@ -65,7 +65,7 @@ def fields_of(
     nothing = encoded(NO_VECTOR)
     fields: dict[str, Any] = {"embedding": nothing if isinstance(nothing, str) else None}
     if "dense" in answer.values:
-        fields["embedding"] = encoded(answer.dense[number])
+        fields["embedding"] = encoded(answer.values["dense"][number])
     if "sparse" in answer.values:
         fields["sparse_embedding"] = sparse_fields(answer, number, names)
     if "multi_vector" in answer.values:
