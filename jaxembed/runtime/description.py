@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from jaxembed.config import EngineConfig
-from jaxembed.data.spec import ModelSpec, Routes
+from jaxembed.data.spec import Routes
 from jaxembed.engine.admission import Capacity
 from jaxembed.runtime.routes import LoadedRoute
 
@@ -16,10 +16,18 @@ def describe_model(
     tokenizing_bytes: int,
 ) -> dict[str, object]:
     """The fields about a model; `texts` are the specs of the routes that take texts."""
-    spec = texts.main
+    spec, template = texts.main, texts.main.template
+    of_task: dict[str, object] = {
+        "labels": list(spec.labels),
+        "score_function": spec.score_function,
+        "template": template is not None,
+        "instruction": template.instruction if template and template.takes_instruction else None,
+    }
+    if spec.task == "embed":
+        of_task = {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
     described = {
         "task": spec.task,
-        **_describe_task(spec),
+        **of_task,
         "adapters": list(spec.adapter_names),
         **_describe_route(routes[texts.main_route]),
         "parallel": config.parallel,
@@ -35,18 +43,6 @@ def describe_model(
         if not route.takes_texts:
             described["images"] = _describe_route(route)
     return described
-
-
-def _describe_task(spec: ModelSpec) -> dict[str, object]:
-    if spec.task == "embed":
-        return {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
-    template = spec.template
-    return {
-        "labels": list(spec.labels),
-        "score_function": spec.score_function,
-        "template": template is not None,
-        "instruction": template.instruction if template and template.takes_instruction else None,
-    }
 
 
 def _describe_route(route: LoadedRoute) -> dict[str, object]:

@@ -26,6 +26,32 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
     `parameter_bytes` is the size of the parameters on the device, by dtype.
     """
     shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
+    if spec.task == "embed":
+        of_task = {
+            "outputs": spec.widths,
+            "normalized": spec.head.normalize,
+            "prompts": spec.prompts,
+            "default_prompt_name": spec.default_prompt_name,
+            "include_prompt": spec.include_prompt,
+            "interaction": msgspec.to_builtins(spec.interaction),
+        }
+    else:
+        of_task = {
+            "outputs": {"logits": spec.dim},
+            "labels": list(spec.labels),
+            "score_function": spec.score_function,
+            "template": msgspec.to_builtins(spec.template),
+        }
+    # The limits in tokens: the checkpoint's own, the positions of the tower (None: no limit), and
+    # the one that is served if neither --max-input-length nor --buckets is given.
+    positions = position_limit(spec)
+    limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
+    limits = {
+        "max_input_tokens": spec.max_input_tokens,
+        "positions": positions,
+        "served_by_default": limit if spec.is_static else min(limit, LONGEST_DEFAULT_ROW),
+    }
+    dtypes: tuple[DType, ...] = ("float32",) if spec.is_static else get_args(DType)
     return {
         "source": spec.source,
         "revision": spec.revision,
@@ -35,53 +61,13 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "architecture": spec.architecture,
         "task": spec.task,
         "dimensions": spec.dim,
-        **(_of_embedder(spec) if spec.task == "embed" else _of_scorer(spec)),
+        **of_task,
         "pooling": list(spec.pooling),
         "adapters": list(spec.adapter_names),
         "modules": [msgspec.to_builtins(module) for module in spec.head.modules],
-        "limits": _limits(spec),
+        "limits": limits,
         "parameters": sum(math.prod(shape) for shape in shapes.values()),
         "parameter_dtype": spec.dtype,
-        "parameter_bytes": {dtype: placed_bytes(shapes, dtype) for dtype in _dtypes(spec)},
+        "parameter_bytes": {dtype: placed_bytes(shapes, dtype) for dtype in dtypes},
         "config": spec.config,
     }
-
-
-def _of_embedder(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "outputs": spec.widths,
-        "normalized": spec.head.normalize,
-        "prompts": spec.prompts,
-        "default_prompt_name": spec.default_prompt_name,
-        "include_prompt": spec.include_prompt,
-        "interaction": msgspec.to_builtins(spec.interaction),
-    }
-
-
-def _of_scorer(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "outputs": {"logits": spec.dim},
-        "labels": list(spec.labels),
-        "score_function": spec.score_function,
-        "template": msgspec.to_builtins(spec.template),
-    }
-
-
-def _limits(spec: ModelSpec) -> dict[str, int | None]:
-    """The input limits in tokens.
-
-    They are the checkpoint's own, the positions of the tower (None: no limit), and the limit that
-    is served if neither --max-input-length nor --buckets is given.
-    """
-    positions = position_limit(spec)
-    limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
-    return {
-        "max_input_tokens": spec.max_input_tokens,
-        "positions": positions,
-        "served_by_default": limit if spec.is_static else min(limit, LONGEST_DEFAULT_ROW),
-    }
-
-
-def _dtypes(spec: ModelSpec) -> tuple[DType, ...]:
-    """The dtypes that the model can be served in."""
-    return ("float32",) if spec.is_static else get_args(DType)

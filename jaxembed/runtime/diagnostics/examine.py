@@ -7,7 +7,7 @@ from jaxembed.engine.admission import Limit
 from jaxembed.engine.autotune.calibrate import BATCH_S, Calibration
 from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
-from jaxembed.engine.state import BucketUse, EngineState
+from jaxembed.engine.state import BucketUse
 from jaxembed.models import position_limit
 from jaxembed.observability.metrics import STAGES
 from jaxembed.runtime.diagnostics.facts import (
@@ -50,16 +50,46 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
 def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -> Facts:
     """Collect the facts of one route. `window` holds what was counted in the last seconds."""
     served, name = loaded.routes[route], name_of_route(model, route)
-    state = served.engine.snapshot()
+    state, grid = served.engine.snapshot(), served.plan.grid
+    device = device_facts(served.plan, loaded.config)
+    device.failing = sum(failures > 0 for failures in state.failures)
+    device.stuck = state.stuck
+    device.longest_call_s = state.longest_call_s
+    programs = ProgramFacts(
+        ready=state.covered,
+        healthy=served.engine.healthy,
+        buckets=len(grid.buckets),
+        compiled=len(state.compiled),
+        timed=state.timed,
+        drift=state.drift,
+        lost_share=state.lost_share,
+        compiles=int(window.total(name, "compiles")),
+        cache_hits=int(window.total(name, "cache_hits")),
+    )
+    ran, compiled, unused = window.ran(name), set(state.compiled), BucketUse()
+    buckets = [
+        BucketFacts(
+            rows=bucket.rows,
+            length=bucket.length,
+            compiled=bucket in compiled,
+            cost_ms=state.costs.get(bucket),
+            cost_from=state.cost_sources.get(bucket),
+            runs=ran.get(bucket, unused).runs,
+            useful_tokens=ran.get(bucket, unused).useful_tokens,
+            device_ms=1000 * ran.get(bucket, unused).device_s,
+            runs_since_start=state.ran.get(bucket, unused).runs,
+        )
+        for bucket in grid.buckets
+    ]
     return Facts(
         model=model,
         route=route,
         task=loaded.spec.task,
-        device=_device(loaded, served, state),
+        device=device,
         kernels=kernel_facts(served.plan, loaded.config),
         machine=machine_facts(),
-        programs=_programs(name, served, state, window),
-        buckets=_buckets(name, served, state, window),
+        programs=programs,
+        buckets=buckets,
         lanes={
             lane: LaneFacts(held.inputs, held.tokens, held.oldest_s)
             for lane, held in state.lanes.items()
@@ -79,6 +109,9 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
         reason = "the device multiplies bfloat16 natively"
     else:
         reason = "bfloat16 is not faster on this device"
+    multiplies_bfloat16 = has_avx512_bf16() if plan.platform == "cpu" else False
+    if plan.platform != "cpu" and plan.devices:
+        multiplies_bfloat16 = Calibration(plan.devices[0]).native_dtype() == "bfloat16"
     return DeviceFacts(
         name=plan.device_name,
         platform=plan.platform,
@@ -86,7 +119,7 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
         dtype=plan.dtype,
         dtype_reason=reason,
         dtype_asked=config.dtype is not None,
-        multiplies_bfloat16=_multiplies_bfloat16(plan),
+        multiplies_bfloat16=multiplies_bfloat16,
         estimated=plan.estimated,
     )
 
@@ -95,57 +128,6 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
     """Name the kernels of a plan for each row length, and why the others are not used."""
     choice = plan.kernels.describe()
     return KernelFacts(config.kernels, choice["used"], choice["not_used"])
-
-
-def _device(loaded: LoadedModel, served: LoadedRoute, state: EngineState) -> DeviceFacts:
-    facts = device_facts(served.plan, loaded.config)
-    facts.failing = sum(failures > 0 for failures in state.failures)
-    facts.stuck = state.stuck
-    facts.longest_call_s = state.longest_call_s
-    return facts
-
-
-def _multiplies_bfloat16(plan: Plan) -> bool:
-    if plan.platform == "cpu":
-        return has_avx512_bf16()
-    return bool(plan.devices) and Calibration(plan.devices[0]).native_dtype() == "bfloat16"
-
-
-def _programs(name: str, served: LoadedRoute, state: EngineState, window: Window) -> ProgramFacts:
-    return ProgramFacts(
-        ready=state.covered,
-        healthy=served.engine.healthy,
-        buckets=len(served.plan.grid.buckets),
-        compiled=len(state.compiled),
-        timed=state.timed,
-        drift=state.drift,
-        lost_share=state.lost_share,
-        compiles=int(window.total(name, "compiles")),
-        cache_hits=int(window.total(name, "cache_hits")),
-    )
-
-
-def _buckets(
-    name: str, served: LoadedRoute, state: EngineState, window: Window
-) -> list[BucketFacts]:
-    ran, compiled = window.ran(name), set(state.compiled)
-    facts = []
-    for bucket in served.plan.grid.buckets:
-        use = ran.get(bucket, BucketUse())
-        facts.append(
-            BucketFacts(
-                rows=bucket.rows,
-                length=bucket.length,
-                compiled=bucket in compiled,
-                cost_ms=state.costs.get(bucket),
-                cost_from=state.cost_sources.get(bucket),
-                runs=use.runs,
-                useful_tokens=use.useful_tokens,
-                device_ms=1000 * use.device_s,
-                runs_since_start=state.ran.get(bucket, BucketUse()).runs,
-            )
-        )
-    return facts
 
 
 def _admission(
@@ -181,6 +163,11 @@ def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
     busy_s = window.machine("busy")
     devices = max(len(served.plan.devices), 1)
     device_s = window.device_s
+    stages: dict[str, StageFacts] = {}
+    for stage in STAGES:
+        count = window.count(name, f"{stage} count")
+        mean_ms = 1000 * window.count(name, f"{stage} seconds") / max(count, 1)
+        stages[stage] = StageFacts(int(count), mean_ms)
     return WindowFacts(
         seconds=window.seconds,
         requests=int(window.count(name, "requests")),
@@ -190,7 +177,7 @@ def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
         failed_batches=int(window.count(name, "failed_batches")),
         split_batches=int(window.count(name, "split_batches")),
         not_finite=int(window.count(name, "not_finite")),
-        stages={stage: _stage(name, stage, window) for stage in STAGES},
+        stages=stages,
         device_share=device_s[name] / seconds / devices,
         device_share_of_all=sum(device_s.values()) / seconds / devices,
         loop_share=(window.machine("loop") or 0.0) / seconds,
@@ -199,9 +186,3 @@ def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
         other_cores=None if busy_s is None else max(busy_s - cpu_s, 0.0) / seconds,
         throttled_share=(window.machine("throttled") or 0.0) / seconds,
     )
-
-
-def _stage(name: str, stage: str, window: Window) -> StageFacts:
-    count = window.count(name, f"{stage} count")
-    seconds = window.count(name, f"{stage} seconds")
-    return StageFacts(int(count), 1000 * seconds / max(count, 1))

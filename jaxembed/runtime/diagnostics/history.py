@@ -107,22 +107,15 @@ class History:
 
 
 def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
+    """The totals of each route now. The counts are those of the whole model; only batches are told
+    apart."""
     totals: dict[str, ModelTotals] = {}
     for name, loaded in models.items():
-        totals |= _totals(name, loaded)
+        counts, refused = _counts(loaded.telemetry), loaded.admission.capacity.refused
+        counts |= {f"refused {limit}": float(refused[limit]) for limit in get_args(Limit)}
+        for route, state in loaded.snapshot().items():
+            totals[name_of_route(name, route)] = ModelTotals(counts, state.ran)
     return Moment(time.monotonic(), machine_counts(), totals, delay_s)
-
-
-def _totals(name: str, loaded: LoadedModel) -> dict[str, ModelTotals]:
-    """The totals of each route. The counts are those of the whole model; only batches are told
-    apart."""
-    capacity = loaded.admission.capacity
-    counts = _counts(loaded.telemetry)
-    counts |= {f"refused {limit}": float(capacity.refused[limit]) for limit in get_args(Limit)}
-    return {
-        name_of_route(name, route): ModelTotals(counts, state.ran)
-        for route, state in loaded.snapshot().items()
-    }
 
 
 def _counts(telemetry: Telemetry) -> Counts:
