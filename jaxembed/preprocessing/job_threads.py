@@ -8,14 +8,7 @@ from typing import Any
 
 from jaxembed.errors import BackendError
 
-
-class _Thread(threading.local):
-    """What the current thread is for."""
-
-    is_for_small = False
-
-
-_thread = _Thread()
+_thread = threading.local()  # `is_for_small` says what the current thread is for
 
 
 class _LargeError(Exception):
@@ -24,13 +17,13 @@ class _LargeError(Exception):
 
 def is_for_small() -> bool:
     """Whether the current thread is one for small inputs."""
-    return _thread.is_for_small
+    return getattr(_thread, "is_for_small", False)
 
 
 def go_on_among_large() -> None:
     """Begin the current job anew in a thread for large inputs, unless it is in one already, or in
     none of JobThreads."""
-    if _thread.is_for_small:
+    if is_for_small():
         raise _LargeError
 
 
@@ -40,8 +33,8 @@ class JobThreads(Executor):
 
     def __init__(self, workers: int, name: str):
         self.workers = workers
-        is_for_small = partial(setattr, _thread, "is_for_small", True)
-        self._small = ThreadPoolExecutor(workers, name, is_for_small)
+        begin = partial(setattr, _thread, "is_for_small", True)
+        self._small = ThreadPoolExecutor(workers, name, begin)
         self._large = ThreadPoolExecutor(workers, f"{name}-large")
 
     def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
@@ -63,17 +56,14 @@ class JobThreads(Executor):
         try:
             _settle(answer, None if answer.cancelled() else job())
         except _LargeError:
-            self._move(answer, job)
+            try:
+                self._large.submit(self._run, [answer, job])
+            except RuntimeError:  # they were shut down
+                _settle(answer, error=BackendError("this Embedder is closed"))
         except BaseException as error:
             _settle(answer, error=error)
         finally:
             del answer, job  # the frames that an error keeps must not lead back to the answer
-
-    def _move(self, answer: Future, job: Callable[[], Any]) -> None:
-        try:
-            self._large.submit(self._run, [answer, job])
-        except RuntimeError:  # they were shut down
-            _settle(answer, error=BackendError("this Embedder is closed"))
 
 
 def _taken(task: list[Any]) -> tuple[Future, Callable[[], Any]]:

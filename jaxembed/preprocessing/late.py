@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxembed.data.inputs import ChunkedText, ChunkSize, OffsetUnit
+from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import DenseLayer, Head
 from jaxembed.data.work import Encoding, Span
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
@@ -61,11 +61,6 @@ class LateText(NamedTuple):
     tail: int  # special tokens after it
     starts: np.ndarray  # int64 [own tokens]: the first character that is not white space, ascending
     ends: np.ndarray  # int64 [own tokens]: the character after the last
-
-    @property
-    def own_tokens(self) -> int:
-        """The number of tokens of the text itself."""
-        return len(self.starts)
 
 
 class Piece(NamedTuple):
@@ -208,11 +203,15 @@ def _encode_text(text: ChunkedText, late: Late) -> tuple[list[Encoding], Chunked
     encodings: list[Encoding] = []
     owners: list[int] = []
     for window in found:
-        row = _row(tokens, window)
+        planes = tokens.planes
+        if window.end - window.start < len(tokens.starts):  # a part of it, and what is around
+            start, end = tokens.head + window.start, tokens.head + window.end
+            tail = planes[:, length - tokens.tail :]
+            planes = np.concatenate([planes[:, : tokens.head], planes[:, start:end], tail], axis=1)
         for first in range(0, len(window.pieces), late.slots):
             pieces = window.pieces[first : first + late.slots]
             spans = tuple(_span(piece, window, tokens, places, late) for piece in pieces)
-            encodings.append(Encoding(row[0], row[1] if late.has_types else None, spans))
+            encodings.append(Encoding(planes[0], planes[1] if late.has_types else None, spans))
             owners += [piece.chunk for piece in pieces]
     chunked = Chunked(
         np.array([len(places.ranges)]),
@@ -240,20 +239,16 @@ def _tokenize(text: ChunkedText, late: Late) -> LateText:
     planes = np.array(rows, np.int32)
     ends = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
     places = ends.reshape(-1, 2)[before : len(encoding) - tail]
-    starts = _visible_starts(whole, places) - len(late.prompt)
-    own = int(np.searchsorted(starts, 0))
-    return LateText(planes, before + own, tail, starts[own:], places[own:, 1] - len(late.prompt))
-
-
-def _visible_starts(text: str, places: np.ndarray) -> np.ndarray:
-    """Where each token starts, in ascending order: at its first character that is not white space,
-    because tokenizers put the space between two words into either token or none."""
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    # Where each token starts, in ascending order: at its first character that is not white space,
+    # because tokenizers put the space between two words into either token or none.
+    codes = np.frombuffer(whole.encode("utf-32-le"), "<u4")
     at = np.arange(len(codes) + 1)
     at[:-1][np.isin(codes, WHITE_SPACE)] = len(codes)
     visible = np.minimum.accumulate(at[::-1])[::-1][places[:, 0]]
     starts = np.where(visible < places[:, 1], visible, places[:, 0])
-    return np.maximum.accumulate(starts) if len(starts) else starts
+    starts = np.maximum.accumulate(starts) - len(late.prompt)
+    own = int(np.searchsorted(starts, 0))
+    return LateText(planes, before + own, tail, starts[own:], places[own:, 1] - len(late.prompt))
 
 
 def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
@@ -264,31 +259,8 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
         return _divided(text.chunks, tokens, offsets)
     if not len(text.chunks):
         raise InvalidInput("the text has no chunks")
-    _check_order(text.chunks, int(offsets[-1]), text.offset_unit)
-    bounds = np.array(text.chunks, np.int64)
-    characters = np.searchsorted(offsets, bounds)
-    if (inside := (offsets[characters] != bounds).any(axis=1)).any():
-        chunk = int(np.argmax(inside))
-        raise InvalidChunk(
-            chunk,
-            f"of {bounds[chunk].tolist()} starts or ends within a character in {text.offset_unit}",
-        )
-    ranges = np.searchsorted(tokens.starts, characters)
-    if not (full := ranges[:, 0] < ranges[:, 1]).all():
-        raise InvalidChunk(int(np.argmin(full)), "has no tokens: it is empty or white space")
-    return ChunkPlaces(
-        [(start, end) for start, end in ranges.tolist()],
-        bounds,
-        at_start=bounds[:, 0] == 0,
-        at_end=bounds[:, 1] == offsets[-1],
-    )
-
-
-def _check_order(chunks: Sequence[Sequence[int]], size: int, unit: OffsetUnit) -> None:
-    """Raise InvalidChunk for the first chunk that is no range of a text of this size, or starts
-    before the one before it."""
-    before = 0
-    for chunk, (start, end) in enumerate(chunks):
+    size, unit, before = int(offsets[-1]), text.offset_unit, 0
+    for chunk, (start, end) in enumerate(text.chunks):
         if not 0 <= start < end <= size:
             raise InvalidChunk(
                 chunk,
@@ -301,13 +273,31 @@ def _check_order(chunks: Sequence[Sequence[int]], size: int, unit: OffsetUnit) -
                 f"of [{start}, {end}] starts before the one before it, at {before}; sort them",
             )
         before = start
+    bounds = np.array(text.chunks, np.int64)
+    characters = np.searchsorted(offsets, bounds)
+    if (inside := (offsets[characters] != bounds).any(axis=1)).any():
+        chunk = int(np.argmax(inside))
+        raise InvalidChunk(
+            chunk,
+            f"of {bounds[chunk].tolist()} starts or ends within a character in {unit}",
+        )
+    ranges = np.searchsorted(tokens.starts, characters)
+    if not (full := ranges[:, 0] < ranges[:, 1]).all():
+        raise InvalidChunk(int(np.argmin(full)), "has no tokens: it is empty or white space")
+    return ChunkPlaces(
+        [(start, end) for start, end in ranges.tolist()],
+        bounds,
+        at_start=bounds[:, 0] == 0,
+        at_end=bounds[:, 1] == offsets[-1],
+    )
 
 
 def _divided(size: ChunkSize, tokens: LateText, offsets: np.ndarray) -> ChunkPlaces:
     """The chunks of a text that is divided by its tokens."""
-    if not tokens.own_tokens:
+    own_tokens = len(tokens.starts)
+    if not own_tokens:
         raise InvalidInput("the text has no tokens: it is white space")
-    ranges = windows(tokens.own_tokens, size.tokens, size.overlap)
+    ranges = windows(own_tokens, size.tokens, size.overlap)
     firsts, stops = np.array(ranges).T
     bounds = np.stack([tokens.starts[firsts], tokens.ends[stops - 1]], axis=1)
     bounds[0, 0], bounds[-1, 1] = 0, len(offsets) - 1
@@ -315,17 +305,17 @@ def _divided(size: ChunkSize, tokens: LateText, offsets: np.ndarray) -> ChunkPla
         ranges,
         offsets[bounds].astype(np.int64),
         at_start=firsts == 0,
-        at_end=stops == tokens.own_tokens,
+        at_end=stops == own_tokens,
     )
 
 
 def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWindow]:
     """The windows of a text: one if it fits. Raises InvalidInput if the prompt leaves no room for
     windows, and InvalidChunk for a chunk that would have to be divided and cannot be."""
-    room = late.limit - tokens.head - tokens.tail
-    if tokens.own_tokens <= room:
+    room, own_tokens = late.limit - tokens.head - tokens.tail, len(tokens.starts)
+    if own_tokens <= room:
         pieces = [Piece(chunk, *one) for chunk, one in enumerate(places.ranges)]
-        return [LateWindow(0, tokens.own_tokens, pieces)]
+        return [LateWindow(0, own_tokens, pieces)]
     if room < LEAST_WINDOW:
         raise InvalidInput(
             f"the prompt leaves room for {max(room, 0)} tokens of a text, and windows need "
@@ -333,13 +323,13 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
         )
     overlap = min(LARGEST_CONTEXT, room // 4)
     long = sum(end - start for start, end in places.ranges if end - start > room - overlap)
-    if long > MOST_LAYERS * tokens.own_tokens:
+    if long > MOST_LAYERS * own_tokens:
         raise InvalidInput(
             f"the chunks that do not fit a window, which has room for {room - overlap} tokens, "
             f"have {long} tokens together, and may have {MOST_LAYERS} times the "
-            f"{tokens.own_tokens} of the text; send fewer of them"
+            f"{own_tokens} of the text; send fewer of them"
         )
-    found = plan_windows(places.ranges, tokens.own_tokens, room, overlap)
+    found = plan_windows(places.ranges, own_tokens, room, overlap)
     for piece in (piece for window in found for piece in window.pieces):
         start, end = places.ranges[piece.chunk]
         if not late.can_divide and end - start > piece.end - piece.start:
@@ -352,19 +342,6 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
     return found
 
 
-def _row(tokens: LateText, window: LateWindow) -> np.ndarray:
-    """The planes of a window: its part of the text, with special tokens and prompt."""
-    head, length = tokens.head, tokens.planes.shape[1]
-    if window.end - window.start == tokens.own_tokens:
-        return tokens.planes
-    parts = (
-        tokens.planes[:, :head],
-        tokens.planes[:, head + window.start : head + window.end],
-        tokens.planes[:, length - tokens.tail :],
-    )
-    return np.concatenate(parts, axis=1)
-
-
 def _span(
     piece: Piece, window: LateWindow, tokens: LateText, places: ChunkPlaces, late: Late
 ) -> Span:
@@ -372,7 +349,7 @@ def _span(
     touches that end of the text."""
     start = tokens.head + piece.start - window.start
     end = tokens.head + piece.end - window.start
-    if places.at_end[piece.chunk] and piece.end == tokens.own_tokens:
+    if places.at_end[piece.chunk] and piece.end == len(tokens.starts):
         end += tokens.tail
     if places.at_start[piece.chunk] and piece.start == 0:
         start = min(late.unpooled, end - 1)

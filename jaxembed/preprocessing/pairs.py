@@ -106,7 +106,8 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     sample = tokenizer.encode("a", "b")
     owners = sample.sequence_ids
     texts = [owner for owner, _ in groupby(owners) if owner is not None]
-    strays = [id for id, owner, special in _columns(sample) if owner is None and not special]
+    columns = zip(owners, sample.special_tokens_mask, strict=True)
+    strays = [1 for owner, special in columns if owner is None and not special]
     if texts != [0, 1] or strays:
         raise UnsupportedModel(
             "the tokenizer's template for pairs does not hold each text once and in order"
@@ -114,24 +115,15 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     cuts = [owners.index(0), owners.index(0) + owners.count(0), owners.index(1)]
     cuts += [owners.index(1) + owners.count(1)]
     before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
-    types = _types(np.split(np.array(sample.type_ids, np.int32), cuts)) if with_types else None
-    return Frame(before, between, after, types)
+    types = None
+    if with_types:
+        kinds = [{*part.tolist()} or {0} for part in np.split(np.array(sample.type_ids), cuts)]
+        if any(len(kind) > 1 for kind in kinds):
+            raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
+        types = tuple(kind.pop() for kind in kinds)
+    return Frame(before, between, after, types if types and any(types) else None)
 
 
 def _fill(part: str, **texts: str) -> str:
     """Fill the placeholders in one pass, so that braces in users' texts are not filled."""
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)
-
-
-def _columns(sample):
-    """The id, the index of the text, and the special flag of each token."""
-    return zip(sample.ids, sample.sequence_ids, sample.special_tokens_mask, strict=True)
-
-
-def _types(parts: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """The type of each part; None if all are zero. Raises UnsupportedModel if a part has two."""
-    kinds = [set(part.tolist()) or {0} for part in parts]
-    if any(len(kind) > 1 for kind in kinds):
-        raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
-    types = tuple(kind.pop() for kind in kinds)
-    return types if any(types) else None

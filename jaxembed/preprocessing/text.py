@@ -5,6 +5,7 @@ Knows no HTTP and no batches.
 
 import os
 import sys
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -30,7 +31,6 @@ from jaxembed.preprocessing.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.preprocessing.pairs import Frame, find_frame
 from jaxembed.preprocessing.pieces import TokenPiece, token_pieces
 from jaxembed.preprocessing.prompts import default_prompt, default_prompt_name, named_prompt
-from jaxembed.preprocessing.token_ids import checked_ids, has_special_tokens
 from jaxembed.preprocessing.tokenizer import (
     CHARACTER_BYTES,
     CUT_MARGIN,
@@ -115,6 +115,7 @@ class TextProcessor:
         self._special_ids = {self._dropped_id, self._image_id} - {None}
         per_token = spec.config.get("characters_per_token")
         self._most_characters = sys.maxsize if per_token is None else per_token * limit
+        self._reads_whole = limit == NO_LIMIT  # texts are not cut, but read to their end
         if self._reads_whole:
             self._most_characters = MOST_READ
         expansion = spec.interaction and spec.interaction.expansion
@@ -191,10 +192,23 @@ class TextProcessor:
     def encode_beside(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
         """Tokenize the pairs of a query and each document; several threads may share the query.
         Raises what `encode` does."""
-        if rules.max_windows > 1:
-            return self._encode_windows(query, documents, rules)
-        seconds = self._second_rows(documents, rules)
-        return _tokenized(self._pair(query, second, rules) for second in seconds)
+        if rules.max_windows == 1:
+            seconds = self._second_rows(documents, rules)
+            return _tokenized(self._pair(query, second, rules) for second in seconds)
+        _check_side(rules)
+        frame = self._frame
+        room = self.limit - frame.length - len(query[0])
+        division = self._division(room, frame.around_second, rules, with_query=True)
+        parts: list[Divided] = []
+        encodings: list[Encoding] = []
+        try:
+            for document in documents:
+                part = self._divide(document, frame.second(document), division, rules)
+                parts.append(part)
+                encodings += [Encoding(*frame.join(query[0], row)) for row in part.rows]
+        except InvalidInput as error:
+            raise error.at(len(parts)) from error
+        return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
 
     def encode_documents(self, documents: Sequence[Text], rules: Rules) -> Tokenized:
         """Tokenize documents that are compared with a query by their vectors, each in windows if
@@ -272,11 +286,6 @@ class TextProcessor:
         large = MOST_READ if self._reads_whole else most_read(self.limit)
         return CHARACTER_BYTES * (JOB_CHARACTERS + large)
 
-    @property
-    def _reads_whole(self) -> bool:
-        """Whether texts are not cut, so that they are read to their end."""
-        return self.limit == NO_LIMIT
-
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
         """The tokens of each text after the prompt, without a limit.
 
@@ -305,7 +314,7 @@ class TextProcessor:
         for row in ids:
             if not row:
                 raise EmptyInput()
-            checked_ids(row, self.vocab_size)
+            _checked_ids(row, self.vocab_size)
         return [
             text
             for chunk in chunks(ids, len)
@@ -425,20 +434,6 @@ class TextProcessor:
         most = self.limit if is_raised else min(interaction.document_length, self.limit)
         return most, interaction.document_marker
 
-    def _check_characters(self, text: Text, rules: Rules) -> bool:
-        """Whether a text is cut by its characters. Raises InvalidInput if it may not be."""
-        count = len(rules.prompt) + len(text.text)
-        if count <= self._most_characters:
-            return False
-        if self._reads_whole:
-            raise InvalidInput(
-                f"the text has {count} characters, of at most {self._most_characters} for a model "
-                "that cuts nothing; send it in parts, or set --max-input-length to have it cut"
-            )
-        if not rules.truncate:
-            raise self._too_long(self.limit + 1, whole=False)
-        return True
-
     def _finish(self, text: Text, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
         """Cut the tokens of a text to the limit. Returns its encoding, and whether it was cut.
 
@@ -447,16 +442,22 @@ class TextProcessor:
         is_given = bool(text.text) or rules.may_be_empty
         if not self._spec.is_static and not (is_given and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
-        is_cut = self._check_characters(text, rules) or len(encoding) > self.limit
+        count, most = len(rules.prompt) + len(text.text), self._most_characters
+        if count > most and self._reads_whole:
+            raise InvalidInput(
+                f"the text has {count} characters, of at most {most} for a model that cuts "
+                "nothing; send it in parts, or set --max-input-length to have it cut"
+            )
+        is_cut = count > most or len(encoding) > self.limit
         if is_cut and not rules.truncate:
-            raise self._too_long(len(encoding), whole)
-        ids = self._within_limit(np.array(encoding.ids, np.int32), rules.side)
+            raise self._too_long(len(encoding), whole and count <= most)
+        ids = self._within(np.array(encoding.ids, np.int32), self.limit, rules.side)
         self._check_words(ids)
         if self._dropped_id is not None:
             ids = ids[ids != self._dropped_id]
         types = None
         if self._has_types:
-            types = self._within_limit(np.array(encoding.type_ids, np.int32), rules.side)
+            types = self._within(np.array(encoding.type_ids, np.int32), self.limit, rules.side)
         spans = None
         if rules.prompt and not self._spec.include_prompt:
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
@@ -478,11 +479,8 @@ class TextProcessor:
         """The error for an input with `got` tokens, exactly if the `whole` input was tokenized."""
         return InputTooLong(self.limit, got if whole else self.limit + 1, exact=whole)
 
-    def _within_limit(self, row: np.ndarray, side: Side) -> np.ndarray:
-        """Cut a text's ids or types to the limit on one side; special tokens around it stay."""
-        return self._within(row, self.limit, side)
-
     def _within(self, row: np.ndarray, most: int, side: Side) -> np.ndarray:
+        """Cut a text's ids or types to so many on one side; special tokens around it stay."""
         if len(row) <= most:
             return row
         before, after = self._around
@@ -530,23 +528,6 @@ class TextProcessor:
         if not len(ids):
             raise EmptyInput()
         return Encoding(ids, types), length > room or len(short_second) < len(second)
-
-    def _encode_windows(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
-        """Tokenize the pairs of a query and each window of each document."""
-        _check_side(rules)
-        around = self._frame.around_second
-        room = self.limit - self._frame.length - len(query[0])
-        division = self._division(room, around, rules, with_query=True)
-        parts: list[Divided] = []
-        encodings: list[Encoding] = []
-        try:
-            for document in documents:
-                text = self._frame.second(document)
-                parts.append(part := self._divide(document, text, division, rules))
-                encodings += [Encoding(*self._frame.join(query[0], row)) for row in part.rows]
-        except InvalidInput as error:
-            raise error.at(len(parts)) from error
-        return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
 
     def _division(
         self, room: int, around: tuple[str, str], rules: Rules, *, with_query: bool
@@ -603,14 +584,19 @@ class TextProcessor:
         """
         if not len(tokens.ids):
             raise EmptyInput()
-        if not rules.bare_ids and not has_special_tokens(tokens.ids, *self._ids_around):
-            raise BareTokenIds(*self._ids_around)
-        ids = checked_ids(tokens.ids, self.vocab_size)
+        if not rules.bare_ids:
+            # With a tokenizer that adds none nothing shows whose ids they are: they are refused.
+            before, after = self._ids_around
+            inner = len(tokens.ids) - len(after)
+            ends = list(tokens.ids[: len(before)]), list(tokens.ids[inner:])
+            if not (before or after) or inner < len(before) or ends != (before, after):
+                raise BareTokenIds(before, after)
+        ids = _checked_ids(tokens.ids, self.vocab_size)
         if len(ids) > self.limit and not rules.truncate:
             raise InputTooLong(self.limit, len(ids))
         cut = cut_tokens(ids, self.limit, rules.side)
         if not rules.bare_ids:
-            cut = self._within_limit(ids, rules.side)
+            cut = self._within(ids, self.limit, rules.side)
         self._check_words(cut)
         if self._dropped_id is not None:
             cut = cut[cut != self._dropped_id]
@@ -618,6 +604,25 @@ class TextProcessor:
         if self._spec.filled is not None:
             cut, fillers = _filled(cut, self._spec.filled)
         return Encoding(cut, fillers=fillers), len(ids) > self.limit
+
+
+def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Convert token ids to int32 `[tokens]`; there must be at least one.
+
+    Raises InvalidInput if an id is not in the vocabulary.
+    """
+    if isinstance(ids, array):  # without a Python int of each id
+        values = np.asarray(ids)
+        least, most = int(values.min()), int(values.max())
+    else:
+        least, most = min(ids), max(ids)
+    if least < 0 or most >= vocab_size:  # before int32: they may exceed 64 bits
+        bad = least if least < 0 else most
+        raise InvalidInput(
+            f"token id {bad} is out of range: this model's ids are 0 to {vocab_size - 1}; "
+            "ids of another tokenizer (such as tiktoken) must be sent as text"
+        )
+    return np.array(ids, np.int32)
 
 
 def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:

@@ -47,7 +47,10 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path):
-        self.file = _read(path)
+        try:
+            self.file = parse_tokenizer(path.read_bytes(), path)
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"{error}; convert the model again") from error
         self.file.no_padding()  # the file of all-MiniLM-L6-v2 sets padding and truncation to 128
         self.file.no_truncation()
 
@@ -69,7 +72,12 @@ class Tokenizer:
         except INTERRUPTS:
             raise
         except BaseException as error:  # a bare Exception, or a panic
-            raise TokenizerError(_reason(texts, error)) from error
+            reason = str(error)
+            try:
+                "".join(texts).encode()
+            except UnicodeEncodeError:
+                reason = "the text holds a lone surrogate, which is not Unicode text"
+            raise TokenizerError(reason) from error
 
     def encode_enough(
         self,
@@ -173,14 +181,6 @@ def _steps(normalizer: Any) -> list[dict[str, Any]]:
     )
 
 
-def _read(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json. Raises CheckpointError if that fails."""
-    try:
-        return parse_tokenizer(path.read_bytes(), path)
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{error}; convert the model again") from error
-
-
 def most_read(most: int) -> int:
     """The number of characters of a text that are read at most to find `most` tokens."""
     return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
@@ -230,13 +230,3 @@ def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
     if side == "right":
         return words[min(most, len(words)) - 1] + CUT_WORDS <= words[-1]
     return words[0] + CUT_WORDS <= words[-min(most, len(words))]
-
-
-def _reason(texts: Sequence[str], error: BaseException) -> str:
-    """The reason why the tokenizer refused one of these texts, for people."""
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "the text holds a lone surrogate, which is not Unicode text"
-    return str(error)

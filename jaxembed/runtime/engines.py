@@ -110,7 +110,12 @@ class OnHost:
     ) -> ServedEngine:
         """Read the table into memory."""
         parameters = checkpoint.load_params(path, self._spec)
-        model = static_model(self._spec, parameters, _means(self._cache_dir))
+        try:
+            means: Means = native.load_means(self._cache_dir)
+        except native.Unavailable as error:
+            logger.info("static embeddings run in numpy, slower: %s", error)
+            means = numpy_means
+        model = static_model(self._spec, parameters, means)
         return HostEngine(model, telemetry, name=name)
 
 
@@ -119,12 +124,3 @@ def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> Plann
     fit."""
     kind = OnHost if spec.is_static else OnDevices
     return kind(spec, config, cache_dir)
-
-
-def _means(cache_dir: Path) -> Means:
-    """Those in C, or where there is no library numpy's."""
-    try:
-        return native.load_means(cache_dir)
-    except native.Unavailable as error:
-        logger.info("static embeddings run in numpy, slower: %s", error)
-        return numpy_means

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -24,14 +23,8 @@ from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextP
 from jaxembed.runtime.description import describe_model
 from jaxembed.runtime.engines import Progress
 from jaxembed.runtime.requests import ComputeRequest
-from jaxembed.runtime.routes import (
-    LoadedRoute,
-    RouteLoader,
-    load_specs,
-    plan_routes,
-    tokenizer_threads,
-)
-from jaxembed.runtime.runner import Dispatcher, RequestRunner
+from jaxembed.runtime.routes import load_routes, load_specs, plan_routes, tokenizer_threads
+from jaxembed.runtime.runner import Dispatcher
 from jaxembed.runtime.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -66,7 +59,14 @@ class LoadedModel(Dispatcher):
         self.config = config or EngineConfig()
         self.text = text or TextConfig()
         if compile_cache:
-            _keep_programs(source.cache_dir)
+            try:
+                keep_programs(source.cache_dir)
+            except OSError as error:
+                logger.warning(
+                    "compiled programs are not kept, and every start compiles again: %s; give a "
+                    "`cache_dir` that can be written, or `compile_cache=False`",
+                    error,
+                )
         self.path = hub.resolve(source)  # of the checkpoint
         self.name = source.name
         specs = load_specs(self.path, source.pooling)
@@ -74,11 +74,26 @@ class LoadedModel(Dispatcher):
         self._planned_bytes = sum(one.resident_bytes for one in planned.values())
         reserve(self._planned_bytes)
         self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
-        loader = RouteLoader(self.name, self.path, self.text, self.telemetry)
-        self.routes = loader.load(specs, planned, on_progress)
+        self.routes = load_routes(
+            self.name, self.path, self.text, self.telemetry, planned, specs, on_progress
+        )
+        # The routes that take texts; the other one, if there is one, takes images.
+        self.text_routes = {name: one for name, one in self.routes.items() if one.takes_texts}
+        self.takes_images = len(self.text_routes) < len(self.routes)
+        # The routes with an engine of their own: each engine once.
+        self.engines = {name: one for name, one in self.routes.items() if not one.shares_engine}
         self._texts = specs.of_texts
         self.main = self.routes[self._texts.main_route]
-        self.spec = self.main.spec
+        self.spec, plan = self.main.spec, self.main.plan
+        self.runner = self.main.runner  # for work off the event loop
+        self.device, self.dtype = plan.device_name, plan.dtype
+        self.max_input_tokens = plan.max_input_tokens
+        # Of a batch, or of an input where that is more: it runs alone.
+        self.max_batch_tokens = max(plan.max_batch_tokens, plan.max_input_tokens)
+        self.tokenization_workers = tokenizer_threads(self.text)
+        # The most that all tokenizer threads together take.
+        job_bytes = sum(one.processor.job_bytes for one in self.routes.values())
+        self.tokenizing_bytes = self.tokenization_workers * job_bytes
         ranges = load_ranges(self.path)
         self.tasks = Tasks(self.name, specs, self.main.text_processor, self.text, ranges)
         queued_tokens = [
@@ -90,7 +105,10 @@ class LoadedModel(Dispatcher):
         runners = {route: one.runner for route, one in self.routes.items()}
         super().__init__(runners, admission)
         self.draining = False
-        self._show_gauges()
+        self.telemetry.show_compiles(compile_events())
+        self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
+        self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
+        self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
         for one in self.engines.values():
             one.engine.start()
         if wait:
@@ -144,54 +162,11 @@ class LoadedModel(Dispatcher):
         return self.text_routes.get(name, self.main).text_processor
 
     @property
-    def text_routes(self) -> dict[str, LoadedRoute]:
-        """The routes that take texts; the other one, if there is one, takes images."""
-        return {name: one for name, one in self.routes.items() if one.takes_texts}
-
-    @property
-    def engines(self) -> dict[str, LoadedRoute]:
-        """The routes with an engine of their own: each engine once."""
-        return {name: one for name, one in self.routes.items() if not one.shares_engine}
-
-    @property
-    def runner(self) -> RequestRunner:
-        """The runner of the main route, for work off the event loop."""
-        return self.main.runner
-
-    @property
-    def max_input_tokens(self) -> int:
-        return self.main.plan.max_input_tokens
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """The most tokens of a batch, or of an input where that is more: it runs alone."""
-        return max(self.main.plan.max_batch_tokens, self.max_input_tokens)
-
-    @property
-    def tokenization_workers(self) -> int:
-        """The number of tokenizer threads."""
-        return tokenizer_threads(self.text)
-
-    @property
-    def tokenizing_bytes(self) -> int:
-        """The most bytes that all tokenizer threads together take."""
-        jobs = sum(one.processor.job_bytes for one in self.routes.values())
-        return self.tokenization_workers * jobs
-
-    @property
     def resident_bytes(self) -> int:
         """The memory that the model takes: of one device, or on a CPU of the host. Parameters and
         programs as planned, and what runs take of the buckets compiled so far."""
         runs = (one.engine.temporary_bytes for one in self.engines.values())
         return self._planned_bytes + max(runs)
-
-    @property
-    def device(self) -> str:
-        return self.main.plan.device_name
-
-    @property
-    def dtype(self) -> str:
-        return self.main.plan.dtype
 
     @property
     def ready(self) -> bool:
@@ -206,11 +181,6 @@ class LoadedModel(Dispatcher):
     def waiting(self) -> int:
         """The number of inputs that wait for a batch."""
         return sum(state.waiting_inputs for state in self.snapshot().values())
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model embeds images beside texts."""
-        return len(self.text_routes) < len(self.routes)
 
     @property
     def stuck(self) -> bool:
@@ -267,22 +237,3 @@ class LoadedModel(Dispatcher):
         """The recent throughput of the slowest engine; 0 before the first batch."""
         rates = (one.engine.tokens_per_s for one in self.engines.values())
         return min(filter(None, rates), default=0.0)
-
-    def _show_gauges(self) -> None:
-        telemetry = self.telemetry
-        telemetry.show_compiles(compile_events())
-        telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
-        telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
-        telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
-
-
-def _keep_programs(cache_dir: Path) -> None:
-    """Keep compiled programs, or log why they cannot be kept."""
-    try:
-        keep_programs(cache_dir)
-    except OSError as error:
-        logger.warning(
-            "compiled programs are not kept, and every start compiles again: %s; give a "
-            "`cache_dir` that can be written, or `compile_cache=False`",
-            error,
-        )

@@ -13,7 +13,6 @@ from jaxembed.data.spec import (
     IMAGE_ROUTE,
     TEXT_ROUTE,
     ModelSpec,
-    Pooling,
     PoolingChoice,
     Routes,
 )
@@ -60,7 +59,24 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
     specs = checkpoint.load_routes(path)
     if pooling is None or pooling == "splade":  # which was converted
         return specs
-    return Routes({"": _pooled(specs, pooling)})
+    spec = specs.main
+    if len(specs.specs) > 1:
+        names = ", ".join(specs.specs)
+        raise ConfigError(f"--pooling {pooling}: this checkpoint has the routes {names}")
+    if spec.task != "embed":
+        raise ConfigError(
+            f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
+            "takes only the pooling it was trained with"
+        )
+    if spec.primary != "dense":
+        raise ConfigError(
+            f"--pooling {pooling}: this checkpoint pools nothing; its head gives {spec.primary}"
+        )
+    head = spec.dense
+    if len(head.pooling) > 1:
+        raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
+    head = msgspec.structs.replace(head, pooling=(pooling,))
+    return Routes({"": msgspec.structs.replace(spec, heads=spec.heads | {"dense": head})})
 
 
 def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[str, PlannedEngine]:
@@ -89,56 +105,47 @@ def tokenizer_threads(text: TextConfig) -> int:
     return text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
 
 
-@dataclass(frozen=True)
-class RouteLoader:
-    """Loads the routes of the model `name` from the checkpoint at `path`."""
+def load_routes(
+    name: str,
+    path: Path,
+    text: TextConfig,
+    telemetry: Telemetry,
+    planned: dict[str, PlannedEngine],
+    specs: Routes,
+    on_progress: Progress | None,
+) -> dict[str, LoadedRoute]:
+    """Load the routes of the model `name` from the checkpoint at `path`.
 
-    name: str
-    path: Path
-    text: TextConfig
-    telemetry: Telemetry
-
-    def load(
-        self, specs: Routes, planned: dict[str, PlannedEngine], on_progress: Progress | None
-    ) -> dict[str, LoadedRoute]:
-        """The routes by name: texts take the one that they ask for, images IMAGE_ROUTE. Engines are
-        not started yet. Raises CheckpointError and ConfigError."""
-        shares = _shares_of(on_progress, len(planned))
-        routes = {
-            route: self._load(route, spec, planned[route], progress)
-            for (route, spec), progress in zip(specs.specs.items(), shares, strict=True)
-        }
-        if specs.is_dual:
-            return {"": routes.pop(TEXT_ROUTE)} | routes
-        if specs.image is not None:
-            routes[IMAGE_ROUTE] = self._images_among(routes[""])
-        return routes
-
-    def _load(
-        self, route: str, spec: ModelSpec, planned: PlannedEngine, on_progress: Progress | None
-    ) -> LoadedRoute:
-        folder, workers = checkpoint.route_path(self.path, route), tokenizer_threads(self.text)
+    Texts take the route that they ask for, images IMAGE_ROUTE. Engines are not started yet. Raises
+    CheckpointError and ConfigError.
+    """
+    routes: dict[str, LoadedRoute] = {}
+    workers, shares = tokenizer_threads(text), _shares_of(on_progress, len(planned))
+    for (route, spec), progress in zip(specs.specs.items(), shares, strict=True):
+        folder, plan = checkpoint.route_path(path, route), planned[route].plan
         if spec.takes_texts:
-            tokenizer, limit = checkpoint.tokenizer_path(folder), planned.plan.max_input_tokens
-            processor = TextProcessor(tokenizer, spec, limit, self.text, workers)
+            tokenizer = checkpoint.tokenizer_path(folder)
+            processor = TextProcessor(tokenizer, spec, plan.max_input_tokens, text, workers)
         else:
             processor = ImageProcessor(spec, workers)
-        name = f"{self.name}, {route}" if route else self.name
-        engine = planned.load(folder, self.telemetry, on_progress, name)
-        runner = runner_of(engine, processor, self.telemetry, spec)
-        return LoadedRoute(spec, planned.plan, processor, engine, runner)
-
-    def _images_among(self, texts: LoadedRoute) -> LoadedRoute:
-        """The route of images that the engine of the texts runs."""
-        processor = ImageProcessor(texts.spec, tokenizer_threads(self.text))
+        shown = f"{name}, {route}" if route else name
+        engine = planned[route].load(folder, telemetry, progress, shown)
+        runner = runner_of(engine, processor, telemetry, spec)
+        routes[route] = LoadedRoute(spec, plan, processor, engine, runner)
+    if specs.is_dual:
+        return {"": routes.pop(TEXT_ROUTE)} | routes
+    if specs.image is not None:  # the engine of the texts runs the images among them
+        texts = routes[""]
+        processor = ImageProcessor(texts.spec, workers)
         limit = texts.plan.max_input_tokens
         if limit < processor.limit:
             raise ConfigError(
                 f"--max-input-length {limit} is less than the {processor.limit} tokens of an image "
                 "of this model"
             )
-        runner = runner_of(texts.engine, processor, self.telemetry, texts.spec)
-        return replace(texts, processor=processor, runner=runner, shares_engine=True)
+        runner = runner_of(texts.engine, processor, telemetry, texts.spec)
+        routes[IMAGE_ROUTE] = replace(texts, processor=processor, runner=runner, shares_engine=True)
+    return routes
 
 
 def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None]:
@@ -152,25 +159,3 @@ def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None
         on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
 
     return [partial(note, engine) for engine in range(count)]
-
-
-def _pooled(routes: Routes, pooling: Pooling) -> ModelSpec:
-    """The spec with another pooling. Raises ConfigError for a model that was made for its own."""
-    spec = routes.main
-    if len(routes.specs) > 1:
-        names = ", ".join(routes.specs)
-        raise ConfigError(f"--pooling {pooling}: this checkpoint has the routes {names}")
-    if spec.task != "embed":
-        raise ConfigError(
-            f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
-            "takes only the pooling it was trained with"
-        )
-    if spec.primary != "dense":
-        raise ConfigError(
-            f"--pooling {pooling}: this checkpoint pools nothing; its head gives {spec.primary}"
-        )
-    head = spec.dense
-    if len(head.pooling) > 1:
-        raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
-    head = msgspec.structs.replace(head, pooling=(pooling,))
-    return msgspec.structs.replace(spec, heads=spec.heads | {"dense": head})

@@ -41,8 +41,7 @@ from jaxembed.models import normalised
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.preprocessing.images.decode import picture_of
-from jaxembed.preprocessing.images.places import page_places
-from jaxembed.preprocessing.images.prepare import prepare_image
+from jaxembed.preprocessing.images.prepare import page_places, prepare_image
 
 SIZES = [(56, 56), (42, 70), (333, 501), (1080, 1920), (30, 2000), (1, 200), (9, 7), (1754, 1240)]
 PATCH = 14

@@ -27,8 +27,7 @@ from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
 from jaxembed.models.qwen_vision import windows_of
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.preprocessing.images.decode import picture_of
-from jaxembed.preprocessing.images.places import page_places
-from jaxembed.preprocessing.images.prepare import prepare_image, resized_size
+from jaxembed.preprocessing.images.prepare import page_places, prepare_image, resized_size
 
 pytest.importorskip("PIL")
 

@@ -157,5 +157,5 @@ def test_a_value_that_float16_cannot_hold_is_refused(embedder, monkeypatch):
         lambda dense, **_: np.full((1, 4), 1e5, np.float32),
     )
     body = {"input": "cat", "output_dtype": "float16", "normalize": False}
-    _, answer = ask(body, embedder=embedder, status=400)
+    _, answer = ask(body, embedder=embedder.model, status=400)
     assert "holds values up to 65504, and a vector has 100000" in answer["error"]["message"]

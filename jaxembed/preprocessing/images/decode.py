@@ -143,8 +143,24 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     _silence()
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
-            _check_size(image.height, image.width, most_pixels)
-            _check_tile(tile_pixels(data), image.height * image.width)
+            height, width = image.height, image.width
+            pixels, tile = height * width, tile_pixels(data)
+            if height < 1 or width < 1:
+                raise InvalidImage(f"the image has {height} rows and {width} columns of pixels")
+            if pixels > most_pixels:
+                raise InvalidImage(
+                    f"the image has {pixels} pixels ({width} by {height}), of at most {most_pixels}"
+                )
+            if max(height, width) > LONGEST_SIDE:
+                raise InvalidImage(
+                    f"the image is {width} by {height} pixels, of at most {LONGEST_SIDE} on a "
+                    "side; cut it"
+                )
+            if tile > pixels + SPARE_TILE:
+                raise InvalidImage(
+                    f"the image has {pixels} pixels, and its tiles have {tile} each; save it with "
+                    "smaller tiles"
+                )
             yield image
     except InvalidImage:
         raise
@@ -154,27 +170,6 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
         raise InvalidImage(f"{_shown(data)} is no image; wanted {READABLE}") from error
     except Exception as error:  # Pillow raises a dozen kinds for what is damaged
         raise InvalidImage(f"{_shown(data)} is a damaged image; wanted {READABLE}") from error
-
-
-def _check_size(height: int, width: int, most_pixels: int) -> None:
-    if height < 1 or width < 1:
-        raise InvalidImage(f"the image has {height} rows and {width} columns of pixels")
-    if height * width > most_pixels:
-        raise InvalidImage(
-            f"the image has {height * width} pixels ({width} by {height}), of at most {most_pixels}"
-        )
-    if max(height, width) > LONGEST_SIDE:
-        raise InvalidImage(
-            f"the image is {width} by {height} pixels, of at most {LONGEST_SIDE} on a side; cut it"
-        )
-
-
-def _check_tile(tile: int, pixels: int) -> None:
-    if tile > pixels + SPARE_TILE:
-        raise InvalidImage(
-            f"the image has {pixels} pixels, and its tiles have {tile} each; save it with smaller "
-            "tiles"
-        )
 
 
 @cache

@@ -54,20 +54,15 @@ def read_base64(text: str, most_bytes: int) -> bytes:
     try:
         return base64.b64decode(digits, validate=True)
     except ValueError as error:
-        raise InvalidImage(f"{excerpt(digits)} is not base64: {_fault(digits)}") from error
+        fault = "wanted a multiple of 4 characters, with `=` at the end alone"
+        if (foreign := _FOREIGN.search(digits)) is not None:
+            fault = (
+                f"it has {foreign[0]!r} at character {foreign.start()}; wanted A-Z, a-z, 0-9, + "
+                "and /, with `=` at the end"
+            )
+        raise InvalidImage(f"{excerpt(digits)} is not base64: {fault}") from error
 
 
 def excerpt(text: str) -> str:
     """A text in quotes for messages, without its rest if it is long."""
     return repr(text) if len(text) <= EXCERPT else f"{text[:EXCERPT]!r}..."
-
-
-def _fault(digits: str) -> str:
-    """Why a text without line breaks is not base64."""
-    foreign = _FOREIGN.search(digits)
-    if foreign is None:
-        return "wanted a multiple of 4 characters, with `=` at the end alone"
-    return (
-        f"it has {foreign[0]!r} at character {foreign.start()}; wanted A-Z, a-z, 0-9, + and /, "
-        "with `=` at the end"
-    )

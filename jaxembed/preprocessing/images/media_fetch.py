@@ -134,12 +134,21 @@ class MediaFetcher:
         """The file at a URL, or the location of a redirect."""
         addresses = await self._addresses(url, source)
         reader, writer = await self._connect(url, addresses, source)
+        headers = [
+            ("Host", url.authority),
+            ("User-Agent", "jaxembed"),
+            ("Accept", "*/*"),
+            ("Accept-Encoding", "identity"),
+            ("Connection", "close"),
+        ]
         try:
-            exchange = _Exchange(reader, source)
+            http = h11.Connection(h11.CLIENT, max_incomplete_event_size=LONGEST_HEAD)
+            request = h11.Request(method="GET", target=url.target, headers=headers)
+            sent = (http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b"")
             if writer.is_closing():
                 raise ConnectionResetError  # uvloop would raise RuntimeError at `write`
-            writer.write(exchange.request(url))
-            return await exchange.answer(self._most_bytes)
+            writer.write(sent)
+            return await _answer(reader, http, self._most_bytes, source)
         except (OSError, h11.ProtocolError) as error:
             raise MediaUrlError(
                 source, "its host broke off, or its answer is no HTTP or has a head too long"
@@ -187,77 +196,50 @@ class MediaFetcher:
         raise MediaUrlError(source, rule) from failure
 
 
-class _Exchange:
-    """One request and its answer; refusals name `source`."""
+async def _answer(
+    reader: asyncio.StreamReader, http: h11.Connection, most_bytes: int, source: str
+) -> bytes | str:
+    """The body of an answer of status 200, or the location of a redirect.
 
-    def __init__(self, reader: asyncio.StreamReader, source: str):
-        self._reader = reader
-        self._source = source
-        self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=LONGEST_HEAD)
+    A body without a length ends where the connection does.
 
-    def request(self, url: MediaUrl) -> bytes:
-        """The bytes of a request for a URL."""
-        headers = [
-            ("Host", url.authority),
-            ("User-Agent", "jaxembed"),
-            ("Accept", "*/*"),
-            ("Accept-Encoding", "identity"),
-            ("Connection", "close"),
-        ]
-        request = h11.Request(method="GET", target=url.target, headers=headers)
-        return (self._http.send(request) or b"") + (self._http.send(h11.EndOfMessage()) or b"")
+    Raises MediaUrlError, which names `source`, for other answers and bodies that are encoded or
+    over `most_bytes`, and OSError or h11.ProtocolError if the answer breaks off or is malformed.
+    """
 
-    async def answer(self, most_bytes: int) -> bytes | str:
-        """The body of an answer of status 200, or the location of a redirect.
-
-        A body without a length ends where the connection does.
-
-        Raises MediaUrlError for other answers and bodies that are encoded or over `most_bytes`,
-        and OSError or h11.ProtocolError if the answer breaks off or is malformed.
-        """
-        response = await self._final_response()
-        headers = dict(response.headers)  # h11 has names in lower case
-        if response.status_code in REDIRECTS:
-            return self._location(headers.get(b"location"))
-        if response.status_code != 200:
-            raise self._refused("the status of the answer is not 200")
-        if b"content-encoding" in headers:
-            raise self._refused("its file is compressed; wanted no Content-Encoding")
-        if int(headers.get(b"content-length", 0)) > most_bytes:
-            raise self._too_large(most_bytes)
-        body, pieces = bytearray(), 0
-        while not isinstance(event := await self._event(), h11.EndOfMessage):
-            if isinstance(event, h11.Data):
-                body += event.data
-                pieces += 1
-            if len(body) > most_bytes:
-                raise self._too_large(most_bytes)
-            if pieces > _PIECES + len(body) // _PIECE:
-                raise self._refused("its file comes in too small pieces")
-        return bytes(body)
-
-    async def _final_response(self) -> h11.Response:
-        for _ in range(MOST_INFORMATIONAL + 1):
-            if isinstance(event := await self._event(), h11.Response):
-                return event
-        raise self._refused("its host puts off the answer with too many of status 1xx")
-
-    def _location(self, value: bytes | None) -> str:
-        if value is None:
-            raise self._refused("its redirect leads nowhere")
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise self._refused("its redirect leads to what is no URL") from error
-
-    async def _event(self) -> object:
+    async def next_event() -> object:
         """The next event of the answer, a response, data or the end of the message."""
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            self._http.receive_data(await self._reader.read(_READ))
+        while (event := http.next_event()) is h11.NEED_DATA:
+            http.receive_data(await reader.read(_READ))
         return event
 
-    def _too_large(self, most_bytes: int) -> MediaUrlError:
-        return self._refused(f"its file is larger than the limit of {most_bytes} bytes")
-
-    def _refused(self, rule: str) -> MediaUrlError:
-        return MediaUrlError(self._source, rule)
+    too_large = f"its file is larger than the limit of {most_bytes} bytes"
+    for _ in range(MOST_INFORMATIONAL + 1):
+        if isinstance(response := await next_event(), h11.Response):
+            break
+    else:
+        raise MediaUrlError(source, "its host puts off the answer with too many of status 1xx")
+    headers = dict(response.headers)  # h11 has names in lower case
+    if response.status_code in REDIRECTS:
+        if b"location" not in headers:
+            raise MediaUrlError(source, "its redirect leads nowhere")
+        try:
+            return headers[b"location"].decode()
+        except UnicodeDecodeError as error:
+            raise MediaUrlError(source, "its redirect leads to what is no URL") from error
+    if response.status_code != 200:
+        raise MediaUrlError(source, "the status of the answer is not 200")
+    if b"content-encoding" in headers:
+        raise MediaUrlError(source, "its file is compressed; wanted no Content-Encoding")
+    if int(headers.get(b"content-length", 0)) > most_bytes:
+        raise MediaUrlError(source, too_large)
+    body, pieces = bytearray(), 0
+    while not isinstance(event := await next_event(), h11.EndOfMessage):
+        if isinstance(event, h11.Data):
+            body += event.data
+            pieces += 1
+        if len(body) > most_bytes:
+            raise MediaUrlError(source, too_large)
+        if pieces > _PIECES + len(body) // _PIECE:
+            raise MediaUrlError(source, "its file comes in too small pieces")
+    return bytes(body)

@@ -102,20 +102,14 @@ def parse_media_network(text: str) -> Network:
             f"{NETWORK_FLAG} {text!r} is not a network ({error}); expected a CIDR such as "
             "10.1.0.0/16 or fd12:3456::/32"
         ) from error
-    if not any(_lies_in(network, range_) for range_ in _NAMEABLE):
+    alike = [one for one in _NAMEABLE if one.version == network.version]
+    if not any(network.subnet_of(one) for one in alike):  # pyright: ignore[reportArgumentType]
         ranges = ", ".join(map(str, _NAMEABLE))
         raise ConfigError(
             f"{NETWORK_FLAG} {text} is not within one of {ranges}; public addresses need no flag, "
             "and others are never fetched from"
         )
     return network
-
-
-def _lies_in(network: Network, other: Network) -> bool:
-    """Whether all addresses of a network are in the other one, which may be of another version."""
-    if isinstance(network, IPv4Network):
-        return isinstance(other, IPv4Network) and network.subnet_of(other)
-    return isinstance(other, IPv6Network) and network.subnet_of(other)
 
 
 class AllowedAddresses:
@@ -280,7 +274,12 @@ def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | No
         if match["v6"]:
             address = IPv6Address(match["v6"])
             return str(address), port, address
-        name = _ascii(match["name"])
+        name = match["name"]
+        if len(name) > 254:  # checked first: Python's IDNA takes quadratic time
+            raise ValueError("too long")
+        name = name.encode("idna").decode("ascii").lower().removesuffix(".")  # RFC 3490
+        if len(name) > 253 or not _NAME.fullmatch(name):
+            raise ValueError("no name")
     except ValueError as error:  # UnicodeError is one
         raise MediaUrlError(source, "its host is neither a name nor an address") from error
     if not _NUMERIC.fullmatch(name):
@@ -291,16 +290,3 @@ def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | No
         raise MediaUrlError(
             source, "its host is a number; wanted a name, or an address as 1.2.3.4"
         ) from error
-
-
-def _ascii(name: str) -> str:
-    """A host's name in lower-case ASCII (RFC 3490), without a dot at its end.
-
-    Raises ValueError if it is no name.
-    """
-    if len(name) > 254:  # checked first: Python's IDNA takes quadratic time
-        raise ValueError("too long")
-    encoded = name.encode("idna").decode("ascii").lower().removesuffix(".")
-    if len(encoded) > 253 or not _NAME.fullmatch(encoded):
-        raise ValueError("no name")
-    return encoded

@@ -4,6 +4,7 @@ part, however small the image is."""
 import math
 import re
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -46,10 +47,9 @@ TIFF_FORMS = {
 
 def check_parts(data: bytes) -> None:
     """Raise InvalidImage for a file of more parts than real ones have. Others are not looked at."""
-    if data.startswith(JPEG):
-        _check_jpeg(data)
-    elif data.startswith(PNG):
-        _check_png(data)
+    for parts, _ in enumerate(_parts_of(data), start=1):
+        if parts > MOST_FILE_PARTS:
+            raise InvalidImage(f"the image has over {MOST_FILE_PARTS} parts; save it anew")
 
 
 def tile_pixels(data: bytes) -> int:
@@ -78,9 +78,16 @@ def tile_pixels(data: bytes) -> int:
     return math.prod(sides.values())
 
 
-def _check_jpeg(data: bytes) -> None:
-    """Count the segments and the scans of the first image: further ones and videos may follow."""
-    parts = scans = 0
+def _parts_of(data: bytes) -> Iterator[int]:
+    """Where each chunk of a PNG ends, or each segment of the first image of a JPEG, which further
+    ones and videos may follow. Raises InvalidImage for more scans than real JPEGs have."""
+    at, scans = len(PNG), 0
+    if data.startswith(PNG):
+        while at + 8 <= len(data) and data[at + 4 : at + 8] != b"IEND":
+            at += 12 + int.from_bytes(data[at : at + 4])  # with its length, name and checksum
+            yield at
+    if not data.startswith(JPEG):
+        return
     at = len(JPEG)
     has_few = data.count(bytes((0xFF, SCAN))) <= MOST_SCANS  # then segments before them are enough
     while (found := _MARKER.search(data, at)) is not None:
@@ -93,18 +100,4 @@ def _check_jpeg(data: bytes) -> None:
         at = found.end()
         if kind not in ALONE:
             at += int.from_bytes(data[at : at + 2])
-        parts += 1
-        _check_count(parts)
-
-
-def _check_png(data: bytes) -> None:
-    at, parts = len(PNG), 0
-    while at + 8 <= len(data) and data[at + 4 : at + 8] != b"IEND":
-        at += 12 + int.from_bytes(data[at : at + 4])  # with its length, name and checksum
-        parts += 1
-        _check_count(parts)
-
-
-def _check_count(parts: int) -> None:
-    if parts > MOST_FILE_PARTS:
-        raise InvalidImage(f"the image has over {MOST_FILE_PARTS} parts; save it anew")
+        yield at

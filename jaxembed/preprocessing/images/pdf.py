@@ -62,7 +62,10 @@ class PdfFile:
         require("pdf", "PDF files")
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._renderer: _Renderer | None = _taken_renderer()
+        try:
+            self._renderer: _Renderer | None = _idle.pop()
+        except IndexError:
+            self._renderer = _Renderer()
         try:
             self._renderer.load(file)
             self.pages = self._renderer.open(timeout_s)
@@ -252,7 +255,11 @@ class _Renderer:
             if isinstance(error, Empty):
                 raise TimeoutError(f"takes more than {timeout_s:g} seconds") from None
             if isinstance(error, msgspec.MsgspecError):
-                how = NONSENSE if line else _how_ended(process.returncode)
+                how = NONSENSE
+                if not line:
+                    how = f"exit status {process.returncode}"
+                    with suppress(ValueError):  # of a process that no signal has ended
+                        how = signal.Signals(-process.returncode).name
                 raise _ProcessLost(how) from error
             raise
 
@@ -290,14 +297,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.stdin.close()
 
 
-def _how_ended(status: int) -> str:
-    """What a return code of Popen says."""
-    try:
-        return signal.Signals(-status).name
-    except ValueError:
-        return f"exit status {status}"
-
-
 def _unwritable(reason: str | None) -> ConfigError:
     return ConfigError(
         f"pages of PDF files go through a temporary file, which cannot be written: {reason}; name "
@@ -306,10 +305,3 @@ def _unwritable(reason: str | None) -> ConfigError:
 
 
 _idle: deque[_Renderer] = deque(maxlen=1)  # kept for the next file: starting one takes 0.1 s
-
-
-def _taken_renderer() -> _Renderer:
-    try:
-        return _idle.pop()
-    except IndexError:
-        return _Renderer()

@@ -15,8 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -36,7 +35,16 @@ def main() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):  # whatever a library prints is no colour and no reply
         os.dup2(nowhere, stream.fileno())
-    _limit_memory(int(sys.argv[1]))
+    if sys.platform == "linux":
+        # Limit the memory of this process. The shared file is apart: the system can write its pages
+        # to disk.
+        import resource  # Windows has none
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limits = int(sys.argv[1]), soft, hard
+        least = min(one for one in limits if one != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or each crash could write that much
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
     renderer = _Renderer(shared)
@@ -50,18 +58,6 @@ def _receive(requests: "SimpleQueue[bytes]") -> None:
     for line in sys.stdin.buffer:
         requests.put(line)
     os._exit(0)
-
-
-def _limit_memory(most: int) -> None:
-    """Limit the memory of this process to so many bytes, on Linux. The shared file is apart: the
-    system can write its pages to disk."""
-    if sys.platform == "linux":
-        import resource  # Windows has none
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        least = min(one for one in (most, soft, hard) if one != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or each crash could write that much
 
 
 class _Renderer:
@@ -113,46 +109,38 @@ class _Renderer:
 
     def _render(self, page: int, dpi: int, most_pixels: int, longest_side: int) -> dict[str, int]:
         """Write the colours of a page into the shared file."""
-        with self._opened(page) as opened:
-            scale = dpi / POINTS_AN_INCH
-            width, height = (math.ceil(side * scale) for side in opened.get_size())
-            if width < 1 or height < 1:
-                raise InvalidImage(f"the page has {height} rows and {width} columns of pixels")
-            if width * height > most_pixels:
-                raise InvalidImage(
-                    f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi, of "
-                    f"at most {most_pixels}; choose a lower --pdf-dpi"
-                )
-            if max(width, height) > longest_side:
-                raise InvalidImage(
-                    f"the page is {width} by {height} pixels at {dpi} dpi, of at most "
-                    f"{longest_side} on a side; choose a lower --pdf-dpi"
-                )
-            opened.render(scale=scale, rev_byteorder=True, bitmap_maker=self._bitmap).close()
-        return {"height": height, "width": width}
-
-    @contextmanager
-    def _opened(self, page: int) -> Iterator[Any]:
         try:
             with closing(self._document[page]) as opened:
-                yield opened
+                scale = dpi / POINTS_AN_INCH
+                width, height = (math.ceil(side * scale) for side in opened.get_size())
+                if width < 1 or height < 1:
+                    raise InvalidImage(f"the page has {height} rows and {width} columns of pixels")
+                if width * height > most_pixels:
+                    raise InvalidImage(
+                        f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi, "
+                        f"of at most {most_pixels}; choose a lower --pdf-dpi"
+                    )
+                if max(width, height) > longest_side:
+                    raise InvalidImage(
+                        f"the page is {width} by {height} pixels at {dpi} dpi, of at most "
+                        f"{longest_side} on a side; choose a lower --pdf-dpi"
+                    )
+                opened.render(scale=scale, rev_byteorder=True, bitmap_maker=self._bitmap).close()
         except pypdfium2.PdfiumError as error:
             raise InvalidImage(f"the page is damaged: {error}") from error
+        return {"height": height, "width": width}
 
     def _bitmap(self, width: int, height: int, format: int, rev_byteorder: bool) -> Any:
         """A bitmap of PDFium in the shared file."""
         size = width * height * COLOURS
         if self._pixels is None or len(self._pixels) != size:
-            self._make_room(size)
+            # Have so many bytes behind the PDF file. Raises OSError if the disk is full.
+            if hasattr(os, "posix_fallocate"):  # or writing to a full disk would be a crash
+                os.posix_fallocate(self._shared, self._at, size)
+            elif os.fstat(self._shared).st_size < self._at + size:  # never less: it is mapped
+                os.ftruncate(self._shared, self._at + size)
             self._pixels = self._mapped(self._at, size)
         return pypdfium2.PdfBitmap.new_native(width, height, format, rev_byteorder, self._pixels)
-
-    def _make_room(self, size: int) -> None:
-        """Have so many bytes behind the PDF file. Raises OSError if the disk is full."""
-        if hasattr(os, "posix_fallocate"):  # or writing to a full disk would be a crash
-            os.posix_fallocate(self._shared, self._at, size)
-        elif os.fstat(self._shared).st_size < self._at + size:  # never less: it is mapped
-            os.ftruncate(self._shared, self._at + size)
 
     def _mapped(self, at: int, size: int) -> Any:
         """So many bytes of the shared file, as an array of ctypes."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -46,8 +46,11 @@ class ImageProcessor:
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
-        held = [self._bytes_or_none(item) for item in inputs]
-        if any(one is not None and one > SMALL_BYTES for one in held):
+        held = [0] * len(inputs)  # of those at fault, whose turn comes after those before them
+        for number, item in enumerate(inputs):
+            with suppress(InvalidInput):
+                held[number] = self._bytes(item) if isinstance(item, Image) else 0
+        if max(held, default=0) > SMALL_BYTES:
             go_on_among_large()
         encodings: list[Encoding] = []
         try:
@@ -79,13 +82,6 @@ class ImageProcessor:
         high, wide = resized_size(height, width, self._rules)
         between = PICTURE_BYTES * height * wide  # Pillow resizes the width first
         return decoding + between + RESIZED_BYTES * high * wide
-
-    def _bytes_or_none(self, item: Input) -> int | None:
-        """As `_bytes`; None for an input at fault, whose turn comes after those before it."""
-        try:
-            return self._bytes(item) if isinstance(item, Image) else None
-        except InvalidInput:
-            return None
 
     def _encode(self, item: Image, held: int) -> Encoding:
         data = item.data
