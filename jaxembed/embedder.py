@@ -4,11 +4,12 @@ embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -33,10 +34,11 @@ from jaxembed.runtime.options import (
     Ranked,
     ScoreOptions,
 )
+from jaxembed.runtime.requests import Answer, Request
 from jaxembed.runtime.similarity import compare_outputs, compare_pairs
-from jaxembed.runtime.steps import Blocking, Steps, finish
 from jaxembed.runtime.tasks import check_task
 
+T = TypeVar("T")
 TextOrPair = str | tuple[str, str]
 NO_OPTIONS = EncodeOptions()
 
@@ -112,13 +114,24 @@ class Embedder:
         embedder.model = model
         return embedder
 
-    @cached_property
-    def _steps(self) -> Steps:
-        return Steps(self.model)
+    # A call is written once, as a coroutine that awaits its steps. Those of a _BlockingEmbedder are
+    # done when they are awaited, so that the call needs no event loop: `_finish` runs it.
 
     @cached_property
     def _blocking(self) -> "Embedder":
         return _BlockingEmbedder.of(self.model)
+
+    async def _run(self, request: Request[Answer]) -> Answer:
+        """Run a request. Raises the errors of InvalidInput and BackendError."""
+        return await self.model.run_async(request)
+
+    async def _read(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call that reads files."""
+        return await asyncio.to_thread(call, *arguments)
+
+    async def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call that takes a core for a while."""
+        return await self.model.runner.off_loop(call, *arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +191,7 @@ class Embedder:
         With another `output_dtype` than "float" the array is as `quantise` gives it. Raises the
         errors of InvalidInput and BackendError, and TypeError for an unknown option.
         """
-        return finish(self._blocking._encode(texts, images, None, options))
+        return _finish(self._blocking.encode_async(texts, images=images, **options))
 
     @encode_options
     async def encode_async(
@@ -190,7 +203,7 @@ class Embedder:
     @encode_options
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for queries, where it has them."""
-        return finish(self._blocking._encode(texts, None, "query", options))
+        return _finish(self._blocking.encode_query_async(texts, **options))
 
     @encode_options
     async def encode_query_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -200,7 +213,7 @@ class Embedder:
     @encode_options
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
         """`encode` with the checkpoint's route and prompt for documents, where it has them."""
-        return finish(self._blocking._encode(texts, None, "document", options))
+        return _finish(self._blocking.encode_document_async(texts, **options))
 
     @encode_options
     async def encode_document_async(self, texts: str | Sequence[str], **options) -> np.ndarray:
@@ -225,7 +238,7 @@ class Embedder:
         `spec.representations` has them all.
         """
         call = self._blocking.encode_outputs_async(texts, outputs, images=images, **options)
-        return finish(call)
+        return _finish(call)
 
     @output_options
     async def encode_outputs_async(
@@ -251,7 +264,7 @@ class Embedder:
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
         """The weights of the vocabulary's terms in each text, a row for each; `to_scipy` makes a
         matrix of them. Otherwise as `encode_outputs`."""
-        return finish(self._blocking.encode_sparse_async(texts, **options))
+        return _finish(self._blocking.encode_sparse_async(texts, **options))
 
     @output_options
     async def encode_sparse_async(self, texts: str | Sequence[str], **options) -> SparseRows:
@@ -264,7 +277,7 @@ class Embedder:
     ) -> Ragged:
         """The vectors of each text, and of each of `images`, to compare token by token, float32
         `[vectors, width]`. Otherwise as `encode_outputs`."""
-        return finish(self._blocking.encode_multi_async(texts, images=images, **options))
+        return _finish(self._blocking.encode_multi_async(texts, images=images, **options))
 
     @output_options
     async def encode_multi_async(
@@ -288,7 +301,7 @@ class Embedder:
         Raises the errors of InvalidInput, which has no late chunking for models that pool otherwise
         than by the mean, and of BackendError.
         """
-        return finish(self._blocking.encode_chunks_async(texts, **options))
+        return _finish(self._blocking.encode_chunks_async(texts, **options))
 
     @chunk_options
     async def encode_chunks_async(
@@ -299,7 +312,7 @@ class Embedder:
             raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
         listed = [one if isinstance(one, ChunkedText) else join_texts(one) for one in texts]
         request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
-        answer = await self._steps.run(request)
+        answer = await self._run(request)
         chunked = answer.chunked or NO_CHUNKS
         ends = np.cumsum(chunked.counts).tolist()
         return [
@@ -329,7 +342,7 @@ class Embedder:
         InvalidInput and BackendError.
         """
         asked = {"images": images, "top_n": top_n, "raw_scores": raw_scores, **options}
-        return finish(self._blocking.rerank_async(query, documents, **asked))
+        return _finish(self._blocking.rerank_async(query, documents, **asked))
 
     @rerank_options
     async def rerank_async(
@@ -345,14 +358,14 @@ class Embedder:
         """`rerank` without blocking the event loop."""
         if top_n is not None and top_n < 1:
             raise InvalidInput(f"`top_n` must be 1 or more. Given: {top_n}", field="top_n")
-        asked, tasks, steps = ScoreOptions(**options), self.model.tasks, self._steps
-        listed = await _read(steps, documents, images)
+        asked, tasks = ScoreOptions(**options), self.model.tasks
+        listed = await self._inputs(documents, images)
         if self.spec.task == "embed":
             of_query, of_documents, weights = tasks.compare(query, listed, asked)
-            both = await steps.run(of_query), await steps.run(of_documents)
-            found = await steps.compute(compare_outputs, *both, weights, listed)
+            both = await self._run(of_query), await self._run(of_documents)
+            found = await self._compute(compare_outputs, *both, weights, listed)
         else:
-            found = await steps.run(tasks.rerank(query, listed, asked))
+            found = await self._run(tasks.rerank(query, listed, asked))
         return found.ranked(raw_scores)[:top_n]
 
     @score_options
@@ -361,29 +374,29 @@ class Embedder:
     ) -> np.ndarray:
         """The score of each pair of a query and a document, float32 `[n]`: those of `rerank`, in
         the order given."""
-        return finish(self._blocking.score_async(pairs, raw_scores=raw_scores, **options))
+        return _finish(self._blocking.score_async(pairs, raw_scores=raw_scores, **options))
 
     @score_options
     async def score_async(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
         """`score` without blocking the event loop."""
-        asked, tasks, steps = ScoreOptions(**options), self.model.tasks, self._steps
+        asked, tasks = ScoreOptions(**options), self.model.tasks
         if self.spec.task != "embed":
             check_task(self.name, self.spec, "rerank")
-            answer = await steps.run(tasks.score([Pair(*pair) for pair in pairs], asked))
+            answer = await self._run(tasks.score([Pair(*pair) for pair in pairs], asked))
             return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
         of_queries, of_documents, weights, numbers = tasks.compare_pairs(pairs, asked)
         try:
-            queries = await steps.run(of_queries)
+            queries = await self._run(of_queries)
         except InvalidInput as error:
             if error.index is None:
                 raise
             # The index of the first pair with the query.
             raise error.at(numbers.index(error.index), error.field or "query") from error
-        both, texts = (queries, await steps.run(of_documents)), [text for _, text in pairs]
+        both, texts = (queries, await self._run(of_documents)), [text for _, text in pairs]
         compare = partial(compare_pairs, raw_scores=raw_scores)
-        return await steps.compute(compare, *both, weights, texts, numbers)
+        return await self._compute(compare, *both, weights, texts, numbers)
 
     @score_options
     def classify(
@@ -394,7 +407,7 @@ class Embedder:
         The checkpoint says whether scores add up to one or stand alone; with `raw_scores` they are
         the model's logits. Otherwise as `rerank`.
         """
-        return finish(self._blocking.classify_async(inputs, raw_scores=raw_scores, **options))
+        return _finish(self._blocking.classify_async(inputs, raw_scores=raw_scores, **options))
 
     @score_options
     async def classify_async(
@@ -402,7 +415,7 @@ class Embedder:
     ) -> list[list[Label]]:
         """`classify` without blocking the event loop."""
         request = self.model.tasks.score(_texts_and_pairs(inputs), ScoreOptions(**options))
-        return (await self._steps.run(request)).labelled(raw_scores)
+        return (await self._run(request)).labelled(raw_scores)
 
     @compute_options
     def compute(
@@ -419,7 +432,7 @@ class Embedder:
         are for embedding models. Raises InvalidInput for outputs that the model does not have
         (`spec.widths` has them all), and the errors of InvalidInput and BackendError.
         """
-        return finish(self._blocking.compute_async(inputs, outputs, **options))
+        return _finish(self._blocking.compute_async(inputs, outputs, **options))
 
     @compute_options
     async def compute_async(
@@ -430,7 +443,7 @@ class Embedder:
     ) -> WorkResult:
         """`compute` without blocking the event loop."""
         listed, asked = _texts_and_pairs(inputs), EncodeOptions(**options)
-        return await self._steps.run(self.model.tasks.compute(listed, outputs, asked))
+        return await self._run(self.model.tasks.compute(listed, outputs, asked))
 
     async def _encode(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
@@ -438,36 +451,49 @@ class Embedder:
         dense = (await self._embed(texts, images, role, options)).dense
         return dense[0] if isinstance(texts, str) and images is None else dense
 
+    async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
+        """The texts, and the images among them and after them, which are read. Raises TypeError for
+        an image that is in no list."""
+        listed = [texts] if isinstance(texts, str) else list(texts)
+        if images is None and all(isinstance(one, str) for one in listed):
+            return listed
+        after = () if images is None else images
+        is_one = isinstance(after, str | bytes | PathLike | np.ndarray)
+        if is_one or not isinstance(after, Iterable):
+            raise TypeError("images is a list of images, not one")
+        return await self._read(_all_read, listed, after)
+
     async def _embed(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> Embeddings:
         """The answer for texts, which may have a role, and images after them."""
         asked = EncodeOptions(**options) if options else NO_OPTIONS
-        listed = await _read(self._steps, texts, images)
+        listed = await self._inputs(texts, images)
         if role is not None:
             asked = self.model.tasks.for_role(role, asked)
         inputs = [Text(one) if isinstance(one, str) else one for one in listed]
-        return await self._steps.run(self.model.tasks.embed(inputs, asked))
+        return await self._run(self.model.tasks.embed(inputs, asked))
 
 
 class _BlockingEmbedder(Embedder):
-    """An Embedder whose coroutines block the calling thread, so that `finish` can run them."""
+    """An Embedder whose coroutines block the calling thread, so that `_finish` can run them."""
 
-    @cached_property
-    def _steps(self) -> Steps:
-        return Blocking(self.model)
+    async def _run(self, request: Request[Answer]) -> Answer:
+        return self.model.run(request)
+
+    async def _read(self, call: Callable[..., T], *arguments: Any) -> T:
+        return call(*arguments)
+
+    _compute = _read
 
 
-async def _read(steps: Steps, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
-    """The texts, and the images among them and after them, which are read. Raises TypeError for an
-    image that is in no list."""
-    listed = [texts] if isinstance(texts, str) else list(texts)
-    if images is None and all(isinstance(one, str) for one in listed):
-        return listed
-    after = () if images is None else images
-    if isinstance(after, str | bytes | PathLike | np.ndarray) or not isinstance(after, Iterable):
-        raise TypeError("images is a list of images, not one")
-    return await steps.read(_all_read, listed, after)
+def _finish(call: Coroutine[Any, Any, T]) -> T:
+    """The result of a call of a _BlockingEmbedder."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("a blocking call has awaited something that was not done")
 
 
 def _all_read(texts: list[Any], images: Iterable[Any]) -> list[str | Image]:

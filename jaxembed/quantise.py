@@ -51,7 +51,14 @@ def quantise(
         case "float":
             return vectors
         case "float16":
-            return _halves(vectors)
+            largest = max(vectors.max(initial=0), -vectors.min(initial=0))
+            if largest >= INFINITE_HALF:
+                raise InvalidInput(
+                    "`output_dtype` of float16 holds values up to 65504, and a vector has "
+                    f"{largest:.6g}; ask for normalised vectors, or for float",
+                    field="output_dtype",
+                )
+            return vectors.astype(np.float16)
         case "uint8":
             return _levels(vectors, ranges).astype(np.uint8)
         case "int8":
@@ -61,18 +68,6 @@ def quantise(
         case "binary":
             # The highest bit is flipped, which takes 128 from a byte that is then read as int8.
             return (np.packbits(vectors > 0, axis=-1) ^ 0x80).view(np.int8)
-
-
-def _halves(vectors: np.ndarray) -> np.ndarray:
-    """The vectors as float16. Raises InvalidInput for a value outside its range."""
-    largest = max(vectors.max(initial=0), -vectors.min(initial=0))
-    if largest >= INFINITE_HALF:
-        raise InvalidInput(
-            f"`output_dtype` of float16 holds values up to 65504, and a vector has {largest:.6g}; "
-            "ask for normalised vectors, or for float",
-            field="output_dtype",
-        )
-    return vectors.astype(np.float16)
 
 
 def _levels(vectors: np.ndarray, ranges: np.ndarray | None) -> np.ndarray:

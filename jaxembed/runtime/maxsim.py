@@ -4,7 +4,7 @@ Uses no device and no HTTP.
 """
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from jaxembed.data.work import Ragged
 
@@ -31,7 +31,7 @@ def maxsim(
     if not len(filled):
         return scores
     starts = documents.offsets[filled]  # ascending: between them lies no other document
-    rows = _rows_at_once(len(query))
+    rows = max(PRODUCT_BYTES // (4 * max(len(query), 1)), 1)  # whose products fit a block
     buffer = np.empty(len(query) * min(rows, len(documents.values)), np.float32)
     carried = np.full(len(query), -np.inf, np.float32)  # the maxima of an unfinished document
     end = documents.offsets[-1]
@@ -49,28 +49,3 @@ def maxsim(
         # The last document may go on in the next block, which then replaces its score.
         scores[filled[first:after]] = maxima.sum(axis=0, dtype=np.float64)
     return scores
-
-
-def alignment(
-    query: Float[np.ndarray, "vectors dim"], document: Float[np.ndarray, "others dim"]
-) -> tuple[Int[np.ndarray, " vectors"], Float[np.ndarray, " vectors"]]:
-    """For each vector of the query, the index of the document's vector with the highest dot
-    product, and that product, float32. The products add up to `maxsim`; of vectors whose products
-    differ by less than float32 rounds, any may be named.
-
-    Products of at most PRODUCT_BYTES are held at once. Raises ValueError if the document has no
-    vectors and the query has some.
-    """
-    matches = np.empty(len(query), np.int64)
-    similarities = np.empty(len(query), np.float32)
-    rows = _rows_at_once(len(document))
-    for row in range(0, len(query), rows):
-        products = query[row : row + rows] @ document.T
-        matches[row : row + rows] = products.argmax(axis=1)
-        similarities[row : row + rows] = products.max(axis=1)
-    return matches, similarities
-
-
-def _rows_at_once(others: int) -> int:
-    """How many rows' products with `others` vectors fit into a block; one at least."""
-    return max(PRODUCT_BYTES // (4 * max(others, 1)), 1)

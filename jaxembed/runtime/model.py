@@ -20,10 +20,15 @@ from jaxembed.engine.state import EngineState
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.pieces import TokenPiece
 from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
-from jaxembed.runtime.description import describe_model
 from jaxembed.runtime.engines import Progress
 from jaxembed.runtime.requests import ComputeRequest
-from jaxembed.runtime.routes import load_routes, load_specs, plan_routes, tokenizer_threads
+from jaxembed.runtime.routes import (
+    LoadedRoute,
+    load_routes,
+    load_specs,
+    plan_routes,
+    tokenizer_threads,
+)
 from jaxembed.runtime.runner import Dispatcher
 from jaxembed.runtime.tasks import Tasks
 
@@ -194,10 +199,38 @@ class LoadedModel(Dispatcher):
 
     def describe(self) -> dict[str, object]:
         """The fields that /info has in addition to TEI's."""
-        capacity = self.admission.capacity
-        return describe_model(
-            self._texts, self.routes, self.config, capacity, self.tokenizing_bytes
-        )
+        spec, template, capacity = self.spec, self.spec.template, self.admission.capacity
+        of_task: dict[str, object] = {
+            "labels": list(spec.labels),
+            "score_function": spec.score_function,
+            "template": template is not None,
+            "instruction": template.instruction
+            if template and template.takes_instruction
+            else None,
+        }
+        if spec.task == "embed":
+            of_task = {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
+        described = {
+            "task": spec.task,
+            **of_task,
+            "adapters": list(spec.adapter_names),
+            **_describe_route(self.main),
+            "parallel": self.config.parallel,
+            "max_queue_tokens": capacity.max_tokens,
+            "max_queue_bytes": capacity.max_bytes,
+            "tokenizing_bytes": self.tokenizing_bytes,
+            "cache_bytes": self.config.cache_bytes,
+        }
+        texts = self._texts
+        if len(texts.specs) > 1:
+            described["default_route"] = texts.default
+            described["routes"] = {
+                route: _describe_route(self.routes[route]) for route in texts.specs
+            }
+        for route in self.routes.values():
+            if not route.takes_texts:
+                described["images"] = _describe_route(route)
+        return described
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Block until ready. Raises the error of the compiler for a bucket that is needed."""
@@ -237,3 +270,18 @@ class LoadedModel(Dispatcher):
         """The recent throughput of the slowest engine; 0 before the first batch."""
         rates = (one.engine.tokens_per_s for one in self.engines.values())
         return min(filter(None, rates), default=0.0)
+
+
+def _describe_route(route: LoadedRoute) -> dict[str, object]:
+    plan = route.plan
+    return {
+        "architecture": route.spec.architecture,
+        "max_input_length": plan.max_input_tokens,
+        "device": plan.device_name,
+        "devices": max(len(plan.devices), 1),
+        "dtype": plan.dtype,
+        "kernels": plan.kernels.describe(),
+        "buckets": [str(bucket) for bucket in plan.grid.buckets],
+        "compiled_buckets": [str(bucket) for bucket in route.engine.snapshot().compiled],
+        "content_hash": route.spec.content_hash,
+    }

@@ -258,16 +258,14 @@ class LateRequest(EncodeRequest):
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
         """The cost of the request, with what its vectors take: one for each chunk."""
         whole = super().cost(spec, sequences, tokens)
-        vectors = self._most_chunks(tokens) * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
-        return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
-
-    def _most_chunks(self, tokens: int) -> int:
-        """The most chunks of all texts, if they have so many tokens together."""
+        # The most chunks of all texts, if they have so many tokens together.
         chunks: list[Sequence[Span] | ChunkSize] = [item.chunks for item in self.items]
-        given = [len(one) for one in chunks if not isinstance(one, ChunkSize)]
+        most = sum(len(one) for one in chunks if not isinstance(one, ChunkSize))
         steps = [one.tokens - one.overlap for one in chunks if isinstance(one, ChunkSize)]
-        divided = len(steps) + tokens // min(steps) if steps else 0
-        return sum(given) + divided
+        if steps:
+            most += len(steps) + tokens // min(steps)
+        vectors = most * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
+        return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-FIELDS = {"max_document_tokens": "max_tokens_per_doc"}
+# Options for pairs, by the field of a request that has each.
+PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 MOST_PURPOSE = 100  # characters of a purpose whose intent is kept: it may end in any known one
 IMAGE_URI = "data:image/"  # how the data URI of an image begins
@@ -164,7 +165,13 @@ class Tasks:
         self._check_outputs(options, asked.dimensions_field)
         if with_images:
             self.check_images()
-            _check_no_prompt(options)
+            for name in ("prompt", "prompt_name", "route"):
+                if getattr(options, name):
+                    raise InvalidInput(
+                        f"`{name}` is for texts, and the request has images; leave it out, with "
+                        "any `input_type` or `task` that chose it",
+                        field=name,
+                    )
         types: dict[EmbeddingDtype, np.ndarray | None] = {
             one: self.ranges(options, one, asked.types_field) for one in asked.types
         }
@@ -179,7 +186,11 @@ class Tasks:
             bare_ids=options.bare_ids,
             role=self._role(adapted),
         )
-        outputs = self._computed(options.outputs, route)
+        # Weights of terms are made of one of two outputs of the engine.
+        made = "sparse" if "sparse" in self._routes.specs[route].heads else "token_weights"
+        outputs: frozenset[OutputName] = frozenset(
+            made if name == "sparse" else name for name in options.outputs
+        )
         ranges = self.ranges(options, options.output_dtype)
         return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype, types)
 
@@ -300,12 +311,6 @@ class Tasks:
                 f"`max_active_dims` must be 1 or more. Given: {most}", field="max_active_dims"
             )
 
-    def _computed(self, outputs: Collection[OutputName], route: str) -> frozenset[OutputName]:
-        """The outputs of the engine that these are made of."""
-        heads = self._routes.specs[route].heads
-        made = "sparse" if "sparse" in heads else "token_weights"
-        return frozenset(made if name == "sparse" else name for name in outputs)
-
     def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
         """The request for a vector of each chunk of some texts (late chunking): all tokens of a
         text are run together, and those of a chunk are pooled.
@@ -319,7 +324,17 @@ class Tasks:
         """The request of this intent for a vector of each chunk, as `embed_chunks`."""
         _check_late(self._routes.specs[intent.route], intent.options)
         for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
-            _check_size(size)
+            if size.tokens < LEAST_CHUNK:
+                raise InvalidInput(
+                    f"`chunk_size` must be {LEAST_CHUNK} tokens or more. Given: {size.tokens}",
+                    field="chunk_size",
+                )
+            if not 0 <= size.overlap <= size.tokens // 2:
+                raise InvalidInput(
+                    f"`chunk_overlap` must be from 0 to {size.tokens // 2}, half of `chunk_size`. "
+                    f"Given: {size.overlap}",
+                    field="chunk_overlap",
+                )
         windows = MOST_READ if intent.rules.truncate else 1  # as many as it takes
         return LateRequest(
             texts,
@@ -343,16 +358,32 @@ class Tasks:
         """
         if dtype not in NEEDS_RANGES:
             return None
-        _check_calibrated(self._spec, options, dtype, field)
+        which, normalize = None, options.normalize  # calibration has ranges of no others
+        if "dense" not in options.outputs or options.outputs & PER_TOKEN:
+            which = "of inputs, not of tokens"
+        elif not (self._spec.dense.normalize if normalize is None else normalize):
+            which = "of length one; ask for them by `normalize`"
+        if which is not None:
+            others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
+            raise InvalidInput(
+                f"`{field}` of {dtype} is for vectors {which}; for others there are {others}",
+                field=field,
+            )
         kind = self.kind(options)
         spec = self._routes.specs[kind.route]
         kept = self._ranges.get(kind)
         if kept is None or kept.content_hash != spec.content_hash:
             why = "there are none" if kept is None else "those kept are of another checkpoint"
+            command = f"jaxembed calibrate {self._name} TEXTS"
+            if kind.route:
+                command += f" --prompt-name {kind.route}"
+            if kind.adapter is not None:
+                command += f" --adapter-name {kind.adapter}"
+            if kind.dimensions != spec.dim:
+                command += f" --dimensions {kind.dimensions}"
             raise InvalidInput(
                 f"`{field}` of {dtype} needs ranges of these vectors, and {why}: run "
-                f"`{_calibration(self._name, spec, kind)}` with the flags that load the model, and "
-                "load it again",
+                f"`{command}` with the flags that load the model, and load it again",
                 field=field,
             )
         return kept.values
@@ -437,16 +468,29 @@ class Tasks:
         self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
         check_task(self._name, self._spec, "embed")
-        usual = ScoreOptions()
-        for field in ("instruction", "max_document_tokens"):
-            if getattr(options, field) != getattr(usual, field):
+        for option, field in PAIR_FIELDS.items():
+            if getattr(options, option) is not None:
                 raise InvalidInput(
-                    f"`{FIELDS.get(field, field)}` is for models that score pairs, and this one "
-                    "compares embeddings; leave it out",
-                    field=FIELDS.get(field, field),
+                    f"`{field}` is for models that score pairs, and this one compares embeddings; "
+                    "leave it out",
+                    field=field,
                 )
         _check_windows(options)
-        self._check_weights(options.weights)
+        asked = options.weights or ()
+        if options.weights is not None and (
+            len(asked) != len(REPRESENTATIONS) or min(asked) < 0 or not 0 < sum(asked) < inf
+        ):
+            raise InvalidInput(
+                f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
+                f"not all 0. Given: {list(asked)}",
+                field="weights",
+            )
+        for name, weight in zip(REPRESENTATIONS, asked, strict=False):
+            if weight and name not in self._offered:
+                raise InvalidInput(
+                    f"`weights` has {weight} for {name}, which the model does not give; send 0",
+                    field="weights",
+                )
         weights = weights_of(self._offered, options.weights)
         encoded = EncodeOptions(
             outputs=frozenset(weights),
@@ -486,24 +530,6 @@ class Tasks:
         )
         return of_queries, compared, weights
 
-    def _check_weights(self, weights: Sequence[float] | None) -> None:
-        """Raise InvalidInput for weights of outputs that the model does not give."""
-        offered = self._spec.representations
-        if weights is None:
-            return
-        if len(weights) != len(REPRESENTATIONS) or min(weights) < 0 or not 0 < sum(weights) < inf:
-            raise InvalidInput(
-                f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
-                f"not all 0. Given: {list(weights)}",
-                field="weights",
-            )
-        for name, weight in zip(REPRESENTATIONS, weights, strict=True):
-            if weight and name not in offered:
-                raise InvalidInput(
-                    f"`weights` has {weight} for {name}, which the model does not give; send 0",
-                    field="weights",
-                )
-
     def compute(
         self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
     ) -> ComputeRequest:
@@ -518,7 +544,14 @@ class Tasks:
                 field="outputs",
             )
         options, adapter = self._with_prompt_of_adapter(options)
-        prompt = self._prompt(options)
+        prompt = ""
+        if self._spec.task == "embed":
+            prompt = self._processor.prompt(options.prompt, options.prompt_name)
+        for field in ("prompt", "prompt_name"):
+            if self._spec.task != "embed" and getattr(options, field) is not None:
+                raise InvalidInput(
+                    f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
+                )
         rules = Rules(
             prompt, self._truncate(options), options.truncation_side, role=self._role(options)
         )
@@ -612,17 +645,6 @@ class Tasks:
             raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")
         return names.index(adapter) + 1
 
-    def _prompt(self, options: EncodeOptions) -> str:
-        """The prompt of the options. Raises InvalidInput for one to a model that takes none."""
-        if self._spec.task == "embed":
-            return self._processor.prompt(options.prompt, options.prompt_name)
-        for field in ("prompt", "prompt_name"):
-            if getattr(options, field) is not None:
-                raise InvalidInput(
-                    f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
-                )
-        return ""
-
     def _rules(self, options: ScoreOptions) -> Rules:
         most = options.max_document_tokens
         if most is not None and most < 1:
@@ -648,17 +670,6 @@ class Tasks:
 
     def _truncate(self, options: EncodeOptions | ScoreOptions) -> bool:
         return self._text.truncate if options.truncate is None else options.truncate
-
-
-def _check_no_prompt(options: EncodeOptions) -> None:
-    """Raise InvalidInput for what chooses a prompt, of a request with images."""
-    for name in ("prompt", "prompt_name", "route"):
-        if getattr(options, name):
-            raise InvalidInput(
-                f"`{name}` is for texts, and the request has images; leave it out, with "
-                "any `input_type` or `task` that chose it",
-                field=name,
-            )
 
 
 def _check_texts(inputs: Sequence[Input]) -> None:
@@ -709,48 +720,6 @@ def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
         raise InvalidInput(
             "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
         )
-
-
-def _check_size(size: ChunkSize) -> None:
-    """Raise InvalidInput for chunks that are too short, or overlap too much."""
-    if size.tokens < LEAST_CHUNK:
-        raise InvalidInput(
-            f"`chunk_size` must be {LEAST_CHUNK} tokens or more. Given: {size.tokens}",
-            field="chunk_size",
-        )
-    if not 0 <= size.overlap <= size.tokens // 2:
-        raise InvalidInput(
-            f"`chunk_overlap` must be from 0 to {size.tokens // 2}, half of `chunk_size`. "
-            f"Given: {size.overlap}",
-            field="chunk_overlap",
-        )
-
-
-def _check_calibrated(
-    spec: ModelSpec, options: EncodeOptions, dtype: EmbeddingDtype, field: str
-) -> None:
-    """Raise InvalidInput for vectors that no calibration has ranges of."""
-    normalize = options.normalize
-    if "dense" not in options.outputs or options.outputs & PER_TOKEN:
-        which = "of inputs, not of tokens"
-    elif not (spec.dense.normalize if normalize is None else normalize):
-        which = "of length one; ask for them by `normalize`"
-    else:
-        return
-    others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
-    raise InvalidInput(
-        f"`{field}` of {dtype} is for vectors {which}; for others there are {others}", field=field
-    )
-
-
-def _calibration(model: str, spec: ModelSpec, kind: VectorKind) -> str:
-    """The command that computes the ranges of vectors of this kind."""
-    command = f"jaxembed calibrate {model} TEXTS"
-    if kind.route:
-        command += f" --prompt-name {kind.route}"
-    if kind.adapter is not None:
-        command += f" --adapter-name {kind.adapter}"
-    return command if kind.dimensions == spec.dim else f"{command} --dimensions {kind.dimensions}"
 
 
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:

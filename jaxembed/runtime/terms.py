@@ -38,8 +38,11 @@ def terms_of_tokens(
 def most_active(rows: SparseRows, most: int) -> SparseRows:
     """The rows with at most `most` values each, those of the largest magnitude; of equal ones those
     with the least index."""
-    pairs = [_largest(*pair, most) for pair in zip(rows.indices, rows.values, strict=True)]
-    return SparseRows(rows.width, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    chosen = [np.sort(np.argsort(-np.abs(one), kind="stable")[:most]) for one in rows.values]
+    indices = [one[k] for one, k in zip(rows.indices, chosen, strict=True)]
+    return SparseRows(
+        rows.width, indices, [one[k] for one, k in zip(rows.values, chosen, strict=True)]
+    )
 
 
 def products(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
@@ -66,10 +69,3 @@ def cosines(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows oth
 def _lengths(rows: SparseRows) -> np.ndarray:
     """The Euclidean length of each row, in float64."""
     return np.array([np.linalg.norm(values.astype(np.float64)) for values in rows.values])
-
-
-def _largest(indices: np.ndarray, values: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    if len(values) <= most:
-        return indices, values
-    chosen = np.sort(np.argsort(-np.abs(values), kind="stable")[:most])
-    return indices[chosen], values[chosen]

@@ -7,7 +7,7 @@ import pytest
 
 from jaxembed.data.work import Ragged
 from jaxembed.runtime import maxsim as module
-from jaxembed.runtime.maxsim import alignment, maxsim
+from jaxembed.runtime.maxsim import maxsim
 
 LENGTHS = (7, 0, 1, 40, 0, 0, 3, 180, 12, 0)
 DIM = 24
@@ -113,21 +113,3 @@ def test_memory_is_bounded_by_the_block(lengths, random, monkeypatch):
     # The products, at most as many maxima, their sums; a score and two integers a document.
     assert peak < 3 * module.PRODUCT_BYTES + 40 * len(lengths)
     assert np.isfinite(scores).all()
-
-
-@pytest.mark.parametrize("block", [1, 4 * 40 * 2, 1 << 20])
-def test_an_alignment_names_what_each_vector_matched(query, documents, block, monkeypatch):
-    monkeypatch.setattr(module, "PRODUCT_BYTES", block)
-    document = documents[3]
-    matches, similarities = alignment(query, document)
-    exact = query.astype(np.float64) @ document.astype(np.float64).T
-    assert matches.tolist() == exact.argmax(axis=1).tolist()
-    np.testing.assert_allclose(similarities, exact.max(axis=1), rtol=0, atol=TOLERANCE)
-    (score,) = maxsim(query, ragged([document]))
-    assert similarities.sum() == pytest.approx(score, abs=TOLERANCE)
-
-
-def test_an_alignment_needs_a_vector_to_name(query):
-    with pytest.raises(ValueError, match="empty"):
-        alignment(query, query[:0])
-    assert [part.tolist() for part in alignment(query[:0], query)] == [[], []]
