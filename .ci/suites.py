@@ -54,6 +54,7 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/preprocessing/**": [f"parity {BACKBONES} late cross_encoders colbert"],
     "jaxembed/preprocessing/images/processor.py": ["parity dual colqwen pages"],
     "jaxembed/runtime/postprocess.py": ["parity minilm quantise"],
+    "jaxembed/runtime/requests.py": ["parity minilm quantise"],
     "jaxembed/quantise.py": ["parity quantise"],
     "jaxembed/runtime/maxsim.py": ["parity colbert"],
     "jaxembed/runtime/similarity.py": ["parity colbert m3"],

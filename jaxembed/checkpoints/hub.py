@@ -419,7 +419,20 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
             )
         with _locked(entry, origin.name):
             if not _is_current(entry, origin):  # another process may have made it meanwhile
-                _make(origin, entry, make)
+                checkpoint.discard_partial(entry)
+                if entry.exists():
+                    logger.info("%s is incomplete: made anew", entry)
+                    shutil.rmtree(entry)
+                make(entry)
+                entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
+                record = Record(origin.name, origin.fingerprint, _sizes(entry))
+                # The record is written last and atomically: an entry without it is made again.
+                try:
+                    with replacing(entry / RECORD) as partial:
+                        partial.write_bytes(msgspec.json.encode(record))
+                except OSError as error:
+                    shutil.rmtree(entry, ignore_errors=True)
+                    raise checkpoint.unwritable(entry, error) from error
     _remove_unused(origin, entry)
     return entry
 
@@ -434,25 +447,6 @@ def _remove_unused(origin: Origin, entry: Path) -> None:
             if other != entry and time.time() - other.stat().st_mtime > UNUSED_S:
                 logger.info("%s was not used for a day: removed", other)
                 shutil.rmtree(other, ignore_errors=True)
-
-
-def _make(origin: Origin, entry: Path, make: Callable[[Path], object]) -> None:
-    """Make the cache entry and write its record. For whoever holds its lock. Raises
-    CheckpointError."""
-    checkpoint.discard_partial(entry)
-    if entry.exists():
-        logger.info("%s is incomplete: made anew", entry)
-        shutil.rmtree(entry)
-    make(entry)
-    entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
-    record = Record(origin.name, origin.fingerprint, _sizes(entry))
-    # The record is written last and atomically: an entry without it is made again.
-    try:
-        with replacing(entry / RECORD) as partial:
-            partial.write_bytes(msgspec.json.encode(record))
-    except OSError as error:
-        shutil.rmtree(entry, ignore_errors=True)
-        raise checkpoint.unwritable(entry, error) from error
 
 
 def _convert(folder: SourceFolder, entry: Path) -> None:

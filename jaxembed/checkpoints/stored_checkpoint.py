@@ -60,8 +60,11 @@ def published(where: Location) -> Published:
             f"{url}: {DIGESTS} is not of this {MANIFEST}; the checkpoint is being replaced, or was "
             "altered: try again later, or convert the model again to another path"
         )
-    if outside := [name for name in found.files if not _is_inside(name)]:
-        raise CheckpointError(f"{url}/{DIGESTS} names {outside[0]!r}, which no checkpoint has")
+    for name in found.files:  # which a checkpoint must be able to have, wherever it is copied to
+        top, *below = name.split("/")
+        tops = (PARAMETERS, ROUTE_FOLDERS) if below else (MANIFEST, TOKENIZER)
+        if top not in tops or {"", ".", ".."} & {*below}:
+            raise CheckpointError(f"{url}/{DIGESTS} names {name!r}, which no checkpoint has")
     return found
 
 
@@ -119,11 +122,3 @@ def publish(folder: Path, url: str) -> Location:
         object_store.write_objects(folder, [name], url)
     logger.info("wrote %d files to %s in %.1f s", len(files) + 1, url, time.monotonic() - started)
     return Location(url, hashlib.sha256(lines).hexdigest())
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a path is one that a checkpoint can have, wherever it is copied to."""
-    top, *below = name.split("/")
-    if not below:
-        return top in (MANIFEST, TOKENIZER)
-    return top in (PARAMETERS, ROUTE_FOLDERS) and not {"", ".", ".."} & set(below)

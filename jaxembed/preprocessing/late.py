@@ -119,9 +119,33 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
     parts: list[Chunked] = []
     try:
         for text in texts:
-            found, part = _encode_text(text, late)
-            encodings += found
-            parts.append(part)
+            tokens = _tokenize(text, late)
+            places = _places(text, tokens)
+            length = tokens.planes.shape[1]
+            if length > late.limit and not late.truncate:
+                raise InputTooLong(late.limit, length)
+            found = _windows(tokens, places, late)
+            owners: list[int] = []
+            for window in found:
+                planes = tokens.planes
+                if window.end - window.start < len(tokens.starts):  # a part, with what is around
+                    start, end = tokens.head + window.start, tokens.head + window.end
+                    head, tail = planes[:, : tokens.head], planes[:, length - tokens.tail :]
+                    planes = np.concatenate([head, planes[:, start:end], tail], axis=1)
+                types = planes[1] if late.has_types else None
+                for first in range(0, len(window.pieces), late.slots):
+                    pieces = window.pieces[first : first + late.slots]
+                    spans = tuple(_span(piece, window, tokens, places, late) for piece in pieces)
+                    encodings.append(Encoding(planes[0], types, spans))
+                    owners += [piece.chunk for piece in pieces]
+            chunked = Chunked(
+                counts=np.array([len(places.ranges)]),
+                bounds=places.bounds,
+                tokens=np.array([length]),
+                windows=np.array([len(found)]),
+                owners=np.array(owners, np.int64),
+            )
+            parts.append(chunked)
     except InvalidInput as error:
         raise error.at(len(parts)) from error
     return encodings, join_chunked(parts) or NO_CHUNKS
@@ -190,37 +214,6 @@ def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) ->
         starts = [piece.start for piece in waiting]
         at = min(starts + [ranges[chunk][0] for chunk in order[seen : seen + 1]], default=count)
     return found
-
-
-def _encode_text(text: ChunkedText, late: Late) -> tuple[list[Encoding], Chunked]:
-    """The sequences of one text, and its chunks."""
-    tokens = _tokenize(text, late)
-    places = _places(text, tokens)
-    length = tokens.planes.shape[1]
-    if length > late.limit and not late.truncate:
-        raise InputTooLong(late.limit, length)
-    found = _windows(tokens, places, late)
-    encodings: list[Encoding] = []
-    owners: list[int] = []
-    for window in found:
-        planes = tokens.planes
-        if window.end - window.start < len(tokens.starts):  # a part of it, and what is around
-            start, end = tokens.head + window.start, tokens.head + window.end
-            tail = planes[:, length - tokens.tail :]
-            planes = np.concatenate([planes[:, : tokens.head], planes[:, start:end], tail], axis=1)
-        for first in range(0, len(window.pieces), late.slots):
-            pieces = window.pieces[first : first + late.slots]
-            spans = tuple(_span(piece, window, tokens, places, late) for piece in pieces)
-            encodings.append(Encoding(planes[0], planes[1] if late.has_types else None, spans))
-            owners += [piece.chunk for piece in pieces]
-    chunked = Chunked(
-        np.array([len(places.ranges)]),
-        places.bounds,
-        np.array([length]),
-        np.array([len(found)]),
-        np.array(owners, np.int64),
-    )
-    return encodings, chunked
 
 
 def _tokenize(text: ChunkedText, late: Late) -> LateText:

@@ -105,7 +105,11 @@ class TextProcessor:
         self._spec = spec
         self._tokenizer = Tokenizer(path)
         sample = self._tokenizer.encode(["a"], fast=False)[0]
-        self._around = before, after = _around_text(sample)
+        plain = [k for k, special in enumerate(sample.special_tokens_mask) if not special]
+        before, after = 0, 0  # of a tokenizer that knows no letter of the sample
+        if plain:
+            before, after = plain[0], len(sample) - 1 - plain[-1]
+        self._around = before, after
         self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
         # XLM-R's tokenizer and others give types to pairs whose tower knows only one
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
@@ -641,14 +645,6 @@ def characters(item: Input | ChunkedText | str) -> int:
     if isinstance(item, Image):
         return JOB_CHARACTERS
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
-
-
-def _around_text(encoding) -> tuple[int, int]:
-    """The numbers of special tokens before and after a text."""
-    plain = [k for k, special in enumerate(encoding.special_tokens_mask) if not special]
-    if not plain:  # the tokenizer knows no letter of the sample and puts nothing around it
-        return 0, 0
-    return plain[0], len(encoding) - 1 - plain[-1]
 
 
 def _check_side(rules: Rules) -> None:

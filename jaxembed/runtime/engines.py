@@ -4,12 +4,11 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import ModelSpec
-from jaxembed.engine.build import Plan, build, host_plan, make_plan
+from jaxembed.engine.build import build, host_plan, make_plan
 from jaxembed.engine.client import ServedEngine
 from jaxembed.engine.host import HostEngine
 from jaxembed.engine.placement import placed_bytes
@@ -26,29 +25,9 @@ Progress = Callable[[int, int], None]
 PROGRAM_BYTES = 10 * MIB  # about: of the host, for the program of a bucket on a CPU
 
 
-@runtime_checkable
-class PlannedEngine(Protocol):
-    """An engine whose limits are decided and whose parameters are not loaded yet."""
-
-    plan: Plan
-
-    @property
-    def resident_bytes(self) -> int:
-        """The memory that it takes once it is loaded: of each device, or on a CPU of the host."""
-        ...
-
-    def load(
-        self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
-    ) -> ServedEngine:
-        """Load the parameters of the checkpoint at `path`. The engine is not started yet.
-
-        `on_progress` is as in Warmup, `name` is the model's, for the log. Raises CheckpointError.
-        """
-        ...
-
-
 class OnDevices:
-    """An engine that runs programs on JAX's devices."""
+    """An engine that runs programs on JAX's devices. Its limits are decided in `plan`; its
+    parameters are not loaded yet."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Start the devices and decide. Raises ConfigError as `make_plan` does, and CheckpointError
@@ -65,7 +44,8 @@ class OnDevices:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters and, on a CPU, programs; what a run takes besides is not known yet."""
+        """The memory that it takes once it is loaded, of each device, or on a CPU of the host:
+        parameters and, on a CPU, programs; what a run takes besides is not known yet."""
         devices = self.plan.devices
         if not devices:
             return 0
@@ -79,7 +59,11 @@ class OnDevices:
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress | None, name: str
     ) -> ServedEngine:
-        """Place the parameters on the devices."""
+        """Place the parameters of the checkpoint at `path` on the devices. The engine is not
+        started yet.
+
+        `on_progress` is as in Warmup, `name` is the model's, for the log. Raises CheckpointError.
+        """
         return build(
             self.plan,
             self._program,
@@ -93,7 +77,8 @@ class OnDevices:
 
 
 class OnHost:
-    """An engine that computes a static model on the host. It uses no device."""
+    """An engine that computes a static model on the host, to be loaded as OnDevices. It uses no
+    device."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Decide. Raises ConfigError as `host_plan` does."""
@@ -117,6 +102,9 @@ class OnHost:
             means = numpy_means
         model = static_model(self._spec, parameters, means)
         return HostEngine(model, telemetry, name=name)
+
+
+PlannedEngine = OnDevices | OnHost
 
 
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:

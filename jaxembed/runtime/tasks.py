@@ -286,14 +286,22 @@ class Tasks:
 
     def _check_outputs(self, options: EncodeOptions, dimensions_field: str = "dimensions") -> None:
         """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
-        that ask for nothing of those asked for."""
+        that ask for nothing of those asked for, or for what they cannot have. `dimensions_field` is
+        where the request has the number of dimensions."""
         unknown = {*options.outputs}.difference(self._offered)
         if missing := [name for name in REPRESENTATIONS if name in unknown]:
             raise WrongTask(
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
                 f"{' and '.join(self._offered)}"
             )
-        check_cut(self._widths, options.outputs, options.dimensions, dimensions_field)
+        vectors = [name for name in ("dense", "multi_vector") if name in options.outputs]
+        if options.dimensions is not None and not vectors and "sparse" in options.outputs:
+            raise InvalidInput(
+                f"`{dimensions_field}` is for vectors; `max_active_dims` shortens sparse outputs",
+                field=dimensions_field,
+            )
+        for name in vectors:
+            check_dimensions(self._widths[name], options.dimensions, dimensions_field)
         if options.output_dtype != "float" and options.outputs == {"sparse"}:
             raise InvalidInput(
                 f"`output_dtype` of {options.output_dtype} is for vectors; weights of terms are "
@@ -747,24 +755,6 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
 def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
     able = " and ".join(DOES[spec.task])
     return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {able}")
-
-
-def check_cut(
-    widths: Mapping[OutputName, int],
-    outputs: Collection[OutputName],
-    dimensions: int | None,
-    field: str = "dimensions",
-) -> None:
-    """Raises InvalidInput if the vectors among the outputs, of these widths, cannot be cut to so
-    many dimensions, or there are none. `field` is where the request has the number."""
-    vectors: tuple[OutputName, ...] = ("dense", "multi_vector")
-    asked: list[OutputName] = [name for name in vectors if name in outputs]
-    if dimensions is not None and not asked and "sparse" in outputs:
-        raise InvalidInput(
-            f"`{field}` is for vectors; `max_active_dims` shortens sparse outputs", field=field
-        )
-    for name in asked:
-        check_dimensions(widths[name], dimensions, field)
 
 
 def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:

@@ -104,33 +104,23 @@ def _in_rgb(image: Picture) -> Picture:
             "it with 8 or 16 bits"
         )
     ImageOps.exif_transpose(image, in_place=True)
-    convert = _narrowed if image.mode in WIDE else _on_white
-    if convert is _on_white and not image.has_transparency_data:
+    is_wide = image.mode in WIDE
+    if not is_wide and not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     whole = Image.new("RGB", image.size)
     rows = max(BAND // image.width, 1)
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
-        whole.paste(convert(band), (0, top))
+        if is_wide:  # 16 bits become 8, and a transparent value white
+            wide = np.asarray(band).astype(np.uint32)
+            if (transparent := band.info.get("transparency")) is not None:  # a value of a PNG
+                wide[wide == transparent] = WHITE_16
+            band = Image.fromarray(((wide + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
+        else:
+            white = Image.new("RGBA", band.size, (255, 255, 255, 255))
+            band = Image.alpha_composite(white, band.convert("RGBA"))
+        whole.paste(band.convert("RGB"), (0, top))
     return whole
-
-
-def _narrowed(image: Picture) -> Picture:
-    """An image of 16 bits in 8 bits, with a transparent value in white."""
-    from PIL import Image
-
-    wide = np.asarray(image).astype(np.uint32)
-    if (transparent := image.info.get("transparency")) is not None:  # a value of a PNG
-        wide[wide == transparent] = WHITE_16
-    return Image.fromarray(((wide + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8)).convert("RGB")
-
-
-def _on_white(image: Picture) -> Picture:
-    """An image with transparency on white, in RGB."""
-    from PIL import Image
-
-    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 @contextmanager

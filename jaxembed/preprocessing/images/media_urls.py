@@ -229,7 +229,13 @@ class AllowedHosts:
             raise MediaUrlError(
                 source, f"this server fetches no URLs; {FLAG} names the hosts it may fetch from"
             )
-        found = [port for pattern, port in self._rules if _matches(pattern, url)]
+        is_name = url.address is None
+        found = [
+            port
+            for pattern, port in self._rules
+            if url.host == pattern
+            or (is_name and pattern.startswith("*.") and url.host.endswith(pattern[1:]))
+        ]
         if not found:
             raise MediaUrlError(source, f"its host is none of those that {FLAG} names")
         if url.port not in {one for port in found for one in ([port] if port else self._ports)}:
@@ -253,12 +259,6 @@ def _rule(text: str) -> tuple[str, int | None]:
     if address is not None:
         raise ConfigError(f"{FLAG} of {text!r} has an address as its suffix; {wanted}")
     return f"*.{host}", port
-
-
-def _matches(pattern: str, url: MediaUrl) -> bool:
-    if pattern.startswith("*."):
-        return url.address is None and url.host.endswith(pattern[1:])
-    return url.host == pattern
 
 
 def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | None]:

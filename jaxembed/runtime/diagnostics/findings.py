@@ -6,7 +6,6 @@ no harm, also for work that is slower because of it.
 
 import math
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
 
 from jaxembed.engine.autotune.kernels import NATIVE, UNSUITED
 from jaxembed.observability.metrics import ANSWER_STAGES
@@ -14,11 +13,9 @@ from jaxembed.platform.cores import MOST_WAITED
 from jaxembed.runtime.diagnostics.facts import (
     Bound,
     BucketFacts,
-    DeviceFacts,
     Facts,
     Finding,
-    KernelFacts,
-    MachineFacts,
+    LocalFacts,
 )
 
 # Shares of the time of the last minute
@@ -44,13 +41,7 @@ QUEUE_FLAGS = {
 }
 
 
-@runtime_checkable
-class Setup(Protocol):
-    """The facts that are known before a model is served."""
-
-    device: DeviceFacts
-    kernels: KernelFacts
-    machine: MachineFacts
+Setup = Facts | LocalFacts  # of which the rules before traffic read what both have
 
 
 def findings_of(facts: Facts) -> list[Finding]:

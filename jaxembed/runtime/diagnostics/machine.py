@@ -18,13 +18,17 @@ _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 
 def machine_facts() -> MachineFacts:
     """Read the cores and memory settings of this process."""
+    marked = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
+    huge_pages = marked[0].strip("[]") if marked else None
+    if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
+        huge_pages = "off for this process"
     return MachineFacts(
         cores=len(cores.usable_cores()),
         machine_cores=os.cpu_count() or 1,
         quota_cores=cores.quota_cores(),
         kept_bytes=len(memory.kept),
         not_kept=memory.reason_not_kept(),
-        huge_pages=_huge_pages(),
+        huge_pages=huge_pages,
     )
 
 
@@ -68,11 +72,3 @@ def _busy_s() -> float | None:
         return None
     ticks = sum(int(line[field]) for line in ours for field in fields)
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _huge_pages() -> str | None:
-    """The setting of transparent huge pages; None if the system has none."""
-    if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
-        return "off for this process"
-    marked_words = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
-    return marked_words[0].strip("[]") if marked_words else None
