@@ -330,7 +330,28 @@ class Tasks:
 
     def request_chunks(self, texts: Sequence[ChunkedText], intent: Intent) -> LateRequest:
         """The request of this intent for a vector of each chunk, as `embed_chunks`."""
-        _check_late(self._routes.specs[intent.route], intent.options)
+        spec, options = self._routes.specs[intent.route], intent.options
+        if "dense" not in spec.representations:
+            raise InvalidInput(
+                "late chunking is for models that give a dense vector, and this one gives "
+                f"{' and '.join(spec.representations)}"
+            )
+        if options.outputs != {"dense"}:
+            raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
+        if spec.dense.pooling != ("mean",):
+            raise InvalidInput(
+                "late chunking is for models that pool by the mean, and this one pools by "
+                f"{' and '.join(spec.dense.pooling)}; send each chunk as an input of its own"
+            )
+        if spec.is_static:
+            raise InvalidInput(
+                "late chunking is for models whose tokens see each other, and this one has static "
+                "embeddings; send each chunk as an input of its own"
+            )
+        if options.truncation_side != "right":
+            raise InvalidInput(
+                "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
+            )
         for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
             if size.tokens < LEAST_CHUNK:
                 raise InvalidInput(
@@ -348,8 +369,8 @@ class Tasks:
             texts,
             msgspec.structs.replace(intent.rules, max_windows=windows),
             intent.outputs,
-            intent.options.priority,
-            intent.options,
+            options.priority,
+            options,
             route=intent.route,
             adapter=intent.adapter,
             ranges=intent.ranges,
@@ -700,33 +721,6 @@ def _check_windows(options: ScoreOptions) -> None:
         raise InvalidInput(
             f"`overlap_tokens` must be 0 or more. Given: {options.overlap_tokens}",
             field="overlap_tokens",
-        )
-
-
-def _check_late(spec: ModelSpec, options: EncodeOptions) -> None:
-    """Raise InvalidInput for a model without late chunking, and for options that it does not
-    take."""
-    if "dense" not in spec.representations:
-        raise InvalidInput(
-            "late chunking is for models that give a dense vector, and this one gives "
-            f"{' and '.join(spec.representations)}"
-        )
-    if options.outputs != {"dense"}:
-        raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
-    pooling = spec.dense.pooling
-    if pooling != ("mean",):
-        raise InvalidInput(
-            "late chunking is for models that pool by the mean, and this one pools by "
-            f"{' and '.join(pooling)}; send each chunk as an input of its own"
-        )
-    if spec.is_static:
-        raise InvalidInput(
-            "late chunking is for models whose tokens see each other, and this one has static "
-            "embeddings; send each chunk as an input of its own"
-        )
-    if options.truncation_side != "right":
-        raise InvalidInput(
-            "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
         )
 
 

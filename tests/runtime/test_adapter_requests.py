@@ -136,6 +136,6 @@ def test_adapters_are_listed(models):
 
 def test_no_long_purpose_is_kept(model):
     asked = Asked(EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),))
-    kept = model.tasks._usual_intent.cache_info().currsize
-    assert model.tasks.intent(asked).prompt_name == "retrieval.query"
-    assert model.tasks._usual_intent.cache_info().currsize == kept
+    kept = model.model.tasks._usual_intent.cache_info().currsize
+    assert model.model.tasks.intent(asked).prompt_name == "retrieval.query"
+    assert model.model.tasks._usual_intent.cache_info().currsize == kept

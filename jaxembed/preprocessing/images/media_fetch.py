@@ -94,12 +94,23 @@ class MediaFetcher:
         """
         if self._is_closed:
             raise ShuttingDown("the server is stopping and fetches no more URLs")
-        source = excerpt(url)
-        first = parse_media_url(url)
-        self._hosts.check(first, source)
+        source = asked = excerpt(url)
+        at = parse_media_url(url)
+        self._hosts.check(at, source)
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
-                return await self._follow(first, source)
+                # Messages name `source`, not where redirects lead.
+                for _ in range(self._most_redirects + 1):
+                    answer = await self._ask(at, asked)
+                    if isinstance(answer, bytes):
+                        return answer
+                    asked = f"a redirect of {source}"
+                    target = parse_media_url(answer, asked, at)
+                    self._hosts.check(target, asked)
+                    if at.scheme == "https" and target.scheme != "https":
+                        raise MediaUrlError(asked, "it leads from https to http")
+                    at = target
+                raise MediaUrlError(source, f"it has more than {self._most_redirects} redirects")
         except TimeoutError as error:
             raise MediaUrlError(
                 source, f"its file did not arrive within {self._timeout_s:g} s"
@@ -114,21 +125,6 @@ class MediaFetcher:
         for _ in range(self._concurrency):
             await self._slots.acquire()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _follow(self, first: MediaUrl, source: str) -> bytes:
-        """The file, at the end of any redirects; messages name `source`, not where they lead."""
-        url, asked = first, source
-        for _ in range(self._most_redirects + 1):
-            answer = await self._ask(url, asked)
-            if isinstance(answer, bytes):
-                return answer
-            asked = f"a redirect of {source}"
-            target = parse_media_url(answer, asked, url)
-            self._hosts.check(target, asked)
-            if url.scheme == "https" and target.scheme != "https":
-                raise MediaUrlError(asked, "it leads from https to http")
-            url = target
-        raise MediaUrlError(source, f"it has more than {self._most_redirects} redirects")
 
     async def _ask(self, url: MediaUrl, source: str) -> bytes | str:
         """The file at a URL, or the location of a redirect."""

@@ -9,7 +9,7 @@ from typing import get_args
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.state import BucketUse
-from jaxembed.observability.metrics import STAGES, Counter, Labelled, Telemetry
+from jaxembed.observability.metrics import STAGES, Counter, Labelled
 from jaxembed.runtime.diagnostics.facts import name_of_route
 from jaxembed.runtime.diagnostics.machine import machine_counts
 from jaxembed.runtime.model import LoadedModel
@@ -111,30 +111,25 @@ def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
     apart."""
     totals: dict[str, ModelTotals] = {}
     for name, loaded in models.items():
-        counts, refused = _counts(loaded.telemetry), loaded.admission.capacity.refused
+        telemetry, refused = loaded.telemetry, loaded.admission.capacity.refused
+        counts = {  # the few that findings need: reading all of them takes milliseconds
+            "requests": _value(telemetry.request_count),
+            "inputs": sum(float(series.count) for series in telemetry.inputs.values()),
+            "refused": _value(telemetry.request_failure.labels("overloaded")),
+            "truncated": _value(telemetry.truncated_inputs),
+            "failed_batches": _value(telemetry.failed_batches),
+            "split_batches": _value(telemetry.split_batches),
+            "not_finite": _value(telemetry.not_finite),
+            "compiles": _value(telemetry.compile_count),
+            "cache_hits": _value(telemetry.compile_cache_hits),
+        }
+        for stage in STAGES:
+            count, seconds = telemetry.stage.labels(stage).totals()
+            counts |= {f"{stage} count": float(count), f"{stage} seconds": seconds}
         counts |= {f"refused {limit}": float(refused[limit]) for limit in get_args(Limit)}
         for route, state in loaded.snapshot().items():
             totals[name_of_route(name, route)] = ModelTotals(counts, state.ran)
     return Moment(time.monotonic(), machine_counts(), totals, delay_s)
-
-
-def _counts(telemetry: Telemetry) -> Counts:
-    """Read the few metrics that findings need: reading all of them takes milliseconds."""
-    counts = {
-        "requests": _value(telemetry.request_count),
-        "inputs": sum(float(series.count) for series in telemetry.inputs.values()),
-        "refused": _value(telemetry.request_failure.labels("overloaded")),
-        "truncated": _value(telemetry.truncated_inputs),
-        "failed_batches": _value(telemetry.failed_batches),
-        "split_batches": _value(telemetry.split_batches),
-        "not_finite": _value(telemetry.not_finite),
-        "compiles": _value(telemetry.compile_count),
-        "cache_hits": _value(telemetry.compile_cache_hits),
-    }
-    for stage in STAGES:
-        count, seconds = telemetry.stage.labels(stage).totals()
-        counts |= {f"{stage} count": float(count), f"{stage} seconds": seconds}
-    return counts
 
 
 def _value(counter: Counter | Labelled[Counter]) -> float:
