@@ -56,6 +56,7 @@ KIND: dict[Task, str] = {
 PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 MOST_PURPOSE = 100  # characters of a purpose whose intent is kept: it may end in any known one
+VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs that can be cut
 IMAGE_URI = "data:image/"  # how the data URI of an image begins
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
@@ -294,7 +295,7 @@ class Tasks:
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
                 f"{' and '.join(self._offered)}"
             )
-        vectors = [name for name in ("dense", "multi_vector") if name in options.outputs]
+        vectors = [name for name in VECTORS if name in options.outputs]
         if options.dimensions is not None and not vectors and "sparse" in options.outputs:
             raise InvalidInput(
                 f"`{dimensions_field}` is for vectors; `max_active_dims` shortens sparse outputs",
