@@ -295,7 +295,7 @@ class Tasks:
                 f"{self._name} gives no {' and no '.join(missing)} output, only "
                 f"{' and '.join(self._offered)}"
             )
-        vectors = [name for name in VECTORS if name in options.outputs]
+        vectors: list[OutputName] = [name for name in VECTORS if name in options.outputs]
         if options.dimensions is not None and not vectors and "sparse" in options.outputs:
             raise InvalidInput(
                 f"`{dimensions_field}` is for vectors; `max_active_dims` shortens sparse outputs",
