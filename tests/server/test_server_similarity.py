@@ -57,7 +57,7 @@ def _colbert(opened, tmp_path_factory) -> Embedder:
 def similarities(embedder: Embedder, source: str, sentences: list[str], **parameters) -> list:
     inputs = {"source_sentence": source, "sentences": sentences}
     body = {"inputs": inputs, "parameters": parameters}
-    _, answer = ask(body, path="/similarity", embedder=embedder, status=200)
+    _, answer = ask(body, path="/similarity", embedder=embedder.model, status=200)
     return answer
 
 
@@ -101,7 +101,7 @@ def test_of_several_vectors_it_is_the_mean_of_the_best_products(colbert):
 
 def test_the_answer_counts_what_was_run_and_cut(colbert):
     body = {"inputs": {"source_sentence": CAT, "sentences": TEXTS}}
-    response, _ = ask(body, path="/similarity", embedder=colbert)
+    response, _ = ask(body, path="/similarity", embedder=colbert.model)
     counts = [len(text.split()) + 3 for text in (CAT, *TEXTS)]  # a document has room for 10
     assert int(response.headers["x-compute-tokens"]) == sum(min(one, 10) for one in counts)
     assert response.headers["x-truncated-inputs"] == "1"
@@ -120,7 +120,7 @@ def test_each_vector_of_a_text_is_named_by_its_token(opened, tmp_path, role, tok
     fields = late() | {"heads": {"multi_vector": head}}
     embedder = opened(save_tiny(tmp_path / "checkpoint", **fields))
     body = {"input": "a cat on mat", "input_type": role, "return_tokens": True}
-    _, answer = ask(body, embedder=embedder)
+    _, answer = ask(body, embedder=embedder.model)
     (item,) = answer["data"]
     assert item["tokens"] == tokens
     assert len(item["embeddings"]) == len(tokens)
