@@ -134,7 +134,7 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/server/http/html.py": ["page"],
     "jaxembed/server/routes/playground.*": ["page"],
     "jaxembed/server/routes/openai.py": ["page"],
-    "jaxembed/server/routes/docs.py": ["page"],
+    "jaxembed/server/routes/openapi.py": ["page"],
 }
 
 

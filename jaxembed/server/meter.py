@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, cast
 
@@ -14,7 +14,7 @@ from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
 from jaxembed.engine.admission import Held
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.observability.tracing import current_trace
+from jaxembed.observability.tracing import Trace, current_trace
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, Scores, Similarities
 from jaxembed.server.auth.permissions import check_name
@@ -38,7 +38,8 @@ class RequestSize:
         return self.field if self.method == "single" else f"{self.field}[{index}]"
 
 
-class Meter:
+@dataclass(eq=False, repr=False)
+class Meter(AbstractContextManager["Meter"]):
     """Counts a request when it is accepted and when it is answered, or when its client goes away.
 
     It is counted for the model that was found, and before that for the first model that was loaded
@@ -46,22 +47,22 @@ class Meter:
     counts failures.
     """
 
-    loaded: LoadedModel  # set by `find`
-    adapter: str | None = None  # that `model` names beside it; set by `find`
-    route: str  # of the model, which the request took; set when it is run
-    size: RequestSize  # set by `accept`
+    service: Service
+    held: Held  # the memory of the whole HTTP request, of which this may be a part
+    started_at: float = field(default_factory=time.monotonic)
+    trace: Trace | None = field(default_factory=current_trace)
+
+    # Set by `find`, the adapter if `model` names one. The name is that which answers carry.
+    loaded: LoadedModel = field(init=False)
+    adapter: str | None = None
+    served_name: str = field(init=False)
+
+    size: RequestSize = field(init=False)  # set by `accept`
     images: Sequence[Any] = ()  # the bytes of each of the request; set when they are read
+    route: str = field(init=False)  # of the model, which the request took; set when it is run
 
-    def __init__(self, service: Service, held: Held):
-        """`held` is the memory of the whole HTTP request, of which this may be a part."""
-        self.service = service
-        self.held = held
-        self.started_at = time.monotonic()
-        self._stages: list[tuple[str, float]] = []
-        self._leases: list[Residence] = []
-
-    def __enter__(self) -> "Meter":
-        return self
+    _lease: Residence | None = field(default=None, init=False)
+    _stages: list[tuple[str, float]] = field(default_factory=list, init=False)
 
     def __exit__(
         self,
@@ -69,21 +70,13 @@ class Meter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for residence in self._leases:
-            residence.give_back()
+        if self._lease is not None:
+            self._lease.give_back()
         telemetry = self.telemetry
         for stage, seconds in self._stages:
             telemetry.stage.labels(stage).observe(seconds)
         if isinstance(error, asyncio.CancelledError):  # Quart cancels when the client is gone
             telemetry.request_failure.labels("dropped").inc()
-
-    @property
-    def served_name(self) -> str:
-        """The name of the model found, as answers carry it, with the adapter if it was named."""
-        return self._with_adapter(self._name) if self.adapter else self._name
-
-    def _with_adapter(self, name: str) -> str:
-        return f"{name}:{self.adapter}" if self.adapter else name
 
     @property
     def telemetry(self) -> Telemetry:
@@ -103,8 +96,8 @@ class Meter:
         finally:
             ended_at = time.monotonic()
             self._stages.append((stage, ended_at - started_at))
-            if (trace := current_trace()) is not None:
-                trace.note(stage, started_at, ended_at)
+            if self.trace is not None:
+                self.trace.note(stage, started_at, ended_at)
 
     async def find(
         self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
@@ -113,41 +106,55 @@ class Meter:
         request is counted for it. Raises as `ModelPool.lease`, and Forbidden if the request's key
         may not use it."""
         permitted = None if self.service.keyring is None else check_name(name)
-        residence = await self.service.pool.lease(name, task, permitted, outputs)
-        self._leases.append(residence)
-        self.loaded = residence.loaded
-        self.adapter = self.service.models.adapter_of(name)
+        self._lease = await self.service.pool.lease(name, task, permitted, outputs)
+        self.loaded = loaded = self._lease.loaded
         models = self.service.models
-        self._name = models.name_of(self.loaded, permitted)  # which may move, or leave memory
+        self.adapter = models.adapter_of(name)
+        suffix = f":{self.adapter}" if self.adapter else ""
+        self.served_name = models.name_of(loaded, permitted) + suffix  # names may move
         if self.held.account is not None:
-            self.held.account.models.add(self._with_adapter(models.name_of(self.loaded)))
-        if (trace := current_trace()) is not None:
-            trace.task, trace.model = task, name or self.served_name
-        return self.loaded
+            self.held.account.models.add(models.name_of(loaded) + suffix)
+        if self.trace is not None:
+            self.trace.task, self.trace.model = task, name or self.served_name
+        return loaded
 
     def accept(self, size: RequestSize) -> None:
         """Count the request as accepted by the model found."""
         self.size = size
         self.loaded.telemetry.request_count.labels(size.method).inc()
 
+    async def answer(self, answer: Embeddings | Scores, response: Awaitable[Response]) -> Response:
+        """The response that is made of the answer, timed and stamped."""
+        with self.time("encode"):
+            made = await response
+        return self.stamp(made, answer)
+
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
         """Count the request as answered and tell the client where its time went."""
-        plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * self._count(answer))}"
+        total_s = time.monotonic() - self.started_at
+        telemetry = self.loaded.telemetry
+        telemetry.request_success.labels(self.size.method).inc()
+        telemetry.request_duration.observe(total_s)
+        telemetry.request_tokenization.observe(answer.tokenization_s)
+        telemetry.request_queue.observe(answer.queue_s)
+        telemetry.request_inference.observe(answer.inference_s)
+        plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * total_s)}"
+        tokens = int(answer.num_tokens.sum())
         response.headers.extend(  # `update` would look for each name first: 2 us a header
             {
-                "x-compute-type": compute_type(plan.device_name, plan.dtype),
+                # in the form of TEI's header: `cpu+bfloat16`
+                "x-compute-type": f"{plan.device_name.lower().replace(' ', '-')}+{plan.dtype}",
                 "x-compute-time": total_ms,
                 "x-total-time": total_ms,
                 "x-tokenization-time": f"{int(1000 * answer.tokenization_s)}",
                 "x-queue-time": f"{int(1000 * answer.queue_s)}",
                 "x-inference-time": f"{int(1000 * answer.inference_s)}",
                 "x-compute-characters": f"{self.size.characters}",
-                "x-compute-tokens": f"{answer.num_tokens.sum()}",
+                "x-compute-tokens": f"{tokens}",
             }
         )
-        if (trace := current_trace()) is not None:
-            inputs, tokens = len(answer.num_tokens), int(answer.num_tokens.sum())
-            trace.count(inputs, tokens, answer.truncated, answer.cached)
+        if self.trace is not None:
+            self.trace.count(len(answer.num_tokens), tokens, answer.truncated, answer.cached)
         if answer.truncated:
             response.headers.add("x-truncated-inputs", str(answer.truncated))
         if answer.cached:
@@ -156,31 +163,9 @@ class Meter:
             response.headers.add("x-score-source", "embeddings")
         return response
 
-    def _count(self, answer: Embeddings | Scores) -> float:
-        """Count the request as answered, and return the seconds since it came."""
-        total_s = time.monotonic() - self.started_at
-        telemetry = self.loaded.telemetry
-        telemetry.request_success.labels(self.size.method).inc()
-        telemetry.request_duration.observe(total_s)
-        telemetry.request_tokenization.observe(answer.tokenization_s)
-        telemetry.request_queue.observe(answer.queue_s)
-        telemetry.request_inference.observe(answer.inference_s)
-        return total_s
-
 
 def current_meter() -> Meter:
     """The meter of the current request; the first call starts it."""
     if "meter" not in g:
         g.meter = Meter(current_service(), cast(BoundedBody, request.body).held)
     return g.meter
-
-
-def blame(meter: Meter) -> None:
-    """Count the failure of the current request for this meter's model. The meter is of the part of
-    the request that failed."""
-    g.meter = meter
-
-
-def compute_type(device: str, dtype: str) -> str:
-    """The device and dtype really used, in the form of TEI's header: `cpu+bfloat16`."""
-    return f"{device.lower().replace(' ', '-')}+{dtype}"

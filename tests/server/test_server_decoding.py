@@ -22,17 +22,18 @@ from jaxembed.server.pipeline import decoding
 from jaxembed.server.pipeline.decoding import AT_ONCE, WINDOW, decode
 from jaxembed.server.routes.classify import ClassifyRequest
 from jaxembed.server.routes.cloud import Asked, VertexRequest
-from jaxembed.server.routes.cohere_embed import CohereEmbedRequest
-from jaxembed.server.routes.common.rerank import DocumentsRequest
+from jaxembed.server.routes.cohere import CohereEmbedRequest
 from jaxembed.server.routes.openai import EmbeddingsRequest
+from jaxembed.server.routes.rerank import DocumentsRequest
 from jaxembed.server.routes.tei import (
     DecodeRequest,
     EmbedAllRequest,
     EmbedRequest,
+    PredictRequest,
+    RerankRequest,
     SimilarityRequest,
     TokenizeRequest,
 )
-from jaxembed.server.routes.tei_scores import PredictRequest, RerankRequest
 
 KINDS = [
     EmbeddingsRequest,

@@ -9,26 +9,26 @@ from fake_embedder import RERANKER, ROUTES, FakeEmbedder
 from test_server_openai import ask
 
 from jaxembed.errors import InvalidInput
-from jaxembed.server.pipeline.body import decode_body
-from jaxembed.server.pipeline.unsupported import NOTHING, unserved
+from jaxembed.server.pipeline.body import check_count
+from jaxembed.server.pipeline.decoding import decode
+from jaxembed.server.pipeline.fields import NOTHING, unserved
 from jaxembed.server.registry.models import UNSPECIFIED
-from jaxembed.server.routes import classify, cohere_embed, contextualized, openai, tei, tei_scores
-from jaxembed.server.routes.common import rerank
+from jaxembed.server.routes import classify, cohere, openai, rerank, tei, voyage
 
 SERVED = {  # what each route takes
     "/v1/embeddings": openai.EmbeddingsRequest,
     "/embeddings": openai.EmbeddingsRequest,
-    "/v1/contextualizedembeddings": contextualized.ContextualizedRequest,
-    "/v1/embed": cohere_embed.CohereEmbedRequest,
-    "/v2/embed": cohere_embed.CohereEmbedRequest,
+    "/v1/contextualizedembeddings": voyage.ContextualizedRequest,
+    "/v1/embed": cohere.CohereEmbedRequest,
+    "/v2/embed": cohere.CohereEmbedRequest,
     "/embed": tei.EmbedRequest,
     "/": tei.EmbedRequest,
     "/embed_all": tei.EmbedAllRequest,
     "/similarity": tei.SimilarityRequest,
-    "/rerank": tei_scores.RerankRequest,
+    "/rerank": tei.RerankRequest,
     "/v1/rerank": rerank.DocumentsRequest,
     "/v2/rerank": rerank.DocumentsRequest,
-    "/predict": tei_scores.PredictRequest,
+    "/predict": tei.PredictRequest,
     "/classify": classify.ClassifyRequest,
     "/v1/classify": classify.ClassifyRequest,
 }
@@ -75,7 +75,7 @@ def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
     assert len(fields) > 20
     for name, rule in fields.items():
         with pytest.raises(InvalidInput) as refusal:
-            asyncio.run(decode_body(body_of(kind, **{name: SOMETHING}), kind))
+            asyncio.run(decode(body_of(kind, **{name: SOMETHING}), kind, check_count))
         assert refusal.value.field == name
         assert str(refusal.value) == (
             f'`{name}` of {{"anything":["else"]}} is not supported: {rule.reason}'
@@ -86,7 +86,7 @@ def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
 def test_what_asks_for_nothing_is_taken(kind):
     for name, rule in unserved(kind).items():
         for value in (*NOTHING, *rule.harmless):
-            asyncio.run(decode_body(body_of(kind, **{name: value}), kind))
+            asyncio.run(decode(body_of(kind, **{name: value}), kind, check_count))
 
 
 @pytest.mark.parametrize(

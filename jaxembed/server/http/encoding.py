@@ -89,7 +89,8 @@ async def json_list_response(
     arguments are those of `json_items`."""
     if count * width <= SLICE_FLOATS:
         whole = {"object": "list", "data": items(0, count), **rest}
-        return json_response(orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY))
+        body = orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
+        return Response(body, content_type=JSON)
     data = {"data": json_items(count, width, items)}
     return await json_stream(json_answer(data, rest, first=b'{"object":"list",'))
 
@@ -133,7 +134,7 @@ async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield part
 
 
-def octet_response(vectors: np.ndarray) -> Response:
+async def octet_response(vectors: np.ndarray) -> Response:
     """The little-endian bytes of the vectors, row after row, with the shape in a header."""
     response = Response(to_bytes(vectors), content_type=OCTETS)
     response.headers["x-embedding-shape"] = ",".join(str(size) for size in vectors.shape)

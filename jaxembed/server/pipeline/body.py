@@ -3,45 +3,35 @@
 import asyncio
 import contextlib
 from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast, get_args
 
-import msgspec
 from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
-from jaxembed.data.inputs import Input, Pair, Priority, Text, Tokens
+from jaxembed.data.inputs import ChunkedText, Input, Pair, Priority, Text, Tokens
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, RequestTooLarge
 from jaxembed.runtime.requests import INPUT_BYTES
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.http.bounded_body import BoundedBody
 from jaxembed.server.http.encoding import JSON
-from jaxembed.server.meter import Method, RequestSize, current_meter
-from jaxembed.server.pipeline import decoding
-from jaxembed.server.pipeline.decoding import TokenId, mixed
-from jaxembed.server.pipeline.media import ImageSource, TypedInput, text_or_image
+from jaxembed.server.meter import Meter, Method, RequestSize
+from jaxembed.server.pipeline.decoding import TokenId, decode, mixed
+from jaxembed.server.pipeline.media import ImageSource, TextOrImage, TypedInput
 from jaxembed.server.service import current_service
 
 # msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
 InputUnion = str | list[str | TokenId | list[TokenId]]
 
 
-class MediaObject(msgspec.Struct, forbid_unknown_fields=True):
+class MediaObject(TextOrImage, forbid_unknown_fields=True):
     """A text or an image as Jina's clients may send it: the image as a URL, a data URI or base64.
     Raises ValueError for one that holds both or none."""
-
-    text: str | None = None
-    image: str | None = None
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.image is None):
             raise ValueError("Expected an object with `text` or `image`")
-
-    @property
-    def source(self) -> str | ImageSource:
-        """The text, or the image."""
-        return ImageSource(self.image, bare=True) if self.image is not None else self.text or ""
 
 
 TypedInputs = str | list[str | TokenId | list[TokenId] | TypedInput] | TypedInput
@@ -78,28 +68,33 @@ class RequestTexts(RequestSize):
     items: list[Text | Pair]
 
 
-async def read_body_as(kind: type[T]) -> T:
+@dataclass(frozen=True)
+class RequestChunks(RequestSize):
+    """The texts of one request, in order. `chunk_place` gives the path of a chunk in the body, from
+    the numbers of its text and of the chunk in it."""
+
+    items: list[ChunkedText]
+    chunk_place: Callable[[int, int], str]
+
+
+async def read_body_as(meter: Meter, kind: type[T]) -> T:
     """The body of the current request as `kind`."""
-    data = await read_data()
-    with current_meter().time("decode"):
-        return await decode_body(data, kind)
+    data = await read_body(meter.service.config.payload_limit)
+    with meter.time("decode"):
+        return await decode(data, kind, check_count)
 
 
-async def read_data() -> bytearray:
-    """The bytes of a body that the request declares as JSON. Raises UnsupportedMediaType and
-    BadJson."""
+async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray:
+    """The bytes of a body that the request declares as JSON, unless it `may_be_undeclared`. Raises
+    UnsupportedMediaType, BadJson, RequestTimeout, and RequestEntityTooLarge for more than `limit`
+    bytes."""
     mimetype = request.mimetype
-    suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
-    if mimetype != JSON and not suffixed:
-        raise UnsupportedMediaType
-    if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
-        raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
-    return await read_body()
-
-
-async def read_body() -> bytearray:
-    """The bytes of the body. Raises RequestEntityTooLarge and RequestTimeout."""
-    limit = current_service().config.payload_limit
+    if mimetype or not may_be_undeclared:
+        suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
+        if mimetype != JSON and not suffixed:
+            raise UnsupportedMediaType
+        if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
     if (request.content_length or 0) > limit:
         raise RequestEntityTooLarge
     body = bytearray()
@@ -123,14 +118,7 @@ async def discard_body() -> None:
             await body.end(DISCARD_S)
 
 
-def decode_body(
-    data: bytes | bytearray | msgspec.Raw, kind: type[T], at_once: int = decoding.AT_ONCE
-) -> Awaitable[T]:
-    """The JSON as `kind`. Raises BadJson, BadField, and BatchTooLarge for too many inputs."""
-    return decoding.decode(data, kind, _check_count, at_once)
-
-
-def _check_count(place: str, count: int) -> None:
+def check_count(place: str, count: int) -> None:
     """Raise InvalidInput if a list with at least `count` items is too long."""
     if place.endswith("].content"):
         if count > MOST_CONTENT:
@@ -146,7 +134,9 @@ def _check_count(place: str, count: int) -> None:
 
 
 def read_inputs(
-    raw: str | TypedInput | Sequence[str | int | Sequence[int] | MediaObject | TypedInput],
+    raw: str
+    | TypedInput
+    | Sequence[str | int | Sequence[int] | MediaObject | TypedInput | ImageSource],
     field: str,
     *,
     are_images: bool = False,
@@ -156,53 +146,46 @@ def read_inputs(
 
     `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
     """
+    method: Method = "batch"
     if isinstance(raw, str | TypedInput):
-        only, characters = _sourced(raw, field, None, are_images)
-        return RequestInputs("single", characters, field, [only])
-    if not raw or isinstance(raw[0], int):
-        ids = _sequence(raw, field)
+        method, raw = "single", [raw]
+    elif not raw or isinstance(raw[0], int):
+        if not raw:
+            raise EmptyInput(field)
+        for i, item in enumerate(() if isinstance(raw, array) else raw):
+            if not isinstance(item, int):
+                objects = dict.fromkeys((MediaObject, TypedInput), "object")
+                got = {str: "str", **objects}.get(type(item), "array")
+                raise mixed(field, i, "a token id, as the items before it", got)
+        ids = cast(Sequence[int], raw)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
-    check_batch(len(raw))
+    else:
+        check_batch(len(raw))
     items: list[Input | ImageSource] = []
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", "int")
-        if isinstance(item, str | MediaObject | TypedInput):
-            one, count = _sourced(item, field, i, are_images)
-        else:
-            one, count = _ids(item, field, i), len(item)
-        items.append(one)
-        characters += count
-    return RequestInputs("batch", characters, field, items)
-
-
-def read_sources(sources: Sequence[str | ImageSource], field: str) -> RequestInputs:
-    """Texts and images, of which none may be empty. Raises EmptyInput and BatchTooLarge."""
-    if not sources:
-        raise EmptyInput(field)
-    check_batch(len(sources))
-    items: list[Input | ImageSource] = []
-    for i, source in enumerate(sources):
-        if not (source if isinstance(source, str) else source.text):
-            raise EmptyInput(field, i)
-        items.append(text_or_image(source))
-    characters = sum(len(one) for one in sources if isinstance(one, str))
-    return RequestInputs("batch", characters, field, items)
-
-
-def read_documents(query: str, documents: Sequence[str | ImageSource], field: str) -> RequestInputs:
-    """Texts and images to rank; the query counts once for each of them, as in TEI."""
-    check_batch(len(documents))
-    characters = len(query) * len(documents)
-    characters += sum(len(one) for one in documents if isinstance(one, str))
-    return RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
+        source = item.source if isinstance(item, MediaObject | TypedInput) else item
+        if are_images and isinstance(source, str):
+            source = ImageSource(source)
+        if not (source.text if isinstance(source, ImageSource) else source):
+            raise EmptyInput(field, None if method == "single" else i)
+        if isinstance(source, ImageSource):
+            items.append(source)
+            continue
+        items.append(Text(source) if isinstance(source, str) else Tokens(source))
+        characters += len(source)
+    return RequestInputs(method, characters, field, items)
 
 
 def read_texts_and_pairs(
     groups: Sequence[Sequence[str]], field: str, method: Method
 ) -> RequestTexts:
-    """Each group is one text, or a pair of texts of which one may be empty."""
+    """Each group is one text, or a pair of texts of which one may be empty. Raises EmptyInput also
+    without groups."""
+    if not groups:
+        raise EmptyInput(field)
     check_batch(len(groups))
     items: list[Text | Pair] = []
     for i, group in enumerate(groups):
@@ -226,9 +209,8 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
     if not headers:
         return None
     header = ", ".join(headers)  # how HTTP reads a header that is sent twice
-    for priority in get_args(Priority):
-        if header == priority:
-            return priority
+    if header in get_args(Priority):
+        return cast(Priority, header)
     wanted = ", ".join(map(repr, get_args(Priority)))
     raise InvalidInput(
         f"the header `{PRIORITY}` must be one of {wanted}, once. Given: {header!r}", field=PRIORITY
@@ -265,39 +247,3 @@ def check_listed(place: str, count: int) -> None:
 def too_many_parts(count: int) -> str:
     """The message about an input with so many parts."""
     return f"Expected at most {MOST_CONTENT} parts of an input, got {count}"
-
-
-def _sourced(
-    item: str | MediaObject | TypedInput, field: str, index: int | None, are_images: bool
-) -> tuple[Text | ImageSource, int]:
-    """A text or an image, and the number of characters of the text."""
-    source = item if isinstance(item, str) else item.source
-    if isinstance(source, str) and are_images:
-        source = ImageSource(source)
-    text = source if isinstance(source, str) else source.text
-    if not text:
-        raise EmptyInput(field, index)
-    return (Text(text), len(text)) if isinstance(source, str) else (source, 0)
-
-
-def _ids(ids: Sequence[int], field: str, index: int) -> Tokens:
-    if not ids:
-        raise EmptyInput(field, index)
-    return Tokens(ids)
-
-
-def _sequence(
-    raw: Sequence[str | int | Sequence[int] | MediaObject | TypedInput], field: str
-) -> Sequence[int]:
-    if isinstance(raw, array):
-        return raw
-    if not raw:
-        raise EmptyInput(field)
-    ids = []
-    for i, item in enumerate(raw):
-        if not isinstance(item, int):
-            objects = dict.fromkeys((MediaObject, TypedInput), "object")
-            got = {str: "str", **objects}.get(type(item), "array")
-            raise mixed(field, i, "a token id, as the items before it", got)
-        ids.append(item)
-    return ids

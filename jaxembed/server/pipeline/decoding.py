@@ -40,8 +40,9 @@ _Kind = TypeVar("_Kind")
 _COMMA, _QUOTE = b',"'
 _STRUCTURAL = bytes(byte in b'"[]{},' for byte in range(256))
 _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Raised where a path leads nowhere: the body is not JSON after all, or another value is there.
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError)
+_UNREADABLE = (*_UNDECODABLE, IndexError)
 _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
 
@@ -55,9 +56,12 @@ async def decode(
 
     Of a body of more than `at_once` bytes a list of token ids comes as an `array`.
     """
-    if len(data) <= at_once:
-        return _decode_at_once(data, kind, named=kind)
-    return await _decode_part(memoryview(data), kind, "$", check)
+    if len(data) > at_once:
+        return await _decode_part(memoryview(data), kind, "$", check)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except _UNDECODABLE as error:
+        raise _refusal(error, data, named=kind) from error
 
 
 def mixed(field: str, i: int, wanted: str, got: str) -> BadField:
@@ -123,30 +127,23 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
         case b"[" if forms.item is not None:
             return await _decode_list(part[opener.start(1) :], forms.item, place, check)
         case b"{" if forms.struct is not None:
-            return await _decode_struct(part, forms.struct, place, check)
+            skim, left = _skim(forms.struct)
+            values = asdict(_decode_slice(part, skim, place, named=forms.struct))
+            values = {name: one for name, one in values.items() if one is not msgspec.UNSET}
+            for name, value in values.items():
+                if name in left:
+                    inside = f"{place}.{name}"
+                    values[name] = await _decode_part(memoryview(value), left[name], inside, check)
+            try:
+                return forms.struct(**values)
+            except ValueError as error:  # of the Struct's own checks, as msgspec reports it
+                raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
         case b"[" | b"{" if forms.free and len(part) > AT_ONCE:
             raise BadField(
                 f"Expected at most {AT_ONCE} bytes of JSON, got {len(part)} - at `{place}`",
                 field=_field(place),
             )
     return _decode_slice(part, kind, place)
-
-
-async def _decode_struct(
-    part: memoryview, kind: type[msgspec.Struct], place: str, check: CheckCount
-) -> msgspec.Struct:
-    skim, left = _skim(kind)
-    values = {}
-    for name, value in asdict(_decode_slice(part, skim, place, named=kind)).items():
-        if value is msgspec.UNSET:
-            continue
-        if name in left:
-            value = await _decode_part(memoryview(value), left[name], f"{place}.{name}", check)
-        values[name] = value
-    try:
-        return kind(**values)
-    except ValueError as error:  # of the Struct's own checks, as msgspec reports it
-        raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
 
 
 async def _decode_list(
@@ -156,28 +153,27 @@ async def _decode_list(
     assert opener is not None
     if opener[1] == b"]":
         return []
-    if TokenId in _members(item) and opener[1] in b"-0123456789":
-        return await _decode_ids(part, item, place)
-    items = []
+    are_ids = TokenId in _members(item) and opener[1] in b"-0123456789"
+    items: list[Any] | array = array("I") if are_ids else []
     for piece, count in _slices(part):
         await asyncio.sleep(0)
-        if count:
-            check(_field(place), len(items) + count)
+        if not count:
+            continue
+        first = len(items)
+        if isinstance(items, array):
+            items.fromlist(_decode_token_ids(piece, item, place, first))
+            continue
+        check(_field(place), first + count)
         if count == 1 and len(piece) > WINDOW:
-            items.append(await _decode_part(piece, item, f"{place}[{len(items)}]", check))
-        elif count:
-            items += _decode_items(piece, item, place, len(items))
+            items.append(await _decode_part(piece, item, f"{place}[{first}]", check))
+            continue
+        more = _decode_slice(b"".join((b"[", piece, b"]")), list[item], place, first=first)
+        if _forms(item).item == TokenId:
+            for i, one in enumerate(more):
+                if isinstance(one, list) and len(one) > LONG_IDS:
+                    more[i] = array("I", one)
+        items += more
     return items
-
-
-async def _decode_ids(part: memoryview, item: Any, place: str) -> array:
-    """A list whose first item is a number: each must be a token id."""
-    ids = array("I")
-    for piece, count in _slices(part):
-        await asyncio.sleep(0)
-        if count:
-            ids.fromlist(_decode_token_ids(piece, item, place, len(ids)))
-    return ids
 
 
 def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
@@ -222,19 +218,9 @@ def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int
     return places[ends], int(depths[-1]), bool(inside[-1])
 
 
-def _decode_items(piece: memoryview, item: Any, place: str, first: int) -> list[Any]:
-    """Some items of a list, of which the first has the index `first`."""
-    items = _decode_slice(_bracketed(piece), list[item], place, first=first)
-    if _forms(item).item == TokenId:
-        for i, one in enumerate(items):
-            if isinstance(one, list) and len(one) > LONG_IDS:
-                items[i] = array("I", one)
-    return items
-
-
 def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> list[int]:
     """Some items of a list that began with a token id."""
-    data = _bracketed(piece)
+    data = b"".join((b"[", piece, b"]"))
     try:
         with _collector_paused():
             return msgspec.json.decode(data, type=list[TokenId])
@@ -252,10 +238,6 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
     return _decode_slice(data, list[item], place, first=first)  # raises, naming all that it takes
 
 
-def _bracketed(piece: memoryview) -> bytes:
-    return b"".join((b"[", piece, b"]"))
-
-
 def _decode_slice(
     data: bytes | bytearray | memoryview,
     kind: Any,
@@ -264,9 +246,15 @@ def _decode_slice(
     first: int = 0,
     named: type | None = None,
 ) -> Any:
-    """As `_decode_at_once`, without the cyclic collector."""
-    with _collector_paused():
-        return _decode_at_once(data, kind, place, first=first, named=named)
+    """The value at `place`, or the items of the list at `place` from the index `first` on.
+
+    Errors list the names that a field takes, if `named` is the Struct with the field.
+    """
+    try:
+        with _collector_paused():
+            return msgspec.json.decode(data, type=kind)
+    except _UNDECODABLE as error:
+        raise _refusal(error, data, place, first=first, named=named) from error
 
 
 @contextmanager
@@ -281,53 +269,31 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _decode_at_once(
+def _refusal(
+    error: Exception,
     data: bytes | bytearray | memoryview | msgspec.Raw,
-    kind: Any,
     place: str = "$",
     *,
     first: int = 0,
     named: type | None = None,
-) -> Any:
-    """The value at `place`, or the items of the list at `place` from the index `first` on.
-
-    Errors list the names that a field takes, if `named` is the Struct with the field.
-    """
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _bad_field(str(error), named, place, first, data) from error
-    except UnicodeDecodeError as error:
-        raise BadJson("the body is not valid UTF-8") from error
-    except RecursionError as error:
-        raise BadJson("the body nests too deeply") from error
-    except msgspec.DecodeError as error:
-        raise BadJson(_syntax_error(str(error), memoryview(data).nbytes)) from error
-
-
-def _syntax_error(message: str, size: int) -> str:
-    """msgspec's message about a body of `size` bytes, in words for a client."""
-    if not size:
-        return "the body is empty"
-    if "truncated" in message:
-        return "the body ends too early, or holds a lone surrogate"
-    if "hex escape" in message:
-        return f"an escape is cut short, or holds a lone surrogate: {message}"
-    return message
-
-
-def _bad_field(
-    message: str,
-    named: type | None,
-    place: str,
-    first: int,
-    data: bytes | bytearray | memoryview | msgspec.Raw,
-) -> BadField:
-    """msgspec's error about `data`, with the path from the top of the body, and the number that
-    came where it is too small or too large."""
-    words, path = message, ""
-    if found := re.search(r" - at `\$([^`]*)`$", message):
-        words, path = message[: found.start()], found[1]
+) -> BadJson | BadField:
+    """The error about `data` in words for a client, with the path from the top of the body, and the
+    number that came where it is too small or too large. Arguments are as in `_decode_slice`."""
+    words, path = str(error), ""
+    if isinstance(error, UnicodeDecodeError):
+        return BadJson("the body is not valid UTF-8")
+    if isinstance(error, RecursionError):
+        return BadJson("the body nests too deeply")
+    if not isinstance(error, msgspec.ValidationError):
+        if not memoryview(data).nbytes:
+            words = "the body is empty"
+        elif "truncated" in words:
+            words = "the body ends too early, or holds a lone surrogate"
+        elif "hex escape" in words:
+            words = f"an escape is cut short, or holds a lone surrogate: {words}"
+        return BadJson(words)
+    if found := re.search(r" - at `\$([^`]*)`$", words):
+        words, path = words[: found.start()], found[1]
     if words.startswith(("Expected `int` <=", "Expected `int` >=")):
         with suppress(*_UNREADABLE):
             words += f", got {_shown_at(path, data)}"
@@ -337,7 +303,11 @@ def _bad_field(
     if place == "$":
         return BadField(words)
     field = _field(place)
-    allowed = _allowed(named, field, words) if named else ""
+    # msgspec says that a name is not among those that a field takes, or that it is no text
+    names: list[str] = []
+    if named and words.startswith(("Invalid enum value", "Expected")):
+        names = _literals(get_type_hints(named).get(field.partition("[")[0]))
+    allowed = f"; wanted one of {', '.join(map(repr, names))}" if names else ""
     return BadField(f"{words} - at `{place}`{allowed}", field=field)
 
 
@@ -360,16 +330,6 @@ def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> 
 
 def _field(place: str) -> str:
     return place.removeprefix("$").removeprefix(".")
-
-
-def _allowed(kind: type, field: str, message: str) -> str:
-    """The names a field takes, where it takes only some: msgspec says that this one is not among
-    them, or that it is no text."""
-    if not message.startswith(("Invalid enum value", "Expected")):
-        return ""
-    hint = get_type_hints(kind).get(field.partition("[")[0])
-    names = ", ".join(repr(name) for name in _literals(hint))
-    return f"; wanted one of {names}" if names else ""
 
 
 def _literals(hint: Any) -> list[str]:

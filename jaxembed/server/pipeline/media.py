@@ -30,6 +30,18 @@ class ImageSource(msgspec.Struct, frozen=True):
     bare: bool = False
 
 
+class TextOrImage(msgspec.Struct):
+    """The base of objects that hold a text, or an image as a URL, a data URI or base64."""
+
+    text: str | None = None
+    image: str | None = None
+
+    @property
+    def source(self) -> str | ImageSource:
+        """The text, or the image."""
+        return self.text or "" if self.image is None else ImageSource(self.image, bare=True)
+
+
 class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
     """An input that says what it is: a text with a `value`, or an image with a `url`, which may be
     a data URI. Raises ValueError for one that has not what its type needs."""
@@ -126,21 +138,15 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
     except BaseExceptionGroup as errors:  # the first cancels the others
         raise errors.exceptions[0] from None
     inputs = [task.result() for task in tasks]
-    images = (one.data for one in inputs if isinstance(one, Image))
-    await _check_pixels([data for data in images if isinstance(data, bytes)])
+    images = [one.data for one in inputs if isinstance(one, Image) and isinstance(one.data, bytes)]
+    if len(images) * MOST_PIXELS > MOST_PIXELS_A_REQUEST:
+        total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
+        if total > MOST_PIXELS_A_REQUEST:
+            raise InvalidInput(
+                f"the {len(images)} images have {total} pixels together, of at most "
+                f"{MOST_PIXELS_A_REQUEST} in a request; send them in several"
+            )
     return inputs
-
-
-async def _check_pixels(images: Sequence[bytes]) -> None:
-    """Raises InvalidInput for images with too many pixels together."""
-    if len(images) * MOST_PIXELS <= MOST_PIXELS_A_REQUEST:
-        return
-    total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
-    if total > MOST_PIXELS_A_REQUEST:
-        raise InvalidInput(
-            f"the {len(images)} images have {total} pixels together, of at most "
-            f"{MOST_PIXELS_A_REQUEST} in a request; send them in several"
-        )
 
 
 def _pixels(image: bytes) -> int:

@@ -4,27 +4,23 @@ vLLM has a route of this name with another answer (`data[].probs`).
 """
 
 import time
-from collections.abc import Awaitable
 from typing import Literal
 
 import msgspec
 from quart import Blueprint, Response, g
 
-from jaxembed.errors import EmptyInput
 from jaxembed.runtime.options import ScoreOptions
 from jaxembed.server.http.encoding import json_answer, json_stream
 from jaxembed.server.meter import current_meter
-from jaxembed.server.pipeline.answering import encode_answer, score_inputs
+from jaxembed.server.pipeline.answering import Usage, score_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
-    RequestTexts,
     priority_of,
     read_body_as,
     read_texts_and_pairs,
 )
-from jaxembed.server.pipeline.unsupported import ModelRequest
-from jaxembed.server.routes.common.scoring import Prediction, json_predictions
-from jaxembed.server.routes.common.usage import Usage, usage_of
+from jaxembed.server.pipeline.fields import ModelRequest
+from jaxembed.server.routes.rerank import Prediction, json_predictions
 
 blueprint = Blueprint("classify", __name__)
 
@@ -58,9 +54,13 @@ class ClassifyResponse(msgspec.Struct):
 async def classify() -> Response:
     """Every label of each input with its score. A reranker has one label."""
     with current_meter() as meter:
-        body = await read_body_as(ClassifyRequest)
+        body = await read_body_as(meter, ClassifyRequest)
         await meter.find(body.model, "classify")
-        inputs = _read_input(body.input)
+        if isinstance(body.input, str):
+            inputs = read_texts_and_pairs([[body.input]], "input", "single")
+        else:
+            groups = [[item] if isinstance(item, str) else item for item in body.input]
+            inputs = read_texts_and_pairs(groups, "input", "batch")
         options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
         answer = await score_inputs(meter, inputs, options)
         rest = {
@@ -70,18 +70,5 @@ async def classify() -> Response:
             "model": meter.served_name,
             "usage": usage_of(answer),
         }
-
-        def encode() -> Awaitable[Response]:
-            data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
-            return json_stream(json_answer({"data": data}, rest))
-
-        return await encode_answer(meter, answer, encode)
-
-
-def _read_input(raw: str | list[str | list[str]]) -> RequestTexts:
-    if isinstance(raw, str):
-        return read_texts_and_pairs([[raw]], "input", "single")
-    if not raw:
-        raise EmptyInput("input")
-    groups = [[item] if isinstance(item, str) else item for item in raw]
-    return read_texts_and_pairs(groups, "input", "batch")
+        data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
+        return await meter.answer(answer, json_stream(json_answer({"data": data}, rest)))

@@ -10,29 +10,29 @@ import asyncio
 from typing import Any
 
 import msgspec
-from quart import Blueprint, Response
+from quart import Blueprint, Response, g
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import json_response, wants_octets
-from jaxembed.server.meter import Meter, blame, current_meter
-from jaxembed.server.pipeline.body import check_batch, decode_body, read_body_as, read_data
-from jaxembed.server.pipeline.decoding import AT_ONCE
+from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.pipeline.body import check_batch, check_count, read_body, read_body_as
+from jaxembed.server.pipeline.decoding import AT_ONCE, decode
 from jaxembed.server.pipeline.media import TypedInput
 from jaxembed.server.registry.pool import ModelPool
-from jaxembed.server.routes.common.rerank import DocumentsRequest
-from jaxembed.server.routes.jina import answer_jina
 from jaxembed.server.routes.multi import (
     EmbedMultiRequest,
     EmbedSparseRequest,
     answer_multi,
     answer_sparse,
 )
-from jaxembed.server.routes.tei import EmbedRequest, answer_embed
-from jaxembed.server.routes.tei_scores import (
+from jaxembed.server.routes.rerank import DocumentsRequest, answer_jina
+from jaxembed.server.routes.tei import (
+    EmbedRequest,
     PredictRequest,
     RerankRequest,
+    answer_embed,
     answer_predict,
     answer_rerank,
 )
@@ -77,46 +77,58 @@ class VertexResponse(msgspec.Struct):
 async def rerank_texts() -> Response:
     """The texts in order of their scores; a body with `documents` is answered as /v1/rerank."""
     with current_meter() as meter:
-        data = await read_data()
+        data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
-            body = await _decode_rerank(data, await decode_body(data, Asked))
+            body = await _decode_rerank(data, await decode(data, Asked, check_count))
         return await answer_any(meter, body, octets=False)
 
 
 @blueprint.post("/")
 async def root() -> Response:
     """The answer of the route that the body is for."""
-    return await _answer_body()
-
-
-@blueprint.post("/invocations")
-async def invocations() -> Response:
-    """The answer of the route that the body is for, to SageMaker."""
-    return await _answer_body()
-
-
-async def _answer_body() -> Response:
     with current_meter() as meter:
-        data = await read_data()
+        data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
             body = await decode_any(data, meter.service.pool)
         return await answer_any(meter, body, octets=wants_octets())
 
 
+@blueprint.post("/invocations")
+async def invocations() -> Response:
+    """The answer of the route that the body is for, to SageMaker."""
+    return await root()
+
+
 @blueprint.post("/vertex")
 async def vertex() -> Response:
-    """The answers to all instances, which run at the same time; or the first one's failure."""
+    """The answers to all instances, which run at the same time; or the first one's failure. Raises
+    BatchTooLarge if they are, or have, more than one request may have inputs."""
     with current_meter() as whole:
-        body = await read_body_as(VertexRequest)
-    requests = await _decode_instances(body.instances, whole.service.pool)
+        instances = (await read_body_as(whole, VertexRequest)).instances
+    check_batch(len(instances))
+    requests: list[AnyRequest] = []
+    count = 0
+    for instance in instances:
+        # all instances together decode as much at once as one body
+        requests.append(await decode_any(instance, whole.service.pool, AT_ONCE // len(instances)))
+        count += _count(requests[-1])
+        check_batch(count)
     meters = [Meter(whole.service, whole.held) for _ in requests]
     gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
-    instances = (_instance(gate, *one) for one in zip(meters, requests, strict=True))
-    results = await asyncio.gather(*instances, return_exceptions=True)
+
+    async def answer(meter: Meter, body: AnyRequest) -> bytes:
+        """The answer to one instance, counted as a request of its own."""
+        async with gate:
+            await asyncio.sleep(0)  # let other requests run
+            with meter:
+                response = await answer_any(meter, body, octets=False)
+                return await response.get_data(as_text=False)
+
+    results = await asyncio.gather(*map(answer, meters, requests), return_exceptions=True)
     parts = []
     for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
-            blame(meter)
+            g.meter = meter  # the failure is counted for the model of the part that failed
             raise result
         parts.append(result)
     return json_response(b'{"predictions":[' + b",".join(parts) + b"]}")
@@ -127,15 +139,15 @@ async def decode_any(
 ) -> AnyRequest:
     """The body, as a request of the route that it is for. Raises BadField, BadJson and Forbidden,
     and what `ModelPool.specs_of` does."""
-    asked = await decode_body(data, Asked, at_once)
+    asked = await decode(data, Asked, check_count, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
     specs = await pool.specs_of(asked.model, check_name(asked.model))
     primaries: set[OutputName] = {spec.primary for spec in specs if spec.task == "embed"}
     if not primaries:
-        return await decode_body(data, PredictRequest, at_once)
+        return await decode(data, PredictRequest, check_count, at_once)
     kind = EmbedRequest if len(primaries) > 1 else EMBEDS[primaries.pop()]
-    return await decode_body(data, kind, at_once)
+    return await decode(data, kind, check_count, at_once)
 
 
 async def _decode_rerank(
@@ -143,26 +155,12 @@ async def _decode_rerank(
 ) -> RerankRequest | DocumentsRequest:
     """A body for /rerank in TEI's form or in Jina's. Raises BadField for neither."""
     if asked.texts is not msgspec.UNSET:
-        return await decode_body(data, RerankRequest, at_once)
+        return await decode(data, RerankRequest, check_count, at_once)
     if asked.documents is not msgspec.UNSET:
-        return await decode_body(data, DocumentsRequest, at_once)
+        return await decode(data, DocumentsRequest, check_count, at_once)
     raise BadField(
         "Object missing required field `texts` (or `documents`, in Jina's form)", field="texts"
     )
-
-
-async def _decode_instances(instances: list[msgspec.Raw], pool: ModelPool) -> list[AnyRequest]:
-    """The bodies in a /vertex request. Raises BatchTooLarge if they are more than one request may
-    have inputs."""
-    check_batch(len(instances))
-    requests = []
-    count = 0
-    for instance in instances:
-        # all instances together decode as much at once as one body
-        requests.append(await decode_any(instance, pool, AT_ONCE // len(instances)))
-        count += _count(requests[-1])
-        check_batch(count)
-    return requests
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:
@@ -182,30 +180,14 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
             return await answer_predict(meter, body)
 
 
-async def _instance(gate: asyncio.Semaphore, meter: Meter, body: AnyRequest) -> bytes:
-    """The answer to one instance of a /vertex request, counted as a request of its own."""
-    async with gate:
-        await asyncio.sleep(0)  # let other requests run
-        return await _answer_instance(meter, body)
-
-
-async def _answer_instance(meter: Meter, body: AnyRequest) -> bytes:
-    with meter:
-        response = await answer_any(meter, body, octets=False)
-        return await response.get_data(as_text=False)
-
-
 def _count(body: AnyRequest) -> int:
     """The number of inputs of a body; a text, a pair or a list of token ids is one."""
     match body:
-        case RerankRequest(texts=texts):
-            return len(texts)
-        case DocumentsRequest(documents=documents):
-            return len(documents)
-        case PredictRequest(inputs=[[*_], *_] as inputs):
-            return len(inputs)
         case (
-            EmbedRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
+            RerankRequest(texts=inputs)
+            | DocumentsRequest(documents=inputs)
+            | PredictRequest(inputs=[[*_], *_] as inputs)
+            | EmbedRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
             | EmbedSparseRequest(inputs=[[*_] | str(), *_] as inputs)
             | EmbedMultiRequest(inputs=[[*_] | str() | TypedInput(), *_] as inputs)
         ):

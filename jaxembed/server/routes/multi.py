@@ -1,5 +1,5 @@
-"""The routes that answer one kind of output alone: /embed_sparse of Text Embeddings Inference,
-/embed_multi beside it, and Jina's /v1/multi-vector. Knows no devices."""
+"""The routes that answer one kind of output alone: /embed_sparse of Text Embeddings Inference, and
+/embed_multi beside it. Knows no devices."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ from jaxembed.server.http.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import accept, embed_inputs, encode_answer
+from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
     InputUnion,
     RequestInputs,
@@ -33,16 +33,15 @@ from jaxembed.server.pipeline.body import (
     read_body_as,
     read_inputs,
 )
-from jaxembed.server.pipeline.representations import TermNames
-from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
-from jaxembed.server.pipeline.vectors import (
-    VectorsRequest,
+from jaxembed.server.pipeline.fields import (
+    ModelRequest,
+    TermNames,
+    Unserved,
     asked_dtype,
     purposes_of,
     with_dtype,
 )
-from jaxembed.server.routes.openai import EmbeddingsRequest, answer_openai
-from jaxembed.server.routes.tei import SIDES, Direction
+from jaxembed.server.routes.tei import SIDES, Direction, InputsRequest
 
 blueprint = Blueprint("multi", __name__)
 
@@ -73,18 +72,13 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
     priority: Priority | None = None
 
 
-class EmbedMultiRequest(VectorsRequest, kw_only=True):
+class EmbedMultiRequest(InputsRequest, kw_only=True):
     """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
 
     inputs: TypedInputs
     outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    prompt_name: str | None = None
     input_type: str | None = None
     dimensions: int | None = None
-    model: str | None = None
-    priority: Priority | None = None
 
 
 class Term(msgspec.Struct, omit_defaults=True):
@@ -99,24 +93,15 @@ class Term(msgspec.Struct, omit_defaults=True):
 async def embed_sparse() -> Response:
     """Answer with the weights of each input's terms, those that are not zero, by their index."""
     with current_meter() as meter:
-        return await answer_sparse(meter, await read_body_as(EmbedSparseRequest))
+        return await answer_sparse(meter, await read_body_as(meter, EmbedSparseRequest))
 
 
 @blueprint.post("/embed_multi")
 async def embed_multi() -> Response:
     """Answer with the vectors of each input's tokens, for models that compare token by token."""
     with current_meter() as meter:
-        body = await read_body_as(EmbedMultiRequest)
+        body = await read_body_as(meter, EmbedMultiRequest)
         return await answer_multi(meter, body, octets=wants_octets())
-
-
-@blueprint.post("/v1/multi-vector")
-async def multi_vector() -> Response:
-    """Answer as /v1/embeddings with `return_multivector`, as Jina."""
-    with current_meter() as meter:
-        body = await read_body_as(EmbeddingsRequest)
-        body.return_multivector = True
-        return await answer_openai(meter, body)
 
 
 async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
@@ -126,7 +111,7 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
     names = None
     if body.return_tokens:
         names = meter.loaded.tokenized_by(meter.route).term_names
-    return await encode_answer(meter, answer, lambda: json_stream(_terms(answer, names)))
+    return await meter.answer(answer, json_stream(_terms(answer, names)))
 
 
 async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
@@ -135,8 +120,7 @@ async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -
         meter, body, "multi_vector", asked_dtype(body), dimensions=body.dimensions or None
     )
     answer = await embed_inputs(meter, inputs, intent)
-    response = await encode_answer(meter, answer, lambda: _matrices(answer, octets=octets))
-    return with_dtype(response, intent)
+    return with_dtype(await meter.answer(answer, _matrices(answer, octets=octets)), intent)
 
 
 async def _accept(

@@ -1,19 +1,20 @@
 """POST /v1/embeddings as OpenAI defines it. Knows JSON, but no tokens and no devices.
 
-A request is read into `Input`s, a loaded model computes their vectors, and the vectors are encoded
-into the response.
+A request is read into `Input`s, or into texts with the places of their chunks (late chunking), a
+loaded model computes their vectors, and the vectors are encoded into the response.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from quart import Blueprint, Response
 
-from jaxembed.data.outputs import REPRESENTATIONS
+from jaxembed.data.inputs import ChunkedText, ChunkSize, OffsetUnit, Text, Tokens
+from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.errors import EmptyInput, InvalidInput
-from jaxembed.preprocessing.late import Chunked
+from jaxembed.preprocessing.late import join_texts
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent
@@ -25,44 +26,39 @@ from jaxembed.server.http.encoding import (
     wants_octets,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import (
-    accept,
-    embed_chunks,
-    embed_inputs,
-    encode_answer,
-)
+from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
     MixedInputs,
+    RequestChunks,
     RequestInputs,
+    check_batch,
     check_listed,
     priority_of,
     read_body_as,
     read_inputs,
 )
-from jaxembed.server.pipeline.late import (
+from jaxembed.server.pipeline.fields import (
+    DENSE,
+    DIMENSIONS,
+    ENCODERS,
+    NORMALIZE,
+    TRUNCATE,
     WINDOWS,
-    ChunksRequest,
-    RequestChunks,
-    asks_for_chunks,
-    read_chunks,
+    FormattedRequest,
+    TermNames,
+    agreed,
+    asked_dtype,
+    purposes_of,
+    with_choices,
 )
 from jaxembed.server.pipeline.media import ContentItem, only_part, text_or_image
-from jaxembed.server.pipeline.representations import (
-    DENSE,
-    SparseEmbedding,
-    fields_of,
-    wanted_outputs,
-    width_of,
-)
-from jaxembed.server.pipeline.unsupported import agreed
-from jaxembed.server.pipeline.vectors import Format, asked_dtype, purposes_of, with_choices
-from jaxembed.server.routes.common.usage import Usage, usage_of
-from jaxembed.server.service import current_service
 
 blueprint = Blueprint("openai", __name__)
 
 SERVED_MODALITIES = (None, "text", "image")  # that `modality` may name
+
+ChunkLists = list[list[int | list[int]]]  # of one text, or lists of such
 
 
 class Message(msgspec.Struct):
@@ -70,6 +66,20 @@ class Message(msgspec.Struct):
 
     role: str
     content: str | list[ContentItem]
+
+
+class ChunksRequest(FormattedRequest, kw_only=True):
+    """The base of bodies whose texts may have chunks with vectors of their own.
+
+    `late_chunking` takes the inputs for the chunks of one text, as Jina. `chunks` has the places of
+    each text's chunks, in the `offset_unit`; `chunk_size` divides each text by its tokens.
+    """
+
+    late_chunking: bool | None = None
+    chunks: ChunkLists | None = None
+    chunk_size: int | None = None
+    chunk_overlap: int | None = None
+    offset_unit: OffsetUnit | None = None
 
 
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
@@ -120,6 +130,15 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
             raise BadField("Object missing required field `input` (or `messages`)", field="input")
 
 
+class SparseEmbedding(msgspec.Struct, omit_defaults=True):
+    """The weights of a text's terms by their numbers in the vocabulary, which ascend; all others
+    are 0. `tokens` are the terms themselves, where asked for."""
+
+    indices: list[int]
+    values: list[float]
+    tokens: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
     """The outputs of an input. The vector is a list of numbers, or base64 of their little-endian
     bytes, or null where it was not asked for; so are the vectors to compare token by token, of
@@ -155,34 +174,55 @@ class EmbeddingsResponse(msgspec.Struct):
 async def embeddings() -> Response:
     """Answer a request for embeddings."""
     with current_meter() as meter:
-        return await answer_openai(meter, await read_body_as(EmbeddingsRequest))
+        return await _answer(meter, await read_body_as(meter, EmbeddingsRequest))
 
 
-async def answer_openai(meter: Meter, body: EmbeddingsRequest) -> Response:
+@blueprint.post("/v1/multi-vector")
+async def multi_vector() -> Response:
+    """Answer as /v1/embeddings with `return_multivector`, as Jina."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, EmbeddingsRequest)
+        body.return_multivector = True
+        return await _answer(meter, body)
+
+
+async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     """The answer to one body: the vectors of the inputs, or of their chunks."""
-    in_chunks = asks_for_chunks(body)
-    await meter.find(body.model, "embed", DENSE if in_chunks else wanted_outputs(body))
-    inputs = _read(body)
-    given = read_chunks(body, inputs) if in_chunks else inputs
-    intent = accept(meter, given, asked_of(body))
-    _check_form(intent)
-    if isinstance(given, RequestChunks):
-        answer = await embed_chunks(meter, given, intent)
-    else:
-        answer = await embed_inputs(meter, given, intent)
-    return await encode_answer(meter, answer, lambda: respond(meter, body, intent, answer))
-
-
-def _read(body: EmbeddingsRequest) -> RequestInputs:
-    """The inputs of a body."""
+    in_chunks = _asks_for_chunks(body)
+    named = set(body.outputs or ())
+    if body.return_multivector:
+        named.add("multi_vector")
+    known: list[OutputName] = [name for name in REPRESENTATIONS if name in named]
+    await meter.find(body.model, "embed", DENSE if in_chunks or not known else known)
     if body.messages:
-        return _read_messages(body.messages)
-    assert not isinstance(body.input, msgspec.UnsetType)
-    return read_inputs(body.input, field="input", are_images=body.modality == "image")
-
-
-def _check_form(intent: Intent) -> None:
-    """Raise InvalidInput for outputs that raw bytes cannot show, if the client accepts these."""
+        inputs = _read_messages(body.messages)
+    else:
+        assert not isinstance(body.input, msgspec.UnsetType)
+        inputs = read_inputs(body.input, field="input", are_images=body.modality == "image")
+    if in_chunks:
+        inputs = _read_chunks(body, inputs)
+    if body.outputs:
+        check_listed("outputs", len(body.outputs))
+    # Vectors are normalised unless a body says otherwise, as OpenAI does.
+    truncate, dimensions, normalize = agreed(body, TRUNCATE, DIMENSIONS, NORMALIZE)
+    asked = Asked(
+        EncodeOptions(
+            prompt_name=body.prompt_name,
+            max_active_dims=body.max_active_dims,
+            truncate=truncate,
+            dimensions=dimensions,
+            normalize=normalize is not False,
+            priority=priority_of(body.priority),
+            bare_ids=meter.service.config.accept_bare_token_ids,
+        ),
+        purposes=purposes_of(body),
+        outputs=tuple(body.outputs or ()),
+        multi_vector=bool(body.return_multivector),
+        tokens=bool(body.return_tokens),
+        dtype=asked_dtype(body),
+        dimensions_field="dimensions" if body.dimensions else "output_dimension",
+    )
+    intent = accept(meter, inputs, asked)
     outputs = intent.options.outputs
     if outputs != DENSE and wants_octets():
         shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)
@@ -192,6 +232,26 @@ def _check_form(intent: Intent) -> None:
             "several vectors",
             field="outputs",
         )
+    answer = await embed_inputs(meter, inputs, intent)
+    return await meter.answer(answer, _respond(meter, body, intent, answer))
+
+
+def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
+    """Whether a body asks for vectors of chunks. Raises InvalidInput for fields about chunks that
+    go with none of those that ask for them, and for several of these."""
+    asked = ["late_chunking"] if body.late_chunking else []
+    asked += ["chunks"] if body.chunks else []
+    asked += ["chunk_size"] if body.chunk_size is not None else []
+    if len(asked) > 1:
+        raise InvalidInput(
+            f"`{asked[0]}` and `{asked[1]}` both say what the chunks are; send one of them",
+            field=asked[1],
+        )
+    if body.chunk_overlap and "chunk_size" not in asked:
+        raise InvalidInput("`chunk_overlap` goes with `chunk_size`", field="chunk_overlap")
+    if body.offset_unit is not None and asked in ([], ["late_chunking"]):
+        raise InvalidInput("`offset_unit` goes with `chunks` or `chunk_size`", field="offset_unit")
+    return bool(asked)
 
 
 def _read_messages(messages: Sequence[Message]) -> RequestInputs:
@@ -210,87 +270,141 @@ def _read_messages(messages: Sequence[Message]) -> RequestInputs:
     return RequestInputs("single", size, place, [text_or_image(source)])
 
 
-def asked_of(body: EmbeddingsRequest) -> Asked:
-    """What a body asks for. Vectors are normalised unless it says otherwise, as OpenAI does.
+def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunks:
+    """The texts of a body and their chunks. Raises InvalidInput for token ids, for places that are
+    not pairs, or not of as many texts as there are, and BatchTooLarge for too many chunks."""
+    texts = []
+    for index, item in enumerate(inputs.items):
+        if not isinstance(item, Text):
+            kind = "token ids" if isinstance(item, Tokens) else "an image"
+            raise InvalidInput(
+                f"`{inputs.place(index)}` holds {kind}, and only texts have chunks",
+                field=inputs.place(index),
+            )
+        texts.append(item.text)
+    unit = body.offset_unit or "code-points"
+    if body.late_chunking:
+        return RequestChunks(
+            "single",
+            inputs.characters,
+            inputs.field,
+            [join_texts(texts)],
+            lambda _, chunk: inputs.place(chunk),
+        )
+    if body.chunk_size is not None:
+        size = ChunkSize(body.chunk_size, body.chunk_overlap or 0)
+        items = [ChunkedText(text, size, unit) for text in texts]
+        return RequestChunks(
+            inputs.method,
+            inputs.characters,
+            inputs.field,
+            items,
+            lambda text, _: inputs.place(text),
+        )
+    chunks = body.chunks or []
+    is_flat = isinstance(next(iter(chunks[0]), None), int)  # the chunks of one text
+    lists = [chunks] if is_flat else chunks
 
-    Raises InvalidInput for fields that contradict each other.
-    """
-    if body.outputs:
-        check_listed("outputs", len(body.outputs))
-    return Asked(
-        EncodeOptions(
-            prompt_name=body.prompt_name,
-            max_active_dims=body.max_active_dims,
-            truncate=agreed(body, "truncate", "truncation"),
-            dimensions=agreed(body, "dimensions", "output_dimension", unset=(None, 0)),
-            normalize=agreed(body, "normalize", "normalized") is not False,
-            priority=priority_of(body.priority),
-            bare_ids=current_service().config.accept_bare_token_ids,
-        ),
-        purposes=purposes_of(body),
-        outputs=tuple(body.outputs or ()),
-        multi_vector=bool(body.return_multivector),
-        tokens=bool(body.return_tokens),
-        dtype=asked_dtype(body),
-        dimensions_field="dimensions" if body.dimensions else "output_dimension",
-    )
+    def place_of(text: int, chunk: int) -> str:
+        return f"chunks[{chunk}]" if is_flat else f"chunks[{text}][{chunk}]"
+
+    if len(lists) != len(texts):
+        raise InvalidInput(
+            "`chunks` must hold a list of [start, end] for each text. "
+            f"Wanted: {len(texts)} of them. Given: {len(lists)}",
+            field="chunks",
+        )
+    if [] in lists:
+        place = f"chunks[{lists.index([])}]"
+        raise InvalidInput(
+            f"`{place}` is empty; wanted one [start, end] or more for each text", field=place
+        )
+    check_batch(sum(map(len, lists)))
+    items = [
+        ChunkedText(text, [_range(one, place_of(i, k)) for k, one in enumerate(lists[i])], unit)
+        for i, text in enumerate(texts)
+    ]
+    return RequestChunks(inputs.method, inputs.characters, inputs.field, items, place_of)
 
 
-async def respond(
+def _range(given: object, place: str) -> tuple[int, int]:
+    """A chunk's start and end. Raises InvalidInput, which names its place in the body."""
+    match given:
+        case [int() as start, int() as end]:
+            return start, end
+    raise InvalidInput(f"`{place}` must be [start, end], two whole numbers", field=place)
+
+
+async def _respond(
     meter: Meter, body: EmbeddingsRequest, intent: Intent, answer: Embeddings
 ) -> Response:
-    """The response with the vectors as raw bytes or JSON, and the headers of what was chosen."""
+    """The response with the vectors as raw bytes, or as JSON in the form of EmbeddingsResponse, and
+    the headers of what was chosen."""
+    chunked = answer.chunked
     if wants_octets():
-        response = octet_response(answer.dense)
+        response = await octet_response(answer.dense)
     else:
-        response = await _json_response(meter, body, answer)
-    if answer.chunked is not None:
-        response.headers.add(WINDOWS, str(int(answer.chunked.windows.sum())))
+        encoded, names, places = ENCODERS[body.encoding_format], None, None
+        if body.return_tokens:
+            names = meter.loaded.tokenized_by(meter.route).term_names
+        if chunked is not None and not body.late_chunking:
+            # The number of the input of each chunk, its first character, the one after its last.
+            numbers = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
+            places = np.column_stack([numbers, chunked.bounds])
+
+        def items(start: int, stop: int) -> list[dict]:
+            found = [
+                {"object": "embedding", **_fields_of(answer, i, encoded, names), "index": i}
+                for i in range(start, stop)
+            ]
+            if places is not None:
+                for item, place in zip(found, places[start:stop].tolist(), strict=True):
+                    item.update(zip(("input_index", "start", "end"), place, strict=True))
+            return found
+
+        count = len(next(iter(answer.values.values())))
+        rest = {"model": meter.served_name, "usage": usage_of(answer)}
+        response = await json_list_response(count, _width_of(answer), items, rest)
+    if chunked is not None:
+        response.headers.add(WINDOWS, str(int(chunked.windows.sum())))
     return with_choices(response, intent)
 
 
-async def _json_response(meter: Meter, body: EmbeddingsRequest, answer: Embeddings) -> Response:
-    """The response with the vectors as JSON in the form of EmbeddingsResponse.
-
-    The JSON is encoded in slices, between which other tasks run.
-    """
-    vector, names = vector_encoder(body.encoding_format), None
-    if body.return_tokens:
-        names = meter.loaded.tokenized_by(meter.route).term_names
-    places = None if body.late_chunking or answer.chunked is None else _places(answer.chunked)
-
-    def items(start: int, stop: int) -> list[dict]:
-        found = [
-            {
-                "object": "embedding",
-                **fields_of(answer, i, vector, names),
-                "index": i,
-            }
-            for i in range(start, stop)
-        ]
-        if places is not None:
-            for item, place in zip(found, places[start:stop].tolist(), strict=True):
-                item.update(zip(("input_index", "start", "end"), place, strict=True))
-        return found
-
-    count = len(next(iter(answer.values.values())))
-    rest = {"model": meter.served_name, "usage": usage_of(answer)}
-    return await json_list_response(count, width_of(answer), items, rest)
+def _width_of(answer: Embeddings) -> int:
+    """About how many numbers the outputs of one input have."""
+    count, width = max(len(answer.num_tokens), 1), 0
+    if "dense" in answer.values:
+        width += answer.values["dense"].shape[1]
+    if "sparse" in answer.values:
+        width += 2 * sum(map(len, answer.sparse.values)) // count
+    if "multi_vector" in answer.values:
+        width += answer.multi_vector.values.size // count
+    return width
 
 
-def _places(chunked: Chunked) -> np.ndarray:
-    """The number of the input of each chunk, its first character and the one after its last: int64
-    `[chunks, 3]`."""
-    inputs = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
-    return np.column_stack([inputs, chunked.bounds])
-
-
-def vector_encoder(asked: Format | None) -> Callable[[np.ndarray], np.ndarray | str]:
-    """What makes a value for JSON of a vector: a list of numbers, or a string of its little-endian
-    bytes."""
-    return to_base64 if asked == "base64" else _as_is
-
-
-def _as_is(row: np.ndarray) -> np.ndarray:
-    """The vector itself: orjson writes it as a list of numbers."""
-    return row
+def _fields_of(
+    answer: Embeddings,
+    number: int,
+    encoded: Callable[[np.ndarray], np.ndarray | str],
+    names: TermNames | None,
+) -> dict[str, Any]:
+    """The fields of one input's outputs. Clients want an `embedding`, which is null where it was
+    not asked for, or base64 of no bytes, because the client for Node decodes it. `encoded` makes
+    numbers or base64 of vectors; `names` gives terms, and the token of each of several vectors, if
+    they are asked for."""
+    fields: dict[str, Any] = {"embedding": "" if encoded is to_base64 else None}
+    if "dense" in answer.values:
+        fields["embedding"] = encoded(answer.values["dense"][number])
+    if "sparse" in answer.values:
+        indices, values = answer.sparse.indices[number], answer.sparse.values[number]
+        shown = {} if names is None else {"tokens": names(indices.tolist())}
+        fields["sparse_embedding"] = {"indices": indices, "values": values, **shown}
+    if "multi_vector" in answer.values:
+        vectors = answer.multi_vector[number]
+        fields["embeddings"] = encoded(vectors)
+        if isinstance(fields["embeddings"], str):
+            fields["shape"] = vectors.shape
+        if names is not None and answer.vector_ids is not None:
+            part = slice(*answer.multi_vector.offsets[number : number + 2])
+            fields["tokens"] = names(answer.vector_ids[part].tolist())
+    return fields

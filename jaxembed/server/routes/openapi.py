@@ -1,4 +1,5 @@
-"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes. Knows no request.
+"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes, and serves it with
+Swagger UI from what is installed: nothing comes from a CDN.
 
 The version is 3.0 because the bundled Swagger UI cannot read 3.1. quart-schema writes 3.1 and loads
 its pages from a CDN.
@@ -8,36 +9,59 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_args
 
 import msgspec
+import orjson
+import swagger_ui_bundle
+from quart import Blueprint, Response, current_app
+from werkzeug.exceptions import NotFound
 from werkzeug.routing import Rule
 
 from jaxembed import __version__
 from jaxembed.data.inputs import Priority
 from jaxembed.server.errors import REPOSITORY, Dialect, dialect_of
-from jaxembed.server.http.encoding import JSON, OCTETS
+from jaxembed.server.http.encoding import JSON, OCTETS, json_response
+from jaxembed.server.http.html import make_page, page_response
 from jaxembed.server.pipeline.body import PRIORITY
-from jaxembed.server.pipeline.unsupported import ModelRequest, unserved
+from jaxembed.server.pipeline.fields import ModelRequest, unserved
 from jaxembed.server.routes import (
     classify,
     cloud,
     cohere,
-    cohere_embed,
-    contextualized,
-    info,
-    jina,
     multi,
-    multimodal,
     openai,
     ops,
+    rerank,
     tei,
-    tei_scores,
     triton,
     voyage,
 )
-from jaxembed.server.routes.common import scoring
-from jaxembed.server.routes.common.rerank import DocumentsRequest
+
+blueprint = Blueprint("openapi", __name__)
+
+ASSETS = {
+    "swagger-ui.css": "text/css",
+    "swagger-ui-bundle.js": "text/javascript",
+    "favicon-32x32.png": "image/png",
+}
+PAGE = b"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>jaxembed</title>
+<link rel="stylesheet" href="docs/swagger-ui.css">
+<link rel="icon" href="docs/favicon-32x32.png">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui"})</script>
+</body>
+</html>
+"""
+SWAGGER_UI = make_page(PAGE, files=True)
 
 PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
@@ -74,18 +98,12 @@ class CohereError(msgspec.Struct):
 ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "tei": TeiError}
 
 
-class AnyOf:
-    """A union of the possible types of a body: msgspec has no union of Structs without a tag."""
-
-    def __init__(self, *kinds: Any):
-        self.kinds = kinds
-
-
 @dataclass(frozen=True)
 class Route:
     """The bodies of a handler's requests and responses.
 
-    `response` is a type for JSON, a media type for anything else, or None.
+    `response` is a type for JSON, a media type for anything else, or None. Of several types a body
+    has one: msgspec has no union of Structs without a tag.
     """
 
     endpoint: str  # `<blueprint>.<handler>`; the handler's decorators have the paths
@@ -97,23 +115,23 @@ class Route:
 
 
 VECTORS = list[list[float]]
-RERANKS = AnyOf(tei_scores.RerankRequest, DocumentsRequest)
-RANKINGS = AnyOf(list[tei_scores.Rank], jina.JinaResponse)
-LABELS = AnyOf(list[scoring.Prediction], list[list[scoring.Prediction]])
+RERANKS = (tei.RerankRequest, rerank.DocumentsRequest)
+RANKINGS = (list[tei.Rank], rerank.JinaResponse)
+LABELS = (list[rerank.Prediction], list[list[rerank.Prediction]])
 TERMS = list[list[multi.Term]]
-ANY_REQUEST = AnyOf(*cloud.EMBEDS.values(), *RERANKS.kinds, tei_scores.PredictRequest)
-ANY_RESPONSE = AnyOf(VECTORS, TERMS, list[VECTORS], *RANKINGS.kinds, *LABELS.kinds)
+ANY_REQUEST = (*cloud.EMBEDS.values(), *RERANKS, tei.PredictRequest)
+ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
 
 # fmt: off
 ROUTES = (
     Route("openai.embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
           openai.EmbeddingsResponse, octets=True),
-    Route("contextualized.contextualized_embeddings",
-          "A vector of each chunk of documents, as Voyage", contextualized.ContextualizedRequest,
-          contextualized.ContextualizedResponse),
-    Route("multimodal.embed_multimodal", "Embed texts and images, as Voyage",
-          multimodal.MultimodalRequest, multimodal.MultimodalResponse),
+    Route("voyage.contextualized_embeddings",
+          "A vector of each chunk of documents, as Voyage", voyage.ContextualizedRequest,
+          voyage.ContextualizedResponse),
+    Route("voyage.embed_multimodal", "Embed texts and images, as Voyage",
+          voyage.MultimodalRequest, voyage.MultimodalResponse),
     Route("ops.list_models", "The served names", response=ops.ModelList),
     Route("ops.list_models_unprefixed", "The served names, as Infinity", response=ops.ModelList),
     Route("ops.model", "One served name", response=ops.ServedModel),
@@ -125,19 +143,20 @@ ROUTES = (
     Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest, TERMS),
     Route("multi.embed_multi", "Vectors to compare token by token", multi.EmbedMultiRequest,
           list[VECTORS], octets=True),
-    Route("multi.multi_vector", "Vectors to compare token by token, as Jina",
+    Route("openai.multi_vector", "Vectors to compare token by token, as Jina",
           openai.EmbeddingsRequest, openai.EmbeddingsResponse),
     Route("hosted.rerank_texts", "Texts by how well they answer a query; also takes Jina's body",
           RERANKS, RANKINGS),
-    Route("tei_scores.predict", "Labels with scores", tei_scores.PredictRequest, LABELS),
-    Route("jina.rerank_jina", "Rerank, as Jina; as Voyage with `top_k` or `truncation`",
-          DocumentsRequest, AnyOf(jina.JinaResponse, voyage.VoyageResponse)),
-    Route("cohere.rerank_cohere", "Rerank, as Cohere", DocumentsRequest, cohere.CohereResponse),
-    Route("cohere_embed.embed_cohere", "Embed, as Cohere", cohere_embed.CohereEmbedRequest,
-          cohere_embed.EmbeddingsByType),
-    Route("cohere_embed.embed_cohere_v1", "Embed, as Cohere's version 1",
-          cohere_embed.CohereEmbedRequest,
-          AnyOf(cohere_embed.EmbeddingsFloats, cohere_embed.EmbeddingsByType)),
+    Route("tei.predict", "Labels with scores", tei.PredictRequest, LABELS),
+    Route("rerank.rerank_jina", "Rerank, as Jina; as Voyage with `top_k` or `truncation`",
+          rerank.DocumentsRequest, (rerank.JinaResponse, rerank.VoyageResponse)),
+    Route("cohere.rerank_cohere", "Rerank, as Cohere", rerank.DocumentsRequest,
+          cohere.CohereResponse),
+    Route("cohere.embed_cohere", "Embed, as Cohere", cohere.CohereEmbedRequest,
+          cohere.EmbeddingsByType),
+    Route("cohere.embed_cohere_v1", "Embed, as Cohere's version 1",
+          cohere.CohereEmbedRequest,
+          (cohere.EmbeddingsFloats, cohere.EmbeddingsByType)),
     Route("classify.classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
           classify.ClassifyResponse),
     Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
@@ -145,8 +164,8 @@ ROUTES = (
           ANY_RESPONSE, octets=True),
     Route("hosted.vertex", "What each instance asks for, for Vertex AI", cloud.VertexRequest,
           cloud.VertexResponse),
-    Route("info.info", "A model and its limits; with `verbose` what its speed depends on",
-          response=info.Info, query=("model", "verbose")),
+    Route("ops.info", "A model and its limits; with `verbose` what its speed depends on",
+          response=ops.Info, query=("model", "verbose")),
     Route("repository.index", "Every model by name, and whether it is in memory",
           triton.IndexRequest, list[triton.IndexedModel]),
     Route("repository.load", "Load a model", triton.LoadRequest, triton.IndexedModel),
@@ -161,9 +180,9 @@ ROUTES = (
     Route("ops.livez", "Whether the process can go on"),
     Route("ops.ready", "Whether traffic should come here"),
     Route("metrics.metrics", "Prometheus metrics", response="text/plain"),
-    Route("docs.page", "This page", response="text/html"),
+    Route("openapi.page", "This page", response="text/html"),
     Route("playground.playground", "A page to try the models", response="text/html"),
-    Route("docs.openapi", "This document", response=dict[str, Any]),
+    Route("openapi.openapi", "This document", response=dict[str, Any]),
 )
 # fmt: on
 
@@ -174,22 +193,28 @@ def document(rules: Iterable[Rule]) -> dict:
     `rules` are the URL rules of the app. They give each endpoint in ROUTES its paths and methods;
     rules of other endpoints are left out, and so are endpoints without a rule.
     """
-    kinds = [
-        kind
-        for route in ROUTES
-        for body in (route.request, route.response)
-        if body is not None and not isinstance(body, str)
-        for kind in _kinds(body)
-    ]
+    bodies = [body for route in ROUTES for body in (route.request, route.response)]
+    kinds = [kind for body in bodies if not isinstance(body, str) for kind in _kinds(body)]
     kinds += ERRORS.values()
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    for name, schema in components.items():
-        components[name] = _of_served(schema)
+    # Without the fields that a body may have only with values without effect.
+    fields = unserved(ModelRequest)
+    for schema in components.values():
+        properties = schema.get("properties", {})
+        for name in fields:
+            if properties.get(name) == {"default": None}:
+                del properties[name]
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
+    # Each endpoint's paths and methods in the order of its decorators: the rules have the reverse
+    # order, because Python applies the last decorator first.
+    operations: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for rule in reversed(list(rules)):
+        path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}:
+            operations[rule.endpoint].append((path, method.lower()))
     paths: dict[str, dict] = {}
-    operations = _operations(rules)
     for route in ROUTES:
         for path, method in operations[route.endpoint]:
             paths.setdefault(path, {})[method] = _operation(route, path, method, schemas)
@@ -225,40 +250,39 @@ def as_openapi_3_0(schema: Any) -> Any:
     return {**schema, "anyOf": rest, "nullable": True}
 
 
-def _of_served(schema: dict) -> dict:
-    """Remove from a schema the fields that a body may have only with values without effect."""
-    fields = unserved(ModelRequest)
-    properties = schema.get("properties", {}).items()
-    served = {n: field for n, field in properties if n not in fields or field != {"default": None}}
-    return schema | {"properties": served} if properties else schema
-
-
 def _kinds(body: Any) -> tuple:
     """The types that a body may have."""
-    return body.kinds if isinstance(body, AnyOf) else (body,)
+    if body is None:
+        return ()
+    return body if isinstance(body, tuple) else (body,)
 
 
 def _schema(body: Any, schemas: dict[str, dict]) -> dict:
     """The schema of a body; `schemas` are the schemas by name of the type."""
     found = [schemas[str(kind)] for kind in _kinds(body)]
-    return found[0] if len(found) == 1 else {"anyOf": found}
-
-
-def _operations(rules: Iterable[Rule]) -> dict[str, list[tuple[str, str]]]:
-    """The pairs of path and method of each endpoint, in the order of the handler's decorators.
-
-    The rules have the reverse order, because Python applies the last decorator first.
-    """
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for rule in rules:
-        path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
-        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}:
-            found[rule.endpoint].insert(0, (path, method.lower()))
-    return found
+    return {"schema": found[0] if len(found) == 1 else {"anyOf": found}}
 
 
 def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
     """Build the OpenAPI operation of a route for one path and method."""
+    text = {"type": "string"}
+    parameters: list[dict] = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    for name in route.query:
+        parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})
+    is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
+    if route.request is not None and is_queued:
+        choices = text | {"enum": list(get_args(Priority))}
+        parameters.append({"name": PRIORITY, "in": "header", "schema": choices})
+    content: dict[str, Any] = {}
+    if isinstance(route.response, str):
+        content[route.response] = {"schema": text}
+    elif route.response is not None:
+        content[JSON] = _schema(route.response, schemas)
+    if route.octets:
+        content[OCTETS] = {"schema": text | {"format": "binary"}}
     name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
     error = ERRORS[dialect_of(path)]
     operation: dict[str, Any] = {
@@ -266,40 +290,47 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
         "operationId": f"{method}_{name}",
         "tags": [error.__name__.removesuffix("Error")],
         "responses": {
-            "default": {"description": "Error", "content": {JSON: {"schema": schemas[str(error)]}}}
+            "default": {"description": "Error", "content": {JSON: _schema(error, schemas)}},
+            "200": {"description": "OK"} | ({"content": content} if content else {}),
         },
     }
-    operation["responses"]["200"] = {"description": "OK", **_content(route, schemas)}
     if route.request is not None:
-        body = {"required": True, "content": {JSON: {"schema": _schema(route.request, schemas)}}}
-        operation["requestBody"] = body
-    if parameters := _parameters(route, path):
+        operation["requestBody"] = {
+            "required": True,
+            "content": {JSON: _schema(route.request, schemas)},
+        }
+    if parameters:
         operation["parameters"] = parameters
     return operation
 
 
-def _parameters(route: Route, path: str) -> list[dict]:
-    """The parameters of a request in its path, query and headers."""
-    text = {"type": "string"}
-    parameters: list[dict] = []
-    for name in re.findall(r"\{(\w+)\}", path):
-        parameters.append({"name": name, "in": "path", "required": True, "schema": text})
-    for name in route.query:
-        parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})
-    is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
-    if route.request is not None and is_queued:
-        choices = text | {"enum": list(get_args(Priority))}
-        parameters.append({"name": PRIORITY, "in": "header", "schema": choices})
-    return parameters
+@blueprint.get("/docs")
+async def page() -> Response:
+    """The page; its links are relative so that it works behind a path prefix."""
+    return page_response(SWAGGER_UI)
 
 
-def _content(route: Route, schemas: dict[str, dict]) -> dict:
-    """The `content` of a successful response: its schema by media type. Empty without a body."""
-    if route.response is None:
-        return {}
-    if isinstance(route.response, str):
-        return {"content": {route.response: {"schema": {"type": "string"}}}}
-    content: dict[str, Any] = {JSON: {"schema": _schema(route.response, schemas)}}
-    if route.octets:
-        content[OCTETS] = {"schema": {"type": "string", "format": "binary"}}
-    return {"content": content}
+@blueprint.get("/docs/<name>")
+async def asset(name: str) -> Response:
+    """One of the three files the page needs."""
+    if name not in ASSETS:
+        raise NotFound
+    headers = {"Cache-Control": "max-age=86400"}
+    return Response(_read(name), content_type=ASSETS[name], headers=headers)
+
+
+@blueprint.get("/openapi.json")
+@blueprint.get("/api-doc/openapi.json")
+async def openapi() -> Response:
+    """The document, made once."""
+    return json_response(_document())
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (swagger_ui_bundle.swagger_ui_path / name).read_bytes()
+
+
+@cache
+def _document() -> bytes:
+    return orjson.dumps(document(current_app.url_map.iter_rules()))

@@ -1,22 +1,24 @@
-"""The routes of Text Embeddings Inference 1.9 that embed and tokenize. Knows no devices.
+"""The routes of Text Embeddings Inference 1.9, and its body for /rerank. Knows no devices.
 
 Unlike in TEI, which serves one model, each body may have a `model`. Bodies of routes that run the
-model may also have a `priority`.
+model may also have a `priority`. The route /rerank is in `cloud.py`, because clients send it Jina's
+body too.
 """
 
 import asyncio
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import orjson
 from quart import Blueprint, Response
 
 from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
-from jaxembed.runtime.model import LoadedModel
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
+from jaxembed.runtime.options import Asked, EncodeOptions, ScoreOptions
 from jaxembed.server.http.encoding import (
+    json_list,
     json_matrices,
     json_matrix,
     json_response,
@@ -29,21 +31,36 @@ from jaxembed.server.pipeline.answering import (
     accept,
     compare_texts,
     embed_inputs,
-    encode_answer,
+    score_documents,
+    score_inputs,
 )
 from jaxembed.server.pipeline.body import (
     InputUnion,
-    RequestInputs,
     TypedInputs,
     check_batch,
     priority_of,
     read_body_as,
     read_inputs,
+    read_texts_and_pairs,
 )
-from jaxembed.server.pipeline.decoding import TokenId
-from jaxembed.server.pipeline.representations import DENSE
-from jaxembed.server.pipeline.unsupported import ModelRequest, Unserved
-from jaxembed.server.pipeline.vectors import VectorsRequest, asked_dtype, with_dtype
+from jaxembed.server.pipeline.decoding import TokenId, mixed
+from jaxembed.server.pipeline.fields import (
+    DENSE,
+    ModelRequest,
+    Unserved,
+    VectorsRequest,
+    asked_dtype,
+    with_dtype,
+)
+from jaxembed.server.routes.rerank import (
+    BestChunk,
+    RankingRequest,
+    chunk_of,
+    json_predictions,
+    json_ranks,
+    most_results,
+    ranking_options,
+)
 
 blueprint = Blueprint("tei", __name__)
 
@@ -62,31 +79,34 @@ OTHER_ROUTES: dict[OutputName, str] = {  # than /embed, which answers dense vect
     "multi_vector": "/embed_multi",
 }
 
+_RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
 
-class EmbedRequest(VectorsRequest, kw_only=True):
+
+class InputsRequest(VectorsRequest, kw_only=True):
+    """The base of the bodies of TEI's form that are answered with vectors."""
+
+    inputs: Any
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    prompt_name: str | None = None
+    model: str | None = None
+    priority: Priority | None = None
+
+
+class EmbedRequest(InputsRequest, kw_only=True):
     """One input or a list of them; a list of integers is one input of token ids. Inputs may also
     say their type, which images must."""
 
     inputs: TypedInputs
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    prompt_name: str | None = None
     normalize: bool | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    model: str | None = None
-    priority: Priority | None = None
 
 
-class EmbedAllRequest(VectorsRequest, kw_only=True):
+class EmbedAllRequest(InputsRequest, kw_only=True):
     """The fields of /embed without `dimensions`: vectors are whole and not normalised."""
 
     inputs: InputUnion
     normalize: Annotated[Any, Unserved("vectors of tokens are not normalised", (False,))] = None
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    prompt_name: str | None = None
-    model: str | None = None
-    priority: Priority | None = None
 
 
 class SimilarityInputs(msgspec.Struct):
@@ -142,18 +162,52 @@ class DecodeRequest(msgspec.Struct):
     model: str | None = None
 
 
+class RerankRequest(RankingRequest, kw_only=True):
+    """A query, and the texts to rank by how well they answer it. TEI has `truncate`,
+    `truncation_direction`, `raw_scores` and `return_text` of the other fields."""
+
+    texts: list[str]
+    return_documents: Annotated[Any, _RETURN_TEXT] = None
+    truncation_direction: Direction | None = None
+    return_text: bool | None = None
+    priority: Priority | None = None
+
+
+class Rank(msgspec.Struct, omit_defaults=True):
+    """A text's place in the request and its score; the text itself where asked for."""
+
+    index: int
+    score: float
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
+
+
+class PredictRequest(ModelRequest, kw_only=True):
+    """`"a"` and `["a"]` are one text, `["a", "b"]` is one pair, and `[["a"], ["b", "c"]]` a batch
+    of a text and a pair. An empty list is refused as an empty input."""
+
+    inputs: str | list[str | list[str]]
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    raw_scores: bool | None = None
+    model: str | None = None
+    priority: Priority | None = None
+
+
 @blueprint.post("/embed")
 async def embed() -> Response:
     """Answer with one vector per input."""
     with current_meter() as meter:
-        return await answer_embed(meter, await read_body_as(EmbedRequest), octets=wants_octets())
+        return await answer_embed(
+            meter, await read_body_as(meter, EmbedRequest), octets=wants_octets()
+        )
 
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
     """Answer with one vector per token, before pooling; special tokens have one too."""
     with current_meter() as meter:
-        body = await read_body_as(EmbedAllRequest)
+        body = await read_body_as(meter, EmbedAllRequest)
         await meter.find(body.model, "embed")
         inputs = read_inputs(body.inputs, field="inputs")
         options = EncodeOptions(
@@ -166,8 +220,7 @@ async def embed_all() -> Response:
         )
         intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
         answer = await embed_inputs(meter, inputs, intent)
-        matrices = answer.tokens
-        response = await encode_answer(meter, answer, lambda: json_stream(json_matrices(matrices)))
+        response = await meter.answer(answer, json_stream(json_matrices(answer.tokens)))
         return with_dtype(response, intent)
 
 
@@ -175,7 +228,7 @@ async def embed_all() -> Response:
 async def similarities() -> Response:
     """Answer with the similarity of the source with each sentence."""
     with current_meter() as meter:
-        body = await read_body_as(SimilarityRequest)
+        body = await read_body_as(meter, SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
         options = EncodeOptions(
             prompt_name=parameters.prompt_name,
@@ -184,7 +237,12 @@ async def similarities() -> Response:
             priority=priority_of(body.priority),
         )
         await meter.find(body.model, "embed")
-        answer, scores = await compare_texts(meter, _texts_to_compare(body.inputs), options)
+        wanted = body.inputs
+        if not wanted.sentences:
+            raise NoInputs("inputs.sentences")
+        # As in TEI, the limit on the batch size counts the source too.
+        inputs = read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")
+        answer, scores = await compare_texts(meter, inputs, options)
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
         return meter.stamp(response, answer)
 
@@ -193,8 +251,13 @@ async def similarities() -> Response:
 async def tokenize() -> Response:
     """Answer with the tokens of each text and their byte offsets. Nothing is truncated."""
     with current_meter() as meter:
-        body = await read_body_as(TokenizeRequest)
-        texts = _texts_to_show(body.inputs)
+        body = await read_body_as(meter, TokenizeRequest)
+        texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+        if not texts:
+            raise NoInputs("inputs")
+        check_batch(len(texts))
+        if "" in texts:
+            raise EmptyInput("inputs", texts.index(""))
         loaded = await meter.find(body.model, None)
         tokens = await loaded.tokenize_async(
             texts,
@@ -213,7 +276,7 @@ async def tokenize() -> Response:
 async def decode_ids() -> Response:
     """Answer with the text of each sequence of token ids."""
     with current_meter() as meter:
-        body = await read_body_as(DecodeRequest)
+        body = await read_body_as(meter, DecodeRequest)
         if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
             raise EmptyInput("ids")
         items = read_inputs(body.ids, field="ids").items
@@ -227,53 +290,30 @@ async def decode_ids() -> Response:
         return json_response(orjson.dumps(texts))
 
 
+@blueprint.post("/predict")
+async def predict() -> Response:
+    """Every label of each input with its score, best first. A reranker has one label."""
+    with current_meter() as meter:
+        return await answer_predict(meter, await read_body_as(meter, PredictRequest))
+
+
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
     """The response to a body of /embed; other routes take such bodies too.
 
-    With `octets` the vectors are raw bytes, otherwise JSON.
+    With `octets` the vectors are raw bytes, otherwise JSON. Raises WrongTask, which names another
+    route, for a model without a dense output.
     """
 
     loaded = await meter.find(body.model, "embed", DENSE)
     inputs = read_inputs(body.inputs, field="inputs")
-    _check_dense(loaded)
-    options = EncodeOptions(
-        prompt_name=body.prompt_name,
-        truncate=body.truncate,
-        truncation_side=SIDES[body.truncation_direction],
-        dimensions=_check_dimensions(body.dimensions, loaded.spec.dim),
-        normalize=body.normalize is not False,
-        priority=priority_of(body.priority),
-    )
-    intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
-    answer = await embed_inputs(meter, inputs, intent)
-    response = await encode_answer(meter, answer, lambda: _vectors(answer, octets=octets))
-    return with_dtype(response, intent)
-
-
-async def _vectors(answer: Embeddings, *, octets: bool) -> Response:
-    """The response with the vectors, as raw bytes with `octets`, otherwise as JSON."""
-    if octets:
-        return octet_response(answer.dense)
-    return await json_stream(json_matrix(answer.dense))
-
-
-def _check_dense(loaded: LoadedModel) -> None:
-    """Raise WrongTask, which names another route, for a model without a dense output."""
-    primary = loaded.spec.primary
+    primary, dimensions = loaded.spec.primary, body.dimensions
     if primary in OTHER_ROUTES:
         raise WrongTask(
             f"{loaded.name} gives no dense output, only {primary}, which "
             f"{OTHER_ROUTES[primary]} answers"
         )
-
-
-def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
-    """Check the number of dimensions to which vectors are cut, and return it unchanged.
-
-    `largest` is that of the model's own vectors. None means not to cut them. Raises InvalidInput
-    with TEI's message for 0, which OpenAI's route accepts, and for more than `largest`.
-    """
-    if dimensions == 0:
+    largest = loaded.spec.dim
+    if dimensions == 0:  # in TEI's words, as the next one; OpenAI's route accepts it
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
         )
@@ -283,25 +323,70 @@ def _check_dimensions(dimensions: int | None, largest: int) -> int | None:
             f"dimension. Wanted: {largest} or less. Given: {dimensions}",
             field="dimensions",
         )
-    return dimensions
+    options = EncodeOptions(
+        prompt_name=body.prompt_name,
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        dimensions=dimensions,
+        normalize=body.normalize is not False,
+        priority=priority_of(body.priority),
+    )
+    intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
+    answer = await embed_inputs(meter, inputs, intent)
+    dense = answer.dense
+    encoded = octet_response(dense) if octets else json_stream(json_matrix(dense))
+    return with_dtype(await meter.answer(answer, encoded), intent)
 
 
-def _texts_to_show(inputs: str | list[str]) -> list[str]:
-    """The texts to tokenize. Raises InvalidInput if there are none or too many, or one is empty."""
-    texts = [inputs] if isinstance(inputs, str) else inputs
+async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
+    """The answer to one TEI body for /rerank: best first, and of equal texts the last first, as in
+    TEI."""
+    texts = body.texts
     if not texts:
-        raise NoInputs("inputs")
-    check_batch(len(texts))
-    if "" in texts:
-        raise EmptyInput("inputs", texts.index(""))
-    return texts
+        raise NoInputs("texts")
+    options = ranking_options(
+        body,
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
+    )
+    top_n = most_results(body)
+    await meter.find(body.model, "rerank")
+    answer = await score_documents(meter, body.query, texts, options, field="texts")
+
+    def item(i: int, score: np.float32) -> dict:
+        text = {"text": texts[i]} if body.return_text else {}
+        return {"index": i, **text, "score": score, **chunk_of(answer, i)}
+
+    ranks = json_ranks(
+        answer,
+        item,
+        texts if body.return_text else None,
+        raw_scores=bool(body.raw_scores),
+        ties="last",
+        top_n=top_n,
+    )
+    return await meter.answer(answer, json_stream(json_list(ranks)))
 
 
-def _texts_to_compare(wanted: SimilarityInputs) -> RequestInputs:
-    """The source and the sentences as one batch, in this order. Raises NoInputs without sentences.
-
-    As in TEI, the limit on the batch size counts the source too.
-    """
-    if not wanted.sentences:
-        raise NoInputs("inputs.sentences")
-    return read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")
+async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
+    """The answer to one /predict body, whichever route it came by."""
+    await meter.find(body.model, "classify")
+    raw = body.inputs
+    texts = [raw] if isinstance(raw, str) else [item for item in raw if isinstance(item, str)]
+    if isinstance(raw, str) or len(texts) == len(raw):
+        inputs = read_texts_and_pairs([texts], "inputs", "single")
+    elif texts:
+        first = next(i for i, item in enumerate(raw) if isinstance(item, str))
+        raise mixed("inputs", first, "a list of one or two texts", "str")
+    else:
+        inputs = read_texts_and_pairs(raw, "inputs", "batch")
+    options = ScoreOptions(
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
+    )
+    answer = await score_inputs(meter, inputs, options)
+    labels = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="last")
+    encoded = labels if inputs.method == "single" else json_list(labels)
+    return await meter.answer(answer, json_stream(encoded))

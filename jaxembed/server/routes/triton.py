@@ -7,7 +7,7 @@ A name must be one that the operator has named: nothing is loaded by a path or a
 from typing import Any, TypeVar
 
 import msgspec
-from quart import Blueprint, Response, request
+from quart import Blueprint, Response
 
 from jaxembed.errors import (
     BackendError,
@@ -20,7 +20,8 @@ from jaxembed.server import access
 from jaxembed.server.auth.permissions import note_model
 from jaxembed.server.errors import BadField, LoadFailed
 from jaxembed.server.http.encoding import json_response
-from jaxembed.server.pipeline.body import decode_body, read_body, read_data
+from jaxembed.server.pipeline.body import check_count, read_body
+from jaxembed.server.pipeline.decoding import decode
 from jaxembed.server.registry.models import KnownModel, Models
 from jaxembed.server.registry.pool import ModelPool, State
 from jaxembed.server.service import current_service
@@ -126,8 +127,8 @@ async def drop_alias(alias: str) -> Response:
 
 async def _body(kind: type[Body]) -> Body:
     """The body as `kind`. Triton's clients do not declare it, and send an empty one for none."""
-    data = await read_data() if request.mimetype else await read_body()
-    return await decode_body(data or bytearray(b"{}"), kind)
+    data = await read_body(current_service().config.payload_limit, may_be_undeclared=True)
+    return await decode(data or bytearray(b"{}"), kind, check_count)
 
 
 def _known(models: Models, name: str) -> KnownModel:

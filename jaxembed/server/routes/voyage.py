@@ -1,41 +1,328 @@
-"""The answer of /v1/rerank in the words of Voyage. Knows JSON and no tokens."""
+"""The routes in the words of Voyage that embed. Knows JSON and no tokens.
 
+POST /v1/contextualizedembeddings gives a vector of each chunk of some documents, which knows the
+whole of its document (late chunking). The inputs of /v1/multimodalembeddings have parts, each a
+text or an image.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Literal
 
 import msgspec
-from quart import Response
+import numpy as np
+import orjson
+from quart import Blueprint, Response
 
-from jaxembed.server.http.encoding import json_answer, json_stream
-from jaxembed.server.meter import Meter
-from jaxembed.server.pipeline.answering import encode_answer
-from jaxembed.server.routes.common.rerank import BestChunk, DocumentsRequest, rerank_documents
-from jaxembed.server.routes.common.usage import Usage, usage_of
+from jaxembed.data.inputs import ChunkedText, ChunkSize
+from jaxembed.data.spec import IMAGE_ROUTE
+from jaxembed.errors import EmptyInput, InvalidInput
+from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
+from jaxembed.preprocessing.prompts import role_of
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
+from jaxembed.runtime.tasks import Intent
+from jaxembed.server.http.encoding import (
+    json_answer,
+    json_items,
+    json_list_response,
+    json_stream,
+)
+from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
+from jaxembed.server.pipeline.body import (
+    AnyPriority,
+    RequestChunks,
+    check_batch,
+    priority_of,
+    read_body_as,
+    read_inputs,
+)
+from jaxembed.server.pipeline.fields import (
+    DENSE,
+    DIMENSIONS,
+    ENCODERS,
+    TRUNCATE,
+    WINDOWS,
+    Format,
+    FormattedRequest,
+    VectorsRequest,
+    agreed,
+    asked_dtype,
+    purposes_of,
+    with_choices,
+)
+from jaxembed.server.pipeline.media import Content, facts_of_images, only_part
+
+blueprint = Blueprint("voyage", __name__)
+
+DEFAULT_CHUNK = 512  # tokens, as Voyage's service has it
 
 
-class VoyageResult(msgspec.Struct, omit_defaults=True):
-    """A document's place in the request and its score; its text where asked for."""
+class ContextualizedRequest(FormattedRequest, kw_only=True):
+    """Voyage's fields, and `truncate`, `prompt_name`, `normalize`, `dimensions` and `priority` as
+    at /v1/embeddings.
 
+    Each of the `inputs` is a document: the list of its chunks. With `enable_auto_chunking` it is
+    one string, alone or in a list, that is divided into chunks of `chunk_size` tokens, of which
+    each shares `chunk_overlap` with the one before. With an `input_type` of query it may be one
+    string too.
+    """
+
+    inputs: list[str | list[str]]
+    model: str | None = None
+    input_type: str | None = None
+    output_dimension: int | None = None
+    dimensions: int | None = None
+    enable_auto_chunking: bool | None = None
+    chunk_size: int | None = None
+    chunk_overlap: int | None = None
+    truncate: bool | None = None
+    truncation: bool | None = None
+    prompt_name: str | None = None
+    normalize: bool | None = None
+    priority: AnyPriority | None = None
+
+
+class ContextualizedEmbedding(msgspec.Struct, omit_defaults=True):
+    """The vector of a chunk: a list of numbers, or base64 of their little-endian bytes; and its
+    text where the server chose it."""
+
+    object: Literal["embedding"]
+    embedding: list[float] | str
     index: int
-    relevance_score: float
-    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
-    document: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class VoyageResponse(msgspec.Struct):
-    """The best documents, best first; equal ones in the order they came."""
+class ContextualizedDocument(msgspec.Struct):
+    """The chunks of a document, in order."""
 
     object: Literal["list"]
-    data: list[VoyageResult]
+    data: list[ContextualizedEmbedding]
+    index: int
+
+
+class ContextualizedResponse(msgspec.Struct):
+    """The documents, in order."""
+
+    object: Literal["list"]
+    data: list[ContextualizedDocument]
     model: str
     usage: Usage
 
 
-async def answer_voyage(meter: Meter, body: DocumentsRequest) -> Response:
-    """The answer to one body."""
-    answer, results = await rerank_documents(meter, body, as_strings=True)
-    rest = {"model": meter.served_name, "usage": usage_of(answer)}
-    return await encode_answer(
-        meter,
-        answer,
-        lambda: json_stream(json_answer({"data": results()}, rest, first=b'{"object":"list",')),
+class MultimodalRequest(VectorsRequest, kw_only=True):
+    """Voyage's fields, and `prompt_name`, `normalize` and `priority` as at /v1/embeddings. An input
+    is one image, or texts, which are lines of one."""
+
+    inputs: list[Content]
+    model: str | None = None
+    input_type: str | None = None
+    truncation: bool | None = None
+    output_dimension: int | None = None
+    output_encoding: Literal["base64"] | None = None
+    encoding_format: Format | None = None  # what Voyage's own clients send
+    prompt_name: str | None = None
+    normalize: bool | None = None
+    priority: AnyPriority | None = None
+
+
+class MultimodalUsage(msgspec.Struct):
+    """The tokens of texts that were really run, and the pixels of the images as they came."""
+
+    text_tokens: int
+    image_pixels: int
+    video_pixels: int
+    total_tokens: int
+
+
+class MultimodalObject(msgspec.Struct):
+    """The vector of an input: numbers, or base64 of their little-endian bytes."""
+
+    object: Literal["embedding"]
+    embedding: list[float] | str
+    index: int
+
+
+class MultimodalResponse(msgspec.Struct):
+    """The embeddings, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[MultimodalObject]
+    model: str
+    usage: MultimodalUsage
+
+
+@blueprint.post("/v1/contextualizedembeddings")
+async def contextualized_embeddings() -> Response:
+    """Answer with a vector of each chunk."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, ContextualizedRequest)
+        await meter.find(body.model, "embed", DENSE)
+        texts = _read_documents(body)
+        truncate, dimensions = agreed(body, TRUNCATE, DIMENSIONS)
+        options = EncodeOptions(
+            prompt_name=body.prompt_name,
+            truncate=truncate,
+            dimensions=dimensions,
+            normalize=body.normalize is not False,
+            priority=priority_of(body.priority),
+            bare_ids=meter.service.config.accept_bare_token_ids,
+        )
+        asked = Asked(
+            options,
+            purposes_of(body),
+            outputs=(),
+            dtype=asked_dtype(body),
+            dimensions_field="dimensions" if body.dimensions else "output_dimension",
+        )
+        intent = accept(meter, texts, asked)
+        answer = await embed_inputs(meter, texts, intent)
+        return await meter.answer(
+            answer, _respond_with_chunks(meter, body, texts.items, intent, answer)
+        )
+
+
+@blueprint.post("/v1/multimodalembeddings")
+async def embed_multimodal() -> Response:
+    """Answer with one vector per input."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, MultimodalRequest)
+        dtype, field = asked_dtype(body), "output_dimension"
+        await meter.find(body.model, "embed", DENSE)
+        places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
+        sources = map(only_part, (one.content for one in body.inputs), places)
+        inputs = read_inputs(list(sources), "inputs")
+        options = EncodeOptions(  # the answer has no place for other outputs
+            prompt_name=body.prompt_name,
+            truncate=body.truncation,
+            dimensions=body.output_dimension or None,
+            normalize=body.normalize is not False,
+            priority=priority_of(body.priority),
+            bare_ids=meter.service.config.accept_bare_token_ids,
+        )
+        asked = Asked(options, purposes_of(body), dtype=dtype, dimensions_field=field)
+        intent = accept(meter, inputs, asked)
+        answer = await embed_inputs(meter, inputs, intent)
+        return await meter.answer(answer, _respond_by_input(meter, body, intent, answer))
+
+
+def _read_documents(body: ContextualizedRequest) -> RequestChunks:
+    """The documents of a body. Raises InvalidInput for those of another form than the other fields
+    say, EmptyInput and BatchTooLarge."""
+    if not body.inputs:
+        raise EmptyInput("inputs")
+    check_batch(sum(1 if isinstance(one, str) else len(one) for one in body.inputs))
+    documents = [_chunks(body, index) for index in range(len(body.inputs))]
+    is_nested = [isinstance(one, list) for one in body.inputs]
+    size = None  # of the chunks that documents are divided into, if they do not come in chunks
+    if body.enable_auto_chunking:
+        tokens = DEFAULT_CHUNK if body.chunk_size is None else body.chunk_size
+        size = ChunkSize(tokens, body.chunk_overlap or 0)
+    else:
+        for field in ("chunk_size", "chunk_overlap"):
+            if getattr(body, field):
+                raise InvalidInput(
+                    f"`{field}` goes with `enable_auto_chunking` of true", field=field
+                )
+    items = [
+        join_texts(chunks) if size is None else ChunkedText(chunks[0], size) for chunks in documents
+    ]
+    return RequestChunks(
+        "batch",
+        sum(len(chunk) for chunks in documents for chunk in chunks),
+        "inputs",
+        items,
+        lambda text, chunk: f"inputs[{text}]" + f"[{chunk}]" * is_nested[text],
     )
+
+
+def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
+    """The strings of a document."""
+    given, place = body.inputs[index], f"inputs[{index}]"
+    is_query = body.input_type is not None and role_of(body.input_type) == "query"
+    if isinstance(given, str) and not (body.enable_auto_chunking or is_query):
+        raise InvalidInput(
+            f"`{place}` must be the list of the chunks of a document: a document is a string only "
+            "with `enable_auto_chunking` of true or `input_type` of query",
+            field=place,
+        )
+    chunks = [given] if isinstance(given, str) else given
+    if not chunks or chunks == [""]:
+        raise EmptyInput("inputs", index)
+    if "" in chunks:
+        raise EmptyInput(place, chunks.index(""))
+    if body.enable_auto_chunking and len(chunks) > 1:
+        raise InvalidInput(
+            f"`{place}` holds {len(chunks)} chunks; with `enable_auto_chunking` a document is one "
+            "string",
+            field=place,
+        )
+    return chunks
+
+
+async def _respond_with_chunks(
+    meter: Meter,
+    body: ContextualizedRequest,
+    texts: list[ChunkedText],
+    intent: Intent,
+    answer: Embeddings,
+) -> Response:
+    """The response in the form of ContextualizedResponse. Chunks that the server chose have their
+    parts of the texts."""
+    chunked = answer.chunked or NO_CHUNKS
+    vector = ENCODERS[body.encoding_format]
+
+    async def documents() -> AsyncIterator[bytes]:
+        ends = np.cumsum(chunked.counts)
+        for k, (count, end) in enumerate(zip(chunked.counts.tolist(), ends.tolist(), strict=True)):
+            first = end - count
+
+            def items(
+                start: int, stop: int, text: str = texts[k].text, first: int = first
+            ) -> list[dict]:
+                found = []
+                for chunk in range(start, stop):
+                    one = {"object": "embedding", "embedding": vector(answer.dense[first + chunk])}
+                    if body.enable_auto_chunking:
+                        one["text"] = text[slice(*chunked.bounds[first + chunk].tolist())]
+                    found.append(one | {"index": chunk})
+                return found
+
+            yield b"," * bool(k) + b'{"object":"list","data":['
+            async for part in json_items(count, answer.dense.shape[1], items):
+                yield part
+            yield b'],"index":' + orjson.dumps(k) + b"}"
+            await asyncio.sleep(0)
+
+    rest = {"model": meter.served_name, "usage": usage_of(answer)}
+    response = await json_stream(
+        json_answer({"data": documents()}, rest, first=b'{"object":"list",')
+    )
+    response.headers.add(WINDOWS, str(int(chunked.windows.sum())))
+    return with_choices(response, intent)
+
+
+async def _respond_by_input(
+    meter: Meter, body: MultimodalRequest, intent: Intent, answer: Embeddings
+) -> Response:
+    """The response in the form of MultimodalResponse."""
+    vector, dense = ENCODERS[body.output_encoding or body.encoding_format], answer.dense
+
+    def items(start: int, stop: int) -> list[dict]:
+        return [
+            {"object": "embedding", "embedding": vector(dense[i]), "index": i}
+            for i in range(start, stop)
+        ]
+
+    total, facts = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
+    image = meter.loaded.engines.get(IMAGE_ROUTE)
+    of_images = 0 if image is None else len(facts) * image.spec.max_input_tokens
+    usage = {
+        "text_tokens": total - of_images,
+        "image_pixels": sum(one.width * one.height for one in facts),
+        "video_pixels": 0,
+        "total_tokens": total,
+    }
+    rest = {"model": meter.served_name, "usage": usage}
+    response = await json_list_response(len(dense), dense.shape[1], items, rest)
+    return with_choices(response, intent)

@@ -1,41 +1,57 @@
-"""What all bodies to rerank have in common, and the body with `documents`. Jina and Cohere take
-the same body and give the same results, in different answers."""
+"""POST /v1/rerank in the words of Jina, or of Voyage, and what the routes that rerank or classify
+share: the bodies to rerank, and lists of scores as JSON. Knows no tokens.
 
-from collections.abc import AsyncIterator, Callable
+Infinity, vLLM and Cohere's own client for its first version speak Jina's dialect, more or less. So
+do clients of Voyage, but for the answer, unless they say `top_k` or `truncation`: Jina's answer has
+the list of results under both names for them. Cohere takes the same body and gives the same
+results, in another answer.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from quart import Blueprint, Response, g
 
 from jaxembed.errors import InvalidInput, NoInputs
 from jaxembed.preprocessing.windows import MOST_WINDOWS
 from jaxembed.runtime.options import Chunk, ScoreOptions, Scores
-from jaxembed.server.meter import Meter
-from jaxembed.server.pipeline.answering import score_documents
-from jaxembed.server.pipeline.body import AnyPriority, priority_of
-from jaxembed.server.pipeline.media import ImageSource
-from jaxembed.server.pipeline.unsupported import ModelRequest, agreed
-from jaxembed.server.routes.common.scoring import json_ranks
+from jaxembed.runtime.postprocess import Ties, rank
+from jaxembed.server.http.encoding import (
+    OBJECT_WIDTH,
+    json_answer,
+    json_items,
+    json_stream,
+    object_width,
+)
+from jaxembed.server.meter import Meter, current_meter
+from jaxembed.server.pipeline.answering import Usage, score_documents, usage_of
+from jaxembed.server.pipeline.body import AnyPriority, priority_of, read_body_as
+from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, agreed
+from jaxembed.server.pipeline.media import ImageSource, TextOrImage
+
+blueprint = Blueprint("rerank", __name__)
 
 LongDocuments = Literal["truncate", "chunk"]
 
 
-class Document(msgspec.Struct, omit_defaults=True):
+class Prediction(msgspec.Struct):
+    """A label and its score."""
+
+    score: float
+    label: str
+
+
+class Document(TextOrImage, omit_defaults=True):
     """A document as an object: a text, or an image as a URL, a data URI or base64. Its other fields
     are not read and do not come back. Raises ValueError for one that holds both or none."""
-
-    text: str | None = None
-    image: str | None = None
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.image is None):
             raise ValueError("Expected an object with `text`, or with `image`")
-
-    @property
-    def source(self) -> str | ImageSource:
-        """The text, or the image."""
-        return self.text or "" if self.image is None else ImageSource(self.image, bare=True)
 
 
 class RankingRequest(ModelRequest, kw_only=True):
@@ -91,6 +107,64 @@ class Result(msgspec.Struct, omit_defaults=True):
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 
+class JinaResponse(msgspec.Struct):
+    """The best documents, best first; equal ones in the order they came. `data` is `results` again,
+    where clients of Voyage look for them."""
+
+    results: list[Result]
+    data: list[Result]
+    object: Literal["rerank"]
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class VoyageResult(msgspec.Struct, omit_defaults=True):
+    """A document's place in the request and its score; its text where asked for."""
+
+    index: int
+    relevance_score: float
+    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
+    document: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class VoyageResponse(msgspec.Struct):
+    """The best documents, best first; equal ones in the order they came."""
+
+    object: Literal["list"]
+    data: list[VoyageResult]
+    model: str
+    usage: Usage
+
+
+@blueprint.post("/v1/rerank")
+async def rerank_jina() -> Response:
+    """Rank documents by how well they answer a query."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, DocumentsRequest)
+        if (body.top_k, body.truncation) == (None, None):
+            return await answer_jina(meter, body)
+        answer, results = await rerank_documents(meter, body, as_strings=True)
+        rest = {"model": meter.served_name, "usage": usage_of(answer)}
+        encoded = json_answer({"data": results()}, rest, first=b'{"object":"list",')
+        return await meter.answer(answer, json_stream(encoded))
+
+
+async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
+    """The answer to one body, whichever route it came by."""
+    answer, results = await rerank_documents(meter, body)
+    rest = {
+        "object": "rerank",
+        "id": f"rerank-{g.request_id}",
+        "created": int(time.time()),
+        "model": meter.served_name,
+        "usage": usage_of(answer),
+    }
+    encoded = json_answer({"results": results(), "data": results()}, rest)
+    return await meter.answer(answer, json_stream(encoded))
+
+
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest, *, as_strings: bool = False
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
@@ -105,11 +179,8 @@ async def rerank_documents(
             "`return_documents` is for texts, and some documents are images; leave it out",
             field="return_documents",
         )
-    options = ranking_options(
-        body,
-        truncate=agreed(body, "truncate", "truncation"),
-        priority=priority_of(body.priority),
-    )
+    (truncate,) = agreed(body, TRUNCATE)
+    options = ranking_options(body, truncate=truncate, priority=priority_of(body.priority))
     await meter.find(body.model, "rerank")
     answer = await score_documents(meter, body.query, sources, options, field="documents")
 
@@ -141,10 +212,17 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
                 f"`{field}` must be 1 or more; null or 0 means no limit. Given: {value}",
                 field=field,
             )
+    chunks = body.max_chunks_per_doc
+    if body.long_documents == "truncate" and (chunks or 1) > 1:
+        raise InvalidInput(
+            f"`long_documents` of truncate contradicts `max_chunks_per_doc` of {chunks}; "
+            "send one of them",
+            field="long_documents",
+        )
     return ScoreOptions(
         instruction=body.instruction or None,
         max_document_tokens=body.max_tokens_per_doc or None,
-        max_chunks=_most_chunks(body.max_chunks_per_doc, body.long_documents),
+        max_chunks=chunks or (MOST_WINDOWS if body.long_documents == "chunk" else 1),
         overlap_tokens=body.overlap_tokens,
         weights=tuple(body.weights) if body.weights else None,
         **more,
@@ -154,21 +232,43 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
 def most_results(body: RankingRequest) -> int | None:
     """How many of the best results to answer; None for all. Raises InvalidInput if `top_n` and
     `top_k` differ."""
-    return agreed(body, "top_n", "top_k", unset=(None, 0))
-
-
-def _most_chunks(asked: int | None, long: LongDocuments | None) -> int:
-    """The most windows of a document; 1 cuts it. Raises InvalidInput if the fields contradict each
-    other."""
-    if long == "truncate" and (asked or 1) > 1:
-        raise InvalidInput(
-            f"`long_documents` of truncate contradicts `max_chunks_per_doc` of {asked}; "
-            "send one of them",
-            field="long_documents",
-        )
-    return asked or (MOST_WINDOWS if long == "chunk" else 1)
+    (most,) = agreed(body, ("top_n", "top_k"))
+    return most
 
 
 def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
     """The field of a result that says which chunk of its document counts, if any."""
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
+
+
+def json_ranks(
+    answer: Scores,
+    item: Callable[[int, Any], dict],
+    texts: Sequence[str] | None = None,
+    *,
+    raw_scores: bool,
+    ties: Ties,
+    top_n: int | None = None,
+) -> AsyncIterator[bytes]:
+    """The inside of a JSON list, best first. `item` makes an object of an index and its score, a
+    numpy.float32; `texts` are the documents, if the objects hold them."""
+    found = answer.shown(raw_scores)[:, 0]
+    order = rank(answer.logits[:, 0], ties)[:top_n].tolist()
+
+    def items(start: int, stop: int) -> list[dict]:
+        return [item(i, found[i]) for i in order[start:stop]]
+
+    return json_items(len(order), object_width(texts or ()), items)
+
+
+def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
+    """The inside of a JSON list: for each input the list of its labels, best first."""
+    found, labels = answer.shown(raw_scores), answer.labels
+
+    def items(start: int, stop: int) -> list[list[dict]]:
+        return [
+            [{"score": found[i, k], "label": labels[k]} for k in rank(answer.logits[i], ties)]
+            for i in range(start, stop)
+        ]
+
+    return json_items(len(found), OBJECT_WIDTH * len(labels), items)

@@ -1,18 +1,53 @@
-"""Refuses what is not served by the value of the field that asks for it. Knows no route.
+"""The fields that bodies of several dialects share, and what they mean. Knows no route.
 
-To ignore such a field would give a vector or a score that looks right and is wrong. Fields that are
-not listed here are ignored: clients send many that change nothing.
+What is not served is refused by the value of the field that asks for it: to ignore such a field
+would give a vector or a score that looks right and is wrong. Fields that are not listed here are
+ignored: clients send many that change nothing. Some things have several names: the dtype of
+vectors, what the texts are for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
+import numpy as np
+from quart import Response
 
+from jaxembed.data.outputs import OutputName
 from jaxembed.errors import InvalidInput
+from jaxembed.quantise import EmbeddingDtype, embedding_dtype
+from jaxembed.runtime.postprocess import to_base64
+from jaxembed.runtime.tasks import Intent
+
+DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
+PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
+WINDOWS = "x-late-windows"  # response header: the number of windows that all texts were run in
+
+DENSE: frozenset[OutputName] = frozenset({"dense"})
+
+# Fields that mean the same to different clients.
+TRUNCATE = ("truncate", "truncation")
+DIMENSIONS = ("dimensions", "output_dimension")
+NORMALIZE = ("normalize", "normalized")
+
+Format = Literal["float", "base64"]
+
+TermNames = Callable[[Sequence[int]], list[str]]  # what gives the terms of a vocabulary
+
+# What makes a value for JSON of a vector: orjson writes an array as a list of numbers; base64 is of
+# the little-endian bytes.
+ENCODERS: dict[Format | None, Callable[[np.ndarray], np.ndarray | str]] = {
+    None: np.asarray,
+    "float": np.asarray,
+    "base64": to_base64,
+}
+
+BASE64 = ("base64", ["base64"])
+
+VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
 
 NOTHING = (None, "", [], {})  # what asks for nothing in every field
 
@@ -46,6 +81,7 @@ _ACTIVATION = Unserved("`raw_scores` asks for logits", (True,))
 _TEMPLATE = "the template of inputs is the checkpoint's"
 _IMAGES = Unserved("images are decoded and resized by the rules of the checkpoint")
 _EMBEDS = "only routes that embed take it, /similarity in `parameters`"
+_LIST = Unserved("answers have vectors of one dtype; send `output_dtype`", ("float", ["float"]))
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
@@ -154,15 +190,100 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def agreed(body: ModelRequest, *fields: str, unset: tuple = (None,)) -> Any:
-    """The one value of fields that mean the same to different clients; None where all are unset.
+def agreed(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
+    """For each group of fields that mean the same to different clients their one value; None where
+    all are unset, which a number of 0 is too.
 
     Raises InvalidInput if they differ.
     """
-    given = {name: value for name in fields if (value := getattr(body, name)) not in unset}
-    if any(value != next(iter(given.values())) for value in given.values()):
-        shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in given.items())
+    found = []
+    for group in groups:
+        given = {
+            name: value
+            for name in group
+            if (value := getattr(body, name)) is not None and (value or value is False)
+        }
+        values = list(given.values())
+        if any(value != values[0] for value in values):
+            shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in given.items())
+            raise InvalidInput(
+                f"{shown} contradict each other; send one of them", field=next(iter(given))
+            )
+        found.append(values[0] if values else None)
+    return found
+
+
+class VectorsRequest(ModelRequest, kw_only=True):
+    """The base of bodies that are answered with vectors: the dtype of these.
+
+    `output_dtype` is Voyage's name, `embedding_type` Jina's, `encoding_type` that of LlamaIndex's
+    client of Jina, `embed_dtype` vLLM's. A list holds one dtype.
+    """
+
+    output_dtype: str | list[str] | None = None
+    embedding_type: str | list[str] | None = None
+    encoding_type: str | list[str] | None = None
+    embed_dtype: str | None = None
+    embedding_types: Annotated[Any, _LIST] = None
+
+
+class FormattedRequest(VectorsRequest, kw_only=True):
+    """The base of bodies whose vectors may be base64, which is a type of embeddings to Jina."""
+
+    encoding_format: Format | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("embedding_type", "encoding_type"):
+            if getattr(self, field) in BASE64:
+                if self.encoding_format == "float":
+                    raise InvalidInput(
+                        f"`{field}` of base64 and `encoding_format` of float contradict each "
+                        "other; send one of them",
+                        field=field,
+                    )
+                self.encoding_format = "base64"
+                setattr(self, field, None)
+
+
+def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
+    """The dtype that a body asks for, None if it does not say.
+
+    Raises InvalidInput for one that is not served, for several, and for fields that contradict
+    each other.
+    """
+    found: dict[str, EmbeddingDtype] = {}
+    for field in ("output_dtype", "embedding_type", "encoding_type"):
+        if (value := getattr(body, field)) not in NOTHING:
+            is_one = isinstance(value, list) and len(value) == 1
+            found[field] = embedding_dtype(value[0] if is_one else value, field)
+    if body.embed_dtype:
+        value = body.embed_dtype
+        found["embed_dtype"] = embedding_dtype(VLLM_DTYPES.get(value, value), "embed_dtype")
+    if len(set(found.values())) > 1:
+        shown = " and ".join(f"`{field}` of {dtype}" for field, dtype in found.items())
         raise InvalidInput(
-            f"{shown} contradict each other; send one of them", field=next(iter(given))
+            f"{shown} contradict each other; send one of them", field=next(iter(found))
         )
-    return next(iter(given.values()), None)
+    return next(iter(found.values()), None)
+
+
+def with_choices(response: Response, intent: Intent) -> Response:
+    """The response, with the header PROMPT if the request chose a prompt: its name, or empty for no
+    prompt; and as `with_dtype`."""
+    if intent.prompt_name is not None:
+        response.headers.add(PROMPT, intent.prompt_name)
+    return with_dtype(response, intent)
+
+
+def with_dtype(response: Response, intent: Intent) -> Response:
+    """The response, with the header DTYPE if the request named one."""
+    if intent.dtype is not None:
+        response.headers.add(DTYPE, intent.dtype)
+    return response
+
+
+def purposes_of(body: ModelRequest) -> tuple[tuple[str, str], ...]:
+    """The fields of a body that say what its texts are for, with their values."""
+    given = (("input_type", body.input_type), ("task", body.task))
+    return tuple((field, purpose) for field, purpose in given if purpose)

@@ -1,1 +1,0 @@
-"""What the routes of several dialects share."""
