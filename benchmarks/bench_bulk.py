@@ -36,6 +36,7 @@ from benchmarks.bench_memory import resident
 from benchmarks.servers import packaged_model
 from jaxembed import Embedder, EngineConfig
 from jaxembed.bulk.computations import EmbedRows
+from jaxembed.bulk.row_source import TextRows
 from jaxembed.bulk.run import JobProgress, Rows, Summary, run_job
 from jaxembed.engine.engine import Engine
 
@@ -170,7 +171,7 @@ def dense_job(
     **options: Any,
 ) -> Summary:
     """Embed the column `text` of some files into a folder that is not there or empty."""
-    computation = EmbedRows(embedder, "text", ("dense",), options)
+    computation = EmbedRows(embedder, TextRows(), ("dense",), options)
     return run_job(computation, Rows(inputs), folder, on_progress=on_progress)
 
 

@@ -11,19 +11,20 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import dataset
 
-from jaxembed.bulk.computations import RowTexts, as_arrow
-from jaxembed.bulk.reuse import text_digest
+from jaxembed.bulk.computations import as_arrow
+from jaxembed.bulk.row_source import RowInputs, RowSource, TextRows
 from jaxembed.bulk.run import Rows, run_job
 from jaxembed.errors import InputTooLong
 
 WIDTH = 4
+TEXTS = TextRows()
 
 
 @dataclass
 class DigestRows:
     """Four numbers from the digest of each row's texts. Texts that are `too long` are refused."""
 
-    columns: tuple[str, ...] = ("text",)
+    source: RowSource = TEXTS
     rows_a_call: int = 64
     version: int = 1
     wait_s: float = 0.0  # a call
@@ -37,7 +38,7 @@ class DigestRows:
     def fields(self) -> list[Any]:
         return [pa.field("dense", pa.list_(pa.float32(), WIDTH))]
 
-    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         time.sleep(self.wait_s)
         for index, row in enumerate(rows):
             if "too long" in row:
@@ -53,8 +54,8 @@ class DigestRows:
         return [as_arrow(vectors)]
 
 
-def vectors_of(rows: Sequence[RowTexts]) -> np.ndarray:
-    return vectors_of_digests(map(text_digest, rows))
+def vectors_of(rows: Sequence[RowInputs]) -> np.ndarray:
+    return vectors_of_digests(map(TEXTS.digest, rows))
 
 
 def vectors_of_digests(digests: Iterable[bytes]) -> np.ndarray:

@@ -331,8 +331,8 @@ def test_a_missing_extra_is_named_before_a_model_is_loaded(
     for suffix in ("txt", "jsonl", "parquet", "png", "pdf"):
         (tmp_path / f"a.{suffix}").touch()
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == module else "there")
-    for one in (embed, jobs):
-        monkeypatch.setattr(one, "load_embedder", lambda *_, **__: pytest.fail("not refused"))
+    for one, name in ((embed, "load_for_outputs"), (jobs, "load_for_task")):
+        monkeypatch.setattr(one, name, lambda *_, **__: pytest.fail("not refused"))
     told = refusal(*arguments)
     assert f"the extra `{extra}` is needed, and {module} is not installed" in told
     assert f"pip install 'jaxembed[{extra}]'" in told

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 
 from jaxembed.bulk.ahead import ahead, divided
-from jaxembed.bulk.computations import ROWS_A_CALL
+from jaxembed.bulk.row_source import ROWS_A_CALL
 from jaxembed.checkpoints.ranges import KeptRanges
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError

@@ -1,38 +1,28 @@
-"""What is computed of each row of a file, of its texts or its image: vectors and other
-representations, a score, or labels; as columns of Arrow."""
+"""What is computed of each row of a file: vectors and other representations, a score, or labels; as
+columns of Arrow."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 
-from jaxembed.bulk.image_rows import RowImage
+from jaxembed.bulk.row_source import ROWS_A_CALL, RowInputs, RowSource, TextRows, given
 from jaxembed.bulk.sources import arrow
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.embedder import Embedder
-from jaxembed.errors import InvalidImage
-from jaxembed.preprocessing.images.decode import image_facts
 from jaxembed.runtime.options import EncodeOptions, Label, ScoreOptions
-
-ROWS_A_CALL = 1024
-MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token
-IMAGES_A_CALL = 128  # and no more than so many bytes: see `RowStream`
-
-RowTexts = tuple[str, ...]  # of one row
-RowInputs = tuple[Any, ...]  # RowTexts, or one RowImage
 
 
 @runtime_checkable
 class Computation(Protocol):
-    """What a job computes of the texts of a row, or of its image."""
+    """What a job computes of each row."""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of the input that hold the texts or the image."""
+    def source(self) -> RowSource:
+        """What the rows hold."""
         ...
 
     @property
@@ -41,7 +31,7 @@ class Computation(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """All that the result depends on beside the texts or the image, as JSON."""
+        """All that the result depends on beside the rows, as JSON."""
         ...
 
     def fields(self) -> list[Any]:
@@ -56,20 +46,16 @@ class Computation(Protocol):
 
 @dataclass(frozen=True)
 class EmbedRows:
-    """Dense vectors and other representations of a text."""
+    """Dense vectors and other representations of a text or an image."""
 
     embedder: Embedder
-    column: str
+    source: RowSource
     outputs: tuple[OutputName, ...]
     options: dict[str, Any]  # of `Embedder.encode_outputs`
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.column,)
 
     @property
     def rows_a_call(self) -> int:
-        return MULTI_VECTOR_ROWS_A_CALL if "multi_vector" in self.outputs else ROWS_A_CALL
+        return self.source.rows_a_call(self.outputs)
 
     def describe(self) -> dict[str, Any]:
         options = EncodeOptions(**self.options)
@@ -77,153 +63,63 @@ class EmbedRows:
         return {
             "task": "embed",
             "outputs": list(self.outputs),
-            "options": _json(asdict(options), {"outputs"}),
+            "options": given(asdict(options), {"outputs"}),
             "ranges": None if ranges is None else hashlib.sha256(ranges.tobytes()).hexdigest(),
-            "model": model_facts(self.embedder),
+            **self.source.describe(self.embedder),
         }
 
     def fields(self) -> list[Any]:
-        return [arrow().field(name, array.type) for name, array in self._named([])]
+        arrays = zip(self.outputs, self.compute([]), strict=True)
+        return [arrow().field(name, array.type) for name, array in arrays]
 
-    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
-        return [array for _, array in self._named([text for (text,) in rows])]
-
-    def _named(self, texts: list[str]) -> list[tuple[OutputName, Any]]:
-        found = self.embedder.encode_outputs(texts, self.outputs, **self.options)
-        return [(name, as_arrow(found[name])) for name in self.outputs]
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
+        found = self.source.embed(self.embedder, rows, self.outputs, self.options)
+        return [as_arrow(found[name]) for name in self.outputs]
 
 
 @dataclass(frozen=True)
-class EmbedImages:
-    """Dense vectors and other representations of an image."""
+class _Scores:
+    """Scores of texts, whichever they are."""
 
     embedder: Embedder
-    column: str | None  # None: the rows are image files
-    outputs: tuple[OutputName, ...]
-    options: dict[str, Any]  # of `Embedder.encode_outputs`
-    rows_a_call: int = IMAGES_A_CALL
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return () if self.column is None else (self.column,)
+    source: TextRows
+    raw_scores: bool
+    rows_a_call: int = ROWS_A_CALL
+    task: ClassVar[str]
 
     def describe(self) -> dict[str, Any]:
-        options = EncodeOptions(**self.options)
-        ranges = self.embedder.model.tasks.ranges(options, options.output_dtype)
         return {
-            "task": "embed",
-            "of": "images",
-            "outputs": list(self.outputs),
-            "options": _json(asdict(options), {"outputs"}),
-            "ranges": None if ranges is None else hashlib.sha256(ranges.tobytes()).hexdigest(),
-            "model": _facts_of_images(self.embedder),
+            "task": self.task,
+            "raw_scores": self.raw_scores,
+            "options": given(asdict(ScoreOptions())),
+            **self.source.describe(self.embedder),
         }
 
-    def fields(self) -> list[Any]:
-        return [arrow().field(name, array.type) for name, array in self._named([])]
 
-    def compute(self, rows: Sequence[tuple[RowImage]]) -> list[Any]:
-        images = [image for (image,) in rows]
-        for index, image in enumerate(images):
-            _check_header(image, index)  # before any is decoded: all are again without this one
-        return [array for _, array in self._named(images)]
-
-    def _named(self, images: list[RowImage]) -> list[tuple[OutputName, Any]]:
-        found = self.embedder.encode_outputs([], self.outputs, images=images, **self.options)
-        return [(name, as_arrow(found[name])) for name in self.outputs]
-
-
-@dataclass(frozen=True)
-class ScoreRows:
+class ScoreRows(_Scores):
     """The score of a query and a text, as a reranker gives it."""
 
-    embedder: Embedder
-    query_column: str
-    column: str
-    raw_scores: bool
-    options: dict[str, Any]  # the fields of ScoreOptions
-    rows_a_call: int = ROWS_A_CALL
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (self.query_column, self.column)
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "task": "rerank",
-            "raw_scores": self.raw_scores,
-            "options": _json(asdict(ScoreOptions(**self.options))),
-            "model": model_facts(self.embedder),
-        }
+    task = "rerank"
 
     def fields(self) -> list[Any]:
-        pa = arrow()
-        return [pa.field("score", pa.float32())]
+        return [arrow().field("score", arrow().float32())]
 
-    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         pairs = [(query, text) for query, text in rows]
-        scores = self.embedder.score(pairs, raw_scores=self.raw_scores, **self.options)
-        return [arrow().array(scores)]
+        return [arrow().array(self.embedder.score(pairs, raw_scores=self.raw_scores))]
 
 
-@dataclass(frozen=True)
-class ClassifyRows:
+class ClassifyRows(_Scores):
     """Every label of a text, or of a pair of texts, with its score, best first."""
 
-    embedder: Embedder
-    columns: tuple[str, ...]
-    raw_scores: bool
-    options: dict[str, Any]  # the fields of ScoreOptions
-    rows_a_call: int = ROWS_A_CALL
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "task": "classify",
-            "raw_scores": self.raw_scores,
-            "options": _json(asdict(ScoreOptions(**self.options))),
-            "model": model_facts(self.embedder),
-        }
+    task = "classify"
 
     def fields(self) -> list[Any]:
         return [arrow().field("labels", labels_as_arrow([]).type)]
 
-    def compute(self, rows: Sequence[RowTexts]) -> list[Any]:
+    def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         inputs = [row[0] if len(row) == 1 else (row[0], row[1]) for row in rows]
-        labels = self.embedder.classify(inputs, raw_scores=self.raw_scores, **self.options)
-        return [labels_as_arrow(labels)]
-
-
-def model_facts(embedder: Embedder) -> dict[str, Any]:
-    """What tells the results of a model apart from those of another, or of other settings."""
-    spec, routes = embedder.spec, embedder.model.text_routes.items()
-    return {
-        "content": {name: one.spec.content_hash for name, one in routes},
-        "adapters": msgspec.to_builtins(spec.adapters),
-        "dtype": embedder.dtype,
-        "pooling": list(spec.pooling),
-        "max_input_tokens": embedder.max_input_tokens,
-        "prompts": dict(spec.prompts),
-        "text": _json(asdict(embedder.model.text), {"workers"}),
-    }
-
-
-def _facts_of_images(embedder: Embedder) -> dict[str, Any]:
-    """What tells the results of a model's images apart from those of another."""
-    engines = embedder.model.engines.items()
-    return {
-        "content": {name: one.spec.content_hash for name, one in engines},
-        "adapters": msgspec.to_builtins(embedder.spec.adapters),
-        "dtype": embedder.dtype,
-    }
-
-
-def _check_header(image: RowImage, index: int) -> None:
-    """Raise InvalidImage, by its index, for a file that does not begin as an image does."""
-    try:
-        if isinstance(image, bytes):
-            image_facts(image)
-    except InvalidImage as error:
-        raise error.at(index) from error
+        return [labels_as_arrow(self.embedder.classify(inputs, raw_scores=self.raw_scores))]
 
 
 def as_arrow(values: Any) -> Any:
@@ -251,10 +147,3 @@ def labels_as_arrow(rows: Sequence[Sequence[Label]]) -> Any:
     pa = arrow()
     kind = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
     return pa.array([[asdict(one) for one in some] for some in rows], kind)
-
-
-def _json(options: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Options as JSON, without those named and those that have nothing."""
-    return {
-        name: value for name, value in options.items() if name not in without and value is not None
-    }

@@ -1,24 +1,24 @@
-"""Reads rows of images: image files, pages of PDF files, and columns of files of rows, in bounded
-memory. Knows nothing of models."""
+"""Rows of images: image files, pages of PDF files, and columns of files of rows, in bounded
+memory."""
 
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from jaxembed.bulk.ahead import ahead
+from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs, RowSource
 from jaxembed.bulk.sources import (
     IMAGE_FILES,
-    ROW_FILES,
     START,
     BadRow,
     Block,
-    Columns,
     InputFile,
     Place,
     arrow,
@@ -31,13 +31,27 @@ from jaxembed.bulk.sources import (
     opened,
     read_rows,
 )
-from jaxembed.errors import CheckpointError, ConfigError, EmptyInput, InvalidImage, StoreUnreachable
+from jaxembed.data.outputs import OutputName
+from jaxembed.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyInput,
+    InvalidImage,
+    StoreUnreachable,
+    WrongTask,
+)
 from jaxembed.platform import object_store
 from jaxembed.platform.extras import require
+from jaxembed.preprocessing.images.decode import image_facts
 from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_data_uri
 from jaxembed.preprocessing.images.pdf import PDF_DPI, PDF_TIMEOUT_S, PdfFile
 
+if TYPE_CHECKING:
+    from jaxembed.data.spec import ModelSpec, Routes
+    from jaxembed.embedder import Embedder
+
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
+IMAGES_A_CALL = 128  # and no more than so many bytes: see `RowStream`
 IMAGES_A_BLOCK = 16  # of a column of images
 FILES_AHEAD = 8  # read while those before are computed, for stores take long to answer
 MOST_FILE_BYTES = 200 * 10**6  # of an image's file
@@ -46,47 +60,184 @@ RowImage = bytes | np.ndarray  # an image's file, or the colours of a page
 
 
 @dataclass(frozen=True)
-class ImageRows:
-    """Which images are the rows of a job."""
+class _Images(RowSource):
+    """Rows of one image each."""
 
-    column: str | None = None  # of files of rows; None: the inputs are image and PDF files
+    digest_column = "image_digest"
+    unused_flags = ("prompt_name", "role", "default_prompt", "default_prompt_name")
+
+    def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
+        raise ConfigError(
+            f"--output {output}: vectors of images are written as Parquet, each with its path or "
+            "what --id-column keeps; name a folder"
+        )
+
+    def inputs(self, block: Block) -> list[RowInputs]:
+        return [(block.image,)]
+
+    def digest(self, row: RowInputs) -> bytes:
+        (image,) = row
+        state = blake2b(digest_size=DIGEST_BYTES)
+        if isinstance(image, np.ndarray):  # else the bytes of a file
+            state.update(repr(image.shape).encode())
+            image = np.ascontiguousarray(image).data
+        state.update(image)
+        return state.digest()
+
+    def rows_a_call(self, outputs: Collection[OutputName]) -> int:
+        return IMAGES_A_CALL
+
+    def describe(self, embedder: "Embedder") -> dict[str, Any]:
+        engines = embedder.model.engines.items()
+        model = {
+            "content": {name: one.spec.content_hash for name, one in engines},
+            "adapters": msgspec.to_builtins(embedder.spec.adapters),
+            "dtype": embedder.dtype,
+        }
+        return {"of": "images", "model": model}
+
+    def embed(
+        self,
+        embedder: "Embedder",
+        rows: Sequence[RowInputs],
+        outputs: Sequence[OutputName],
+        options: dict[str, Any],
+    ) -> dict[OutputName, Any]:
+        """Raises InvalidImage before any image is decoded for a file that does not begin as one:
+        all rows are embedded again without it."""
+        images = [image for (image,) in rows]
+        for index, image in enumerate(images):
+            try:
+                if isinstance(image, bytes):
+                    image_facts(image)
+            except InvalidImage as error:
+                raise error.at(index) from error
+        return embedder.encode_outputs([], outputs, images=images, **options)
+
+    def spec(self, routes: "Routes", name: str) -> "ModelSpec":
+        if routes.image is None:
+            raise WrongTask(
+                f"{name} takes texts and no images, and the inputs are images; name a model of "
+                "both with --model, such as openai/clip-vit-base-patch32"
+            )
+        return routes.image
+
+
+@dataclass(frozen=True)
+class ImageColumn(_Images):
+    """Images in a column of files of rows."""
+
+    columns: tuple[str]
+
+    def files(self, names: Sequence[str]) -> list[InputFile]:
+        """Raises ConfigError also without the extra `images`."""
+        require("images", "images in a column")
+        return input_files(names)
+
+    def types(self, files: Sequence[InputFile], kept: Sequence[str]) -> dict[str, Any]:
+        types = column_types(files, kept)
+        wanted = "images: binary, structs of bytes and path, or strings with paths or data URIs"
+        check_columns(files, self.columns, fits=_is_of_images, wanted=wanted)
+        return types
+
+    def read(
+        self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
+    ) -> Iterator[tuple[Place, Block]]:
+        """Each row is a block of its own."""
+        (column,) = self.columns
+        whole = _WholeFiles()
+        for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
+            for index, value in enumerate(as_list(block.columns[column])):
+                row = block.sliced(index, index + 1)
+                image: RowImage | BadRow
+                try:
+                    if row.bad:
+                        raise BadRow(row.bad[0])
+                    image = _image_of(value, column, files[place.file].name, whole)
+                except BadRow as problem:
+                    image = problem
+                yield Place(place.file, place.row + index), _block(row.columns, image, row.share)
+
+
+@dataclass(frozen=True)
+class ImageFiles(_Images):
+    """Image files, and the pages of PDF files."""
+
+    columns: tuple[str, ...] = field(default=(), init=False)
     pdf_dpi: int = PDF_DPI
     pdf_timeout_s: float = PDF_TIMEOUT_S  # for each page, and for opening a PDF file
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """The files that these names stand for. Raises ConfigError as `input_files`, and without
-        the extra `images`."""
-        require("images", "images in a column" if self.column else "image files")
-        return input_files(names, IMAGE_FILES if self.column is None else ROW_FILES)
+        """Raises ConfigError also without the extra `images`."""
+        require("images", "image files")
+        return input_files(names, IMAGE_FILES)
 
-    def check(self, files: Sequence[InputFile]) -> None:
-        """Raise ConfigError if a file lacks the column of images, or has one of another kind."""
-        if self.column is not None:
-            wanted = "images: binary, structs of bytes and path, or strings with paths or data URIs"
-            check_columns(files, [self.column], fits=_is_of_images, wanted=wanted)
+    def kept_columns(
+        self, names: Sequence[str], id_column: str | None, keep: tuple[str, ...]
+    ) -> tuple[str | None, tuple[str, ...]]:
+        """What such files have instead of columns: PATH_COLUMN, and with PDF files PAGE_COLUMN."""
+        if id_column or keep:
+            raise ConfigError(
+                f"--{'id-column' if id_column else 'keep'} is for files of rows. Image and PDF "
+                "files have the columns `path` and `page`, which are kept; leave it out"
+            )
+        has_pages = any(is_pdf(file.name) for file in self.files(names))
+        return PATH_COLUMN, (PAGE_COLUMN,) if has_pages else ()
 
-    def types(self, files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
-        """The Arrow types of columns to keep. Raises ConfigError as `column_types`."""
-        if self.column is not None:
-            return column_types(files, columns)
+    def types(self, files: Sequence[InputFile], kept: Sequence[str]) -> dict[str, Any]:
         types = {PATH_COLUMN: arrow().string(), PAGE_COLUMN: arrow().int32()}
-        return {name: types[name] for name in columns}
+        return {name: types[name] for name in kept}
+
+    def settings(self, files: Sequence[InputFile]) -> dict[str, Any]:
+        return {"pdf_dpi": self.pdf_dpi} if any(is_pdf(file.name) for file in files) else {}
 
     def read(
-        self, files: Sequence[InputFile], columns: Columns, start: Place = START
+        self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """The rows from `start` on, in order, each a block of its own with its image.
+        """Each row is a block of its own."""
+        whole = _WholeFiles()
 
-        Raises ConfigError if a file cannot be read.
-        """
-        if self.column is None:
-            return _read_files(files, self, start)
-        return _read_column(files, columns, self.column, start)
+        def image_in(file: InputFile) -> RowImage | BadRow | None:
+            """What an image's file holds, or what is wrong with it; None for a PDF file, which is
+            read when its turn comes."""
+            try:
+                return None if is_pdf(file.name) else whole.read(file.name)
+            except BadRow as problem:
+                return problem
 
+        for number, image in enumerate(
+            ahead(image_in, files[start.file :], FILES_AHEAD), start.file
+        ):
+            file, skip = files[number], start.row if number == start.file else 0
+            rows = [(None, image, 1.0)][skip:] if image is not None else self._pages(file, skip)
+            for row, (page, found, share) in enumerate(rows, skip):
+                values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
+                yield Place(number, row), _block(values, found, share)
 
-def columns_of_files(files: Sequence[InputFile]) -> list[str]:
-    """The columns that image files have: PATH_COLUMN, and with PDF files PAGE_COLUMN."""
-    return [PATH_COLUMN, PAGE_COLUMN] if any(is_pdf(file.name) for file in files) else [PATH_COLUMN]
+    def _pages(
+        self, file: InputFile, skip: int
+    ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
+        """The pages of a PDF file, each with its number from 1 and the share of the file up to it.
+        A file that cannot be opened is one row, without a number. Raises ConfigError if it cannot
+        be read."""
+        try:
+            with opened(file.name) as stream:
+                pdf = PdfFile(stream, self.pdf_timeout_s)
+        except InvalidImage as error:
+            if not skip:
+                yield None, BadRow(f"cannot be read: {error}"), 1.0
+            return
+        except OSError as error:
+            raise ConfigError(f"cannot read {file.name}: {error.strerror or error}") from error
+        try:
+            for page in range(skip, pdf.pages):
+                try:
+                    image: RowImage | BadRow = pdf.render(page, self.pdf_dpi)
+                except InvalidImage as error:
+                    image = BadRow(f"is wrong: {error}")
+                yield page + 1, image, (page + 1) / pdf.pages
+        finally:
+            pdf.close()
 
 
 def _is_of_images(kind: Any) -> bool:
@@ -95,89 +246,6 @@ def _is_of_images(kind: Any) -> bool:
     if types.is_struct(kind):
         return {"bytes", "path"}.intersection(field.name for field in kind) != set()
     return is_text(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _read_files(
-    files: Sequence[InputFile], images: ImageRows, start: Place
-) -> Iterator[tuple[Place, Block]]:
-    left = files[start.file :]
-    read = partial(_image_in, _WholeFiles())
-    for number, image in enumerate(ahead(read, left, FILES_AHEAD), start.file):
-        skip = start.row if number == start.file else 0
-        file = files[number]
-        rows = _pages(file, images, skip) if image is None else _one(image, skip)
-        for row, (page, found, share) in enumerate(rows, skip):
-            columns = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
-            yield Place(number, row), _block(columns, found, share)
-
-
-def _one(
-    image: RowImage | BadRow, skip: int
-) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
-    """The one row of a file without pages."""
-    if not skip:
-        yield None, image, 1.0
-
-
-def _image_in(files: "_WholeFiles", file: InputFile) -> RowImage | BadRow | None:
-    """The bytes of an image's file, or what is wrong with it. None for a PDF file, which is read
-    when its turn comes."""
-    if is_pdf(file.name):
-        return None
-    try:
-        return files.read(file.name, MOST_FILE_BYTES)
-    except BadRow as problem:
-        return problem
-
-
-def _pages(
-    file: InputFile, images: ImageRows, skip: int
-) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
-    """The pages of a PDF file, each with its number from 1 and the share of the file up to it. A
-    file that cannot be opened is one row, without a number."""
-    try:
-        pdf = _opened_pdf(file.name, images.pdf_timeout_s)
-    except InvalidImage as error:
-        yield from _one(BadRow(f"cannot be read: {error}"), skip)
-        return
-    try:
-        for page in range(skip, pdf.pages):
-            try:
-                image: RowImage | BadRow = pdf.render(page, images.pdf_dpi)
-            except InvalidImage as error:
-                image = BadRow(f"is wrong: {error}")
-            yield page + 1, image, (page + 1) / pdf.pages
-    finally:
-        pdf.close()
-
-
-def _opened_pdf(name: str, timeout_s: float) -> PdfFile:
-    """A PDF file here or in a store. Raises as `PdfFile`, and as `opened` for one that cannot be
-    read."""
-    try:
-        with opened(name) as file:
-            return PdfFile(file, timeout_s)
-    except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
-
-
-def _read_column(
-    files: Sequence[InputFile], columns: Columns, column: str, start: Place
-) -> Iterator[tuple[Place, Block]]:
-    whole = _WholeFiles()
-    for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
-        for index, value in enumerate(as_list(block.columns[column])):
-            row = block.sliced(index, index + 1)
-            image: RowImage | BadRow
-            try:
-                image = (
-                    BadRow(row.bad[0])
-                    if row.bad
-                    else _image_of(value, column, files[place.file].name, whole)
-                )
-            except BadRow as problem:
-                image = problem
-            yield Place(place.file, place.row + index), _block(row.columns, image, row.share)
 
 
 def _block(columns: dict[str, Any], image: RowImage | BadRow, share: float) -> Block:
@@ -205,7 +273,7 @@ def _image_of(value: Any, column: str, file: str, whole: "_WholeFiles") -> bytes
             return read_data_uri(value, MOST_FILE_BYTES)
         except (InvalidImage, EmptyInput) as error:
             raise BadRow(f"is wrong: {error}") from None
-    return whole.read(_beside(value, file), MOST_FILE_BYTES, f"has {excerpt(value)}, which ")
+    return whole.read(_beside(value, file), f"has {excerpt(value)}, which ")
 
 
 def _beside(path: str, file: str) -> str:
@@ -231,7 +299,7 @@ class _WholeFiles:
     def __init__(self) -> None:
         self._stores: dict[str, Any] = {}
 
-    def read(self, name: str, most_bytes: int, before: str = "") -> bytes:
+    def read(self, name: str, before: str = "") -> bytes:
         """A file here or in a store.
 
         Raises BadRow, whose message begins with `before`, for one that is not there or too large;
@@ -240,10 +308,16 @@ class _WholeFiles:
         is_url = object_store.is_url(name, of_data=True)
         if before and not is_url and not os.path.isfile(name):  # Path's raises for long names
             raise BadRow(f"{before}is no file: {excerpt(name)}")
-        context = object_store.open_object(name, self._store(name)) if is_url else opened(name)
+        if is_url:
+            scheme = name.partition("://")[0]
+            if scheme not in self._stores:
+                self._stores[scheme] = object_store.store_of(name)
+            context = object_store.open_object(name, self._stores[scheme])
+        else:
+            context = opened(name)
         try:
             with context as file:
-                data = file.read(most_bytes + 1)
+                data = file.read(MOST_FILE_BYTES + 1)
         except StoreUnreachable:
             raise
         except CheckpointError as error:
@@ -252,12 +326,6 @@ class _WholeFiles:
             raise BadRow(f"{before}is not there or not to be read: {error}") from None
         except OSError as error:
             raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
-        if len(data) > most_bytes:
-            raise BadRow(f"{before}has more than {most_bytes} bytes, the most that is read")
+        if len(data) > MOST_FILE_BYTES:
+            raise BadRow(f"{before}has more than {MOST_FILE_BYTES} bytes, the most that is read")
         return data
-
-    def _store(self, url: str) -> Any:
-        scheme = url.partition("://")[0]
-        if scheme not in self._stores:
-            self._stores[scheme] = object_store.store_of(url)
-        return self._stores[scheme]

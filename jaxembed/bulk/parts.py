@@ -2,9 +2,9 @@
 are and where the next one begins."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -42,46 +42,66 @@ class Footer(msgspec.Struct, frozen=True):
 
 
 class PartWriter:
-    """Writes the rows of one part in groups of about ROW_GROUP_BYTES."""
+    """Writes one part, in groups of about ROW_GROUP_BYTES, and notes the rows that are left out."""
 
-    def __init__(self, path: Path, schema: Any, outputs: Sequence[str]):
+    def __init__(self, folder: Destination, part: int, schema: Any, outputs: Sequence[str]):
         """Columns of `outputs` are not compressed: numbers hardly shrink."""
         leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
-        numbers = {leaf for leaf in leaves if leaf.split(".")[0] in outputs}
+        texts = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
+        self._stack = ExitStack()
         self._writer = parquet().ParquetWriter(
-            path,
+            self._stack.enter_context(folder.writing(PART.format(part))),
             schema,
-            compression={leaf: "none" if leaf in numbers else "zstd" for leaf in leaves},
-            use_dictionary=[leaf for leaf in leaves if leaf not in numbers],
-            write_statistics=[leaf for leaf in leaves if leaf not in numbers],
+            compression={leaf: "zstd" if leaf in texts else "none" for leaf in leaves},
+            use_dictionary=texts,
+            write_statistics=texts,
         )
-        self._schema = schema
+        self._part, self._schema = part, schema
         self._waiting: list[Any] = []
-        self.rows = 0
+        self._rows = self._skipped = 0
+        self._named: list[Skipped] = []
+        self._reasons: Counter[str] = Counter()
 
-    def write(self, rows: Any) -> None:
-        """Append a RecordBatch."""
+    def write(self, rows: Any, skipped: Sequence[Skipped]) -> None:
+        """Append a RecordBatch, and note rows that were left out."""
         self._waiting.append(rows)
-        self.rows += rows.num_rows
+        self._rows += rows.num_rows
         if sum(one.nbytes for one in self._waiting) >= ROW_GROUP_BYTES:
             self._flush()
+        self._skipped += len(skipped)
+        for one in skipped:
+            few = self._reasons[one.reason] < MOST_OF_A_REASON
+            if few and len(self._named) < MOST_SKIPPED_NAMED:
+                self._reasons[one.reason] += 1
+                self._named.append(one)
+
+    def footer(self, job: str, of_texts: str, end: Place) -> Footer:
+        """The footer of the part, once all its rows are written."""
+        return Footer(job, of_texts, self._part, self._rows, end, self._skipped, self._named)
 
     def finish(self, footer: Footer) -> None:
-        """Write the rest, and the footer."""
-        self._flush()
-        encoded = msgspec.json.encode(footer)
-        self._writer.add_key_value_metadata({FOOTER.decode(): encoded.decode()})
-        self._writer.close()
+        """Write the rest and the footer, and give the file its name."""
+        with self._stack:
+            self._flush()
+            encoded = msgspec.json.encode(footer)
+            self._writer.add_key_value_metadata({FOOTER.decode(): encoded.decode()})
+            self._writer.close()
 
     def abandon(self) -> None:
-        """Close a file that nobody will read."""
-        self._writer.close()
+        """Leave nothing of it."""
+        with suppress(_Abandoned, OSError), self._stack:
+            self._writer.close()
+            raise _Abandoned
 
     def _flush(self) -> None:
         if self._waiting:
             table = arrow().Table.from_batches(self._waiting, self._schema)
             self._writer.write_table(table, row_group_size=max(table.num_rows, 1))
         self._waiting = []
+
+
+class _Abandoned(Exception):
+    """So that an unfinished file does not take its name."""
 
 
 def _leaves(kind: Any, path: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -10,32 +9,11 @@ import numpy as np
 from jaxembed.bulk.destination import Destination
 from jaxembed.bulk.job import read_job
 from jaxembed.bulk.parts import finished_parts, reading_part
+from jaxembed.bulk.row_source import DIGEST_BYTES
 from jaxembed.bulk.sources import arrow
 from jaxembed.errors import ConfigError
 
-TEXT_DIGEST, IMAGE_DIGEST = "text_digest", "image_digest"  # columns of a part, which has one
-DIGEST_BYTES = 16
 GROUPS_KEPT = 4  # row groups in memory
-
-
-def text_digest(texts: Sequence[str]) -> bytes:
-    """BLAKE2b of the texts of a row, 16 bytes."""
-    state = blake2b(digest_size=DIGEST_BYTES)
-    for text in texts:
-        encoded = text.encode(errors="surrogatepass")
-        state.update(len(encoded).to_bytes(8, "little") + encoded)
-    return state.digest()
-
-
-def image_digest(image: bytes | np.ndarray) -> bytes:
-    """BLAKE2b of the bytes of an image's file, or of the colours of a page, 16 bytes."""
-    state = blake2b(digest_size=DIGEST_BYTES)
-    if isinstance(image, bytes):
-        state.update(image)
-    else:
-        state.update(repr(image.shape).encode())
-        state.update(np.ascontiguousarray(image).data)
-    return state.digest()
 
 
 class Earlier:
@@ -45,9 +23,7 @@ class Earlier:
     order they had before are found fastest.
     """
 
-    def __init__(
-        self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str = TEXT_DIGEST
-    ):
+    def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str):
         """`digest` is the column of digests. Raises ConfigError if the folder has no job, or its
         results depend on something else."""
         self._folder = folder

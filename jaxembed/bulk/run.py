@@ -6,11 +6,9 @@ from these by a rounding, where a text was in another batch.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,43 +17,12 @@ import numpy as np
 
 from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import ahead
-from jaxembed.bulk.computations import Computation, RowInputs
+from jaxembed.bulk.computations import Computation
 from jaxembed.bulk.destination import Destination, destination
-from jaxembed.bulk.image_rows import ImageRows
-from jaxembed.bulk.parts import (
-    MOST_OF_A_REASON,
-    MOST_SKIPPED_NAMED,
-    PART,
-    Footer,
-    PartWriter,
-    Skipped,
-    finished_parts,
-    read_footer,
-)
-from jaxembed.bulk.reuse import (
-    DIGEST_BYTES,
-    IMAGE_DIGEST,
-    TEXT_DIGEST,
-    Earlier,
-    image_digest,
-    text_digest,
-)
-from jaxembed.bulk.sources import (
-    STANDARD_INPUT,
-    START,
-    Block,
-    InputFile,
-    Place,
-    arrow,
-    as_list,
-    check_columns,
-    column_types,
-    input_files,
-    is_pdf,
-    problem_of,
-    read_rows,
-    row_name,
-)
+from jaxembed.bulk.parts import PART, Footer, PartWriter, Skipped, finished_parts, read_footer
+from jaxembed.bulk.reuse import Earlier
+from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs
+from jaxembed.bulk.sources import STANDARD_INPUT, START, Block, Place, arrow, row_name
 from jaxembed.bulk.stream import RowStream
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
 from jaxembed.platform import object_store
@@ -79,11 +46,6 @@ class Rows:
     keep: tuple[str, ...] = ()
     part_rows: int = PART_ROWS
     on_error: OnError = "fail"
-    images: ImageRows | None = None  # None: the computation is of texts
-
-    def files(self) -> list[InputFile]:
-        """The files of the inputs. Raises ConfigError as `input_files`."""
-        return input_files(self.inputs) if self.images is None else self.images.files(self.inputs)
 
 
 class JobProgress(NamedTuple):
@@ -144,20 +106,33 @@ def run_job(
     rows are to be skipped, and the errors of the computation.
     """
     _check_places(rows, out, reuse)
-    files = rows.files()
+    source = computation.source
+    files = source.files(rows.inputs)
     folder = destination(out)
-    job, types = _job_of(rows, files, computation)
-    digest = TEXT_DIGEST if rows.images is None else IMAGE_DIGEST
-    schema = _schema(types, computation, digest)
+    ids = [] if rows.id_column is None else [rows.id_column]
+    types = source.types(files, list(dict.fromkeys([*ids, *rows.keep])))
+    job = jobs.BulkJob(
+        inputs=files,
+        part_rows=rows.part_rows,
+        columns={name: str(kind) for name, kind in types.items()},
+        id_column=rows.id_column,
+        computation=computation.describe(),
+        text_columns=list(source.columns),
+        **source.settings(files),
+    )
+    schema = _schema(types, computation)
     jobs.refuse_others(folder)
     with folder.locked():
         jobs.begin(job, folder)
         earlier = None
         if reuse is not None:
             earlier = Earlier(
-                destination(reuse, make=False), job.of_texts, computation.fields(), digest
+                destination(reuse, make=False),
+                job.of_texts,
+                computation.fields(),
+                source.digest_column,
             )
-        running = _Run(job, computation, folder, schema, earlier, rows)
+        running = _Run(job, computation, types, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
         except InvalidInput:
@@ -167,40 +142,13 @@ def run_job(
             raise ConfigError(
                 f"cannot write {folder}: {error}; finished parts stay: run the same command again"
             ) from error
-        if rows.files() != files:
+        if source.files(rows.inputs) != files:
             raise ConfigError(
                 f"the input changed while it was read: {folder} is of no one state of it; choose "
                 "another folder"
             )
         running.complete()
     return running.summary
-
-
-def _job_of(
-    rows: Rows, files: list[InputFile], computation: Computation
-) -> tuple[jobs.BulkJob, dict[str, Any]]:
-    """The job, and the types of the columns that it keeps. Raises ConfigError for columns that are
-    not there."""
-    images = rows.images
-    first = [] if rows.id_column is None else [rows.id_column]
-    kept = list(dict.fromkeys([*first, *rows.keep]))
-    if images is None:
-        types = column_types(files, kept)
-        check_columns(files, computation.columns)
-    else:
-        types = images.types(files, kept)
-        images.check(files)
-    with_pdf = images is not None and any(is_pdf(file.name) for file in files)
-    job = jobs.BulkJob(
-        inputs=files,
-        part_rows=rows.part_rows,
-        columns={name: str(kind) for name, kind in types.items()},
-        id_column=rows.id_column,
-        computation=computation.describe(),
-        text_columns=list(computation.columns),
-        pdf_dpi=images.pdf_dpi if images is not None and with_pdf else msgspec.UNSET,
-    )
-    return job, types
 
 
 def _check_places(rows: Rows, out: str, reuse: str | None) -> None:
@@ -223,48 +171,43 @@ def _is_inside(out: str, name: str) -> bool:
     return Path(out).resolve().is_relative_to(Path(name).resolve())
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        job: jobs.BulkJob,
-        computation: Computation,
-        folder: Destination,
-        schema: Any,
-        earlier: Earlier | None,
-        rows: Rows,
-    ):
-        self._job = job
-        self._on_error = rows.on_error
-        self._of_images = rows.images is not None
-        self._read = read_rows if rows.images is None else rows.images.read
-        self._digest, self._of_texts = job.digest, job.of_texts
-        self._computation = computation
-        self._folder = folder
-        self._schema = schema
-        self._types = {name: schema.field(name).type for name in job.columns}
-        self._results = schema.names[1 + len(job.columns) :]  # the digest among them
-        self._earlier = earlier
-        self._finished = set(finished_parts(folder))
-        self._footers: dict[int, Footer] = {}
+    """A run of a job."""
+
+    job: jobs.BulkJob
+    computation: Computation
+    types: dict[str, Any]  # of the columns that are kept
+    folder: Destination
+    schema: Any
+    earlier: Earlier | None
+    on_error: OnError
+    footers: dict[int, Footer] = field(default_factory=dict)  # by part
+
+    def __post_init__(self) -> None:
+        self._digest, self._of_texts = self.job.digest, self.job.of_texts
+        self._finished = set(finished_parts(self.folder))
         self.summary = Summary(parts_found=len(self._finished))
         if self._finished:
             logger.info("%d parts are there: going on after them", len(self._finished))
 
     def run(self, on_progress: Callable[[JobProgress], object]) -> None:
         """Write all parts that are not there."""
-        part: _OpenPart | None = None
+        results = self.schema.names[1 + len(self.types) :]  # the digest among them
+        part: PartWriter | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="finish-part") as finishing:
             last: Future | None = None
             try:
                 for chunk, batch, skipped, reused in ahead(self._compute, self._chunks()):
-                    part = part or _OpenPart(self._folder, chunk.part, self._schema, self._results)
-                    part.add(batch, [*chunk.skipped, *skipped])
+                    part = part or PartWriter(self.folder, chunk.part, self.schema, results)
+                    part.write(batch, [*chunk.skipped, *skipped])
                     self.summary.reused += reused
                     self.summary.computed += batch.num_rows - reused
                     if chunk.closes:
                         if last is not None:
                             last.result()
-                        footer = self._footer(part, chunk)
+                        footer = part.footer(self._digest, self._of_texts, chunk.end)
+                        self.footers[chunk.part] = footer
                         part, last = None, finishing.submit(part.finish, footer)
                     on_progress(chunk.progress)
                 if last is not None:
@@ -275,13 +218,13 @@ class _Run:
 
     def complete(self) -> None:
         """Say that all parts are there: what they hold, and what was left out."""
-        summary, footers = self.summary, [self._footers[part] for part in sorted(self._footers)]
+        summary, footers = self.summary, [self.footers[part] for part in sorted(self.footers)]
         summary.parts = len(footers)
         summary.rows = sum(one.rows for one in footers)
         summary.skipped = sum(one.skipped for one in footers)
         named = [msgspec.json.encode(row) for one in footers for row in one.skipped_rows]
         if named:
-            with self._folder.writing(SKIPPED) as path:
+            with self.folder.writing(SKIPPED) as path:
                 path.write_bytes(b"\n".join([*named, b""]))
         manifest = {
             "job": self._digest,
@@ -289,61 +232,37 @@ class _Run:
             "skipped": summary.skipped,
             "parts": [{"name": PART.format(one.part), "rows": one.rows} for one in footers],
         }
-        with self._folder.writing(JOB_MANIFEST) as path:
+        with self.folder.writing(JOB_MANIFEST) as path:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
-    def _footer(self, part: "_OpenPart", chunk: _Chunk) -> Footer:
-        footer = Footer(
-            self._digest,
-            self._of_texts,
-            chunk.part,
-            part.rows,
-            chunk.end,
-            part.skipped,
-            part.named,
-        )
-        self._footers[chunk.part] = footer
-        return footer
-
     def _chunks(self) -> Iterator[_Chunk]:
-        """The rows of all parts that are not there, in order."""
+        """The rows of all parts that are not there, in order. Raises ConfigError if a part is of
+        another job."""
+        source, most = self.computation.source, self.job.part_rows
+        columns = list(dict.fromkeys((*source.columns, *self.types)))
         part, at, stream = 0, START, None
-        while True:
+        while stream is None or not stream.ended:
             if part in self._finished:
-                at, stream = self._end_of(part), None
-                part += 1
-                continue
-            if stream is None:
-                columns = dict.fromkeys((*self._computation.columns, *self._types))
-                stream = RowStream(self._read, self._job.inputs, list(columns), at)
-            yield from self._chunks_of(part, stream)
-            if stream.ended and not stream.waiting:
-                return
+                footer = read_footer(self.folder, part)
+                if footer.job != self._digest or footer.part != part:
+                    raise ConfigError(
+                        f"{self.folder}: {PART.format(part)} is of another job; remove it"
+                    )
+                self.footers[part] = footer
+                at, stream = footer.end, None
+            else:
+                stream = stream or RowStream(source.read, self.job.inputs, columns, at)
+                done, closes = 0, False
+                while not closes:
+                    blocks = stream.take(min(self.computation.rows_a_call, most - done))
+                    if not blocks and not done:
+                        return
+                    first = part * most + done
+                    done += sum(block.count for _, block in blocks)
+                    closes = done == most or stream.ended
+                    progress = JobProgress(part * most + done, stream.share)
+                    yield self._chunk(part, first, blocks, stream.at, closes, progress)
             part += 1
-
-    def _chunks_of(self, part: int, stream: RowStream) -> Iterator[_Chunk]:
-        done, most = 0, self._job.part_rows
-        while done < most:
-            blocks = stream.take(min(self._computation.rows_a_call, most - done))
-            count = sum(block.count for _, block in blocks)
-            if not count and not done:
-                return
-            first = part * most + done
-            done += count
-            closes = done == most or stream.ended
-            progress = JobProgress(part * most + done, stream.share)
-            yield self._chunk(part, first, blocks, stream.at, closes, progress)
-            if closes:
-                return
-
-    def _end_of(self, part: int) -> Place:
-        """Where the rows after a finished part begin. Raises ConfigError if it is of another
-        job."""
-        footer = read_footer(self._folder, part)
-        if footer.job != self._digest or footer.part != part:
-            raise ConfigError(f"{self._folder}: {PART.format(part)} is of another job; remove it")
-        self._footers[part] = footer
-        return footer.end
 
     def _chunk(
         self,
@@ -356,13 +275,20 @@ class _Run:
     ) -> _Chunk:
         """A chunk of these blocks, without the rows that are bad. Raises InvalidInput for one that
         is to fail."""
+        pa, source = arrow(), self.computation.source
         numbers, places, inputs, skipped = [], [], [], []
-        kept: dict[str, list[Any]] = {name: [] for name in self._types}
+        kept: dict[str, list[Any]] = {name: [] for name in self.types}
         for place, block in blocks:
-            arrays, bad = self._converted(block)
+            arrays, bad = {}, {}
+            for name, kind in self.types.items():
+                arrays[name], wrong = _of_type(block.columns[name], kind, name)
+                bad |= wrong
+                if name == self.job.id_column and arrays[name].null_count:
+                    nulls = np.flatnonzero(np.asarray(arrays[name].is_null()))
+                    bad = {int(index): f"has no `{name}`" for index in nulls} | bad
             bad |= block.bad
-            for index, row in enumerate(self._inputs_of(block)):
-                problem = bad.get(index) or self._problem(row)
+            for index, row in enumerate(source.inputs(block)):
+                problem = bad.get(index) or source.problem(row)
                 if problem:
                     bad[index] = problem
                     skipped.append(self._skip(first + index, place, index, problem))
@@ -373,152 +299,70 @@ class _Run:
             good = np.ones(block.count, bool)
             good[list(bad)] = False
             for name, array in arrays.items():
-                kept[name].append(array if not bad else array.filter(arrow().array(good)))
+                kept[name].append(array if not bad else array.filter(pa.array(good)))
             first += block.count
-        joined = [_joined(some, self._types[name]) for name, some in kept.items()]
+        joined = [
+            pa.concat_arrays(some) if some else pa.array([], self.types[name])
+            for name, some in kept.items()
+        ]
         return _Chunk(part, numbers, places, inputs, joined, skipped, end, closes, progress)
 
-    def _inputs_of(self, block: Block) -> list[RowInputs]:
-        """The texts of each row of a block, or the image of its one row."""
-        if self._of_images:
-            return [(block.image,)]
-        columns = [as_list(block.columns[name]) for name in self._computation.columns]
-        return list(zip(*columns, strict=True))
-
-    def _problem(self, row: RowInputs) -> str | None:
-        """What is wrong with the texts of a row, None if nothing is. Images are bad already."""
-        if self._of_images:
-            return None
-        found = map(problem_of, row, self._computation.columns)
-        return next(filter(None, found), None)
-
-    def _converted(self, block: Block) -> tuple[dict[str, Any], dict[int, str]]:
-        """The columns to keep as Arrow arrays of their types, and the rows where one cannot be."""
-        arrays, bad = {}, {}
-        for name, kind in self._types.items():
-            values = block.columns[name]
-            arrays[name], wrong = _of_type(values, kind, name)
-            bad |= wrong
-            if name == self._job.id_column and arrays[name].null_count:
-                nulls = np.flatnonzero(np.asarray(arrays[name].is_null()))
-                bad = {int(index): f"has no `{name}`" for index in nulls} | bad
-        return arrays, bad
-
     def _skip(self, row: int, place: Place, index: int, problem: str) -> Skipped:
-        where = row_name(self._job.inputs, place, index)
-        if self._on_error == "fail":
+        where = row_name(self.job.inputs, place, index)
+        if self.on_error == "fail":
             raise InvalidInput(f"{where} {problem} (--on-error skip leaves such rows out)")
         return Skipped(row, where, problem)
 
-    def _compute(self, chunk: _Chunk) -> "_Computed":
+    def _compute(self, chunk: _Chunk) -> _Computed:
         """The rows of a chunk with their results, as a RecordBatch, and those left out now."""
         pa = arrow()
-        digests = [self._digest_of(row) for row in chunk.inputs]
+        digests = [self.computation.source.digest(row) for row in chunk.inputs]
         found = np.full(len(digests), -1, np.int64)
-        if self._earlier is not None and digests:
-            found = self._earlier.find(digests)
-        new = np.flatnonzero(found < 0)
-        arrays, skipped, computed = self._computed(chunk, new)
-        old = np.flatnonzero(found >= 0)
-        if len(old):
-            assert self._earlier is not None
-            arrays = [
-                pa.concat_arrays(pair)
-                for pair in zip(arrays, self._earlier.take(found[old]), strict=True)
-            ]
-        rows = np.concatenate([computed, old])
-        order = np.argsort(rows)
-        left = pa.array(rows[order])
-        stored = pa.array(digests, pa.binary(DIGEST_BYTES))
-        columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
-        taken = [column.take(left) for column in columns]
-        results = arrays if not len(old) else [array.take(pa.array(order)) for array in arrays]
-        batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self._schema)
-        return _Computed(chunk, batch, skipped, len(old))
-
-    def _digest_of(self, row: RowInputs) -> bytes:
-        return image_digest(*row) if self._of_images else text_digest(row)
-
-    def _computed(
-        self, chunk: _Chunk, indices: np.ndarray
-    ) -> tuple[list[Any], list[Skipped], np.ndarray]:
-        """The results of some rows of a chunk, the rows that were skipped, and the indices of the
-        others."""
+        if self.earlier is not None and digests:
+            found = self.earlier.find(digests)
+        new, old = np.flatnonzero(found < 0), np.flatnonzero(found >= 0)
         skipped: list[Skipped] = []
-        while True:
+        results = None
+        while results is None:
             try:
-                arrays = self._computation.compute([chunk.inputs[k] for k in indices.tolist()])
-                return arrays, skipped, indices
+                results = self.computation.compute([chunk.inputs[k] for k in new.tolist()])
             except InvalidInput as error:
                 if error.index is None:
                     raise
-                wrong = int(indices[error.index])
-                place, index = chunk.places[wrong]
-                skipped.append(self._skip(chunk.numbers[wrong], place, index, _reason(error)))
-                indices = np.delete(indices, error.index)
+                problem = f"is wrong: {error}"
+                if isinstance(error, InputTooLong):  # with the flag of the commands that helps
+                    problem = (
+                        f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true "
+                        "cuts it"
+                    )
+                wrong = int(new[error.index])
+                skipped.append(self._skip(chunk.numbers[wrong], *chunk.places[wrong], problem))
+                new = np.delete(new, error.index)
+        rows = np.concatenate([new, old])
+        if self.earlier is not None and len(old):
+            order = pa.array(np.argsort(rows))
+            pairs = zip(results, self.earlier.take(found[old]), strict=True)
+            results = [pa.concat_arrays(pair).take(order) for pair in pairs]
+        left = pa.array(np.sort(rows))
+        stored = pa.array(digests, pa.binary(DIGEST_BYTES))
+        columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
+        taken = [column.take(left) for column in columns]
+        batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self.schema)
+        return _Computed(chunk, batch, skipped, len(old))
 
 
-def _reason(error: InvalidInput) -> str:
-    """Why a row cannot be computed, with the flag of the commands that helps."""
-    if not isinstance(error, InputTooLong):
-        return f"is wrong: {error}"
-    return f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true cuts it"
-
-
-class _OpenPart:
-    """A part that is being written."""
-
-    def __init__(self, folder: Destination, part: int, schema: Any, results: Sequence[str]):
-        self._stack = ExitStack()
-        path = self._stack.enter_context(folder.writing(PART.format(part)))
-        self._writer = PartWriter(path, schema, results)
-        self.skipped = 0
-        self.named: list[Skipped] = []
-        self._reasons: Counter[str] = Counter()
-
-    @property
-    def rows(self) -> int:
-        return self._writer.rows
-
-    def add(self, batch: Any, skipped: Sequence[Skipped]) -> None:
-        """Append rows, and note those that were left out."""
-        self._writer.write(batch)
-        self.skipped += len(skipped)
-        for one in skipped:
-            few = self._reasons[one.reason] < MOST_OF_A_REASON
-            if few and len(self.named) < MOST_SKIPPED_NAMED:
-                self._reasons[one.reason] += 1
-                self.named.append(one)
-
-    def finish(self, footer: Footer) -> None:
-        """Complete the file and give it its name."""
-        with self._stack:
-            self._writer.finish(footer)
-
-    def abandon(self) -> None:
-        """Leave nothing of it."""
-        with suppress(_Abandoned, OSError), self._stack:
-            self._writer.abandon()
-            raise _Abandoned
-
-
-class _Abandoned(Exception):
-    """So that an unfinished file does not take its name."""
-
-
-def _schema(types: dict[str, Any], computation: Computation, digest: str) -> Any:
+def _schema(types: dict[str, Any], computation: Computation) -> Any:
     """The schema of the parts. Raises ConfigError for a column to keep that a result is called."""
     pa = arrow()
-    results = computation.fields()
-    taken = {ROW, digest, *(one.name for one in results)}
+    kept = [pa.field(name, kind) for name, kind in types.items()]
+    digests = pa.field(computation.source.digest_column, pa.binary(DIGEST_BYTES))
+    results = [digests, *computation.fields()]
     for name in types:
-        if name in taken:
+        if name in {ROW, *(one.name for one in results)}:
             raise ConfigError(
                 f"column `{name}` cannot be kept: the result has a column of that name; rename it"
             )
-    kept = [pa.field(name, kind) for name, kind in types.items()]
-    digests = pa.field(digest, pa.binary(DIGEST_BYTES))
-    return pa.schema([pa.field(ROW, pa.int64()), *kept, digests, *results])
+    return pa.schema([pa.field(ROW, pa.int64()), *kept, *results])
 
 
 def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
@@ -556,8 +400,3 @@ def _is_same(given: Any, kept: Any) -> bool:
     if isinstance(given, list) and isinstance(kept, list):
         return len(given) == len(kept) and all(map(_is_same, given, kept))
     return given == kept and isinstance(given, bool) == isinstance(kept, bool)
-
-
-def _joined(arrays: Sequence[Any], kind: Any) -> Any:
-    pa = arrow()
-    return pa.concat_arrays(arrays) if arrays else pa.array([], kind)

@@ -36,8 +36,7 @@ class RowStream:
         """The next rows, so many or what is left; fewer where their images take more than
         IMAGE_BYTES_AT_A_TIME. One block is read ahead, so that `ended` is true with the last
         row."""
-        taken: list[tuple[Place, Block]] = []
-        image_bytes = 0
+        taken, image_bytes = [], 0
         while count and image_bytes < IMAGE_BYTES_AT_A_TIME and self._fill():
             place, block = self.waiting.pop(0)
             if block.count > count:
@@ -45,8 +44,7 @@ class RowStream:
                 block = block.sliced(0, count)
             taken.append((place, block))
             count -= block.count
-            if block.image is not None:
-                image = block.image
+            if (image := block.image) is not None:
                 image_bytes += len(image) if isinstance(image, bytes) else image.nbytes
             self.at = Place(place.file, place.row + block.count)
             self.share = self._before[place.file] + block.share * self._each[place.file]

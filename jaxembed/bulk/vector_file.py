@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from jaxembed.bulk.ahead import ahead, divided
-from jaxembed.bulk.computations import ROWS_A_CALL
+from jaxembed.bulk.row_source import ROWS_A_CALL
 from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.loading import load_embedder, refuse_without_outputs
+from jaxembed.cli.loading import load_for_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG, TEXT_OPTIONS
 
@@ -55,12 +55,12 @@ def calibrate_command(
     from tqdm import tqdm
 
     from jaxembed.bulk.calibration import ENOUGH_TEXTS, measure_ranges
+    from jaxembed.bulk.row_source import TextRows
     from jaxembed.bulk.sources import read_texts
     from jaxembed.checkpoints.ranges import check_writable, save_ranges
 
     lines = read_texts(texts, text_column)  # a missing file is reported first
-    refuse_without_outputs(model, prompt_name, flags)
-    embedder = load_embedder(model, flags)
+    embedder = load_for_outputs(model, prompt_name, flags, TextRows((text_column,)))
     check_writable(embedder.model.path)
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
         ranges = measure_ranges(

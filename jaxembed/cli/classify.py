@@ -60,7 +60,8 @@ def classify_command(
 
     def make(embedder: "Embedder") -> Any:
         from jaxembed.bulk.computations import ClassifyRows
+        from jaxembed.bulk.row_source import TextRows
 
-        return ClassifyRows(embedder, columns, raw_scores, {})
+        return ClassifyRows(embedder, TextRows(columns), raw_scores)
 
     score_with(model, "classify", flags, make, inputs, output)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,9 +11,8 @@ import click
 from click.core import ParameterSource
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.image_inputs import images_of, refuse_flags_of_texts, with_columns_of_files
 from jaxembed.cli.jobs import check_folder_job, folder_options, refuse_other_suffix, run_folder
-from jaxembed.cli.loading import load_embedder, refuse_without_outputs
+from jaxembed.cli.loading import load_for_outputs
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -28,7 +27,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.quantise import EmbeddingDtype
 
 if TYPE_CHECKING:
-    from jaxembed.bulk.image_rows import ImageRows
+    from jaxembed.bulk.row_source import RowSource
     from jaxembed.embedder import Embedder
 
 logger = logging.getLogger("jaxembed")
@@ -133,9 +132,13 @@ def embed_command(
     outputs = tuple(dict.fromkeys(outputs))
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
-    images = images_of(inputs, image_column, pdf_dpi, pdf_timeout)
-    if images is not None:
-        refuse_flags_of_texts({"prompt_name": prompt_name, "role": role, **flags})
+    source = _row_source(inputs, text_column, image_column, pdf_dpi, pdf_timeout)
+    of_texts = {"prompt_name": prompt_name, "role": role, **flags}
+    for name in source.unused_flags:
+        if of_texts[name] is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for texts, and the inputs are images; leave it out"
+            )
     options = {
         "prompt_name": prompt_name,
         "adapter": adapter_name,
@@ -143,68 +146,99 @@ def embed_command(
         "output_dtype": output_dtype,
         **({} if role is None else {"role": role}),
     }
+    load = partial(load_for_outputs, model, prompt_name, flags, source, outputs)
     chosen = folder_options(flags)
     if output.endswith((".npy", ".jsonl")):
-        _refuse_images(output, images)
-        _refuse_folder_options(output, chosen)
-        write = partial(_write_file, inputs, text_column, Path(output), outputs, options)
+        lines = source.texts(inputs, output)
+        for name in chosen:
+            if _is_given(name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for a folder of Parquet, and --output {output} "
+                    "is one file; name a folder"
+                )
+        _write_file(load, lines, Path(output), outputs, options)
     else:
         refuse_other_suffix(output, ".npy, .jsonl or ")
         check_folder_job(inputs, output)
-        if images is not None and images.column is None:
-            chosen = with_columns_of_files(inputs, chosen)
-        chosen["images"] = images
-        write = partial(_write_folder, inputs, text_column, output, outputs, options, chosen)
-    write(lambda: _load(model, prompt_name, flags, outputs, images))
-
-
-def _load(
-    model: str | None,
-    prompt_name: str | None,
-    flags: dict[str, Any],
-    outputs: tuple[OutputName, ...],
-    images: "ImageRows | None",
-) -> "Embedder":
-    refuse_without_outputs(model, prompt_name, flags, outputs, of_images=images is not None)
-    return load_embedder(model, flags)
-
-
-def _refuse_images(output: str, images: "ImageRows | None") -> None:
-    """Raise ConfigError for images, whose names a single file has no place for."""
-    if images is not None:
-        raise ConfigError(
-            f"--output {output}: vectors of images are written as Parquet, each with its path or "
-            "what --id-column keeps; name a folder"
+        chosen["id_column"], chosen["keep"] = source.kept_columns(
+            inputs, chosen["id_column"], chosen["keep"]
         )
 
+        def make(embedder: "Embedder") -> Any:
+            from jaxembed.bulk.computations import EmbedRows
 
-def _refuse_folder_options(output: str, chosen: dict[str, Any]) -> None:
-    """Raise ConfigError for options that only a folder has a place for."""
-    given = click.get_current_context().get_parameter_source
-    for name in chosen:
-        if given(name) is not ParameterSource.DEFAULT:
-            flag = name.replace("_", "-")
+            return EmbedRows(embedder, source, outputs, options)
+
+        run_folder(load, make, inputs, output, chosen)
+
+
+def _row_source(
+    inputs: Sequence[str],
+    text_column: str,
+    image_column: str | None,
+    pdf_dpi: int,
+    pdf_timeout_s: float,
+) -> "RowSource":
+    """What the rows of the inputs hold.
+
+    Raises ConfigError for an input that is missing, for inputs of texts and of images, for flags
+    that do not fit each other or the inputs, and for an extra that is not installed.
+    """
+    from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
+    from jaxembed.bulk.row_source import TextRows
+    from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files, is_of_images
+
+    column = None if image_column is None else "--image-column"
+    if _is_given("text_column"):
+        if image_column is not None:
             raise ConfigError(
-                f"--{flag} is for a folder of Parquet, and --output {output} is one file; name a "
-                "folder"
+                "--text-column and --image-column: a row is a text or an image. For both, run the "
+                "command twice, into two folders with the same --id-column"
             )
+        column = "--text-column"
+    if column is None:
+        files = [one.name for one in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
+        images = [name for name in files if is_of_images(name)]
+        if images and len(images) < len(files):
+            rows = next(name for name in files if not is_of_images(name))
+            raise ConfigError(
+                f"the inputs have images, such as {images[0]}, and files of rows, such as {rows}; "
+                "name one kind by a pattern such as 'photos/*.jpg', or say with --text-column or "
+                "--image-column which column of the rows to embed"
+            )
+        if images:
+            return ImageFiles(pdf_dpi=pdf_dpi, pdf_timeout_s=pdf_timeout_s)
+    else:
+        if named := next(filter(is_of_images, inputs), None):
+            raise ConfigError(f"{named}: image and PDF files have no columns; leave {column} out")
+        input_files(inputs)
+    for name in ("pdf_dpi", "pdf_timeout"):
+        if _is_given(name):
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is for PDF files, and the inputs are files of rows")
+    source = TextRows((text_column,)) if image_column is None else ImageColumn((image_column,))
+    source.files(inputs)
+    return source
+
+
+def _is_given(name: str) -> bool:
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not ParameterSource.DEFAULT
 
 
 def _write_file(
-    inputs: tuple[str, ...],
-    text_column: str,
+    load: Callable[[], "Embedder"],
+    lines: Iterator[str],
     output: Path,
     outputs: tuple[OutputName, ...],
     options: dict[str, Any],
-    load: Callable[[], "Embedder"],
 ) -> None:
+    """Embed texts into one file, with a progress bar."""
     from tqdm import tqdm
 
-    from jaxembed.bulk.sources import read_texts
     from jaxembed.bulk.vector_file import check_vectors_path, embed_file
 
-    lines = read_texts(inputs, text_column)  # a missing file is reported before a long load
-    check_vectors_path(output, outputs)
+    check_vectors_path(output, outputs)  # before a long load
     embedder = load()
     started_at = time.monotonic()
     with tqdm(unit=" texts", desc="embed", disable=None) as bar:
@@ -214,26 +248,3 @@ def _write_file(
     seconds = time.monotonic() - started_at
     embedder.close()
     logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
-
-
-def _write_folder(
-    inputs: tuple[str, ...],
-    text_column: str,
-    output: str,
-    outputs: tuple[OutputName, ...],
-    options: dict[str, Any],
-    chosen: dict[str, Any],
-    load: Callable[[], "Embedder"],
-) -> None:
-    from jaxembed.bulk.computations import EmbedImages, EmbedRows
-
-    images = chosen["images"]
-    embedder = load()
-    try:
-        if images is None:
-            computation = EmbedRows(embedder, text_column, outputs, options)
-        else:
-            computation = EmbedImages(embedder, images.column, outputs, options)
-        run_folder(computation, inputs, output, chosen)
-    finally:
-        embedder.close()

@@ -3,9 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxembed.cli.loading import load_embedder, refuse_without_task
+from jaxembed.cli.loading import load_for_task
 from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError
 from jaxembed.platform.signals import set_resume_hint
@@ -54,46 +55,50 @@ def score_with(
 ) -> None:
     """Load a model that can do the task, and write what it computes of each row as Parquet.
 
-    `make` gives the Computation. Raises ConfigError and WrongTask before weights are downloaded,
-    and as `run_job`.
+    Raises ConfigError and WrongTask before weights are downloaded, and as `run_folder`.
     """
     refuse_other_suffix(output, "")
     chosen = folder_options(flags)
     check_folder_job(inputs, output)
-    refuse_without_task(model, task, flags)
-    embedder = load_embedder(model, flags)
-    try:
-        run_folder(make(embedder), inputs, output, chosen)
-    finally:
-        embedder.close()
+    run_folder(partial(load_for_task, model, task, flags), make, inputs, output, chosen)
 
 
 def run_folder(
-    computation: Any, inputs: tuple[str, ...], output: str, chosen: dict[str, Any]
+    load: Callable[[], "Embedder"],
+    make: Callable[["Embedder"], Any],
+    inputs: tuple[str, ...],
+    output: str,
+    chosen: dict[str, Any],
 ) -> None:
-    """Run a job with a progress bar, and say what it did. Raises as `run_job`."""
+    """Run a job with a progress bar, and say what it did. `make` gives its Computation. Raises as
+    `load` and `run_job`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.run import JobProgress, Rows, run_job
 
     reuse = chosen.pop("reuse")
     rows = Rows(inputs, **chosen)
-    telemetry = computation.embedder.model.telemetry
-    started_at = time.monotonic()
-    with tqdm(unit=" rows", desc=computation.describe()["task"], disable=None) as bar:
+    embedder = load()
+    try:
+        computation = make(embedder)
+        telemetry = embedder.model.telemetry
+        started_at = time.monotonic()
+        with tqdm(unit=" rows", desc=computation.describe()["task"], disable=None) as bar:
 
-        def show(progress: JobProgress) -> None:
-            if progress.share:
-                bar.total = round(progress.rows / progress.share)
-            batches, fills = telemetry.batch_fill.totals()
-            bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
-            if not bar.n:  # what earlier runs have done says nothing of the rate
-                bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
-            bar.update(progress.rows - bar.n)
+            def show(progress: JobProgress) -> None:
+                if progress.share:
+                    bar.total = round(progress.rows / progress.share)
+                batches, fills = telemetry.batch_fill.totals()
+                bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
+                if not bar.n:  # what earlier runs have done says nothing of the rate
+                    bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
+                bar.update(progress.rows - bar.n)
 
-        set_resume_hint(f"run the same command to go on after the finished parts in {output}")
-        summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
-    seconds = time.monotonic() - started_at
+            set_resume_hint(f"run the same command to go on after the finished parts in {output}")
+            summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
+        seconds = time.monotonic() - started_at
+    finally:
+        embedder.close()
     found = f", {summary.parts_found} of them there before" if summary.parts_found else ""
     reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""
     skipped = f", {summary.skipped} rows left out: see _skipped.jsonl" if summary.skipped else ""

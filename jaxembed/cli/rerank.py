@@ -65,6 +65,7 @@ def rerank_command(
 
     def make(embedder: "Embedder") -> Any:
         from jaxembed.bulk.computations import ScoreRows
+        from jaxembed.bulk.row_source import TextRows
 
         if embedder.spec.task == "embed":
             logger.info(
@@ -72,6 +73,6 @@ def rerank_command(
                 "--model names a reranker",
                 embedder.name,
             )
-        return ScoreRows(embedder, query_column, text_column, raw_scores, {})
+        return ScoreRows(embedder, TextRows((query_column, text_column)), raw_scores)
 
     score_with(model, "rerank", flags, make, inputs, output)

@@ -19,11 +19,11 @@ from fake_computation import DigestRows, table, vectors_of_digests
 from pdf_sources import pdf
 
 from jaxembed.bulk import image_rows, stream
-from jaxembed.bulk.computations import EmbedImages
-from jaxembed.bulk.image_rows import ImageRows
-from jaxembed.bulk.reuse import image_digest
+from jaxembed.bulk.computations import EmbedRows
+from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
+from jaxembed.bulk.row_source import RowSource
 from jaxembed.bulk.run import Rows, run_job
-from jaxembed.bulk.sources import IMAGE_FILES, input_files
+from jaxembed.bulk.sources import IMAGE_FILES, InputFile, input_files
 from jaxembed.cli import cli, loading
 from jaxembed.errors import ConfigError, InvalidImage, InvalidInput, StoreUnreachable, WrongTask
 from jaxembed.platform import object_store
@@ -32,13 +32,14 @@ pytest.importorskip("PIL")
 pytest.importorskip("pypdfium2")
 
 RED, BLUE, GREEN = (255, 0, 0), (0, 0, 255), (0, 255, 0)
+IMAGES = ImageFiles()
 
 
 @dataclass
 class DigestImages(DigestRows):
     """Four numbers from the digest of each image. What is no PNG and no page is refused."""
 
-    columns: tuple[str, ...] = ()
+    source: RowSource = IMAGES
     rows_a_call: int = 4
 
     def compute(self, rows: Sequence[Any]) -> list[Any]:
@@ -66,9 +67,13 @@ def _photos(tmp_path) -> Path:
     return folder
 
 
+def image_digest(image: bytes | np.ndarray) -> bytes:
+    return IMAGES.digest((image,))
+
+
 def run(inputs: Path, out: Path, computation: Any = None, **options: Any):
     reuse = options.pop("reuse", None)
-    keep = {"id_column": "path", "keep": ("page",), "part_rows": 5, "images": ImageRows()}
+    keep = {"id_column": "path", "keep": ("page",), "part_rows": 5}
     return run_job(
         computation or DigestImages(), Rows([str(inputs)], **keep | options), str(out), reuse=reuse
     )
@@ -105,14 +110,14 @@ def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, sto
     summary = run(photos, tmp_path / "out", part_rows=3)
     assert (summary.parts_found, summary.computed) == (finished, 13 - 3 * finished)
     assert table(tmp_path / "out").equals(table(tmp_path / "whole"))
-    limited = ImageRows(pdf_timeout_s=60.0)
-    assert run(photos, tmp_path / "out", part_rows=3, images=limited).parts_found == 5
+    limited = DigestImages(ImageFiles(pdf_timeout_s=60.0))
+    assert run(photos, tmp_path / "out", limited, part_rows=3).parts_found == 5
 
 
 def test_a_changed_image_or_resolution_is_refused_with_the_difference(tmp_path, photos):
     run(photos, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"--pdf-dpi \(pdf_dpi\): 150 before, now 72"):
-        run(photos, tmp_path / "out", images=ImageRows(pdf_dpi=72))
+        run(photos, tmp_path / "out", DigestImages(ImageFiles(pdf_dpi=72)))
     (photos / "3.png").write_bytes(png(picture(99, 40, 40)))
     with pytest.raises(ConfigError, match=r"inputs\..*3\.png\.size\): \d+ before, now \d+"):
         run(photos, tmp_path / "out")
@@ -160,9 +165,9 @@ def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/mem is Linux's")
 def test_a_file_that_cannot_be_read_is_told_by_its_name(photos):
     with pytest.raises(ConfigError, match="cannot read /proc/self/mem: Input/output error"):
-        image_rows._opened_pdf("/proc/self/mem", 30.0)
+        list(ImageFiles()._pages(InputFile("/proc/self/mem", 0, ""), 0))
     with pytest.raises(ConfigError, match=r"cannot read .*deep: Is a directory"):
-        image_rows._WholeFiles().read(str(photos / "deep"), 10)
+        image_rows._WholeFiles().read(str(photos / "deep"))
     with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
         input_files([str(photos / "README")], IMAGE_FILES)
 
@@ -216,9 +221,9 @@ def write_column(path: Path, values: list, kind: Any = None) -> Path:
     return path
 
 
-def run_column(path: Path, out: Path, **options: Any):
-    options = {"id_column": "id", "keep": (), "images": ImageRows("photo")} | options
-    return run(path, out, DigestImages(columns=("photo",)), **options)
+def run_column(path: Path, out: Path, column: str = "photo", **options: Any):
+    options = {"id_column": "id", "keep": ()} | options
+    return run(path, out, DigestImages(ImageColumn((column,))), **options)
 
 
 def uri(data: bytes) -> str:
@@ -281,7 +286,7 @@ def test_a_column_that_is_not_there_or_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"`photo` is int64; wanted a column of images: binary,"):
         run_column(path, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"has no column `image`\. It has: id, photo"):
-        run_column(path, tmp_path / "out", images=ImageRows("image"))
+        run_column(path, tmp_path / "out", "image")
 
 
 @pytest.fixture(name="store")
@@ -308,8 +313,8 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
     values = ["../files/0.png", "s3://bucket/files/0.png", "none.png", "/etc/hostname"]
     rows = [json.dumps({"photo": value}) for value in values]
     (store / "in" / "a.jsonl").write_text("\n".join(rows))
-    rows = Rows(["s3://bucket/in/a.jsonl"], images=ImageRows("photo"), on_error="skip")
-    computation = DigestImages(columns=("photo",))
+    rows = Rows(["s3://bucket/in/a.jsonl"], on_error="skip")
+    computation = DigestImages(ImageColumn(("photo",)))
     assert run_job(computation, rows, str(tmp_path / "out")).rows == 2
     reasons = [told["reason"] for told in skipped(tmp_path / "out")]
     assert reasons[0].startswith("has 'none.png', which is not there or not to be read")
@@ -324,7 +329,7 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
 
 
 def test_vectors_are_those_of_the_library(clip, tmp_path, photos):
-    run(photos, tmp_path / "out", EmbedImages(clip, None, ("dense",), {}))
+    run(photos, tmp_path / "out", EmbedRows(clip, ImageFiles(), ("dense",), {}))
     images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
     for row, colour in enumerate((RED, BLUE, GREEN), 5):
         images[row] = np.full((150, 75, 3), colour, np.uint8)
@@ -339,7 +344,7 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
     (photos / "1.png").write_bytes(b"<html>not found</html>")
     (photos / "2.png").write_bytes(whole[: len(whole) // 2])
     (photos / "7.png").write_bytes(b"")
-    computation = EmbedImages(clip, None, ("dense",), {"output_dtype": "float16"})
+    computation = EmbedRows(clip, ImageFiles(), ("dense",), {"output_dtype": "float16"})
     summary = run(photos, tmp_path / "out", computation, on_error="skip")
     assert (summary.rows, summary.skipped) == (10, 3)
     told = [(Path(one["where"]).name, one["reason"]) for one in skipped(tmp_path / "out")]

@@ -25,6 +25,7 @@ from jaxembed import Embedder
 from jaxembed.bulk import parts
 from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
+from jaxembed.bulk.row_source import TextRows
 from jaxembed.bulk.run import JobProgress, Rows, run_job
 from jaxembed.cli.status import EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig
@@ -34,6 +35,7 @@ from jaxembed.runtime.tasks import check_task
 
 ROOT = Path(__file__).parents[2]
 KILLS = 20
+PAIRS = TextRows(("query", "text"))
 
 
 @pytest.fixture(name="rows_file")
@@ -254,7 +256,7 @@ def test_an_interrupted_job_without_a_part_is_not_taken_over(tmp_path, rows_file
 
 def test_a_command_that_fails_at_its_first_rows_may_be_corrected(tmp_path, rows_file):
     with pytest.raises(InvalidInput, match="has no `body`"):
-        run(rows_file, tmp_path / "out", DigestRows(columns=("body",)))
+        run(rows_file, tmp_path / "out", DigestRows(TextRows(("body",))))
     assert names(tmp_path / "out") == []
     assert run(rows_file, tmp_path / "out").rows == 1000
 
@@ -388,7 +390,7 @@ def test_columns_that_are_not_there_or_differ_are_refused_before_anything(tmp_pa
     with pytest.raises(ConfigError, match=r"a\.parquet has no column `m`\. It has: id, text, n"):
         run(first, tmp_path / "out", keep=("m",))
     with pytest.raises(ConfigError, match="column `n` is int64; wanted a column of strings"):
-        run(first, tmp_path / "out", DigestRows(columns=("n",)))
+        run(first, tmp_path / "out", DigestRows(TextRows(("n",))))
     pq.write_table(pa.table({"row": [1], "text": ["y"]}), tmp_path / "c.parquet")
     with pytest.raises(ConfigError, match="`row` cannot be kept"):
         run(tmp_path / "c.parquet", tmp_path / "out", id_column=None, keep=("row",))
@@ -426,14 +428,14 @@ def test_results_of_another_computation_or_of_no_job_are_not_reused(tmp_path, ro
 def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monkeypatch):
     writes = []
 
-    def full(self, footer):
-        writes.append(footer.part)
+    def full(self):
+        writes.append(self)
         if len(writes) == 3:
             raise OSError(28, "No space left on device")
-        return finish(self, footer)
+        return flush(self)
 
-    finish = parts.PartWriter.finish
-    monkeypatch.setattr(parts.PartWriter, "finish", full)
+    flush = parts.PartWriter._flush
+    monkeypatch.setattr(parts.PartWriter, "_flush", full)
     with pytest.raises(ConfigError, match="No space left on device; finished parts stay") as told:
         run(rows_file, tmp_path / "out")
     assert exit_status(told.value) == EXIT_TEMPORARY
@@ -447,11 +449,11 @@ def test_few_rows_wait_in_memory(tmp_path, monkeypatch):
     computation, most = DigestRows(rows_a_call=50), []
     write = parts.PartWriter.write
 
-    def counted(self, rows):
+    def counted(self, rows, skipped):
         until(lambda: computation.calls >= CALLS_AHEAD)
         most.append(computation.rows - written[0])
         written[0] += rows.num_rows
-        write(self, rows)
+        write(self, rows, skipped)
 
     written = [0]
     monkeypatch.setattr(parts.PartWriter, "write", counted)
@@ -489,7 +491,7 @@ def test_vectors_are_those_of_the_library(embedder, tmp_path, pairs_file):
     options = {"prompt_name": "query", "dimensions": 20}
     for dtype, kind in (("float", pa.float32()), ("float16", pa.float16()), ("binary", pa.int8())):
         chosen = options | {"output_dtype": dtype}
-        computation = EmbedRows(embedder, "text", ("dense",), chosen)
+        computation = EmbedRows(embedder, TextRows(), ("dense",), chosen)
         run_job(computation, Rows([str(pairs_file)]), str(tmp_path / dtype))
         found = table(tmp_path / dtype)
         wanted = embedder.encode([f"the cat number {k} sat" for k in range(40)], **chosen)
@@ -500,9 +502,9 @@ def test_vectors_are_those_of_the_library(embedder, tmp_path, pairs_file):
 
 def test_other_dimensions_or_prompts_are_another_job(embedder, tmp_path, pairs_file):
     rows = Rows([str(pairs_file)])
-    run_job(EmbedRows(embedder, "text", ("dense",), {}), rows, str(tmp_path / "out"))
+    run_job(EmbedRows(embedder, TextRows(), ("dense",), {}), rows, str(tmp_path / "out"))
     for name, value in (("dimensions", 8), ("prompt_name", "query"), ("output_dtype", "float16")):
-        other = EmbedRows(embedder, "text", ("dense",), {name: value})
+        other = EmbedRows(embedder, TextRows(), ("dense",), {name: value})
         flag = name.replace("_", "-")
         with pytest.raises(ConfigError, match=rf"--{flag} \(computation\.options\.{name}\)"):
             run_job(other, rows, str(tmp_path / "out"))
@@ -517,20 +519,20 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
         save_scorer(path, labels=labels)
         with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as scorer:
             labelled = scorer.classify([(query, text) for text in texts])
-            job = ClassifyRows(scorer, ("query", "text"), False, {})
+            job = ClassifyRows(scorer, PAIRS, False)
             rows = Rows([str(pairs_file)], id_column="id")
             run_job(job, rows, str(path / "labels"))
             with pytest.raises(ConfigError, match=r"--raw-scores .*: false before, now true"):
                 run_job(replace(job, raw_scores=True), rows, str(path / "labels"))
             if len(labels) == 1:
                 ranked = {one.index: one.score for one in scorer.rerank(query, texts)}
-                job = ScoreRows(scorer, "query", "text", False, {})
+                job = ScoreRows(scorer, PAIRS, False)
                 run_job(job, Rows([str(pairs_file)]), str(path / "scores"))
                 found = table(path / "scores")["score"].to_pylist()
                 np.testing.assert_allclose(found, [ranked[k] for k in range(40)], atol=1e-5)
             else:
                 with pytest.raises(WrongTask, match="it cannot rerank"):
-                    ScoreRows(scorer, "query", "text", False, {}).compute([(query, texts[0])])
+                    ScoreRows(scorer, PAIRS, False).compute([(query, texts[0])])
         found = table(path / "labels")
         assert found["id"].to_pylist() == [str(k) for k in range(40)]
         for some, wanted in zip(found["labels"].to_pylist(), labelled, strict=True):
@@ -541,7 +543,7 @@ def test_scores_and_labels_are_those_of_the_library(tmp_path, pairs_file, grid_f
 
 def test_an_embedder_scores_rows_by_its_vectors(embedder, tmp_path, pairs_file):
     check_task(embedder.name, embedder.spec, "rerank")  # as the command does before it loads
-    job = ScoreRows(embedder, "query", "text", False, {})
+    job = ScoreRows(embedder, PAIRS, False)
     run_job(job, Rows([str(pairs_file)]), str(tmp_path / "out"))
     documents = embedder.encode_document([f"the cat number {k} sat" for k in range(40)])
     wanted = documents.astype(float) @ embedder.encode_query("where is the cat")

@@ -60,11 +60,9 @@ def run_job(computation, rows, output, **_):
         print("embedding", flush=True)
         {wait}
 
-embed._load = lambda *_: SimpleNamespace(close=lambda: None)
-computations.EmbedRows = lambda *_: SimpleNamespace(
-    embedder=SimpleNamespace(model=SimpleNamespace(telemetry=None)),
-    describe=lambda: {{"task": "embed"}}
-)
+model = SimpleNamespace(telemetry=None)
+embed.load_for_outputs = lambda *_: SimpleNamespace(model=model, close=lambda: None)
+computations.EmbedRows = lambda *_: SimpleNamespace(describe=lambda: {{"task": "embed"}})
 run.run_job = run_job
 sys.argv = ["jaxembed", "embed", *sys.argv[1:]]
 cli.main()
