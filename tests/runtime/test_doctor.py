@@ -39,7 +39,7 @@ from jaxembed.runtime.diagnostics.facts import (
 from jaxembed.runtime.diagnostics.findings import bound_by, findings_of, needed_tokens
 from jaxembed.runtime.diagnostics.history import WINDOW_S, History, ModelTotals, Moment, Window
 from jaxembed.server.registry.models import Models
-from jaxembed.tools.doctor.page import QUESTIONS, model_page
+from jaxembed.tools.doctor.page import answers_of_state, answers_of_work, model_page
 from jaxembed.tools.doctor.probe import PROBES, ask
 
 STAGE_NAMES = ("decode", "tokenization", "queue", "inference", "encode")
@@ -368,8 +368,9 @@ def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
     examination = examined(facts)
     text = model_page("http://here", examination)
     words = " ".join(text.split())
-    assert len(QUESTIONS) == 10
-    for number, (question, _) in enumerate(QUESTIONS, start=1):
+    questions = [*answers_of_state(facts), *answers_of_work(examination)]
+    assert len(questions) == 10
+    for number, question in enumerate(questions, start=1):
         assert f"{number:2}. {question}\n    " in text
     for finding in examination.findings:
         found = f"{finding.cause} evidence: {finding.evidence} remedy: {finding.remedy}"

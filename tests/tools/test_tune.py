@@ -33,7 +33,7 @@ from jaxembed.tools.tune.model import MeasuredModel, load_measured
 from jaxembed.tools.tune.report import draw, table
 from jaxembed.tools.tune.search import Search, objective
 from jaxembed.tools.tune.traffic import Figures, predict_figures, traffic_of
-from jaxembed.tools.tune.trial import Comparison, GridTrial, Stage, Turns, compare
+from jaxembed.tools.tune.trial import Comparison, GridTrial, Turns, compare, engine_of_all
 from jaxembed.tools.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
 
 
@@ -371,8 +371,9 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
         opened.workbench.compile(bucket)
         cost = dataclasses.replace(opened.workbench.costs[bucket], ms=float(bucket.tokens))
         monkeypatch.setitem(opened.workbench.costs, bucket, cost)
-    with Stage(opened.workbench, (few, more), opened.spec.widths, "cpu") as stage:
-        trials = {grid: GridTrial(stage, grid) for grid in (few, more)}
+    bench = opened.workbench
+    with engine_of_all(bench, (few, more), opened.spec.widths, "cpu") as engine:
+        trials = {grid: GridTrial(bench, engine, grid) for grid in (few, more)}
         for grid in (few, more, few):
             ran.clear()
             turns = Turns()
@@ -381,7 +382,7 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
             assert (Bucket(1, 16) in ran) == (grid is more)  # for one short text it costs less
             assert turns.full_tokens <= turns.padded
     with pytest.raises(BackendError, match="closed"):
-        stage.engine.submit(work_of(traffic.lone[:1]))
+        engine.submit(work_of(traffic.lone[:1]))
 
 
 def test_two_grids_take_turns_and_each_goes_first_as_often():

@@ -200,7 +200,7 @@ def test_a_converted_checkpoint_is_refused_with_the_name_of_its_source(verify, t
 def test_a_reranker_whose_template_the_reference_lacks_is_refused(tmp_path):
     spec = tiny_spec(labels=("yes",), template=PairTemplate("", "{query}", "{document}", "", ""))
     with pytest.raises(ConfigError, match=r"has no modules\.json"):
-        verification.check_template(spec, tmp_path)
+        verification.check_rules(spec, tmp_path)
 
 
 def run_cli(*arguments: str):

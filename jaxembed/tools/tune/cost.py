@@ -42,6 +42,7 @@ class Workbench:
         self.temporary_bytes = replica.temporary_bytes
         self.free = replica.free
         self._replica = replica
+        self._permits = DeviceTurn.for_platform(replica.devices[0].platform).permits
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -50,8 +51,13 @@ class Workbench:
 
     def compile(self, bucket: Bucket) -> None:
         """Compile and time a bucket, unless this was done before. Raises what XLA raises."""
-        if bucket not in self.costs:
-            self._measure(bucket)
+        if bucket in self.costs:
+            return
+        start = time.perf_counter()
+        self._replica.compile(bucket)
+        seconds = time.perf_counter() - start
+        ms = self._time(bucket)
+        self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Run a batch as `Replica.run` does, and count its tokens."""
@@ -62,13 +68,6 @@ class Workbench:
         """Time each of these buckets once more; its cost becomes the median of its timings."""
         for bucket in buckets:
             self.costs[bucket] = replace(self.costs[bucket], ms=self._time(bucket))
-
-    def _measure(self, bucket: Bucket) -> None:
-        start = time.perf_counter()
-        self._replica.compile(bucket)
-        seconds = time.perf_counter() - start
-        ms = self._time(bucket)
-        self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
     def pair_ms(self, bucket: Bucket) -> float:
         """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
@@ -89,10 +88,6 @@ class Workbench:
         times = self.timings.setdefault(bucket, [])
         times.append(milliseconds(self, bucket, self._permits))
         return median(times)
-
-    @property
-    def _permits(self) -> int:
-        return DeviceTurn.for_platform(self._replica.devices[0].platform).permits
 
 
 class CostTable:

@@ -101,21 +101,16 @@ def of_texts(
     `count_tokens` returns the number of tokens of each text that it is given. `source` names the
     texts in messages. Raises ConfigError if there is no text.
     """
-    sample, lengths = _sample(texts), []
-    for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
-        lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
-    return _lengths([(length, 1) for length in lengths], source)
-
-
-def _sample(texts: Iterable[str]) -> list[str]:
-    """Draw SAMPLE texts by reservoir sampling: algorithm R (Vitter 1985)."""
     random, sample = Random(0), []
-    for number, text in enumerate(texts):
+    for number, text in enumerate(texts):  # reservoir sampling: algorithm R (Vitter 1985)
         if number < SAMPLE:
             sample.append(text)
         elif (place := random.randrange(number + 1)) < SAMPLE:
             sample[place] = text
-    return sample
+    lengths: list[int] = []
+    for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
+        lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
+    return _lengths([(length, 1) for length in lengths], source)
 
 
 def of_file(path: Path) -> Lengths:
@@ -158,11 +153,6 @@ def of_server(url: str, model: str | None = None) -> Lengths:
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
     text = fetch(url, SERVER).decode(errors="replace")
-    return _lengths(list(_spread(_buckets(text, model, url))), url)
-
-
-def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
-    """The buckets of the model's histogram: upper bound, and number of inputs up to it."""
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except (ValueError, IndexError) as error:  # the parser raises both for text it cannot parse
@@ -176,23 +166,17 @@ def _buckets(text: str, model: str | None, url: str) -> list[tuple[int, int]]:
         raise ConfigError(
             f"{url} serves {', '.join(names)}{model_name}; say which with --served-model-name"
         )
-    own_samples = [s for s in samples if not names or s.labels["model"] == model]
-    return [
-        (int(float(s.labels["le"])), int(s.value)) for s in own_samples if s.labels["le"] != "+Inf"
-    ]
-
-
-def _spread(buckets: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    """Spread the inputs of each histogram bucket evenly over its lengths. Yields length, count."""
+    pairs = []  # of length and count
     below, below_count = 0, 0
-    for bound, upto in buckets:
-        places = bound - below
-        for k in range(places):
-            yield (
-                below + 1 + k,
-                (upto - below_count) * (k + 1) // places - (upto - below_count) * k // places,
-            )
+    for sample in samples:
+        if (names and sample.labels["model"] != model) or sample.labels["le"] == "+Inf":
+            continue
+        bound, upto = int(float(sample.labels["le"])), int(sample.value)
+        places, count = bound - below, upto - below_count
+        for k in range(places):  # the inputs of a bucket are spread evenly over its lengths
+            pairs.append((below + 1 + k, count * (k + 1) // places - count * k // places))
         below, below_count = bound, upto
+    return _lengths(pairs, url)
 
 
 def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:

@@ -1,6 +1,6 @@
 """Shows the result of a tuning as a table for a terminal and as a picture."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,14 +55,11 @@ def table(tuning: Tuning) -> str:
         lines.append(f"  {load:28} {median:.3f}  ({ratios.min():.3f} to {ratios.max():.3f})")
     if tuning.is_noisy:
         lines.append("The same grid was now fast and now slow: tune again on a quiet machine.")
-    return "\n".join([*lines, "", *_grids(tuning)])
-
-
-def _grids(tuning: Tuning) -> Iterator[str]:
-    """A line with the buckets of each grid, sorted by length."""
+    lines.append("")
     for name, side in (("before", tuning.before), ("after", tuning.after)):
         ordered = sorted(side.grid.buckets, key=lambda bucket: (bucket.length, bucket.rows))
-        yield f"{name}: {' '.join(map(str, ordered))}"
+        lines.append(f"{name}: {' '.join(map(str, ordered))}")
+    return "\n".join(lines)
 
 
 def _cell(value: int | float) -> str:
@@ -98,6 +95,9 @@ def draw(tuning: Tuning, path: Path) -> None:
     top.bar(lengths.present, lengths.counts[lengths.present] / lengths.total, width=1.0)
     top.set_ylabel("share of inputs")
     top.set_title(f"{tuning.model.name}, {lengths.source}, {tuning.model.plan.device_name}")
+    sides = (tuning.before, tuning.after)
+    costs = [side.costs[b].ms / b.tokens for side in sides for b in side.grid.buckets]
+    cheapest = float(np.log10(1000 * min(costs)))
     for name, side, mark, size in (
         ("before", tuning.before, "o", 110),
         ("after", tuning.after, "D", 45),
@@ -108,8 +108,8 @@ def draw(tuning: Tuning, path: Path) -> None:
             [b.length for b in buckets],
             [b.tokens for b in buckets],
             c=np.log10(costs),
-            vmin=_cheapest(tuning),
-            vmax=_cheapest(tuning) + 1,
+            vmin=cheapest,
+            vmax=cheapest + 1,
             marker=mark,
             s=size,
             cmap="viridis_r",
@@ -127,10 +127,3 @@ def draw(tuning: Tuning, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ConfigError(f"cannot write --picture {path}: {error.strerror}") from error
-
-
-def _cheapest(tuning: Tuning) -> float:
-    """The log10 of the least time per token, in microseconds, among the buckets of both grids."""
-    sides = (tuning.before, tuning.after)
-    costs = [side.costs[b].ms / b.tokens for side in sides for b in side.grid.buckets]
-    return float(np.log10(1000 * min(costs)))

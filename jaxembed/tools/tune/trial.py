@@ -1,7 +1,8 @@
 """Measures two grids on the real engine in turns, so that disturbances of the machine hit both."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,74 +21,64 @@ TICKET = 32  # sequences in each request at full load
 TURNS = 4  # turns of each grid in a round; a shared machine changes from second to second
 
 
-class Stage:
+@contextmanager
+def engine_of_all(
+    workbench: Workbench,
+    grids: Sequence[BucketGrid],
+    widths: Mapping[OutputName, int],
+    platform: str,
+    max_batch_requests: int | None = None,
+) -> Iterator[Engine]:
     """An engine with the buckets of all grids under trial, each compiled and timed.
 
     The grids share one engine because two engines differ in speed: their threads' memory is at
     other addresses. The engine takes the bucket costs from the workbench and times none again.
-    It is a context manager that closes the engine.
     """
-
-    def __init__(
-        self,
-        workbench: Workbench,
-        grids: Sequence[BucketGrid],
-        widths: Mapping[OutputName, int],
-        platform: str,
-        max_batch_requests: int | None = None,
-    ):
-        self.workbench = workbench
-        for bucket in {bucket for grid in grids for bucket in grid.buckets}:
-            workbench.compile(bucket)
-        every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
-        self.engine = Engine(
-            [Seat(workbench, DeviceTurn.for_platform(platform))],
-            every,
-            widths,
-            Telemetry(every.max_length),
-            BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
-            name="the grids tried",
-            max_batch_requests=max_batch_requests,
-            full_warmup=True,
-        )
-        self.engine.start()
-        self.engine.warmup.wait()
-
-    def __enter__(self) -> "Stage":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
+    every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
+    for bucket in every.buckets:
+        workbench.compile(bucket)
+    engine = Engine(
+        [Seat(workbench, DeviceTurn.for_platform(platform))],
+        every,
+        widths,
+        Telemetry(every.max_length),
+        BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
+        name="the grids tried",
+        max_batch_requests=max_batch_requests,
+        full_warmup=True,
+    )
+    engine.start()
+    engine.warmup.wait()
+    try:
+        yield engine
+    finally:
+        engine.close()
 
 
+@dataclass(eq=False)
 class GridTrial:
-    """Runs traffic with one grid on a stage."""
+    """Runs traffic with one grid, on an engine that has the buckets of several."""
 
-    def __init__(self, stage: Stage, grid: BucketGrid):
-        self._workbench, self._engine = stage.workbench, stage.engine
-        self._grid = grid
+    workbench: Workbench
+    engine: Engine
+    grid: BucketGrid
 
     def run(self, traffic: Traffic, turns: "Turns") -> None:
         """Run each load once, and add the times to `turns`."""
-        self._engine.restrict(self._grid.buckets)
-        turns.lone += [self._ms([one]) for one in traffic.lone]
-        turns.requests += [self._ms(request) for request in traffic.requests]
-        padded = self._workbench.tokens_run
-        turns.full_ms += self._ms_of_all(traffic.full)
-        turns.padded += self._workbench.tokens_run - padded
+        self.engine.restrict(self.grid.buckets)
+        turns.lone += [self._ms([one], 1) for one in traffic.lone]
+        turns.requests += [self._ms(request, len(request)) for request in traffic.requests]
+        padded = self.workbench.tokens_run
+        turns.full_ms += self._ms(traffic.full, TICKET)
+        turns.padded += self.workbench.tokens_run - padded
         turns.full_tokens += traffic.full_tokens
 
-    def _ms(self, encodings: Sequence[Encoding]) -> float:
-        # as bulk: after interactive texts the engine would keep batches short at full load
+    def _ms(self, encodings: Sequence[Encoding], size: int) -> float:
+        """Milliseconds of sequences, so many in each request, all submitted at once."""
         start = time.perf_counter()
-        self._engine.submit(work_of(encodings), priority="bulk").result()
-        return (time.perf_counter() - start) * 1000
-
-    def _ms_of_all(self, encodings: Sequence[Encoding]) -> float:
-        start = time.perf_counter()
-        tickets = [
-            self._engine.submit(work_of(encodings[first : first + TICKET]), priority="bulk")
-            for first in range(0, len(encodings), TICKET)
+        tickets = [  # as bulk: after interactive texts the engine would keep batches short
+            self.engine.submit(work_of(encodings[first : first + size]), priority="bulk")
+            for first in range(0, len(encodings), size)
         ]
         for ticket in tickets:
             ticket.result()

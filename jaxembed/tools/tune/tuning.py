@@ -26,7 +26,7 @@ from jaxembed.tools.tune.lengths import Lengths
 from jaxembed.tools.tune.model import MeasuredModel
 from jaxembed.tools.tune.search import WORTH, Search, objective, row_counts
 from jaxembed.tools.tune.traffic import Figures, Traffic, predict_figures, traffic_of
-from jaxembed.tools.tune.trial import Comparison, GridTrial, Stage, compare, median
+from jaxembed.tools.tune.trial import Comparison, GridTrial, compare, engine_of_all, median
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,9 @@ class Tuning:
         Raises ConfigError if the file cannot be written.
         """
         side, plan = self.after if self.is_better else self.before, self.model.plan
+        costs = plan.cost_file
+        assert costs is not None  # the null model, which has none, cannot be tuned
+        timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
         file = {
             "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
             # no less than before, so that as many tokens may wait
@@ -152,7 +155,8 @@ class Tuning:
             "tuned": {
                 "model": self.model.name,
                 **tuned_for(self.model.spec, plan.devices, plan.dtype),
-                "costs": self._costs(side),
+                # so that a server need not time the buckets
+                "costs": {"identity": costs.identity, "timings": costs.encode(timings)},
                 "versions": package_versions(),
                 "max_input_tokens": plan.max_input_tokens,
                 "lengths": self.lengths.describe(),
@@ -160,23 +164,16 @@ class Tuning:
                 "after": side.measured.describe(),
             },
         }
-        text = re.sub(r"\[\s+([\d., \s]+?)\s+\]", _on_one_line, json.dumps(file, indent=1))
+        text = re.sub(
+            r"\[\s+([\d., \s]+?)\s+\]",
+            lambda numbers: f"[{' '.join(numbers[1].split())}]",  # on one line
+            json.dumps(file, indent=1),
+        )
         try:
             with replacing(path) as partial:
                 partial.write_text(text + "\n")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-
-    def _costs(self, side: GridResult) -> dict[str, Any] | None:
-        """The timings of a grid's buckets for the file, so that a server need not time them."""
-        file = self.model.plan.cost_file
-        assert file is not None  # the null model, which has none, cannot be tuned
-        timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
-        return {"identity": file.identity, "timings": file.encode(timings)}
-
-
-def _on_one_line(numbers: re.Match) -> str:
-    return f"[{' '.join(numbers[1].split())}]"
 
 
 def tune(
@@ -217,7 +214,7 @@ class _Tuner:
         on_progress: TuningProgress,
     ):
         self.model, self.lengths, self.budget = model, lengths, budget
-        self.workbench, self.grid = model.workbench, model.plan.grid
+        self.workbench, self.grid, self.plan = model.workbench, model.plan.grid, model.plan
         self.deadline = started_at + MEASURING * budget.seconds
         self.probes_until = started_at + PROBING * budget.seconds
         self.on_progress = on_progress
@@ -225,7 +222,12 @@ class _Tuner:
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
         least, most = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
         tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, least, most))
-        self.traffic = self._with_strays(self._traffic(tokens, seed=0))
+        traffic = self._traffic(tokens, seed=0)
+        # and lone texts of rare lengths, so that no such text needs a row of the limit
+        limit = self.plan.max_input_tokens
+        strays = np.geomspace(min(SHORTEST_ROW, limit), limit, STRAYS).astype(int)
+        lone = [*traffic.lone, *(Encoding(np.full(length, 1, np.int32)) for length in strays)]
+        self.traffic = replace(traffic, lone=lone)
         self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
@@ -239,10 +241,16 @@ class _Tuner:
         self.slowest_ms = SLOWER * slowest
         useful = self._lengths()
         sparse = [*useful[:: max(len(useful) // 8, 1)], useful[-1]]
-        around = self._allowed(probes(sparse, 2 * self.most_tokens, self._shards))
+        shards, most = self.plan.shards, MOST_TOKENS * self.most_tokens
+        around = self._allowed(probes(sparse, 2 * self.most_tokens, shards))
         self._measure(around, "probes", self.probes_until)
+        candidates = [  # every row length with every row count
+            Bucket(rows * shards, length)
+            for length in useful
+            for rows in row_counts(max(most // (length * shards), 1))
+        ]
         for _ in range(REPEATS):
-            chosen = self._search(self._allowed(self._lattice()))
+            chosen = self._search(self._allowed(candidates))
             unmeasured = chosen - self.workbench.costs.keys()
             if not unmeasured or time.monotonic() > self.deadline:
                 break
@@ -259,11 +267,10 @@ class _Tuner:
         """Try both grids on the engine, with texts that the search has not seen."""
         self.on_progress("trying the grid found beside the one in use", 1, 1)
         traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
-        plan = self.model.plan
-        grids = (self.grid, candidate)
-        widths = self.model.spec.widths
-        with Stage(self.workbench, grids, widths, plan.platform, self.most) as stage:
-            before, after = (GridTrial(stage, grid) for grid in grids)
+        grids, widths = (self.grid, candidate), self.model.spec.widths
+        bench = self.workbench
+        with engine_of_all(bench, grids, widths, self.plan.platform, self.most) as engine:
+            before, after = (GridTrial(bench, engine, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
         sides = [
             GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
@@ -275,55 +282,30 @@ class _Tuner:
         vocabulary = int(self.model.spec.config["vocab_size"])
         return traffic_of(self.lengths, vocabulary, tokens, seed)
 
-    def _with_strays(self, traffic: Traffic) -> Traffic:
-        """The traffic and lone texts of lengths that are rare or missing in it, so that no such
-        text needs a row of the limit."""
-        lengths = np.geomspace(min(SHORTEST_ROW, self._limit), self._limit, STRAYS).astype(int)
-        strays = [Encoding(np.full(length, 1, np.int32)) for length in lengths]
-        return replace(traffic, lone=[*traffic.lone, *strays])
-
     def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
         cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
         return predict_figures(traffic, cost, self.most, self.pair_ms)
-
-    @property
-    def _shards(self) -> int:
-        return self.model.plan.shards
-
-    @property
-    def _limit(self) -> int:
-        return self.model.plan.max_input_tokens
 
     def _lengths(self) -> list[int]:
         """The row lengths to consider: those up to the longest input or ROOM average ones, the
         limit, and those in use."""
         in_use = {bucket.length for bucket in self.grid.buckets}
-        kernels = self.model.plan.kernels
+        kernels, limit = self.plan.kernels, self.plan.max_input_tokens
         if kernels.taken:  # kernels were tried in these rows only
             return sorted(in_use)
-        fitting = row_lengths(self._limit)
+        fitting = row_lengths(limit)
         if kernels.joins:
-            fitting = row_lengths(max(self._limit, self.most_tokens // self._shards))
+            fitting = row_lengths(max(limit, self.most_tokens // self.plan.shards))
         if kernels.native:  # it has no attention for other lengths, which are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
-        longest = next((n for n in fitting if n >= self.lengths.longest), self._limit)
+        longest = next((n for n in fitting if n >= self.lengths.longest), limit)
         most = max(longest, ROOM * self.lengths.mean)
-        return sorted({n for n in fitting if n <= most} | {self._limit} | in_use)
+        return sorted({n for n in fitting if n <= most} | {limit} | in_use)
 
     @property
     def _covering_length(self) -> int:
         """The shortest row length in use that holds every input."""
-        return min(b.length for b in self.grid.buckets if b.length >= self._limit)
-
-    def _lattice(self) -> list[Bucket]:
-        """All candidate buckets: every row length with every row count up to MOST_TOKENS."""
-        return [
-            Bucket(rows * self._shards, length)
-            for length in self._lengths()
-            for rows in row_counts(
-                max(MOST_TOKENS * self.most_tokens // (length * self._shards), 1)
-            )
-        ]
+        return min(b.length for b in self.grid.buckets if b.length >= self.plan.max_input_tokens)
 
     def _allowed(self, buckets: Iterable[Bucket]) -> list[Bucket]:
         """The buckets that are, as far as is known, no slower than the slowest allowed."""

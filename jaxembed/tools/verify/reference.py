@@ -7,7 +7,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -96,31 +95,19 @@ def run_reference(
     if limit is not None:
         model.max_seq_length = min(limit, model.max_seq_length or limit)
     of_pairs = {} if template else {"processing_kwargs": CUT_SECOND}
-    compute = _vector if task == "embed" else _logits
-    return ReferenceRun(version, [_results(model, group, of_pairs, compute) for group in groups])
-
-
-def _results(model: Any, group: InputGroup, of_pairs: dict[str, Any], compute: Any) -> Computed:
-    name = group.prompt_name or model.default_prompt_name
-    prompt = model.prompts[name] if name else None
-    rows, ids = [], []
-    for one in group.inputs:
-        options = {} if isinstance(one, str) else of_pairs
-        features = model.preprocess([one], prompt=prompt, **options)
-        ids.append([int(token) for token in features["input_ids"].reshape(-1)])
-        rows.append(compute(model, group, one, features))
-    return Computed(np.stack(rows), ids)
-
-
-def _vector(model: Any, group: InputGroup, one: str, features: Any) -> np.ndarray:
-    """The embedding of one text, float32 `[dim]`, from `encode`, as users get it."""
-    vectors = model.encode([one], prompt_name=group.prompt_name, show_progress_bar=False)
-    return np.asarray(vectors[0], np.float32)
-
-
-def _logits(model: Any, group: InputGroup, one: str | tuple[str, str], features: Any) -> np.ndarray:
-    """The logits of one text or pair, float32 `[labels]`.
-
-    They do not come from `predict`, which takes no single texts, and which may apply an activation.
-    """
-    return np.asarray(model(features)["scores"][0], np.float32).reshape(-1)
+    results = []
+    for group in groups:
+        name = group.prompt_name or model.default_prompt_name
+        prompt = model.prompts[name] if name else None
+        rows, ids = [], []
+        for one in group.inputs:
+            options = {} if isinstance(one, str) else of_pairs
+            features = model.preprocess([one], prompt=prompt, **options)
+            ids.append([int(token) for token in features["input_ids"].reshape(-1)])
+            if task == "embed":  # as users get it
+                found = model.encode([one], prompt_name=group.prompt_name, show_progress_bar=False)
+            else:  # logits: `predict` takes no single texts, and may apply an activation
+                found = model(features)["scores"]
+            rows.append(np.asarray(found[0], np.float32).reshape(-1))
+        results.append(Computed(np.stack(rows), ids))
+    return ReferenceRun(version, results)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed import __version__
-from jaxembed.tools.verify.agreement import NEIGHBOURS, Agreement, locate
+from jaxembed.tools.verify.agreement import NEIGHBOURS, locate
 from jaxembed.tools.verify.texts import InputGroup
 from jaxembed.tools.verify.verification import Verification
 
@@ -43,11 +43,30 @@ def report_lines(result: Verification) -> Iterator[str]:
         f"compared with sentence-transformers {result.reference.version} in float32 on the CPU; "
         f"inputs cut at {result.limit} tokens"
     )
-    yield from ("", *_token_lines(result))
+    yield ""
+    count = sum(len(group.inputs) for group in result.groups)
+    if result.different:
+        group, number = result.different[0]
+        yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
+        yield f"  {_place(result.groups[group], number)}"
+        for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
+            ids = results[group].ids[number]
+            more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
+            excerpt = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
+            yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
+    else:
+        yield f"tokens: the same for all {count} inputs"
     yield f"\n{MEASURE[task]}:"
     yield f"{'':10}{'inputs':>8}{'median':>10}{'worst':>10}{'bound':>10}  {RANK[task]}"
     for one in result.agreements:
-        yield from _agreement_lines(one, result)
+        distances = one.distances
+        figures = (np.median(distances), distances[one.worst], one.bound)
+        cells = "".join(f"{figure:>10.1e}" for figure in figures)
+        yield f"{one.dtype:10}{len(distances):>8}{cells}  {one.rank:.3f}"
+        group, number = locate(one.worst, result.groups)
+        yield f"{'':10}worst: {_place(result.groups[group], number)}"
+        if len(one.lengths):
+            yield f"{'':10}lengths of vectors within {one.lengths.max():.1e}"
     verdict = "agrees" if result.agrees else "DISAGREES"
     yield f"\n{result.name} {verdict} ({result.seconds:.0f} s)"
 
@@ -81,32 +100,6 @@ def _outputs(result: Verification) -> str:
     spec = result.spec
     unit = "dimension" if spec.task == "embed" else "logit"
     return f"{spec.dim} {unit}{'s' * (spec.dim > 1)}"
-
-
-def _token_lines(result: Verification) -> Iterator[str]:
-    count = sum(len(group.inputs) for group in result.groups)
-    if not result.different:
-        yield f"tokens: the same for all {count} inputs"
-        return
-    group, number = result.different[0]
-    yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
-    yield f"  {_place(result.groups[group], number)}"
-    for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
-        ids = results[group].ids[number]
-        more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
-        excerpt = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
-        yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
-
-
-def _agreement_lines(one: Agreement, result: Verification) -> Iterator[str]:
-    distances = one.distances
-    figures = (np.median(distances), distances[one.worst], one.bound)
-    cells = "".join(f"{figure:>10.1e}" for figure in figures)
-    yield f"{one.dtype:10}{len(distances):>8}{cells}  {one.rank:.3f}"
-    group, number = locate(one.worst, result.groups)
-    yield f"{'':10}worst: {_place(result.groups[group], number)}"
-    if len(one.lengths):
-        yield f"{'':10}lengths of vectors within {one.lengths.max():.1e}"
 
 
 def _place(group: InputGroup, number: int) -> str:

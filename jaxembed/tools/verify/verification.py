@@ -74,11 +74,9 @@ def verify_model(
     """
     started = time.monotonic()
     check_installed()
-    spec = _only_route(hub.describe_model(source))
-    _check_outputs(spec)
+    spec = comparable_spec(hub.describe_model(source))
     folder = hub.fetch_source(source).path
-    check_template(spec, folder)
-    _check_rules(spec, folder)
+    check_rules(spec, folder)
     limit, config = _limited(spec, config)
     groups = input_groups(spec, limit, texts)
     at_most = config.max_input_tokens
@@ -113,45 +111,41 @@ def verify_model(
     )
 
 
-def _only_route(routes: Routes) -> ModelSpec:
-    """The spec of a model with one route. Raises ConfigError for one with several, and for a sparse
-    encoder."""
+def comparable_spec(routes: Routes) -> ModelSpec:
+    """The spec of a model with one route. Raises ConfigError for one with several, and for one that
+    gives neither vectors of whole texts nor scores."""
+    spec = routes.main
     if len(routes.specs) > 1:
         raise ConfigError(
-            f"{routes.main.source} has the routes {', '.join(routes.specs)}; only models of one "
+            f"{spec.source} has the routes {', '.join(routes.specs)}; only models of one "
             "route are compared so far"
         )
-    if routes.main.primary == "sparse":
+    if spec.primary == "sparse":
         raise ConfigError(
-            f"{routes.main.source} is a sparse encoder; only vectors and logits are compared so far"
+            f"{spec.source} is a sparse encoder; only vectors and logits are compared so far"
         )
-    return routes.main
-
-
-def _check_outputs(spec: ModelSpec) -> None:
-    """Raise ConfigError for a model that gives neither vectors of whole texts nor scores."""
     if "dense" not in spec.heads:
         raise ConfigError(
             f"{spec.source} gives {', '.join(spec.heads)}; only vectors of whole texts and scores "
             "are compared so far"
         )
+    return spec
 
 
-def _check_rules(spec: ModelSpec, folder: Path) -> None:
-    """Raise ConfigError for static embeddings that the reference would treat by other rules."""
-    if spec.is_static and not (folder / "modules.json").is_file():
-        raise ConfigError(
-            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
-            "sentence-transformers does not know them"
-        )
-
-
-def check_template(spec: ModelSpec, folder: Path) -> None:
-    """Raise ConfigError if the reference would prompt a language model with another template."""
-    if spec.template is not None and not (folder / "modules.json").is_file():
+def check_rules(spec: ModelSpec, folder: Path) -> None:
+    """Raise ConfigError if the reference would prompt a language model with another template, or
+    treat static embeddings by other rules."""
+    if (folder / "modules.json").is_file():
+        return
+    if spec.template is not None:
         raise ConfigError(
             f"{folder} has no modules.json: sentence-transformers does not know the template that "
             "this reranker is asked with; take a revision that has its files"
+        )
+    if spec.is_static:
+        raise ConfigError(
+            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
+            "sentence-transformers does not know them"
         )
 
 
