@@ -58,57 +58,48 @@ def _page(facts: dict[str, Any]) -> Iterator[str]:
     """The lines about a model for people; of one with several routes those of each route."""
     revision = f", revision {facts['revision']}" if facts["revision"] else ""
     yield f"{facts['source']}{revision}"
-    yield from _lines(_rows(facts))
+    yield from map(_line, _rows(facts))
     for route, of_route in facts.get("routes", {}).items():
         yield f"\nRoute {route}"
-        yield from _lines(_rows(of_route))
+        yield from map(_line, _rows(of_route))
+    state = "no: the first command that loads it converts it"
     if facts["converted"]:
-        yield from _lines([("converted", f"yes, content hash {facts['content_hash']}")])
-    else:
-        yield from _lines([("converted", "no: the first command that loads it converts it")])
+        state = f"yes, content hash {facts['content_hash']}"
+    yield _line(("converted", state))
 
 
-def _lines(rows: list[tuple[str, str]]) -> Iterator[str]:
-    for title, value in rows:
-        yield f"  {title:<16}{value}"
+def _line(row: tuple[str, str]) -> str:
+    title, value = row
+    return f"  {title:<16}{value}"
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """The titles and values of one route."""
     outputs = (f"{name} ({width} dimensions)" for name, width in facts["outputs"].items())
     sizes = (f"{size / MIB:,.0f} MiB in {kind}" for kind, size in facts["parameter_bytes"].items())
+    limits = facts["limits"]
+    served, most = limits["served_by_default"], limits["max_input_tokens"]
+    more = "" if served == most else f"; up to {most} with --max-input-length"
     rows = [
         ("task", TASKS[facts["task"]]),
         ("architecture", f"{facts['architecture']}, {facts['parameters']:,} parameters"),
         ("memory", ", ".join(sizes)),
         ("outputs", ", ".join(outputs)),
         ("pooling", ", ".join(facts["pooling"])),
-        ("input limit", _limits(facts["limits"])),
-        *(_embedder_rows(facts) if facts["task"] == "embed" else _scorer_rows(facts)),
-        ("adapters", ", ".join(facts["adapters"])),
+        ("input limit", f"{served} tokens{more}"),
     ]
+    if facts["task"] == "embed":
+        rows.append(("normalized", "to length 1" if facts["normalized"] else "no"))
+        for name, prompt in facts["prompts"].items():
+            short = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[: LONGEST_PROMPT - 1]}…"
+            mark = " (default)" if name == facts["default_prompt_name"] else ""
+            rows.append(("prompt", f"{name}{mark}: {short!r}"))
+    else:
+        labels = facts["labels"]
+        more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
+        rows.append(("labels", ", ".join(labels[:MOST_LABELS]) + more))
+        rows.append(("scores", facts["score_function"]))
+        if facts["template"]:
+            rows.append(("instruction", repr(facts["template"]["instruction"])))
+    rows.append(("adapters", ", ".join(facts["adapters"])))
     return [(title, value) for title, value in rows if value]
-
-
-def _limits(limits: dict[str, int | None]) -> str:
-    served, most = limits["served_by_default"], limits["max_input_tokens"]
-    more = "" if served == most else f"; up to {most} with --max-input-length"
-    return f"{served} tokens{more}"
-
-
-def _embedder_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "normalized", "to length 1" if facts["normalized"] else "no"
-    default = facts["default_prompt_name"]
-    for name, prompt in facts["prompts"].items():
-        short = prompt if len(prompt) <= LONGEST_PROMPT else f"{prompt[: LONGEST_PROMPT - 1]}…"
-        mark = " (default)" if name == default else ""
-        yield "prompt", f"{name}{mark}: {short!r}"
-
-
-def _scorer_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    labels = facts["labels"]
-    more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
-    yield "labels", ", ".join(labels[:MOST_LABELS]) + more
-    yield "scores", facts["score_function"]
-    if facts["template"]:
-        yield "instruction", repr(facts["template"]["instruction"])

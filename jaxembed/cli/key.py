@@ -3,6 +3,7 @@
 import json
 import secrets
 import tomllib
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -66,27 +67,18 @@ def new_key(name: str, **fields: Any) -> None:
     from jaxembed.server.auth.key_file import digest_of, parse_keys
 
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    table = _table({"name": name, "sha256": digest_of(key.encode()).hex(), **fields})
-    parse_keys(table, "the key", {})  # refuses what a server would refuse
-    click.echo(table, nl=False)
-    click.echo(f"the key of {name}, shown only now: {key}", err=True)
-
-
-def _table(fields: dict[str, Any]) -> str:
-    """The table of a key in TOML. An `expires` is a date there, without quotes."""
     lines = ["[[key]]"]
+    fields = {"name": name, "sha256": digest_of(key.encode()).hex(), **fields}
     for field, value in fields.items():
         if value is None or value == ():
             continue
-        is_date = field == "expires" and _is_toml(value)
-        shown = value if is_date else json.dumps(value, ensure_ascii=False)
+        shown = json.dumps(value, ensure_ascii=False)
+        if field == "expires":  # a date has no quotes; of others the reader says what it wanted
+            with suppress(tomllib.TOMLDecodeError):
+                tomllib.loads(f"value = {value}")
+                shown = value
         lines.append(f"{field} = {shown}")
-    return "\n".join([*lines, "", ""])
-
-
-def _is_toml(value: str) -> bool:
-    """Whether a value can stand without quotes. If not, the reader of keys says what it wanted."""
-    try:
-        return bool(tomllib.loads(f"value = {value}"))
-    except tomllib.TOMLDecodeError:
-        return False
+    table = "\n".join([*lines, "", ""])
+    parse_keys(table, "the key", {})  # refuses what a server would refuse
+    click.echo(table, nl=False)
+    click.echo(f"the key of {name}, shown only now: {key}", err=True)

@@ -45,26 +45,25 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
 
 def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
     """A table in plain text, with a heading for each kind of model."""
-    rows = {model.name: _cells(model, table) for model in models}
+    rows = {}
+    for model in models:
+        languages = f"{len(model.languages)} languages" if model.languages else ""
+        if len(model.languages) <= MOST_LANGUAGES:
+            languages = ", ".join(table.languages[code] for code in model.languages)
+        rows[model.name] = (
+            model.name,
+            size(model.parameters),
+            str(model.dimensions or ""),
+            str(model.max_tokens or ""),
+            languages,
+            model.licence or "",
+        )
     widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]
     lines = [_aligned(HEAD, widths)]
     for kind in dict.fromkeys(model.kind for model in models):
         lines.append(f"{kind}:")
         lines += [_aligned(rows[one.name], widths) for one in models if one.kind == kind]
     return lines
-
-
-def _cells(model: "KnownModel", table: "KnownModels") -> tuple[str, ...]:
-    few = 0 < len(model.languages) <= MOST_LANGUAGES
-    languages = ", ".join(table.languages[code] for code in model.languages) if few else ""
-    return (
-        model.name,
-        size(model.parameters),
-        str(model.dimensions or ""),
-        str(model.max_tokens or ""),
-        languages or (f"{len(model.languages)} languages" if model.languages else ""),
-        model.licence or "",
-    )
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
@@ -93,11 +92,11 @@ def _described(model: "KnownModel", table: "KnownModels") -> str:
         for fact, value in values.items()
         if value or fact != "prompts"
     ]
-    note = [f"  note        {model.note}"] if model.note else []
-    legend = [f"  [{source}] {table.sources[source]}" for source in model.sources]
-    return "\n".join(
-        [model.name, *lines, f"  verified    {VERIFIED[model.verified]}", *note, *legend]
-    )
+    lines.append(f"  verified    {VERIFIED[model.verified]}")
+    if model.note:
+        lines.append(f"  note        {model.note}")
+    lines += [f"  [{source}] {table.sources[source]}" for source in model.sources]
+    return "\n".join([model.name, *lines])
 
 
 def size(parameters: int | None) -> str:

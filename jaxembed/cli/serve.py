@@ -68,8 +68,7 @@ def serve_command(
     others = flags["loadable"] or flags["model_repository"] is not None
     if len(models) > 1 or others:
         _refuse_flags_of_one_model(flags, models)
-    _refuse_blank_keys(flags["api_key"])
-    _refuse_admin_key(flags["admin_key"], flags["api_key"])
+    _refuse_blank_keys(flags["api_key"], flags["admin_key"])
     configure_logging(json_output)
     tracer = tracer_of(flags)
     from jaxembed.checkpoints.source import DEFAULT_MODEL
@@ -91,7 +90,16 @@ def serve_command(
     listener = listen(config.host, config.port)  # refuses a port in use
     logger.info(_access_line(config.api_keys, 0 if keyring is None else len(keyring)))
     capacity = capacity_of(engine_config(flags))
-    loaded = _load_models(models, flags, capacity)
+    loaded: list[Any] = []
+    for one in models:
+        try:  # those already loaded compile meanwhile
+            loaded.append(load_model(one, flags, capacity=capacity, wait=False))
+        except JaxembedError as error:
+            for embedder in loaded:
+                embedder.close(timeout_s=0.0)
+            if len(models) == 1:
+                raise
+            raise ConfigError(f"{one} cannot be served: {error}") from error
     run(
         Models(loaded, aliases, capacity=capacity, loadable=loadable),
         config,
@@ -137,9 +145,9 @@ def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str
     return tuple(dict.fromkeys(model + model_id))
 
 
-def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
-    """Raise ConfigError if a key is blank. To click a blank variable is an unset one, so the server
-    would be open to everybody."""
+def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
+    """Raise ConfigError if a key is blank, or the admin key one that clients have. To click a blank
+    variable is an unset one, so the server would be open to everybody."""
     blank = [key for key in keys if not key.strip()]
     if blank:
         raise ConfigError(
@@ -152,17 +160,13 @@ def _refuse_blank_keys(keys: tuple[str, ...]) -> None:
             f"API_KEY is set but blank ({variable!r}); give it a key that clients must send, or "
             "unset it to serve without one"
         )
-
-
-def _refuse_admin_key(key: str | None, api_keys: Sequence[str]) -> None:
-    """Raise ConfigError if the admin key is blank, or a key that clients have."""
-    given = os.environ.get("ADMIN_KEY") if key is None else key
+    given = os.environ.get("ADMIN_KEY") if admin_key is None else admin_key
     if given is not None and not given.strip():
         raise ConfigError(
             f"--admin-key (ADMIN_KEY) is blank ({given!r}); give a key, or leave it out and unset "
             "ADMIN_KEY"
         )
-    if key in api_keys:
+    if admin_key in keys:
         raise ConfigError("--admin-key is also an --api-key; give it a value of its own")
 
 
@@ -207,21 +211,6 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
             )
         aliases.setdefault(model, []).append(name)
     return aliases
-
-
-def _load_models(models: Sequence[str], flags: dict[str, Any], capacity: Any) -> list:
-    """Load the models one after the other; those already loaded compile meanwhile."""
-    loaded: list = []
-    for model in models:
-        try:
-            loaded.append(load_model(model, flags, capacity=capacity, wait=False))
-        except JaxembedError as error:
-            for embedder in loaded:
-                embedder.close(timeout_s=0.0)
-            if len(models) == 1:
-                raise
-            raise ConfigError(f"{model} cannot be served: {error}") from error
-    return loaded
 
 
 def _load_later(

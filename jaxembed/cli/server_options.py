@@ -239,7 +239,16 @@ REPOSITORY_OPTIONS = section(
 
 
 def server_config(flags: dict[str, Any]) -> ServerConfig:
-    """The server's settings, from the flags of `serve`."""
+    """The server's settings, from the flags of `serve`. Raises ConfigError for what is no network
+    of --allow-media-network, and for a network without a host to fetch from."""
+    from jaxembed.preprocessing.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
+
+    networks = tuple(map(parse_media_network, flags["media_networks"]))
+    if networks and not flags["media_hosts"]:
+        raise ConfigError(
+            f"{NETWORK_FLAG} {networks[0]} changes nothing without {FLAG}, which names the hosts "
+            "whose URLs are fetched; add it, or leave the network out"
+        )
     return ServerConfig(
         host=flags["host"],
         port=flags["port"],
@@ -251,27 +260,13 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
         drain_timeout_s=flags["drain_timeout"],
         prometheus_port=flags["prometheus_port"],
         media_hosts=tuple(flags["media_hosts"]),
-        media_networks=_media_networks(flags),
+        media_networks=networks,
         playground=flags["playground"],
         admin_key=flags["admin_key"],
         admin_port=flags["admin_port"],
         notify_socket=os.environ.get("NOTIFY_SOCKET"),
         watchdog_s=watchdog_s(),
     )
-
-
-def _media_networks(flags: dict[str, Any]) -> tuple[Any, ...]:
-    """The networks of --allow-media-network. Raises ConfigError for what is no such network, and
-    for a network without a host to fetch from."""
-    from jaxembed.preprocessing.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
-
-    networks = tuple(map(parse_media_network, flags["media_networks"]))
-    if networks and not flags["media_hosts"]:
-        raise ConfigError(
-            f"{NETWORK_FLAG} {networks[0]} changes nothing without {FLAG}, which names the hosts "
-            "whose URLs are fetched; add it, or leave the network out"
-        )
-    return networks
 
 
 def watchdog_s() -> float | None:
