@@ -96,7 +96,7 @@ def convert(args: Namespace) -> Iterator[dict[str, Any]]:
 def load(args: Namespace) -> Iterator[dict[str, Any]]:
     """Load `args.checkpoint` on one device and answer requests. Yields a row for each stage."""
     from jaxembed import Embedder, EngineConfig
-    from jaxembed.cli.jax_setup import configure_jax
+    from jaxembed.cli.loading import configure_jax
 
     compiled = threading.Event()
 

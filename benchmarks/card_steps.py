@@ -177,7 +177,7 @@ def buckets(args: Namespace, size: str, kernel: str) -> Rows:
     the largest 1 - cosine to the carried float32 vectors.
     """
     from benchmarks import subject
-    from jaxembed.cli.jax_setup import configure_jax
+    from jaxembed.cli.loading import configure_jax
     from jaxembed.engine.bucket import Bucket
     from jaxembed.engine.replica import Replica
     from jaxembed.models import kernels

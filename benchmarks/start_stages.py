@@ -62,7 +62,7 @@ def start(laps: Laps, cache_dir, model_name) -> None:
 
     from jaxembed.checkpoints import checkpoint, hub
     from jaxembed.checkpoints.source import ModelSource
-    from jaxembed.cli.jax_setup import configure_jax
+    from jaxembed.cli.loading import configure_jax
     from jaxembed.config import EngineConfig
     from jaxembed.engine.build import make_plan
     from jaxembed.engine.replica import Replica

@@ -21,10 +21,10 @@ from test_keys import table
 from jaxembed.checkpoints import hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli, embed, jobs, loading, serve
+from jaxembed.cli.loading import engine_config
 from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config
-from jaxembed.cli.settings import engine_config
 from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.cli.tracing import spans_url
 from jaxembed.config import EngineConfig, ServerConfig

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -17,50 +17,8 @@ from jaxembed.platform.files import PARTIAL, replacing, unfinished
 LOCK = ".lock"
 
 
-@runtime_checkable
-class Destination(Protocol):
-    """A folder of files that are written whole or not at all."""
-
-    def names(self) -> list[str]:
-        """The names of the files in it."""
-        ...
-
-    def opened(self, name: str) -> Any:
-        """A context with one of the files to read."""
-        ...
-
-    def writing(self, name: str) -> Any:
-        """A context with the path of a local file, which becomes the file of this name at its end.
-        If the block raises, nothing does."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove one of the files."""
-        ...
-
-    def locked(self) -> Any:
-        """A context in which no other process of this machine writes here. Raises ConfigError if
-        one does."""
-        ...
-
-
-def destination(out: str, *, make: bool = True) -> Destination:
-    """The folder at a path or URL. A folder here is made, or with `make` False must be there.
-    Raises ConfigError if it cannot be or is not."""
-    if object_store.is_url(out):
-        return StoreFolder(str(object_store.location(out)))
-    path = Path(out)
-    if not make and not path.is_dir():
-        raise ConfigError(f"{out}: there is no such folder")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {out}: cannot make this folder: {error.strerror}") from error
-    return LocalFolder(path)
-
-
 class LocalFolder:
-    """A folder of a file system."""
+    """A folder of a file system. Its files are written whole or not at all."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -69,24 +27,30 @@ class LocalFolder:
         return str(self._path)
 
     def names(self) -> list[str]:
+        """The names of the files in it."""
         return sorted(one.name for one in self._path.iterdir() if one.name != LOCK)
 
     def opened(self, name: str) -> Any:
+        """A context with one of the files to read."""
         return opened(str(self._path / name))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
+        """The path of a local file, which becomes the file of this name at the end of the block. If
+        that raises, nothing does."""
         with replacing(self._path / name) as partial:
             yield partial
             _sync(partial)
         _sync(self._path)
 
     def remove(self, name: str) -> None:
+        """Remove one of the files."""
         (self._path / name).unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Also removes what a killed process left unfinished."""
+        """Let no other process of this machine write here, and remove what a killed one left
+        unfinished. Raises ConfigError if another one is writing."""
         try:
             with FileLock(self._path / LOCK, timeout=0):
                 for one in self._path.glob(f".*{PARTIAL}*"):
@@ -97,8 +61,8 @@ class LocalFolder:
 
 
 class StoreFolder:
-    """A folder of an object store. A file is uploaded under its own name, and seen when it is
-    whole."""
+    """A LocalFolder's like in an object store. A file is uploaded under its own name, and seen when
+    it is whole."""
 
     def __init__(self, url: str):
         self._url = url
@@ -128,6 +92,24 @@ class StoreFolder:
     def locked(self) -> Iterator[None]:
         """Stores have no locks; two processes would write the same parts with the same rows."""
         yield
+
+
+Destination = LocalFolder | StoreFolder
+
+
+def destination(out: str, *, make: bool = True) -> Destination:
+    """The folder at a path or URL. A folder here is made, or with `make` False must be there.
+    Raises ConfigError if it cannot be or is not."""
+    if object_store.is_url(out):
+        return StoreFolder(str(object_store.location(out)))
+    path = Path(out)
+    if not make and not path.is_dir():
+        raise ConfigError(f"{out}: there is no such folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {out}: cannot make this folder: {error.strerror}") from error
+    return LocalFolder(path)
 
 
 def _sync(path: Path) -> None:

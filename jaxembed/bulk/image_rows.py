@@ -145,7 +145,7 @@ class ImageColumn(_Images):
     ) -> Iterator[tuple[Place, Block]]:
         """Each row is a block of its own."""
         (column,) = self.columns
-        whole = _WholeFiles()
+        stores: dict[str, Any] = {}  # connections to each store
         for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
             for index, value in enumerate(as_list(block.columns[column])):
                 row = block.sliced(index, index + 1)
@@ -153,7 +153,7 @@ class ImageColumn(_Images):
                 try:
                     if row.bad:
                         raise BadRow(row.bad[0])
-                    image = _image_of(value, column, files[place.file].name, whole)
+                    image = _image_of(value, column, files[place.file].name, stores)
                 except BadRow as problem:
                     image = problem
                 yield Place(place.file, place.row + index), _block(row.columns, image, row.share)
@@ -195,13 +195,13 @@ class ImageFiles(_Images):
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
         """Each row is a block of its own."""
-        whole = _WholeFiles()
+        stores: dict[str, Any] = {}  # connections to each store
 
         def image_in(file: InputFile) -> RowImage | BadRow | None:
             """What an image's file holds, or what is wrong with it; None for a PDF file, which is
             read when its turn comes."""
             try:
-                return None if is_pdf(file.name) else whole.read(file.name)
+                return None if is_pdf(file.name) else _read_whole(file.name, stores)
             except BadRow as problem:
                 return problem
 
@@ -255,7 +255,7 @@ def _block(columns: dict[str, Any], image: RowImage | BadRow, share: float) -> B
     return Block(columns, 1, {}, share, image)
 
 
-def _image_of(value: Any, column: str, file: str, whole: "_WholeFiles") -> bytes:
+def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> bytes:
     """The bytes of the image that a value of a column stands for: bytes themselves, a dict of
     `bytes` and `path`, a path or a data URI. Raises BadRow."""
     if isinstance(value, dict):
@@ -273,59 +273,50 @@ def _image_of(value: Any, column: str, file: str, whole: "_WholeFiles") -> bytes
             return read_data_uri(value, MOST_FILE_BYTES)
         except (InvalidImage, EmptyInput) as error:
             raise BadRow(f"is wrong: {error}") from None
-    return whole.read(_beside(value, file), f"has {excerpt(value)}, which ")
-
-
-def _beside(path: str, file: str) -> str:
-    """Where the file is that `file` names by `path`. Raises BadRow for what is not read."""
-    if object_store.is_url(path, of_data=True):
-        return path
-    if "://" in path:
-        raise BadRow(
-            f"has {excerpt(path)}, and no such URL is fetched; wanted a path, a data URI or a URL "
-            "of s3://, gs:// or hf://"
-        )
-    if not object_store.is_url(file, of_data=True):
-        return str(Path(file).parent / path)
-    scheme, _, place = file.partition("://")
-    if path.startswith("/"):
-        raise BadRow(f"has {excerpt(path)}, a path of a machine, in a file of {scheme}://")
-    return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(place), path))}"
-
-
-class _WholeFiles:
-    """Reads whole files, with one connection to each store. Threads may share it."""
-
-    def __init__(self) -> None:
-        self._stores: dict[str, Any] = {}
-
-    def read(self, name: str, before: str = "") -> bytes:
-        """A file here or in a store.
-
-        Raises BadRow, whose message begins with `before`, for one that is not there or too large;
-        ConfigError and the errors of stores for one that cannot be read.
-        """
-        is_url = object_store.is_url(name, of_data=True)
-        if before and not is_url and not os.path.isfile(name):  # Path's raises for long names
-            raise BadRow(f"{before}is no file: {excerpt(name)}")
-        if is_url:
-            scheme = name.partition("://")[0]
-            if scheme not in self._stores:
-                self._stores[scheme] = object_store.store_of(name)
-            context = object_store.open_object(name, self._stores[scheme])
+    path = value
+    if not object_store.is_url(path, of_data=True):  # then it is beside `file`
+        if "://" in path:
+            raise BadRow(
+                f"has {excerpt(path)}, and no such URL is fetched; wanted a path, a data URI or a "
+                "URL of s3://, gs:// or hf://"
+            )
+        scheme, _, place = file.partition("://")
+        if not object_store.is_url(file, of_data=True):
+            path = str(Path(file).parent / path)
+        elif path.startswith("/"):
+            raise BadRow(f"has {excerpt(path)}, a path of a machine, in a file of {scheme}://")
         else:
-            context = opened(name)
-        try:
-            with context as file:
-                data = file.read(MOST_FILE_BYTES + 1)
-        except StoreUnreachable:
+            joined = posixpath.join(posixpath.dirname(place), path)
+            path = f"{scheme}://{posixpath.normpath(joined)}"
+    return _read_whole(path, stores, f"has {excerpt(value)}, which ")
+
+
+def _read_whole(name: str, stores: dict[str, Any], before: str = "") -> bytes:
+    """A whole file here or in a store. `stores` keeps the connection to each; threads may share it.
+
+    Raises BadRow, whose message begins with `before`, for one that is not there or too large;
+    ConfigError and the errors of stores for one that cannot be read.
+    """
+    is_url = object_store.is_url(name, of_data=True)
+    if before and not is_url and not os.path.isfile(name):  # Path's raises for long names
+        raise BadRow(f"{before}is no file: {excerpt(name)}")
+    context = opened(name)
+    if is_url:
+        scheme = name.partition("://")[0]
+        if scheme not in stores:
+            stores[scheme] = object_store.store_of(name)
+        context = object_store.open_object(name, stores[scheme])
+    try:
+        with context as file:
+            data = file.read(MOST_FILE_BYTES + 1)
+    except StoreUnreachable:
+        raise
+    except CheckpointError as error:
+        if not before:
             raise
-        except CheckpointError as error:
-            if not before:
-                raise
-            raise BadRow(f"{before}is not there or not to be read: {error}") from None
-        except OSError as error:
-            raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
-        if len(data) > MOST_FILE_BYTES:
-            raise BadRow(f"{before}has more than {MOST_FILE_BYTES} bytes, the most that is read")
-        return data
+        raise BadRow(f"{before}is not there or not to be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
+    if len(data) > MOST_FILE_BYTES:
+        raise BadRow(f"{before}has more than {MOST_FILE_BYTES} bytes, the most that is read")
+    return data

@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import re
 import stat
 import sys
 import zlib
@@ -274,35 +275,30 @@ def _open(name: str) -> ByteStream:
 
 
 def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
+    """The files of rows that one name stands for. Raises ConfigError if there are none."""
     if name == STANDARD_INPUT:
         return [InputFile(name, 0, "")]
+    path = Path(name).expanduser()
     if object_store.is_url(name, of_data=True):
         found = [InputFile(*one) for one in object_store.find_objects(name)]
-        single = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
-        files = single or _data(found, name, suffixes)
+        files = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
+        if not files:  # those below the URL
+            base = re.split(r"[*?[]", name)[0].rpartition("/")[0]
+            files = [one for one in found if _is_data(one.name.removeprefix(base), suffixes)]
+            files.sort(key=lambda one: one.name)
+    elif path.is_dir():
+        inside = [one for one in path.rglob("*") if not one.is_dir()]
+        data = [one for one in inside if _is_data(str(one.relative_to(path)), suffixes)]
+        files = [_local(one, suffixes) for one in sorted(data)]
+    elif not path.exists() and WILD.intersection(name):
+        matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
+        data = [one for one in matches if not one.is_dir() and _is_data(one.name, suffixes)]
+        files = [_local(one, suffixes) for one in sorted(data)]
     else:
-        files = [_local(path, suffixes) for path in _paths(name, suffixes)]
+        files = [_local(path, suffixes)]
     if not files:
         raise ConfigError(f"{name}: there is no file of rows; they end in {_endings(suffixes)}")
     return files
-
-
-def _paths(name: str, suffixes: Sequence[str]) -> list[Path]:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        inside = [one for one in path.rglob("*") if not one.is_dir()]
-        return sorted(one for one in inside if _is_data(str(one.relative_to(path)), suffixes))
-    if not path.exists() and WILD.intersection(name):
-        matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
-        return sorted(one for one in matches if not one.is_dir() and _is_data(one.name, suffixes))
-    return [path]
-
-
-def _data(found: Sequence[InputFile], name: str, suffixes: Sequence[str]) -> list[InputFile]:
-    """Those of the objects below a URL that are files of rows."""
-    base = name.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
-    kept = [one for one in found if _is_data(one.name.removeprefix(base), suffixes)]
-    return sorted(kept, key=lambda one: one.name)
 
 
 def _is_data(relative: str, suffixes: Sequence[str]) -> bool:
@@ -408,7 +404,11 @@ def _blocks(
 ) -> Iterator[Block]:
     """Blocks of rows, each parsed to the values of the columns. A BadRow that `parse` raises is
     noted."""
-    size = _size(file)
+    size = 0
+    if file.seekable():
+        at = file.tell()
+        size = file.seek(0, io.SEEK_END)
+        file.seek(at)
     while some := _some(rows, many):
         values: list[Sequence[Any]] = []
         bad: dict[int, str] = {}
@@ -423,31 +423,21 @@ def _blocks(
         yield Block(dict(zip(columns, by_column, strict=True)), len(some), bad, share)
 
 
-def _size(file: ByteStream) -> int:
-    if not file.seekable():
-        return 0
-    at = file.tell()
-    size = file.seek(0, io.SEEK_END)
-    file.seek(at)
-    return size
-
-
 def _read_txt(
     file: ByteStream, name: str, columns: Columns, skip: int, many: int
 ) -> Iterator[Block]:
     """Each line is a text; it has one column, whatever that is called."""
     if len(columns) > 1:
         raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
-    lines = islice(_lines(file, name), skip, None)
-    return _blocks(lines, lambda line: (_decoded(line),), columns, file, many)
 
+    def parse(line: bytes) -> tuple[str]:
+        _check_length(len(line))
+        try:
+            return (line.rstrip(b"\r\n").decode(),)
+        except UnicodeDecodeError as error:
+            raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
-def _decoded(line: bytes) -> str:
-    _check_length(len(line))
-    try:
-        return line.rstrip(b"\r\n").decode()
-    except UnicodeDecodeError as error:
-        raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, many)
 
 
 def _read_jsonl(
@@ -459,7 +449,11 @@ def _read_jsonl(
         _check_length(len(line))
         if len(line) > AT_ONCE:
             line = _shortened(line, columns)
-        value = _json(line)
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
+            raise BadRow(f"is {problem}") from None
         if isinstance(value, dict):
             values = [value.get(column) for column in columns]
             if any(isinstance(one, float) and abs(one) >= BEYOND_INT64 for one in values):
@@ -492,15 +486,6 @@ def _shortened(line: bytes, columns: Columns) -> bytes:
     return msgspec.json.encode(kept)
 
 
-def _json(line: bytes) -> Any:
-    """The value of a line of JSON. Raises BadRow."""
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        problem = "not UTF-8" if "utf-8" in str(error).lower() else f"not JSON: {error}"
-        raise BadRow(f"is {problem}") from None
-
-
 def _read_csv(
     file: ByteStream, name: str, columns: Columns, skip: int, many: int
 ) -> Iterator[Block]:
@@ -514,7 +499,10 @@ def _read_csv(
             raise BadRow(f"has {len(row)} fields, and the header has {len(header)}")
         values = [row[place] for place in places]
         if not "".join(values).isprintable():  # which what is not UTF-8 is not, and line breaks
-            _refuse_surrogates(values)
+            try:
+                "".join(values).encode()
+            except UnicodeEncodeError:
+                raise BadRow("is not UTF-8") from None
         return values
 
     return _blocks(islice(rows, skip, None), parse, columns, file, many)
@@ -543,23 +531,13 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
 
 
 def _place_of(column: str, header: Sequence[str], name: str) -> int:
+    """Where a column is. Raises ConfigError if it is not there, or not once."""
     if column not in header:
-        raise _no_column(name, column, header)
+        shown = ", ".join(header[:COLUMNS_NAMED]) + ", ..." * (len(header) > COLUMNS_NAMED)
+        raise ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
     if list(header).count(column) > 1:
         raise ConfigError(f"{name} has several columns `{column}`; rename all but one")
     return header.index(column)
-
-
-def _refuse_surrogates(values: Sequence[str]) -> None:
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError:
-        raise BadRow("is not UTF-8") from None
-
-
-def _no_column(name: str, column: str, there: Sequence[str]) -> ConfigError:
-    shown = ", ".join(there[:COLUMNS_NAMED]) + (", ..." if len(there) > COLUMNS_NAMED else "")
-    return ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
 
 
 def _read_parquet(
@@ -608,14 +586,12 @@ def _arrow_blocks(
                 if drop >= part.num_rows:
                     continue
                 part = part.slice(drop)
-                values = {column: _plain(part.column(column)) for column in columns}
+                values = {}
+                for column in columns:
+                    found = part.column(column)
+                    kind = _plain_type(found.type)
+                    values[column] = found if kind == found.type else found.cast(kind)
                 yield Block(values, part.num_rows, {}, before / total if total else 0.0)
-
-
-def _plain(values: Any) -> Any:
-    """A column as its `_plain_type`."""
-    kind = _plain_type(values.type)
-    return values if kind == values.type else values.cast(kind)
 
 
 def _plain_type(kind: Any) -> Any:
@@ -674,29 +650,18 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         for column in columns:
             _place_of(column, schema.names, name)
         return {column: _plain_type(schema.field(column).type) for column in columns}
-    if suffix == ".jsonl" or suffix == ".ndjson":
-        return _types_of_values(
-            _first_values(_read_jsonl(file, name, columns, 0, ROWS_A_BLOCK), columns)
-        )
-    READERS[suffix](file, name, columns, 0, 1)  # which looks at its header
-    return dict.fromkeys(columns, pa.string())
-
-
-def _first_values(blocks: Iterator[Block], columns: Columns) -> dict[str, list]:
-    values: dict[str, list] = {column: [] for column in columns}
-    for block in blocks:
+    if suffix not in (".jsonl", ".ndjson"):
+        READERS[suffix](file, name, columns, 0, 1)  # which looks at its header
+        return dict.fromkeys(columns, pa.string())
+    values: dict[str, list] = {column: [] for column in columns}  # of the first rows
+    for block in _read_jsonl(file, name, columns, 0, ROWS_A_BLOCK):
         for column in columns:
             values[column] += block.columns[column]
         if len(values[columns[0]]) >= ROWS_LOOKED_AT:
             break
-    return {column: some[:ROWS_LOOKED_AT] for column, some in values.items()}
-
-
-def _types_of_values(values: dict[str, list]) -> dict[str, Any]:
-    """What Arrow makes of values of .jsonl; a column without any is of strings."""
-    types = {column: _common_type(some) for column, some in values.items()}
-    is_null = arrow().types.is_null
-    return {column: arrow().string() if is_null(kind) else kind for column, kind in types.items()}
+    types = {column: _common_type(some[:ROWS_LOOKED_AT]) for column, some in values.items()}
+    is_null = pa.types.is_null  # a column without a value is of strings
+    return {column: pa.string() if is_null(kind) else kind for column, kind in types.items()}
 
 
 def _common_type(values: list) -> Any:

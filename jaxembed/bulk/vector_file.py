@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -13,8 +13,7 @@ from jaxembed.bulk.row_source import ROWS_A_CALL
 from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
-from jaxembed.platform.files import replacing
-from jaxembed.platform.output_path import check_output
+from jaxembed.platform.files import check_output, replacing
 
 DENSE: tuple[OutputName, ...] = ("dense",)
 
@@ -73,19 +72,6 @@ def _rows(
     return [dict(zip(outputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-@runtime_checkable
-class Writer(Protocol):
-    """A format of vector files."""
-
-    def write(self, rows: Any) -> None:
-        """Append the rows of some texts."""
-        ...
-
-    def finish(self) -> int:
-        """Complete the file, and return the number of vectors in it."""
-        ...
-
-
 class NpyWriter:
     """Writes rows as they come: numpy's header leaves room for the number of rows to grow."""
 
@@ -118,9 +104,9 @@ class JsonlWriter:
     """Writes each vector as one JSON array in a line, each object as one in a line."""
 
     def __init__(self, file: BinaryIO, none: Any):
+        """`none` is for .npy alone."""
         self._file = file
         self._rows = 0
-        del none  # only .npy needs it
 
     def write(self, rows: np.ndarray | list[dict]) -> None:
         """Append vectors `[rows, width]`, or objects."""
@@ -134,7 +120,7 @@ class JsonlWriter:
         return self._rows
 
 
-WRITERS: dict[str, Callable[[BinaryIO, Any], Writer]] = {
+WRITERS: dict[str, type[NpyWriter | JsonlWriter]] = {
     ".npy": NpyWriter,
     ".jsonl": JsonlWriter,
 }

@@ -5,10 +5,9 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.loading import configure_jax, engine_config, model_source
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, tei_option
-from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.status import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_REFUSED
 from jaxembed.config import ServerConfig
 from jaxembed.errors import Unanswered

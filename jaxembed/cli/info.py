@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
+from jaxembed.cli.loading import model_source
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
-from jaxembed.cli.settings import model_source
 from jaxembed.memory import MIB
 
 TASKS = {

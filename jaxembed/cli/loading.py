@@ -1,18 +1,121 @@
-"""Loads a model as the flags of a command ask."""
+"""Loads a model as the flags of a command ask: its source, the settings, and JAX before it.
 
+`flags` are the values of the flags by name, with underscores.
+"""
+
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxembed.cli.jax_setup import configure_jax
+from jaxembed import memory
+from jaxembed.checkpoints.source import ModelSource
+from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.cli.progress import compile_bar
-from jaxembed.cli.settings import engine_config, model_source, text_config
+from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
-from jaxembed.errors import ConfigError, WrongTask
+from jaxembed.errors import BackendError, ConfigError, WrongTask
 
 if TYPE_CHECKING:
     from jaxembed.bulk.row_source import RowSource
     from jaxembed.embedder import Embedder
+
+
+def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
+    """Where a model comes from, and how it is converted. Raises CheckpointError.
+
+    Sets the environment variable HF_HUB_CACHE if --huggingface-hub-cache is given.
+    """
+    if flags["huggingface_hub_cache"]:
+        os.environ["HF_HUB_CACHE"] = str(flags["huggingface_hub_cache"])
+    return ModelSource(
+        model,
+        revision=flags["revision"],
+        offline=flags["offline"],
+        token=flags["hf_token"],
+        cache_dir=flags["cache_dir"],
+        dense_path=flags["dense_path"],
+        adapters=flags["adapter"],
+        pooling=flags["pooling"] and POOLING_CHOICES[flags["pooling"]],
+    )
+
+
+def engine_config(flags: dict[str, Any]) -> EngineConfig:
+    """The settings of the engine.
+
+    Only `serve` has the flags that limit how much work is admitted, and how much is cached. Without
+    such a flag the setting is the default of EngineConfig.
+    """
+    of_server = {
+        name: flags[name]
+        for name in (
+            "max_concurrent_requests",
+            "max_queue_tokens",
+            "max_queue_bytes",
+            "cache_bytes",
+        )
+        if flags.get(name) is not None
+    }
+    return EngineConfig(
+        dtype=flags["dtype"],
+        devices=flags["devices"],
+        parallel=flags["parallel"],
+        warmup=flags["warmup"],
+        kernels=flags["kernels"],
+        max_batch_tokens=flags["max_batch_tokens"],
+        max_batch_requests=flags["max_batch_requests"],
+        buckets=flags["buckets"],
+        max_input_tokens=flags["max_input_length"],
+        null_model=flags["null_model"],
+        **of_server,
+    )
+
+
+def text_config(flags: dict[str, Any]) -> TextConfig:
+    """The settings by which texts are tokenized if a request does not say otherwise."""
+    return TextConfig(
+        truncate=flags["auto_truncate"],
+        default_prompt=flags["default_prompt"],
+        default_prompt_name=flags["default_prompt_name"],
+        workers=flags["tokenization_workers"],
+    )
+
+
+def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
+    """Set everything that jaxembed sets for the whole process, then start the devices.
+
+    `memory_fraction` is the share of a GPU's memory that may be taken. Raises ConfigError if
+    `cache_dir` cannot be made, if others can write to it, or if JAX_PLATFORMS names no kind of
+    device; BackendError if a device cannot be started.
+    """
+    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
+        memory.keep()
+    if memory_fraction is not None:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name; both are an error
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
+    from jaxembed.engine.programs import keep_programs
+
+    try:
+        keep_programs(cache_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
+        ) from error
+    # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
+    try:
+        jax.local_devices()
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS") or "not set"
+        # a device that is there may be taken or not be up yet; one of no such kind will not come
+        kind = ConfigError if "known backends" in str(error) else BackendError
+        raise kind(f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}") from error
 
 
 def load_model(model: str | None, flags: dict[str, Any], **options: Any):

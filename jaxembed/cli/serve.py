@@ -11,12 +11,10 @@ import click
 from click.core import ParameterSource
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.jax_setup import configure_jax
-from jaxembed.cli.loading import load_model
+from jaxembed.cli.loading import configure_jax, engine_config, load_model, model_source
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
-from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.tracing import tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.data.spec import Task

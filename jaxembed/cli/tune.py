@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.loading import configure_jax, engine_config, model_source, text_config
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -17,7 +17,6 @@ from jaxembed.cli.options import (
     FiniteRange,
 )
 from jaxembed.cli.progress import step_lines
-from jaxembed.cli.settings import engine_config, model_source, text_config
 
 
 @click.command("tune", cls=Command, example="jaxembed tune http://127.0.0.1:8080 -o buckets.json")

@@ -5,11 +5,10 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.jax_setup import configure_jax
+from jaxembed.cli.loading import configure_jax, engine_config, model_source
 from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
 from jaxembed.cli.progress import compile_bar
-from jaxembed.cli.settings import engine_config, model_source
 from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
 
 

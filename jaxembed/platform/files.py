@@ -1,11 +1,14 @@
-"""Replaces files atomically, and removes what is unfinished when the process ends at once."""
+"""Replaces files atomically, removes what is unfinished when the process ends at once, and checks
+paths before the work whose result they will hold."""
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
+
+from jaxembed.errors import ConfigError
 
 PARTIAL = ".partial-"  # in the names of unfinished copies, before a random part
 
@@ -50,6 +53,15 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # it is gone if all went well; or the disk has become read-only
             partial.unlink()
+
+
+def check_output(path: Path, flag: str, suffixes: Iterable[str]) -> None:
+    """Raise ConfigError, which begins with the flag and the path, unless the path has one of the
+    suffixes and its directory exists."""
+    if path.suffix not in suffixes:
+        raise ConfigError(f"{flag} {path}: wanted a name that ends in {' or '.join(suffixes)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no directory {path.absolute().parent}")
 
 
 def is_copy_of(path: Path, name: str) -> bool:

@@ -20,6 +20,8 @@ from jaxembed.platform.files import DISK_FULL
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 OF_DATA = ("hf",)  # schemes of files of rows, not of models
 TRANSFERS = 16  # files at a time
+# What stores say of an object that changes with its content.
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
 LONGEST_REASON = 300  # characters of another library's message
 
 PIN = "@sha256:"
@@ -132,16 +134,14 @@ def find_objects(url: str) -> list[FoundObject]:
         wild = any(sign in path for sign in "*?[")
         found = store.glob(path, detail=True) if wild else store.find(path, detail=True)
         return [
-            FoundObject(f"{scheme}://{name}", one["size"], _version(one))
+            FoundObject(
+                f"{scheme}://{name}",
+                one["size"],
+                next((str(one[key]) for key in VERSION_KEYS if one.get(key)), ""),
+            )
             for name, one in found.items()
             if one["type"] == "file"
         ]
-
-
-def _version(entry: dict[str, Any]) -> str:
-    """What a store says that changes with the content of an object."""
-    names = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
-    return next((str(entry[name]) for name in names if entry.get(name)), "")
 
 
 @contextmanager

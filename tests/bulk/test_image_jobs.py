@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_name(photos):
     with pytest.raises(ConfigError, match="cannot read /proc/self/mem: Input/output error"):
         list(ImageFiles()._pages(InputFile("/proc/self/mem", 0, ""), 0))
     with pytest.raises(ConfigError, match=r"cannot read .*deep: Is a directory"):
-        image_rows._WholeFiles().read(str(photos / "deep"))
+        image_rows._read_whole(str(photos / "deep"), {})
     with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
         input_files([str(photos / "README")], IMAGE_FILES)
 

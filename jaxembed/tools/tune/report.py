@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed.errors import ConfigError
-from jaxembed.platform.output_path import check_output
+from jaxembed.platform.files import check_output
 from jaxembed.tools.tune.tuning import GridResult, Tuning
 
 ROWS: dict[str, Callable[[GridResult], float]] = {

@@ -19,8 +19,7 @@ from jaxembed.engine.build import package_versions, tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.models import native
 from jaxembed.observability.metrics import row_lengths
-from jaxembed.platform.files import replacing
-from jaxembed.platform.output_path import check_output
+from jaxembed.platform.files import check_output, replacing
 from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
 from jaxembed.tools.tune.lengths import Lengths
 from jaxembed.tools.tune.model import MeasuredModel
