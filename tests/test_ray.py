@@ -32,7 +32,7 @@ def _arguments(tiny_checkpoint, grid_file, tmp_path_factory) -> dict[str, Any]:
 def _embed(arguments) -> Iterator[Embed]:
     embed = Embed(**arguments)
     yield embed
-    embed._model.embedder.close()
+    embed._embedder.close()
 
 
 @pytest.fixture(name="opened")

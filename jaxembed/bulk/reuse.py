@@ -33,13 +33,15 @@ class Earlier:
                 f"--reuse {folder}: its results are of another model or of other options; its "
                 "_job.json has them under `computation`"
             )
-        digests, groups, rows = [], [], []
+        digests, groups, rows = [], [], []  # digests are uint64 [n, 2]
         self._groups: list[tuple[int, int]] = []  # part, row group
         for part in finished_parts(folder):
             with reading_part(folder, part) as (source, _):
                 for group in range(source.metadata.num_row_groups):
-                    column = source.read_row_group(group, [digest]).column(digest)
-                    found = _as_array(column.combine_chunks())
+                    column = source.read_row_group(group, [digest]).column(digest).combine_chunks()
+                    first, count = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
+                    flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + count]
+                    found = flat.copy().view(np.uint64).reshape(-1, 2)
                     digests.append(found)
                     groups.append(np.full(len(found), len(self._groups), np.int32))
                     rows.append(np.arange(len(found), dtype=np.int32))
@@ -50,9 +52,6 @@ class Earlier:
         self._group_of = np.concatenate([np.zeros(0, np.int32), *groups])[order]
         self._row_of = np.concatenate([np.zeros(0, np.int32), *rows])[order]
         self._read = lru_cache(GROUPS_KEPT)(self._read_group)
-
-    def __len__(self) -> int:
-        return len(self._digests)
 
     def find(self, digests: Sequence[bytes]) -> np.ndarray:
         """The number of each digest here, int64, -1 where there is none."""
@@ -84,11 +83,3 @@ class Earlier:
         part, number = self._groups[group]
         with reading_part(self._folder, part) as (source, _):
             return source.read_row_group(number, self._names)
-
-
-def _as_array(column: Any) -> np.ndarray:
-    """A column of digests as uint64 `[n, 2]`."""
-    bytes_of = np.frombuffer(column.buffers()[1], np.uint8)
-    start = column.offset * DIGEST_BYTES
-    flat = bytes_of[start : start + len(column) * DIGEST_BYTES]
-    return flat.copy().view(np.uint64).reshape(-1, 2)

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -355,8 +355,13 @@ def _reading(name: str) -> Iterator[None]:
 def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
     """The lines of a file, without a byte order mark. Of a line that is longer than LINE_BYTES only
     so many bytes and one more are given."""
-    is_compressed = name.lower().endswith(COMPRESSED)
-    with _reading(name), gzip.open(file) if is_compressed else _with_limited_lines(file) as lines:
+    with _reading(name), ExitStack() as stack:
+        lines = file
+        if name.lower().endswith(COMPRESSED):
+            lines = stack.enter_context(gzip.open(file))
+        elif not isinstance(file, io.BufferedIOBase):  # those of object stores read whole lines
+            lines = io.BufferedReader(file)
+            stack.callback(lines.detach)  # or it closes the file
         first = True
         while line := lines.readline(LINE_BYTES + 1):
             rest = line
@@ -364,19 +369,6 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
                 rest = lines.readline(LINE_BYTES + 1)
             yield line.removeprefix(b"\xef\xbb\xbf") if first else line
             first = False
-
-
-@contextmanager
-def _with_limited_lines(file: ByteStream) -> Iterator[ByteStream]:
-    """A file whose `readline` takes a limit: the files of object stores read whole lines."""
-    if isinstance(file, io.BufferedIOBase):
-        yield file
-        return
-    reader = io.BufferedReader(file)
-    try:
-        yield reader
-    finally:
-        reader.detach()  # or it closes the file
 
 
 def _check_length(size: int) -> None:

@@ -88,11 +88,14 @@ def tune_command(
     """
     configure_logging()
     from jaxembed.bulk.sources import read_texts
+    from jaxembed.platform.files import check_output
     from jaxembed.tools.tune import lengths, report
     from jaxembed.tools.tune.model import load_measured
-    from jaxembed.tools.tune.tuning import Budget, check_grid_path, tune
+    from jaxembed.tools.tune.tuning import Budget, tune
 
-    check_grid_path(output)  # here and below: report what cannot be read or written before loading
+    check_output(
+        output, "--output", [".json"]
+    )  # here and below: report what cannot be read or written before loading
     if picture is not None:
         report.check_picture(picture)
     texts = counted = None

@@ -4,7 +4,7 @@ Knows Arrow, and not Ray, which makes one of these in each actor and gives it ba
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from jaxembed.runtime.options import Ranked
 SHOWN = 60  # characters of a text in an error
 
 
-class _Model:
-    """The Embedder of an actor, and the columns of texts that it is given."""
+class _Actor:
+    """An Embedder, the columns of texts that it is given and those that it adds."""
 
     def __init__(
         self,
@@ -28,18 +28,20 @@ class _Model:
         columns: Sequence[str],
         adds: Sequence[str],
         id_column: str | None,
-        arguments: Mapping[str, Any],
+        arguments: dict[str, Any],
+        options: Collection[str],
     ):
-        self.columns = columns
-        self._adds, self._id_column = adds, id_column
-        self.embedder = Embedder(model, **arguments)
+        """Of the `arguments` those named by `options` are of each call, the others of Embedder."""
+        self._columns, self._adds, self._id_column = columns, adds, id_column
+        self._options = {name: arguments.pop(name) for name in options & arguments.keys()}
+        self._embedder = Embedder(model, **arguments)
 
     def __del__(self) -> None:
         """Ray deletes what its actor holds when it stops the actor."""
-        if hasattr(self, "embedder"):  # or the model could not be loaded
-            self.embedder.close()
+        if hasattr(self, "_embedder"):  # or the model could not be loaded
+            self._embedder.close()
 
-    def texts(self, batch: Any) -> list[list[str]]:
+    def _texts(self, batch: Any) -> list[list[str]]:
         """The texts of each column. Raises InvalidInput for a batch or a row that cannot be run."""
         if not isinstance(batch, pa.Table):
             raise InvalidInput(
@@ -52,7 +54,7 @@ class _Model:
                 "rename it or drop it before",
                 field=taken[0],
             )
-        return [self._column(batch, name) for name in self.columns]
+        return [self._column(batch, name) for name in self._columns]
 
     def _column(self, batch: pa.Table, name: str) -> list[str]:
         if name not in batch.column_names:
@@ -72,10 +74,10 @@ class _Model:
         texts = column.to_pylist()
         for missing, why in ((None, "is null"), ("", "is empty")):
             if missing in texts:
-                raise self.refusal(batch, texts.index(missing), name, why)
+                raise self._refusal(batch, texts.index(missing), name, why)
         return texts
 
-    def refusal(self, batch: pa.Table, row: int, column: str, why: str) -> InvalidInput:
+    def _refusal(self, batch: pa.Table, row: int, column: str, why: str) -> InvalidInput:
         """The error of a row: its id, if there is a column of ids, and the text it has."""
         text = batch[column][row].as_py()
         shown = "" if text is None else f" It begins {text[:SHOWN]!r}."
@@ -86,7 +88,7 @@ class _Model:
         return InvalidInput(f"{named}, column {column!r}: {why}.{shown}", column, row)
 
 
-class Embed:
+class Embed(_Actor):
     """Adds the vectors of a column of texts to batches of Ray Data.
 
     `ds.map_batches(Embed, fn_constructor_kwargs={"model": ..., "column": "text"},
@@ -111,30 +113,27 @@ class Embed:
         outputs: Collection[OutputName] = ("dense",),
         **arguments: Any,
     ):
-        self._options = _taken(arguments, output_options.names)
-        self._outputs = tuple(outputs)
-        self._model = _Model(model, [column], self._outputs, id_column, arguments)
+        self._outputs, names = tuple(outputs), output_options.names
+        super().__init__(model, [column], self._outputs, id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """The batch with the outputs of its texts. Ray calls it for the next batches of a block
         while this one runs."""
-        (texts,) = self._model.texts(batch)
+        (texts,) = self._texts(batch)
         try:
-            values = await self._model.embedder.encode_outputs_async(
+            values = await self._embedder.encode_outputs_async(
                 texts, self._outputs, **self._options
             )
         except InvalidInput as error:
             if error.index is None:
                 raise
-            raise self._model.refusal(
-                batch, error.index, self._model.columns[0], str(error)
-            ) from error
+            raise self._refusal(batch, error.index, self._columns[0], str(error)) from error
         for name in self._outputs:
             batch = batch.append_column(name, as_arrow(values[name]))
         return batch
 
 
-class Rerank:
+class Rerank(_Actor):
     """Adds the `score` (float) of a column of documents for a column of queries to batches of Ray
     Data, as `Embedder.rerank` gives it.
 
@@ -151,12 +150,12 @@ class Rerank:
         id_column: str | None = None,
         **arguments: Any,
     ):
-        self._options = _taken(arguments, rerank_options.names | {"raw_scores"})
-        self._model = _Model(model, [query_column, column], ["score"], id_column, arguments)
+        names = rerank_options.names | {"raw_scores"}
+        super().__init__(model, [query_column, column], ["score"], id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """The batch with the score of each row."""
-        queries, documents = self._model.texts(batch)
+        queries, documents = self._texts(batch)
         rows: dict[str, list[int]] = {}
         for row, query in enumerate(queries):
             rows.setdefault(query, []).append(row)
@@ -174,16 +173,16 @@ class Rerank:
     ) -> list[Ranked]:
         try:
             chosen = [documents[row] for row in rows]
-            return await self._model.embedder.rerank_async(query, chosen, **self._options)
+            return await self._embedder.rerank_async(query, chosen, **self._options)
         except InvalidInput as error:
             if error.index is None and error.field != "query":
                 raise
             of_query = error.index is None
-            row, column = rows[error.index or 0], self._model.columns[0 if of_query else 1]
-            raise self._model.refusal(batch, row, column, str(error)) from error
+            row, column = rows[error.index or 0], self._columns[0 if of_query else 1]
+            raise self._refusal(batch, row, column, str(error)) from error
 
 
-class Classify:
+class Classify(_Actor):
     """Adds the `labels` of a column of texts to batches of Ray Data: list<struct<label: string,
     score: float>>, best first, as `Embedder.classify` gives them.
 
@@ -198,23 +197,16 @@ class Classify:
         id_column: str | None = None,
         **arguments: Any,
     ):
-        self._options = _taken(arguments, score_options.names | {"raw_scores"})
-        self._model = _Model(model, [column], ["labels"], id_column, arguments)
+        names = score_options.names | {"raw_scores"}
+        super().__init__(model, [column], ["labels"], id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """The batch with the labels of its texts."""
-        (texts,) = self._model.texts(batch)
+        (texts,) = self._texts(batch)
         try:
-            labels = await self._model.embedder.classify_async(texts, **self._options)
+            labels = await self._embedder.classify_async(texts, **self._options)
         except InvalidInput as error:
             if error.index is None:
                 raise
-            raise self._model.refusal(
-                batch, error.index, self._model.columns[0], str(error)
-            ) from error
+            raise self._refusal(batch, error.index, self._columns[0], str(error)) from error
         return batch.append_column("labels", labels_as_arrow(labels))
-
-
-def _taken(arguments: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Take the arguments of these names out of all."""
-    return {name: arguments.pop(name) for name in names & arguments.keys()}

@@ -32,7 +32,14 @@ def quota_cores() -> float | None:
 
     The least quota of the group and those above it counts, of version 1 or 2.
     """
-    quotas = [quota for group in _control_groups() if (quota := _quota_of(group)) is not None]
+    quotas = []
+    for group in _control_groups():
+        quota, _, period = text_of(group / "cpu.max").strip().partition(" ")  # version 2
+        if not quota:
+            quota = text_of(group / "cpu.cfs_quota_us").strip()  # version 1
+            period = text_of(group / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):  # not "max", or -1
+            quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
@@ -127,17 +134,6 @@ def _waited_ns() -> dict[str, int]:
         with suppress(IndexError, ValueError):  # the thread has ended, or the kernel does not count
             waited[thread] = int(text_of(PROC / "self" / "task" / thread / "schedstat").split()[1])
     return waited
-
-
-def _quota_of(group: Path) -> float | None:
-    """The quota of a control group in cores; None without one."""
-    quota, _, period = text_of(group / "cpu.max").strip().partition(" ")  # version 2
-    if not quota:
-        quota = text_of(group / "cpu.cfs_quota_us").strip()  # version 1
-        period = text_of(group / "cpu.cfs_period_us").strip()
-    if not (quota.isdigit() and period.isdigit() and int(period)):  # "max", or -1
-        return None
-    return int(quota) / int(period)
 
 
 def _control_groups() -> Iterator[Path]:

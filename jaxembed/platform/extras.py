@@ -1,5 +1,6 @@
 """The extras of the package: the modules that each installs, and the error if one is missing."""
 
+from contextlib import suppress
 from importlib.util import find_spec
 
 from jaxembed.errors import ConfigError
@@ -24,16 +25,12 @@ def require(extra: str, purpose: str) -> None:
     `purpose` begins the message: it is what the extra is needed for, such as "Parquet files".
     Commands call this before they load a model.
     """
-    missing = [module for module in MODULES[extra] if not _is_installed(module)]
-    if missing:
-        raise ConfigError(
-            f"{purpose}: the extra `{extra}` is needed, and {missing[0]} is not installed. Install "
-            f"it: pip install 'jaxembed[{extra}]', or in a clone: make .venv/{extra}.stamp"
-        )
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that the module is in
-        return False
+    for module in MODULES[extra]:
+        found = None
+        with suppress(ModuleNotFoundError):  # of the package that the module is in
+            found = find_spec(module)
+        if found is None:
+            raise ConfigError(
+                f"{purpose}: the extra `{extra}` is needed, and {module} is not installed. Install "
+                f"it: pip install 'jaxembed[{extra}]', or in a clone: make .venv/{extra}.stamp"
+            )

@@ -121,7 +121,10 @@ def of_file(path: Path) -> Lengths:
     content = read_user_json(path, str(path), LENGTHS_FORM)
     pairs: list[tuple[Any, Any]]  # any JSON values, checked below
     if isinstance(content, dict):
-        pairs = [(_number(length), count) for length, count in content.items()]
+        pairs = [
+            (int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key, count)
+            for key, count in content.items()
+        ]
     elif isinstance(content, list):
         pairs = [(length, 1) for length in content]
     else:
@@ -137,11 +140,6 @@ def of_file(path: Path) -> Lengths:
                 f"wanted {LENGTHS_FORM}"
             )
     return _lengths(pairs, str(path))
-
-
-def _number(key: str) -> int | str:
-    """Parse a key of a JSON object as a number; return it unchanged if it is not one."""
-    return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
 
 
 def of_server(url: str, model: str | None = None) -> Lengths:

@@ -19,7 +19,7 @@ from jaxembed.engine.build import package_versions, tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.models import native
 from jaxembed.observability.metrics import row_lengths
-from jaxembed.platform.files import check_output, replacing
+from jaxembed.platform.files import replacing
 from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
 from jaxembed.tools.tune.lengths import Lengths
 from jaxembed.tools.tune.model import MeasuredModel
@@ -194,11 +194,6 @@ def tune(
     candidate = tuner.find()
     before, after, comparison = tuner.tried(candidate)
     return Tuning(model, lengths, before, after, comparison, time.monotonic() - started_at)
-
-
-def check_grid_path(path: Path) -> None:
-    """Raise ConfigError unless a grid can be written there."""
-    check_output(path, "--output", [".json"])
 
 
 class _Tuner:

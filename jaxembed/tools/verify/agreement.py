@@ -68,22 +68,14 @@ def agreement(
         lengths = np.concatenate([length_differences(*pair) for pair in pairs])
         rank = shared_neighbours(*pairs[0])
     else:
-        distances = np.concatenate([logit_differences(*pair) for pair in pairs])
-        lengths = np.zeros(0)
+        # a logit is a sum of terms of about the largest one's size, even if they cancel
+        differences = [
+            np.abs(ours - theirs).max(axis=1).astype(np.float64) / max(np.abs(theirs).max(), 1)
+            for ours, theirs in pairs
+        ]
+        distances, lengths = np.concatenate(differences), np.zeros(0)
         rank = min((same_order if task == "rerank" else same_best)(*pair) for pair in pairs)
     return Agreement(dtype, task, distances, lengths, rank)
-
-
-def different_tokens(
-    got: Sequence[Computed], expected: Sequence[Computed]
-) -> list[tuple[int, int]]:
-    """Find the inputs whose token ids differ. Returns the group and the index in it of each."""
-    return [
-        (group, number)
-        for group, (one, other) in enumerate(zip(got, expected, strict=True))
-        for number, ids in enumerate(one.ids)
-        if ids != other.ids[number]
-    ]
 
 
 def locate(index: int, groups: Sequence[InputGroup]) -> tuple[int, int]:
@@ -118,16 +110,6 @@ def length_differences(
     """The relative difference of the vectors' lengths, for each row."""
     lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
     return np.abs(np.linalg.norm(got.astype(np.float64), axis=1) - lengths) / (lengths + 1e-30)
-
-
-def logit_differences(
-    got: Float[np.ndarray, "rows labels"], expected: Float[np.ndarray, "rows labels"]
-) -> Float[np.ndarray, " rows"]:
-    """The largest difference in each row, relative to the largest expected logit or to 1.
-
-    A logit is a sum of terms of about that size, even if they cancel to a small logit.
-    """
-    return np.abs(got - expected).max(axis=1).astype(np.float64) / max(np.abs(expected).max(), 1)
 
 
 def shared_neighbours(

@@ -21,7 +21,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.preprocessing.text import Rules
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.summary import summary
-from jaxembed.tools.verify.agreement import Agreement, agreement, different_tokens
+from jaxembed.tools.verify.agreement import Agreement, agreement
 from jaxembed.tools.verify.reference import Computed, ReferenceRun, check_installed, run_apart
 from jaxembed.tools.verify.texts import InputGroup, input_groups
 
@@ -50,7 +50,14 @@ class Verification:
     @cached_property
     def different(self) -> list[tuple[int, int]]:
         """The inputs with other token ids than in the reference: group, and index in it."""
-        return different_tokens(self.got, self.reference.results)
+        return [
+            (group, number)
+            for group, (ours, theirs) in enumerate(
+                zip(self.got, self.reference.results, strict=True)
+            )
+            for number, ids in enumerate(ours.ids)
+            if ids != theirs.ids[number]
+        ]
 
     @property
     def agrees(self) -> bool:
