@@ -7,7 +7,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import load_for_outputs
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG, TEXT_OPTIONS
 
 logger = logging.getLogger("jaxembed")
@@ -51,7 +50,6 @@ def calibrate_command(
     resemble those to be embedded. The ranges are stored beside the converted MODEL, and a server
     reads them when it starts.
     """
-    configure_logging()
     from tqdm import tqdm
 
     from jaxembed.bulk.calibration import ENOUGH_TEXTS, measure_ranges

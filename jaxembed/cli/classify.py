@@ -1,12 +1,11 @@
 """`jaxembed classify`: labels of files of texts, as a folder of Parquet."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.jobs import score_with
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     JOB_OPTIONS,
@@ -17,9 +16,6 @@ from jaxembed.cli.options import (
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
 )
-
-if TYPE_CHECKING:
-    from jaxembed.embedder import Embedder
 
 
 @click.command(
@@ -55,13 +51,5 @@ def classify_command(
     files with the column `labels`: each label with its score, best first. It can be continued: run
     the same command again after an interruption.
     """
-    configure_logging()
     columns = (text_column,) if second_column is None else (text_column, second_column)
-
-    def make(embedder: "Embedder") -> Any:
-        from jaxembed.bulk.computations import ClassifyRows
-        from jaxembed.bulk.row_source import TextRows
-
-        return ClassifyRows(embedder, TextRows(columns), raw_scores)
-
-    score_with(model, "classify", flags, make, inputs, output)
+    score_with(model, "classify", flags, columns, raw_scores, inputs, output)

@@ -7,7 +7,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import model_source
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 
 
@@ -23,7 +22,6 @@ def convert_command(model: str, out: str, **flags: Any) -> None:
 
     MODEL is a directory or a hub id. OUT is the new directory, or an s3:// or gs:// URL.
     """
-    configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
     from jaxembed.checkpoints import hub
 

@@ -6,7 +6,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, model_source
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, tei_option
 from jaxembed.cli.status import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_REFUSED
 from jaxembed.config import ServerConfig
@@ -55,7 +54,6 @@ def doctor_command(
     """
     if url is not None and model is not None:
         raise click.UsageError("give URL or --model: a server says of itself which models it has")
-    configure_logging()
     if model is None:
         key = api_key[0] if api_key else None
         try:

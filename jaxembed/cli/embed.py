@@ -13,7 +13,6 @@ from click.core import ParameterSource
 from jaxembed.cli.help import Command
 from jaxembed.cli.jobs import check_folder_job, folder_options, refuse_other_suffix, run_folder
 from jaxembed.cli.loading import load_for_outputs
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     JOB_OPTIONS,
@@ -128,7 +127,6 @@ def embed_command(
     The output is a folder of Parquet files, local or at s3:// or gs://, or one .npy or .jsonl file.
     A folder can be continued: run the same command again after an interruption.
     """
-    configure_logging()
     outputs = tuple(dict.fromkeys(outputs))
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")

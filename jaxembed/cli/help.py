@@ -1,9 +1,12 @@
-"""Help pages of the commands: options in sections, an example, and summaries in whole sentences."""
+"""What all commands share: log lines, and help pages with options in sections, an example, and
+summaries in whole sentences."""
 
 from collections.abc import Callable
 from typing import Any
 
 import click
+
+from jaxembed.cli.logs import configure_logging
 
 OWN = "Options"  # title of the options that belong to one command alone
 UNCUT = 10_000  # characters, more than any summary has
@@ -23,11 +26,16 @@ def section(title: str, *options: Callable) -> Callable:
 
 
 class Command(click.Command):
-    """A command whose help has an example and lists its options by section."""
+    """A command that writes log lines, and whose help has an example and its options by section."""
 
     def __init__(self, *arguments: Any, example: str, **attributes: Any):
         super().__init__(*arguments, **attributes)
         self.example = example
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its log lines go to standard error, as JSON if it has such a flag."""
+        configure_logging(ctx.params.get("json_output", False))
+        return super().invoke(ctx)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the description, and the example after it."""

@@ -8,7 +8,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import model_source
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
 from jaxembed.memory import MIB
 
@@ -37,7 +36,6 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
     MODEL is a directory or a hub id (default: all-MiniLM-L6-v2). Nothing is converted, and no
     weights are read.
     """
-    configure_logging()
     os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
     import msgspec
 

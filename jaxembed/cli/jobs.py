@@ -49,17 +49,32 @@ def score_with(
     model: str | None,
     task: Task,
     flags: dict[str, Any],
-    make: Callable[["Embedder"], Any],
+    columns: tuple[str, ...],
+    raw_scores: bool,
     inputs: tuple[str, ...],
     output: str,
 ) -> None:
-    """Load a model that can do the task, and write what it computes of each row as Parquet.
+    """Load a model that can do the task, and write its score or labels of each row as Parquet.
 
     Raises ConfigError and WrongTask before weights are downloaded, and as `run_folder`.
     """
     refuse_other_suffix(output, "")
     chosen = folder_options(flags)
     check_folder_job(inputs, output)
+
+    def make(embedder: "Embedder") -> Any:
+        from jaxembed.bulk.computations import ClassifyRows, ScoreRows
+        from jaxembed.bulk.row_source import TextRows
+
+        if task == "rerank" and embedder.spec.task == "embed":
+            logger.info(
+                "%s is an embedding model: scores are similarities of its embeddings; "
+                "--model names a reranker",
+                embedder.name,
+            )
+        kind = ScoreRows if task == "rerank" else ClassifyRows
+        return kind(embedder, TextRows(columns), raw_scores)
+
     run_folder(partial(load_for_task, model, task, flags), make, inputs, output, chosen)
 
 

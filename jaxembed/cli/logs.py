@@ -9,7 +9,7 @@ LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TRACED_LINE = LINE + " trace_id=%(trace_id)s"
 
 
-def configure_logging(json_output: bool = False) -> None:
+def configure_logging(json_output: bool) -> None:
     """Log to standard error: jaxembed from LOG_LEVEL (by default INFO) up, its libraries from
     WARNING up."""
     handler = logging.StreamHandler()

@@ -1,13 +1,11 @@
 """`jaxembed rerank`: scores of files of queries and documents, as a folder of Parquet."""
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.jobs import score_with
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     JOB_OPTIONS,
@@ -18,11 +16,6 @@ from jaxembed.cli.options import (
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
 )
-
-if TYPE_CHECKING:
-    from jaxembed.embedder import Embedder
-
-logger = logging.getLogger("jaxembed")
 
 
 @click.command(
@@ -61,18 +54,5 @@ def rerank_command(
     files with the column `score`. It can be continued: run the same command again after an
     interruption.
     """
-    configure_logging()
 
-    def make(embedder: "Embedder") -> Any:
-        from jaxembed.bulk.computations import ScoreRows
-        from jaxembed.bulk.row_source import TextRows
-
-        if embedder.spec.task == "embed":
-            logger.info(
-                "%s is an embedding model: scores are similarities of its embeddings; "
-                "--model names a reranker",
-                embedder.name,
-            )
-        return ScoreRows(embedder, TextRows((query_column, text_column)), raw_scores)
-
-    score_with(model, "rerank", flags, make, inputs, output)
+    score_with(model, "rerank", flags, (query_column, text_column), raw_scores, inputs, output)

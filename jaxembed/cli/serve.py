@@ -12,7 +12,6 @@ from click.core import ParameterSource
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, load_model, model_source
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
 from jaxembed.cli.tracing import tracer_of
@@ -51,7 +50,6 @@ def serve_command(
     model: tuple[str, ...],
     model_id: tuple[str, ...],
     served_model_name: tuple[str, ...],
-    json_output: bool,
     **flags: Any,
 ) -> None:
     """Serve models over HTTP with the APIs of OpenAI, TEI, Jina and Cohere.
@@ -67,7 +65,6 @@ def serve_command(
     if len(models) > 1 or others:
         _refuse_flags_of_one_model(flags, models)
     _refuse_blank_keys(flags["api_key"], flags["admin_key"])
-    configure_logging(json_output)
     tracer = tracer_of(flags)
     from jaxembed.checkpoints.source import DEFAULT_MODEL
     from jaxembed.engine.admission import capacity_of

@@ -7,7 +7,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, model_source, text_config
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     MODEL_FLAG,
@@ -86,7 +85,6 @@ def tune_command(
     The new grid is compared with the current one, which is that of --buckets or the built-in one,
     and the better one is written. The device must be idle meanwhile.
     """
-    configure_logging()
     from jaxembed.bulk.sources import read_texts
     from jaxembed.platform.files import check_output
     from jaxembed.tools.tune import lengths, report

@@ -6,7 +6,6 @@ import click
 
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, model_source
-from jaxembed.cli.logs import configure_logging
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
 from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
@@ -46,7 +45,6 @@ def verify_command(
         if flags[flag]:
             name = "--" + flag.replace("_", "-")
             raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
-    configure_logging()
     from jaxembed.bulk.sources import read_texts
     from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
     from jaxembed.tools.verify.verification import verify_model
