@@ -46,7 +46,7 @@ def _opened() -> Iterator[Callable[..., Any]]:
 
     yield made
     for actor in actors:
-        actor._model.embedder.close()
+        actor._embedder.close()
 
 
 def run(actor: Any, batch: Any) -> Any:

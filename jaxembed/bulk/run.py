@@ -251,7 +251,7 @@ class _Run:
                 self.footers[part] = footer
                 at, stream = footer.end, None
             else:
-                stream = stream or RowStream(source.read, self.job.inputs, columns, at)
+                stream = stream or RowStream(source, self.job.inputs, columns, at)
                 done, closes = 0, False
                 while not closes:
                     blocks = stream.take(min(self.computation.rows_a_call, most - done))

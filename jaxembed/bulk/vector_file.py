@@ -49,11 +49,13 @@ def embed_file(
     check_vectors_path(out, outputs)
     encode = partial(_rows, embedder, outputs, options)
     with replacing(out) as unfinished, unfinished.open("w+b") as file:
-        writer = WRITERS[out.suffix](file, encode([]))
+        writer, count = WRITERS[out.suffix](file, encode([])), 0
         for rows in ahead(encode, divided(texts, ROWS_A_CALL)):
             writer.write(rows)
+            count += len(rows)
             on_progress(len(rows))
-        return writer.finish()
+        writer.finish(count)
+    return count
 
 
 def _rows(
@@ -80,23 +82,17 @@ class NpyWriter:
         self._file = file
         self._dtype = none.dtype.newbyteorder("<")
         self._width = none.shape[1]
-        self._rows = 0
-        self._header()
+        self.finish(0)
 
     def write(self, rows: np.ndarray) -> None:
         """Append vectors `[rows, width]`."""
         self._file.write(np.ascontiguousarray(rows, self._dtype).data)
-        self._rows += len(rows)
 
-    def finish(self) -> int:
-        """Write the final header, and return the number of vectors."""
-        self._file.seek(0)
-        self._header()
-        return self._rows
-
-    def _header(self) -> None:
-        shape = (self._rows, self._width)
+    def finish(self, count: int) -> None:
+        """Write the header of a file of so many vectors."""
+        shape = (count, self._width)
         header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        self._file.seek(0)
         np.lib.format.write_array_header_1_0(self._file, header)
 
 
@@ -106,18 +102,14 @@ class JsonlWriter:
     def __init__(self, file: BinaryIO, none: Any):
         """`none` is for .npy alone."""
         self._file = file
-        self._rows = 0
 
     def write(self, rows: np.ndarray | list[dict]) -> None:
         """Append vectors `[rows, width]`, or objects."""
         for row in rows:
-            self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
-            self._file.write(b"\n")
-        self._rows += len(rows)
+            self._file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
-    def finish(self) -> int:
-        """Return the number of vectors."""
-        return self._rows
+    def finish(self, count: int) -> None:
+        """Nothing is left to write."""
 
 
 WRITERS: dict[str, type[NpyWriter | JsonlWriter]] = {

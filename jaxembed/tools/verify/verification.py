@@ -188,9 +188,22 @@ def _run(
     Returns the results, and the model's `dtype`, `device` and `spec` by these names.
     """
     started = time.monotonic()
-    embedder = load(config)
+    embedder, results = load(config), []
     try:
-        results = [_compute(embedder, group) for group in groups]
+        for group in groups:
+            processor = embedder.model.main.text_processor
+            rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
+            inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
+            ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]
+            if embedder.spec.task == "embed":
+                texts = [one for one in group.inputs if isinstance(one, str)]
+                outputs = embedder.encode(texts, prompt_name=group.prompt_name)
+            else:
+                labelled = embedder.classify(group.inputs, raw_scores=True)
+                scores = [{one.label: one.score for one in labels} for labels in labelled]
+                rows = [[row[label] for label in embedder.spec.labels] for row in scores]
+                outputs = np.array(rows, np.float32)
+            results.append(Computed(outputs, ids))
         facts = {name: getattr(embedder, name) for name in ("dtype", "device", "spec")}
     finally:
         embedder.close()
@@ -198,17 +211,3 @@ def _run(
     gc.collect()
     logger.info("jaxembed in %s is done after %.0f s", facts["dtype"], time.monotonic() - started)
     return results, facts
-
-
-def _compute(embedder: Embedder, group: InputGroup) -> Computed:
-    processor = embedder.model.main.text_processor
-    rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
-    inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
-    ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]
-    if embedder.spec.task == "embed":
-        texts = [one for one in group.inputs if isinstance(one, str)]
-        return Computed(embedder.encode(texts, prompt_name=group.prompt_name), ids)
-    labelled = embedder.classify(group.inputs, raw_scores=True)
-    scores = [{one.label: one.score for one in labels} for labels in labelled]
-    rows = [[row[label] for label in embedder.spec.labels] for row in scores]
-    return Computed(np.array(rows, np.float32), ids)
