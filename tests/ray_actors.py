@@ -33,11 +33,11 @@ class Closing(Embed):
 
     def __init__(self, folder: str, **arguments: Any):
         super().__init__(**arguments)
-        close = self._model.embedder.close
+        close = self._embedder.close
 
         def noted(*given: Any) -> None:
             close(*given)
             (Path(folder) / f"closed-{os.getpid()}").touch()
 
-        self._model.embedder.close = noted
+        self._embedder.close = noted
         (Path(folder) / f"made-{os.getpid()}").touch()

@@ -86,7 +86,7 @@ def test_weights_of_terms_are_a_column_of_indices_and_values(opened, tmp_path):
     assert table.schema.field("sparse").type == pa.struct(
         {"indices": pa.list_(pa.int32()), "values": pa.list_(pa.float32())}
     )
-    wanted = actor._model.embedder.encode_sparse(texts)
+    wanted = actor._embedder.encode_sparse(texts)
     for row, terms in enumerate(table["sparse"].to_pylist()):
         assert terms["indices"] == wanted.indices[row].tolist()
         close(terms["values"], wanted.values[row])
@@ -134,7 +134,7 @@ def test_rows_are_scored_with_their_own_queries(opened, arguments, tmp_path):
     table = run(rerank, pa.table({"q": queries, "d": documents}))
     assert table.schema.field("score").type == pa.float32()
     wanted = [
-        rerank._model.embedder.rerank(query, [document])[0].score
+        rerank._embedder.rerank(query, [document])[0].score
         for query, document in zip(queries, documents, strict=True)
     ]
     close(table["score"].to_numpy(), wanted)
@@ -149,7 +149,7 @@ def test_texts_get_every_label_best_first(opened, arguments, tmp_path):
     table = run(classify, pa.table({"text": texts}))
     label = pa.struct({"label": pa.string(), "score": pa.float32()})
     assert table.schema.field("labels").type == pa.list_(label)
-    wanted = classify._model.embedder.classify(texts)
+    wanted = classify._embedder.classify(texts)
     for found, row in zip(table["labels"].to_pylist(), wanted, strict=True):
         assert [one["label"] for one in found] == [one.label for one in row]
         close([one["score"] for one in found], [one.score for one in row])
