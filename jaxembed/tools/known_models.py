@@ -1,7 +1,7 @@
 """Reads the table of published models that jaxembed serves, and searches it by words."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -23,8 +23,12 @@ Fact = Literal[
 ]
 Kind = Literal["embedder", "reranker", "sparse", "colbert", "static", "images", "pages"]
 
-PAGES = ("colpali", "colqwen2")
-IMAGES = ("clip", "siglip", "siglip2")
+KIND_OF_TYPE: dict[str, Kind] = {
+    **dict.fromkeys(("colpali", "colqwen2"), "pages"),
+    **dict.fromkeys(("clip", "siglip", "siglip2"), "images"),
+    "static": "static",
+}
+KIND_OF_OUTPUT: dict[str, Kind] = {"sparse": "sparse", "multi_vector": "colbert"}
 VERIFIED = {
     "weights": "the model's own weights, compared with sentence-transformers",
     "size": "random weights of its size and family, compared with a reference",
@@ -61,14 +65,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The group of the table that the model is in."""
         if self.task == "rerank":
             return "reranker"
-        if self.type in PAGES:
-            return "pages"
-        if self.type in IMAGES:
-            return "images"
-        if self.type == "static":
-            return "static"
-        by_output: dict[str, Kind] = {"sparse": "sparse", "multi_vector": "colbert"}
-        return by_output.get(self.outputs[0], "embedder")
+        return KIND_OF_TYPE.get(self.type) or KIND_OF_OUTPUT.get(self.outputs[0], "embedder")
 
 
 class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,19 +90,15 @@ class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [model for model in self.models if all(self._applies(word, model) for word in words)]
 
     def _applies(self, word: str, model: KnownModel) -> bool:
+        names = (self.languages[code] for code in model.languages)
+        facts = (model.type, model.task, *model.outputs, model.kind, model.licence or "", *names)
+        terms = set(model.languages)
+        for text in (model.name, *facts):
+            terms.update([text.lower(), *re.findall(r"\w+", text.lower())])
         sought = word.lower()
-        terms = set(self._terms(model))
         if len(sought) <= SHORT:
             return sought in terms
         return sought in model.name.lower() or any(term.startswith(sought) for term in terms)
-
-    def _terms(self, model: KnownModel) -> Iterator[str]:
-        names = (self.languages[code] for code in model.languages)
-        facts = (model.type, model.task, *model.outputs, model.kind, model.licence or "", *names)
-        for text in (model.name, *facts):
-            yield text.lower()
-            yield from re.findall(r"\w+", text.lower())
-        yield from model.languages
 
 
 @cache

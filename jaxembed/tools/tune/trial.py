@@ -87,18 +87,14 @@ class GridTrial:
 
 @dataclass
 class Turns:
-    """The times of one grid for each load in a round, all its turns together."""
+    """The times of one grid for each load in a round, all its turns together, as `figures` takes
+    them."""
 
     full_tokens: int = 0  # useful tokens at full load
     full_ms: float = 0.0
     padded: int = 0  # tokens of the buckets run at full load
     requests: list[float] = field(default_factory=list)  # milliseconds
     lone: list[float] = field(default_factory=list)  # milliseconds
-
-    @property
-    def figures(self) -> Figures:
-        """The figures of these times."""
-        return figures(self.full_tokens, self.full_ms, self.padded, self.requests, self.lone)
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) 
             for trial in [before, after][:: 1 if number % 2 else -1]:
                 trial.run(traffic, turns_of[trial])
         for trial, turns in turns_of.items():
-            runs[trial].append(turns.figures)
+            runs[trial].append(figures(**vars(turns)))
     return Comparison(runs[before], runs[after])
 
 
