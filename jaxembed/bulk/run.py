@@ -81,15 +81,6 @@ class _Chunk(NamedTuple):
     progress: JobProgress
 
 
-class _Computed(NamedTuple):
-    """A chunk and its results."""
-
-    chunk: _Chunk
-    batch: Any  # a RecordBatch
-    skipped: list[Skipped]  # rows that could not be computed
-    reused: int  # rows
-
-
 def run_job(
     computation: Computation,
     rows: Rows,
@@ -313,8 +304,9 @@ class _Run:
             raise InvalidInput(f"{where} {problem} (--on-error skip leaves such rows out)")
         return Skipped(row, where, problem)
 
-    def _compute(self, chunk: _Chunk) -> _Computed:
-        """The rows of a chunk with their results, as a RecordBatch, and those left out now."""
+    def _compute(self, chunk: _Chunk) -> tuple[_Chunk, Any, list[Skipped], int]:
+        """A chunk, its rows with their results as a RecordBatch, the rows that could not be
+        computed, and the number of those whose results were found."""
         pa = arrow()
         digests = [self.computation.source.digest(row) for row in chunk.inputs]
         found = np.full(len(digests), -1, np.int64)
@@ -348,7 +340,7 @@ class _Run:
         columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
         taken = [column.take(left) for column in columns]
         batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self.schema)
-        return _Computed(chunk, batch, skipped, len(old))
+        return chunk, batch, skipped, len(old)
 
 
 def _schema(types: dict[str, Any], computation: Computation) -> Any:

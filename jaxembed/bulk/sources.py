@@ -174,12 +174,12 @@ def row_name(files: Sequence[InputFile], place: Place, index: int) -> str:
 
 def is_of_images(name: str) -> bool:
     """Whether a file is an image or a PDF file, by its name."""
-    return _known_suffix(name, IMAGE_FILES) is not None
+    return name.lower().endswith(IMAGE_FILES)
 
 
 def is_pdf(name: str) -> bool:
     """Whether a file is a PDF file, by its name."""
-    return _known_suffix(name, (PDF,)) is not None
+    return name.lower().endswith(PDF)
 
 
 def is_text(kind: Any) -> bool:
@@ -305,7 +305,7 @@ def _is_data(relative: str, suffixes: Sequence[str]) -> bool:
     """Whether a file of a folder is taken for rows, by its path below that."""
     signs = "." if is_of_images(relative) else ("_", ".")  # cameras begin names with `_`
     hidden = any(part.startswith(signs) for part in Path(relative).parts if part != "/")
-    return not hidden and _known_suffix(relative, suffixes) is not None
+    return not hidden and relative.lower().endswith(tuple(suffixes))
 
 
 def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
@@ -319,15 +319,11 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
     return InputFile(str(path), status.st_size, str(status.st_mtime_ns))
 
 
-def _known_suffix(name: str, suffixes: Sequence[str]) -> str | None:
-    return next((one for one in suffixes if name.lower().endswith(one)), None)
-
-
 def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
     """What a file is, by its name, without compression. Raises ConfigError for others."""
     if name == STANDARD_INPUT:
         return ".txt"
-    suffix = _known_suffix(name, suffixes)
+    suffix = next((one for one in suffixes if name.lower().endswith(one)), None)
     if suffix is None:
         raise ConfigError(
             f"{name}: wanted a file that ends in {_endings(suffixes)}, or - for lines"
