@@ -79,7 +79,7 @@ def read_object(url: str, name: str) -> bytes | None:
     """
     with _asking(f"cannot read {url}/{name}"):
         try:
-            return _store(url).cat_file(f"{_path(url)}/{name}")
+            return store_of(url).cat_file(f"{_path(url)}/{name}")
         except FileNotFoundError:
             return None
 
@@ -94,7 +94,7 @@ def copy_objects(url: str, names: Iterable[str], folder: Path) -> None:
         with _asking(f"cannot copy {url}/{name}"):
             store.get_file(f"{_path(url)}/{name}", str(to))
 
-    store = _store(url)
+    store = store_of(url)
     _for_each(copy, names)
 
 
@@ -105,14 +105,14 @@ def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
         with _asking(f"cannot write {url}/{name}"):
             store.put_file(str(folder / name), f"{_path(url)}/{name}")
 
-    store = _store(url)
+    store = store_of(url)
     _for_each(write, names)
 
 
 def remove_object(url: str) -> None:
     """Remove the object at `url`. Raises as `read_object`, and CheckpointError if there is none."""
     with _asking(f"cannot remove {url}"):
-        _store(url).rm_file(_path(url))
+        store_of(url).rm_file(_path(url))
 
 
 class FoundObject(NamedTuple):
@@ -130,7 +130,7 @@ def find_objects(url: str) -> list[FoundObject]:
     """
     scheme, path = _scheme(url), _path(url)
     with _asking(f"cannot list {url}"):
-        store = _store(url)
+        store = store_of(url)
         wild = any(sign in path for sign in "*?[")
         found = store.glob(path, detail=True) if wild else store.find(path, detail=True)
         return [
@@ -148,20 +148,15 @@ def find_objects(url: str) -> list[FoundObject]:
 def open_object(url: str, store: Any = None) -> Iterator[Any]:
     """An object to read from its start, fetched as it is read. `store` is the `store_of` its URL,
     for many objects. Raises as `read_object`, and CheckpointError if there is none."""
-    with _asking(f"cannot read {url}"), (store or _store(url)).open(_path(url), "rb") as file:
+    with _asking(f"cannot read {url}"), (store or store_of(url)).open(_path(url), "rb") as file:
         yield file
-
-
-def store_of(url: str) -> Any:
-    """A connection to the store of a URL, which threads may share. Raises as `read_object`."""
-    return _store(url)
 
 
 def has_objects(url: str) -> bool:
     """Whether there is anything at or below `url`. Raises as `read_object`."""
     with _asking(f"cannot list {url}"):
         try:
-            return bool(_store(url).ls(_path(url), detail=False))
+            return bool(store_of(url).ls(_path(url), detail=False))
         except FileNotFoundError:
             return False
 
@@ -181,8 +176,9 @@ def _path(url: str) -> str:
     return url.partition("://")[2]
 
 
-def _store(url: str) -> Any:
-    """The file system of a URL. It remembers no listing: others write there too."""
+def store_of(url: str) -> Any:
+    """The file system of a URL, which threads may share. It remembers no listing: others write
+    there too. Raises as `read_object`."""
     require_extra(url)
     import fsspec  # which s3fs and gcsfs bring
 

@@ -295,7 +295,7 @@ def _store(tmp_path, monkeypatch) -> Path:
     files = pytest.importorskip("fsspec.implementations.local").LocalFileSystem()
     dirfs = pytest.importorskip("fsspec.implementations.dirfs")
     store = dirfs.DirFileSystem(str(tmp_path / "store"), files)
-    monkeypatch.setattr(object_store, "_store", lambda url: store)
+    monkeypatch.setattr(object_store, "store_of", lambda url: store)
     for folder in ("in", "files"):
         (tmp_path / "store" / "bucket" / folder).mkdir(parents=True)
     return tmp_path / "store" / "bucket"
@@ -320,8 +320,12 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
     assert reasons[0].startswith("has 'none.png', which is not there or not to be read")
     assert reasons[1] == "has '/etc/hostname', a path of a machine, in a file of s3://"
 
-    def unreachable(*arguments: Any) -> None:
-        raise StoreUnreachable("no route to the store")
+    opened = object_store.store_of
+
+    def unreachable(url: str) -> Any:
+        if url.endswith(".png"):
+            raise StoreUnreachable("no route to the store")
+        return opened(url)
 
     monkeypatch.setattr(object_store, "store_of", unreachable)  # which is no fault of a row
     with pytest.raises(StoreUnreachable, match="no route"):
