@@ -53,7 +53,7 @@ from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.null_replica import NullReplica
-from jaxembed.engine.replica import ServedRunner
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.observability.metrics import Telemetry
@@ -115,7 +115,7 @@ GRIDS: dict[str, Callable[[int, int], BucketGrid]] = {
 class Recorder:
     """A runner that records when each program ran, and compiles each bucket only once."""
 
-    runner: ServedRunner
+    runner: Runner
     compiled: set[Bucket] = field(default_factory=set)
     runs: list[tuple[Bucket, float, float]] = field(default_factory=list)
 
@@ -276,7 +276,7 @@ def measure(
     return rows
 
 
-def started(runner: ServedRunner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
+def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
     """Start an engine with one seat, and wait until every bucket is compiled and timed."""
     seats = [Seat(runner, DeviceTurn.for_platform(platform))]
     engine = Engine(
@@ -339,7 +339,7 @@ def best_bucket(runs: Sequence[Run], grid: BucketGrid) -> Bucket:
     return max(rates, key=lambda bucket: float(np.median(rates[bucket])))
 
 
-def _useful_rate(runner: ServedRunner, bucket: Bucket, entries: Sequence[Entry]) -> float:
+def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[Entry]) -> float:
     """Measure the useful tokens a second of a bucket that is filled from the mix.
 
     It runs repeatedly, with as many programs at a time as the engine has in flight.

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint, as types. Knows nothing of files or arrays."""
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -313,7 +314,7 @@ class Adapter(msgspec.Struct, frozen=True):
     ranks: dict[str, int]
 
 
-class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything needed to run a checkpoint, except its parameters and its tokenizer.
 
     `config` holds the fields of the architecture's own config dataclass. `heads` are what follows
@@ -351,7 +352,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
     written_by: str | None = None
 
-    @property
+    @cached_property
     def primary(self) -> OutputName:
         """The name of the first head, whose output every batch computes."""
         return next(iter(self.heads))
@@ -384,7 +385,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether texts are tokenized for it, as for all but a tower of images alone."""
         return "vocab_size" in self.config
 
-    @property
+    @cached_property
     def dense(self) -> Pooled | Probed:
         """The head of the one vector of an input. Raises KeyError if the model has none."""
         head = self.heads["dense"]
@@ -396,14 +397,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The names of the adapters, in the order of their numbers, which count from 1."""
         return tuple(adapter.name for adapter in self.adapters)
 
-    @property
+    @cached_property
     def task(self) -> Task:
         """What the model is for: with several labels it is a classifier, else a reranker."""
         if self.primary != "logits":
             return "embed"
         return "classify" if len(self.labels) > 1 else "rerank"
 
-    @property
+    @cached_property
     def widths(self) -> dict[OutputName, int]:
         """The number of columns of each output that the model can give."""
         widths: dict[OutputName, int] = {"tokens": self.hidden_size}

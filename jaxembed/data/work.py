@@ -120,9 +120,11 @@ def whole_work(
     fillers: np.ndarray | None = None,
 ) -> Work:
     """The work of sequences that are each pooled as a whole."""
+    bounds = np.zeros((len(lengths), 2), np.int32)
+    bounds[:, 1] = lengths
     slots = np.empty(len(lengths), np.int32)
     slots.fill(1)  # np.ones takes longer
-    return Work(planes, lengths, _whole(lengths), slots, outputs, fillers=fillers)
+    return Work(planes, lengths, bounds, slots, outputs, fillers=fillers)
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:
@@ -286,12 +288,6 @@ def _joined_output(parts: Sequence[Any]) -> Any:
         return np.concatenate(parts)
     counts = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
     return Ragged(np.concatenate([part.values for part in parts]), np.cumsum(counts))
-
-
-def _whole(lengths: np.ndarray) -> np.ndarray:
-    bounds = np.zeros((len(lengths), 2), np.int32)
-    bounds[:, 1] = lengths
-    return bounds
 
 
 def _types(encoding: Encoding) -> np.ndarray:

@@ -51,29 +51,27 @@ class Held:
         than one request may have, and Overloaded if all requests together would have too many; then
         nothing is counted.
         """
-        with self._capacity.lock:
-            self._charge(count)
-
-    def _charge(self, count: int) -> None:
-        capacity, wanted = self._capacity, self.bytes + count
-        if count > 0:
-            # the last part is for small requests
-            open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE
-            if wanted > open_to_all:
-                raise RequestTooLarge(
-                    f"the request and its answer take {wanted} bytes of memory, a request may take "
-                    f"{open_to_all}; send less at a time or raise --max-queue-bytes"
-                )
-            is_small = wanted <= capacity.max_bytes // SMALL
-            if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
-                capacity.refused["bytes"] += 1
-                raise Overloaded(
-                    f"Server is overloaded: requests hold {capacity.bytes} bytes of memory, the "
-                    f"limit is {capacity.max_bytes} (--max-queue-bytes)",
-                    _retry_after_s(capacity),
-                )
-        self.bytes = wanted
-        capacity.bytes += count
+        capacity = self._capacity
+        with capacity.lock:
+            wanted = self.bytes + count
+            if count > 0:
+                # the last part is for small requests
+                open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE
+                if wanted > open_to_all:
+                    raise RequestTooLarge(
+                        f"the request and its answer take {wanted} bytes of memory, a request may "
+                        f"take {open_to_all}; send less at a time or raise --max-queue-bytes"
+                    )
+                is_small = wanted <= capacity.max_bytes // SMALL
+                if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
+                    capacity.refused["bytes"] += 1
+                    raise Overloaded(
+                        f"Server is overloaded: requests hold {capacity.bytes} bytes of memory, "
+                        f"the limit is {capacity.max_bytes} (--max-queue-bytes)",
+                        capacity.retry_after_s,
+                    )
+            self.bytes = wanted
+            capacity.bytes += count
 
     def cover(self, count: int) -> None:
         """Count more bytes until the request has at least `count` in total. Raises as `charge`."""
@@ -82,7 +80,9 @@ class Held:
 
     def release(self) -> None:
         """Give all bytes of the request back: it is answered, or nobody waits for it."""
-        self.charge(-self.bytes)
+        with self._capacity.lock:
+            self._capacity.bytes -= self.bytes
+            self.bytes = 0
 
 
 class Capacity:
@@ -101,17 +101,14 @@ class Capacity:
         max_bytes: int = EngineConfig.max_queue_bytes,
     ):
         self.max_inputs = max_inputs
+        self.max_tokens = max_tokens or 0
         self.max_bytes = max_bytes
-        self.bytes = 0
+        self.inputs = self.tokens = self.bytes = 0
         self.small_inputs = self.small_tokens = 0  # of small requests
         self.refused: Counter[Limit] = Counter()  # requests, by the limit that had no room
         self.doors: list[Admission] = []
-        self.lock = threading.Lock()
-        self._max_tokens = max_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens or sum(door.share for door in self.doors)
+        self.lock = threading.RLock()
+        self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
 
     @contextmanager
     def request(self) -> Iterator[Held]:
@@ -131,33 +128,14 @@ class Capacity:
             and (self.small_tokens + cost.tokens) * RESERVE <= self.max_tokens
         )
 
-    def full_limit(self, door: "Admission") -> "Limit | None":
-        """The limit that keeps a request out of the model now; None if there is none.
-
-        Such a limit is reached, and the model has used its share of it. The share is an equal part
-        of the limit; of tokens without a set `max_tokens`, it is the model's own `share`.
-        """
-        models = len(self.doors)
-        tokens_share = self._max_tokens / models if self._max_tokens else door.share
-        if self.tokens >= self.max_tokens and door.tokens >= tokens_share:
-            return "tokens"
-        if self.inputs >= self.max_inputs and door.inputs >= self.max_inputs / models:
-            return "inputs"
-        return None
-
     @property
-    def inputs(self) -> int:
-        return sum(door.inputs for door in self.doors)
+    def retry_after_s(self) -> int:
+        """The estimated seconds until half of the waiting work is done, from 1 to LONGEST_RETRY_S.
 
-    @property
-    def tokens(self) -> int:
-        return sum(door.tokens for door in self.doors)
-
-    @property
-    def wait_s(self) -> float:
-        """The estimated time for all waiting work, except of models without a measured rate."""
+        The work of models without a measured rate is not counted."""
         rates = [(door.tokens, door.tokens_per_s()) for door in self.doors]
-        return sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
+        wait_s = sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
+        return min(max(math.ceil(wait_s / 2), 1), LONGEST_RETRY_S)
 
 
 def capacity_of(config: EngineConfig) -> Capacity:
@@ -186,6 +164,8 @@ class Admission:
         self._closed = False
         with capacity.lock:
             capacity.doors.append(self)
+            if capacity.sums_shares:
+                capacity.max_tokens += share
 
     def admit(self, cost: Cost, held: Held | None = None, *, is_run: bool = True) -> "Permit":
         """Admit a request of this cost. Without `is_run` no model runs it, and its tokens are not
@@ -197,8 +177,8 @@ class Admission:
         ShuttingDown after `drain`, RequestTooLarge if it could never be admitted, and what
         `Account.check` does; then nothing is counted.
         """
-        capacity = self.capacity
-        permit = Permit(self, held or Held(capacity), is_own=held is None, is_run=is_run)
+        capacity, is_own = self.capacity, held is None
+        held = held or Held(capacity)
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
@@ -208,13 +188,35 @@ class Admission:
                     f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
-            if permit.held.account is not None:
-                permit.held.account.check(cost.inputs, cost.tokens if is_run else 0)
-            full = None if permit.held.entered else capacity.full_limit(self)
-            if full is not None and not capacity.has_reserve(cost):
+            if held.account is not None:
+                held.account.check(cost.inputs, cost.tokens if is_run else 0)
+            in_reserve = capacity.has_reserve(cost)
+            # A limit is full for a model that has used its share of it, too: an equal part, or of
+            # tokens without a set limit its own share.
+            full: Limit | None = None
+            models = len(capacity.doors)
+            tokens_share = self.share if capacity.sums_shares else capacity.max_tokens / models
+            if capacity.tokens >= capacity.max_tokens and self.tokens >= tokens_share:
+                full = "tokens"
+            elif (
+                capacity.inputs >= capacity.max_inputs
+                and self.inputs >= capacity.max_inputs / models
+            ):
+                full = "inputs"
+            if full is not None and not held.entered and not in_reserve:
                 capacity.refused[full] += 1
-                raise Overloaded(_reason(capacity), _retry_after_s(capacity))
-            permit.enter(cost)
+                raise Overloaded(
+                    f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} "
+                    f"tokens wait, the limits are {capacity.max_inputs} "
+                    f"(--max-concurrent-requests) and {capacity.max_tokens} (--max-queue-tokens)",
+                    capacity.retry_after_s,
+                )
+            held.charge(cost.bytes)
+            held.entered = True
+            permit = Permit(self, held, is_own=is_own, is_run=is_run, in_reserve=in_reserve)
+            if held.account is not None:
+                held.account.enter(cost.inputs)
+            permit._count(cost)
         return permit
 
     def drain(self) -> None:
@@ -229,40 +231,35 @@ class Admission:
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
-        if self._closed and not self.inputs and not self.tokens and self in self.capacity.doors:
-            self.capacity.doors.remove(self)
+        capacity = self.capacity
+        if self._closed and not self.inputs and not self.tokens and self in capacity.doors:
+            capacity.doors.remove(self)
+            if capacity.sums_shares:
+                capacity.max_tokens -= self.share
 
 
 class Permit:
     """The admission of one request, or of one part of it, to a model until it is released."""
 
-    def __init__(self, admission: Admission, held: Held, *, is_own: bool, is_run: bool):
+    def __init__(
+        self, admission: Admission, held: Held, *, is_own: bool, is_run: bool, in_reserve: bool
+    ):
         """With `is_own` it is the whole request, and `release` gives the bytes of `held` back.
-        Without `is_run` its tokens are not charged."""
+        Without `is_run` its tokens are not charged. `in_reserve` says whether it is small and the
+        reserve had room for it."""
         self.held = held
         self._is_run = is_run
         self._admission = admission
         self._cost = Cost(0, 0)
         self._is_own = is_own
-        self._in_reserve = False
+        self._in_reserve = in_reserve
         self._charged = 0  # tokens, to the account of the request
-
-    def enter(self, cost: Cost) -> None:
-        """Count the request. Called once, under the capacity's lock. Raises as `Held.charge`."""
-        self.held._charge(cost.bytes)
-        self.held.entered = True
-        self._in_reserve = self._admission.capacity.has_reserve(cost)
-        if self.held.account is not None:
-            self.held.account.enter(cost.inputs)
-        self._count(cost)
-        self._charge(cost.tokens)
 
     def correct(self, cost: Cost) -> None:
         """Replace the estimated cost of the request by the true one. Raises as `Held.charge`."""
         with self._admission.capacity.lock:
-            self.held._charge(cost.bytes - self._cost.bytes)
+            self.held.charge(cost.bytes - self._cost.bytes)
             self._count(cost)
-            self._charge(cost.tokens)
 
     def settle(self, tokens: int) -> None:
         """Charge the request for the tokens that its answer says it had, and no others."""
@@ -274,22 +271,28 @@ class Permit:
     def release(self) -> None:
         """Stop counting the request: it is answered, or nobody waits for it."""
         with self._admission.capacity.lock:
-            self._count(Cost(0, 0))
+            self._count(Cost(0, 0), charges=False)
             if self._is_own:
-                self.held._charge(-self.held.bytes)
+                self.held.charge(-self.held.bytes)
 
-    def _count(self, cost: Cost) -> None:
-        """Replace the cost counted so far by this one."""
+    def _count(self, cost: Cost, *, charges: bool = True) -> None:
+        """Replace the cost counted so far by this one, and the tokens charged so far by its."""
+        admission, capacity = self._admission, self._admission.capacity
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost
+        admission.inputs += inputs
+        admission.tokens += tokens
+        capacity.inputs += inputs
+        capacity.tokens += tokens
+        if self._in_reserve:
+            capacity.small_inputs += inputs
+            capacity.small_tokens += tokens
+        if admission._closed:
+            admission._leave_if_done()
         if self.held.account is not None:
             self.held.account.hold(inputs)
-        self._admission.inputs += inputs
-        self._admission.tokens += tokens
-        if self._in_reserve:
-            self._admission.capacity.small_inputs += inputs
-            self._admission.capacity.small_tokens += tokens
-        self._admission._leave_if_done()
+            if charges:
+                self._charge(cost.tokens)
 
     def _charge(self, tokens: int) -> None:
         """Replace the tokens charged so far by these."""
@@ -307,16 +310,3 @@ class Permit:
             with self._admission.capacity.lock:
                 self._charge(0)
         self.release()
-
-
-def _reason(capacity: Capacity) -> str:
-    return (
-        f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} tokens wait, "
-        f"the limits are {capacity.max_inputs} (--max-concurrent-requests) and "
-        f"{capacity.max_tokens} (--max-queue-tokens)"
-    )
-
-
-def _retry_after_s(capacity: Capacity) -> int:
-    """The estimated seconds until half of the waiting work is done, from 1 to LONGEST_RETRY_S."""
-    return min(max(math.ceil(capacity.wait_s / 2), 1), LONGEST_RETRY_S)

@@ -8,8 +8,7 @@ import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import SparseRows, WorkResult, join_results, no_rows
-from jaxembed.engine.recovery import Answers
-from jaxembed.engine.ticket import Entry, Key, Ticket
+from jaxembed.engine.ticket import Answers, Entry, Key, Ticket
 from jaxembed.observability.metrics import Telemetry
 
 # Bytes of an answer beside its values and the tokens in its key: tuples, an array and a place in

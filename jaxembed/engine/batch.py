@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
+from operator import attrgetter
 
 import numpy as np
 
@@ -44,36 +44,19 @@ class Batch:
     starts: np.ndarray
 
     @cached_property
-    def slot_counts(self) -> np.ndarray | None:
-        """The number of slots of each entry; None if each has one."""
+    def slot_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each slot, for the slots of all entries in order, the row, the number of the slot
+        within it, and the token at which its entry starts: three int arrays `[all slots]`."""
         if all(entry.slots == 1 for entry in self.entries):
-            return None
-        return np.array([entry.slots for entry in self.entries])
+            return self.rows, self.slots, self.starts
+        counts = np.array([entry.slots for entry in self.entries])
+        rows, starts = np.repeat(self.rows, counts), np.repeat(self.starts, counts)
+        return rows, flat_ranges(self.slots, counts), starts
 
-    @property
-    def slot_rows(self) -> np.ndarray:
-        """The row of each slot, for the slots of all entries in order: int `[all slots]`."""
-        return self.by_slot(self.rows)
-
-    @property
-    def all_slots(self) -> np.ndarray:
-        """The number of each slot within its row, in the same order as `slot_rows`."""
-        counts = self.slot_counts
-        return self.slots if counts is None else flat_ranges(self.slots, counts)
-
-    def by_slot(self, values: np.ndarray) -> np.ndarray:
-        """Repeat the value of each entry for each of its slots: `[entries]` to `[all slots]`."""
-        return values if self.slot_counts is None else np.repeat(values, self.slot_counts)
-
-    @property
+    @cached_property
     def useful_tokens(self) -> int:
         """The number of tokens of all entries, without padding."""
         return sum(entry.length for entry in self.entries)
-
-    @property
-    def fill(self) -> float:
-        """The share of useful tokens in the bucket, from 0 to 1."""
-        return self.useful_tokens / self.bucket.tokens
 
 
 def choose_bucket(
@@ -93,7 +76,7 @@ def choose_bucket(
         least = waiting[0].least_row
         return min((bucket for bucket in cost if least <= bucket.length), key=cost.__getitem__)
     lengths = np.array([entry.least_row for entry in waiting])
-    holding = [bucket for bucket in cost if bucket.fits(waiting[0].least_row)]
+    holding = [bucket for bucket in cost if waiting[0].least_row <= bucket.length]
     near = 1 - BRIEF_LOSS if brief else 1.0
     rates: dict[Bucket, float] = {}
     best = math.inf
@@ -116,8 +99,10 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     rows, the longest get a row each, and shorter ones fill the rest of the rows. On average half a
     short sequence of each row stays empty.
     """
-    fitting = lengths[bucket.fits(lengths)]
-    first = fitting[: min(_enough(fitting, bucket), bucket.rows * bucket.slots)]
+    fitting = lengths[lengths <= bucket.length]
+    # as many as `place` considers, and has slots for
+    enough = int(np.searchsorted(np.cumsum(fitting), LOOKAHEAD * bucket.tokens)) + 1
+    first = fitting[: min(enough, bucket.rows * bucket.slots)]
     wide = int(np.count_nonzero(2 * first > bucket.length))
     useful = float(first.sum())
     if wide > bucket.rows:
@@ -141,7 +126,15 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
     shelf = Shelf(bucket)
     placed, spots = [], []
     for group in groups:
-        for entry in sorted(_first(group, bucket), key=lambda entry: -entry.length):
+        # the first entries that fit, LOOKAHEAD times the bucket's tokens of them
+        considered, tokens = [], 0
+        for entry in group:
+            if entry.least_row <= bucket.length:
+                considered.append(entry)
+                tokens += entry.least_row
+                if tokens >= LOOKAHEAD * bucket.tokens:
+                    break
+        for entry in sorted(considered, key=attrgetter("length"), reverse=True):
             if len(placed) == most:
                 break
             spot = shelf.put(entry.length, entry.slots)
@@ -150,22 +143,6 @@ def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> 
                 spots.append(spot)
     rows, segments, slots, starts = np.array(spots, int).reshape(-1, 4).T
     return Batch(bucket, placed, rows, segments, slots, starts)
-
-
-def _first(group: Sequence[Entry], bucket: Bucket) -> list[Entry]:
-    """The first entries of a group that fit on the bucket, LOOKAHEAD times its tokens of them."""
-    lengths = np.array([entry.least_row for entry in group])
-    fit = np.asarray(bucket.fits(lengths))
-    enough = _enough(np.where(fit, lengths, 0), bucket)
-    return list(compress(group[:enough], fit.tolist()))
-
-
-def _enough(lengths: np.ndarray, bucket: Bucket) -> int:
-    """The number of lengths, from the first, that add up to LOOKAHEAD times the bucket's tokens."""
-    return int(np.searchsorted(np.cumsum(lengths), LOOKAHEAD * bucket.tokens)) + 1
-
-
-_LAST = (-1,)  # every free row has one slot left
 
 
 class Shelf:
@@ -187,33 +164,24 @@ class Shelf:
 
         Returns its row, segment, first slot and first token; None if no row has room.
         """
-        spot = self._find(length, slots)
-        if spot is None:
-            return None
-        room, row = spot
-        slot, start = self._used[row], self._length - room
-        self._used[row] += slots
-        self._segments[row] += 1
-        if self._used[row] < self._slots and room > length:
-            self._free.setdefault(room - length, []).append(row)
-            self._rooms |= 1 << (room - length)
-        return row, self._segments[row], slot, start
-
-    def _find(self, length: int, slots: int) -> tuple[int, int] | None:
-        """Remove the fullest row that has room for a sequence from the free rows.
-
-        Returns its free tokens and its number; None if no row has room.
-        """
         rooms = self._rooms >> length << length
         while rooms:
             room = (rooms & -rooms).bit_length() - 1
             rows = self._free[room]
-            for at in _LAST if slots == 1 else range(len(rows) - 1, -1, -1):
-                if self._used[rows[at]] + slots <= self._slots:
-                    row = rows.pop(at)
+            # every free row has one slot left, so the last one will do for a single slot
+            for at in (-1,) if slots == 1 else range(len(rows) - 1, -1, -1):
+                row = rows[at]
+                slot = self._used[row]
+                if slot + slots <= self._slots:
+                    del rows[at]
                     if not rows:
                         self._rooms ^= 1 << room
-                    return room, row
+                    self._used[row] += slots
+                    self._segments[row] += 1
+                    if self._used[row] < self._slots and room > length:
+                        self._free.setdefault(room - length, []).append(row)
+                        self._rooms |= 1 << (room - length)
+                    return row, self._segments[row], slot, self._length - room
             rooms ^= 1 << room
         return None
 
@@ -240,18 +208,12 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
             further[:, offset : offset + entry.length] = entry.pixels.T
     if any(entry.adapter for entry in entries):
         further[:, target] = np.repeat([entry.adapter for entry in entries], lengths)
-    places = batch.slot_rows * bucket.length + batch.all_slots
-    starts, ends = _spans(entries, lengths)
-    shift = batch.by_slot(batch.starts)
-    bounds[places] = starts + shift
-    bounds[places + bucket.slots] = ends + shift
-    return planes.reshape(count, bucket.rows, bucket.length)
-
-
-def _spans(entries: Sequence[Entry], lengths: np.ndarray) -> tuple[np.ndarray | int, np.ndarray]:
-    """The starts and ends of all slots, counted from the first token of their sequence."""
+    slot_rows, slots, slot_starts = batch.slot_places
+    places = slot_rows * bucket.length + slots
     if all(entry.spans is None for entry in entries):
-        return 0, lengths
-    parts = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in entries]
-    starts, ends = np.concatenate(parts).T
-    return starts, ends
+        starts, ends = slot_starts, slot_starts + lengths
+    else:  # counted from the first token of their sequence
+        parts = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in entries]
+        starts, ends = np.concatenate(parts).T + slot_starts
+    bounds[places], bounds[places + bucket.slots] = starts, ends
+    return planes.reshape(count, bucket.rows, bucket.length)

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from jaxembed.errors import ConfigError
 from jaxembed.platform.json_file import read_user_json, shown
@@ -27,8 +26,7 @@ GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 def least_row(length: int, slots: int) -> int:
     """The length of the shortest row that has room for a sequence; NO_ROW if no row has.
 
-    The sequence has `length` tokens and `slots` slots. Every longer row has room for it too, so
-    `Bucket.fits` needs only this number.
+    The sequence has `length` tokens and `slots` slots. Every longer row has room for it too.
     """
     if slots == 1:
         return length
@@ -51,13 +49,6 @@ class Bucket:
         slots = min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
         object.__setattr__(self, "slots", slots)
 
-    def fits(self, least_row: int | np.ndarray) -> bool | np.ndarray:
-        """Whether a sequence with this `least_row` fits in an empty row.
-
-        For an array of several sequences it returns a bool array.
-        """
-        return least_row <= self.length
-
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"
 
@@ -68,17 +59,17 @@ class BucketGrid:
 
     buckets: tuple[Bucket, ...]
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """The length of the longest row; inputs may have a lower limit."""
         return max(bucket.length for bucket in self.buckets)
 
-    @property
+    @cached_property
     def most_slots(self) -> int:
         """The largest number of slots in a row: an input may have at most so many spans."""
         return max(bucket.slots for bucket in self.buckets)
 
-    @property
+    @cached_property
     def covering(self) -> tuple[Bucket, ...]:
         """The buckets that must be compiled to serve any request.
 
@@ -91,7 +82,7 @@ class BucketGrid:
         rest = [] if any(b.tokens == largest.tokens for b in first) else [largest]
         return (*first, *rest)
 
-    @property
+    @cached_property
     def by_use(self) -> tuple[Bucket, ...]:
         """All buckets in the order to compile them: the covering ones, then the others by size."""
         rest = sorted(set(self.buckets) - set(self.covering), key=lambda b: (-b.tokens, b.length))

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
 
 import numpy as np
 
@@ -29,11 +28,10 @@ from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.lanes import Lanes
-from jaxembed.engine.recovery import Answers, Recovery, reference_to
-from jaxembed.engine.replica import ServedRunner
-from jaxembed.engine.settlement import fail_entries, settle_answers
+from jaxembed.engine.recovery import Recovery, reference_to
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
-from jaxembed.engine.ticket import Entry, Ticket
+from jaxembed.engine.ticket import Answers, Ticket, fail_entries
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
 from jaxembed.errors import (
@@ -62,7 +60,7 @@ BORROWED_S = 0.3
 class Seat:
     """A runner, the turn of its device, and its share of the device time."""
 
-    runner: ServedRunner
+    runner: Runner
     turn: DeviceTurn
     failures: int = 0  # number of consecutive failed batches; protected by the engine's lock
     share: Share = field(default_factory=Share)
@@ -71,14 +69,6 @@ class Seat:
     def sick(self) -> bool:
         """Whether several batches in a row have failed on it."""
         return self.failures >= FAILURES_TO_SICK
-
-    @property
-    def stuck(self) -> bool:
-        """Whether its device does not return from a call of this model or of another one.
-
-        It takes no work until the call returns.
-        """
-        return self.turn.stuck
 
 
 class Engine:
@@ -145,15 +135,39 @@ class Engine:
             on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
             on_finish=lambda: self._timer.start(),
         )
-        self._watchdog = Watchdog(self._expected_s, self._fail_overdue, self._look, overdue_s)
-        self._timer = self._timer_of(seats[0])
+        self._watchdog = Watchdog(
+            lambda bucket: costs.usable.get(bucket, 0.0) / 1000,
+            self._fail_overdue,
+            self._look,
+            overdue_s,
+        )
+        self._timer = BucketTimer(
+            seats[0].runner,
+            seats[0].turn,
+            costs,
+            self._lock,
+            telemetry,
+            name=name,
+            is_bulk_alone=self._is_bulk_alone,
+            on_timed=self._keep_costs,
+            watch=self._watchdog.watch,
+        )
         # one thread more than programs in flight: it settles answers while the others run
         self._threads = [
-            self._thread(seat, f"seat-{n}-{k}")
+            threading.Thread(
+                target=memory.in_kept_heap,
+                args=(partial(self._serve, seat),),
+                name=f"seat-{n}-{k}",
+                daemon=True,
+            )
             for n, seat in enumerate(seats)
             for k in range(seat.turn.permits + 1)
         ]
-        self._show_gauges()
+        telemetry.add_to(telemetry.queue_size, lambda: self._lanes.inputs)
+        telemetry.add_to(telemetry.queue_tokens, lambda: self._lanes.tokens)
+        telemetry.add_to(telemetry.stuck_seats, lambda: sum(seat.turn.stuck for seat in seats))
+        for priority, lane in self._lanes.lanes.items():
+            telemetry.add_to(telemetry.lane_size.labels(priority), lambda lane=lane: lane.inputs)
 
     @property
     def ready(self) -> bool:
@@ -167,16 +181,17 @@ class Engine:
         A sick seat only probes its device while another seat is healthy, and a stuck one does
         nothing.
         """
-        return not all(seat.sick or seat.stuck for seat in self.seats)
+        return not all(seat.sick or seat.turn.stuck for seat in self.seats)
 
     @property
     def stuck(self) -> bool:
-        """Whether every seat is stuck.
+        """Whether every seat is stuck: its device does not return from a call of this model or of
+        another one.
 
         Then waiting requests fail and new ones are refused. A seat whose call returns after all is
         used again.
         """
-        return all(seat.stuck for seat in self.seats)
+        return all(seat.turn.stuck for seat in self.seats)
 
     @property
     def tokens_per_s(self) -> float:
@@ -202,14 +217,19 @@ class Engine:
 
     def snapshot(self) -> EngineState:
         """The state of the engine at this moment."""
-        calls = self._watchdog.calls
+        calls, now = self._watchdog.calls, time.monotonic()
         with self._lock:
+            lanes = {}
+            for name, lane in self._lanes.lanes.items():
+                oldest_at = self._lanes.oldest_of(name)
+                oldest_s = 0.0 if oldest_at is None else now - oldest_at
+                lanes[name] = LaneState(lane.inputs, lane.tokens, oldest_s)
             return EngineState(
                 waiting_inputs=self._lanes.inputs,
                 waiting_tokens=self._lanes.tokens,
-                lanes={name: self._lane_state(name) for name in get_args(Priority)},
+                lanes=lanes,
                 failures=tuple(seat.failures for seat in self.seats),
-                stuck=sum(seat.stuck for seat in self.seats),
+                stuck=sum(seat.turn.stuck for seat in self.seats),
                 shares=tuple(seat.share.end for seat in self.seats),
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
@@ -223,11 +243,6 @@ class Engine:
                 closing=self._closing,
                 threads=sum(thread.is_alive() for thread in self._all_threads),
             )
-
-    def _lane_state(self, name: Priority) -> LaneState:
-        lanes, oldest_at = self._lanes, self._lanes.oldest_of(name)
-        oldest_s = 0.0 if oldest_at is None else time.monotonic() - oldest_at
-        return LaneState(lanes.inputs_of(name), lanes.tokens_of(name), oldest_s)
 
     def start(self) -> None:
         """Start the threads that compile buckets and serve requests."""
@@ -259,27 +274,6 @@ class Engine:
         BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
         every seat is stuck.
         """
-        self._check(work)
-        ticket = Ticket(work, self._widths, wake, trace)
-        found = None if self._cache is None else self._cache.take(ticket)
-        with self._lock:
-            if self._closing:
-                raise BackendError("the engine is closed")
-            if self.warmup.error is not None:
-                raise BackendError(NOT_COMPILED)
-            if self.stuck:
-                raise DeviceStuck
-            if ticket.entries:
-                self._lanes.add(ticket, priority)
-                self._is_traced |= trace is not None
-                for idle in self._idle.values():
-                    idle.notify(self._lanes.inputs)  # more threads would only slow the others down
-        if found is not None:
-            settle_answers(found, ticket.queued_at, 0.0)
-        return ticket
-
-    def _check(self, work: Work) -> None:
-        """Raise EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold."""
         lengths = work.lengths.tolist()
         longest = max(lengths)
         if min(lengths) == 0:
@@ -290,6 +284,23 @@ class Engine:
             slots, limit = work.slots.tolist(), self.grid.most_slots
             if max(slots) > limit:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
+        ticket = Ticket(work, self._widths, wake, trace)
+        found = None if self._cache is None else self._cache.take(ticket)
+        with self._lock:
+            if self._closing:
+                raise BackendError("the engine is closed")
+            if self.warmup.error is not None:
+                raise BackendError(NOT_COMPILED)
+            if all(seat.turn.stuck for seat in self.seats):
+                raise DeviceStuck
+            if ticket.entries:
+                self._lanes.add(ticket, priority)
+                self._is_traced |= trace is not None
+                for idle in self._idle.values():
+                    idle.notify(self._lanes.inputs)  # more threads would only slow the others down
+        if found is not None:
+            found.settle(ticket.queued_at, 0.0)
+        return ticket
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
         """Block until every bucket has been timed often enough.
@@ -357,32 +368,6 @@ class Engine:
         self.close(EXIT_S)
         _join(self.warmup.threads, math.inf)
 
-    def _timer_of(self, seat: Seat) -> BucketTimer:
-        return BucketTimer(
-            seat.runner,
-            seat.turn,
-            self._costs,
-            self._lock,
-            self._telemetry,
-            name=self.name,
-            is_bulk_alone=self._is_bulk_alone,
-            on_timed=self._keep_costs,
-            watch=self._watchdog.watch,
-        )
-
-    def _show_gauges(self) -> None:
-        telemetry = self._telemetry
-        telemetry.add_to(telemetry.queue_size, lambda: self._lanes.inputs)
-        telemetry.add_to(telemetry.queue_tokens, lambda: self._lanes.tokens)
-        telemetry.add_to(telemetry.stuck_seats, lambda: sum(seat.stuck for seat in self.seats))
-        for priority in get_args(Priority):
-            size = partial(self._lanes.inputs_of, priority)
-            telemetry.add_to(telemetry.lane_size.labels(priority), size)
-
-    def _thread(self, seat: Seat, name: str) -> threading.Thread:
-        serve = partial(self._serve, seat)
-        return threading.Thread(target=memory.in_kept_heap, args=(serve,), name=name, daemon=True)
-
     def _serve(self, seat: Seat) -> None:
         """Serve batches until the engine is closed and its queue is empty."""
         while self._wait_for_work(seat):
@@ -399,17 +384,22 @@ class Engine:
         """
         batch = None
         try:
-            with seat.turn.hold(lambda: self._urgency(seat), seat.share) as claim:
+            with seat.turn.hold(partial(self._urgency, seat), seat.share) as claim:
                 batch = None if self._is_out(seat) else self._take()
-                batch = batch or self._probe(seat)
+                if batch is None and seat.sick:
+                    batch = self._probe(seat)
                 if batch is None:
                     return
                 seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
                 started_at = time.monotonic()
                 with self._watchdog.watch(claim, batch.bucket, batch) as call:
-                    results = self._recovery(seat, call).run(batch)
+                    recovery = Recovery(
+                        seat.runner, lambda: self._costs.usable, self._telemetry, call.begin
+                    )
+                    results = recovery.run(batch)
                 seconds = time.monotonic() - started_at
-            self._trace(seat, batch, results, started_at, seconds)
+            if self._is_traced:
+                self._trace(seat, batch, results, started_at, seconds)
             if claim.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # its entries were failed when it became overdue
@@ -417,36 +407,35 @@ class Engine:
             for answers in results:
                 if self._cache is not None:  # before its client can ask again
                     self._cache.keep(answers)
-                settle_answers(answers, started_at, seconds)
+                answers.settle(started_at, seconds)
         except BaseException:  # a thread that ends must not leave its batch unanswered
             if batch is None:
                 raise
             logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
             fail_entries(batch.entries, BackendError(INTERNAL))
 
-    def _recovery(self, seat: Seat, call: WatchedCall) -> Recovery:
-        return Recovery(seat.runner, lambda: self._costs.usable, self._telemetry, call.begin)
-
     def _is_out(self, seat: Seat) -> bool:
         """Whether a seat takes no batches: it is stuck, or it is sick while another is healthy.
 
         A sick seat would take most batches, because they fail fast.
         """
-        return seat.stuck or (seat.sick and self.healthy)
+        return seat.turn.stuck or (seat.sick and self.healthy)
 
     def _wait_for_work(self, seat: Seat) -> bool:
         """Wait for work. Returns False when the engine is closed and its queue is empty.
 
         For a sick seat it returns True every PROBE_EVERY_S, so that it can probe.
         """
-
-        def has_work() -> bool:
-            return self._lanes.runnable and not self._is_out(seat)
-
         with self._lock:
-            timeout_s = self._probe_every_s if seat.sick else None
-            self._idle[seat].wait_for(lambda: self._closing or has_work(), timeout_s)
-            return not self._closing or has_work()
+            until = time.monotonic() + self._probe_every_s if seat.sick else None
+            while True:
+                has_work = self._lanes.runnable and not self._is_out(seat)
+                if has_work or self._closing:
+                    return has_work
+                left_s = None if until is None else until - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return True
+                self._idle[seat].wait(left_s)
 
     def _wake_all(self) -> None:
         for idle in self._idle.values():
@@ -457,20 +446,14 @@ class Engine:
 
         The model whose next program begins first on the turn's clock is the most urgent, so that
         all models with work get equal time. A model with interactive work goes ahead of its time:
-        otherwise it would wait for one batch of each other model.
+        otherwise it would wait for one batch of each other model. Without work the urgency is the
+        lowest, or the highest when the engine closes: its threads give the turn back at once.
         """
         with self._lock:
             if self._lanes.runnable or (seat.sick and not self._closing):
                 ahead = BORROWED_S if self._lanes.has_interactive else 0.0
                 return ahead - seat.turn.begin(seat.share)
-            return self._idle_urgency()
-
-    def _idle_urgency(self) -> float:
-        """The urgency without work: the lowest, or the highest when the engine closes.
-
-        A thread of a closed engine gives the turn back at once.
-        """
-        return math.inf if self._closing else -math.inf
+            return math.inf if self._closing else -math.inf
 
     def _take(self) -> Batch | None:
         """Take the next batch out of the lanes; None if nothing waits that fits on a bucket."""
@@ -484,12 +467,10 @@ class Engine:
         return None
 
     def _probe(self, seat: Seat) -> Batch | None:
-        """A batch of one token on the smallest bucket if the seat is sick, else None.
-
-        It tests whether the device works again.
-        """
+        """A batch of one token on the smallest bucket, which tests whether the device of a sick
+        seat works again; None if it is stuck, or the engine closes."""
         usable = self._costs.usable
-        if not seat.sick or seat.stuck or not usable or self._closing:
+        if seat.turn.stuck or not usable or self._closing:
             return None
         work = work_of([Encoding(np.ones(1, np.int32))], frozenset({seat.runner.primary}))
         ticket = Ticket(work, self._widths)
@@ -504,19 +485,22 @@ class Engine:
         program of another model ran at the same time.
         """
         answered = [answers for answers in results if answers.error is None and answers.entries]
+        tokens = batch.useful_tokens
         with self._lock:
             seat.failures = 0 if answered else seat.failures + 1
-            use = BucketUse(1, batch.useful_tokens, claim.took_s)
-            self._ran[batch.bucket] = self._ran.get(batch.bucket, BucketUse()) + use
+            use = self._ran.get(batch.bucket, BucketUse())
+            self._ran[batch.bucket] = BucketUse(
+                use.runs + 1, use.useful_tokens + tokens, use.device_s + claim.took_s
+            )
             if [answers.entries for answers in answered] == [batch.entries]:  # not split
                 if not claim.mixed and batch.bucket in self._costs.usable:
                     self._costs.observe(batch.bucket, 1000 * claim.took_s)
                 decay = 1 - 1 / RATE_BATCHES
-                self._ran_tokens = decay * self._ran_tokens + batch.useful_tokens
+                self._ran_tokens = decay * self._ran_tokens + tokens
                 self._ran_s = decay * self._ran_s + claim.took_s
         self._telemetry.batch_size.observe(len(batch.entries))
-        self._telemetry.batch_tokens.observe(batch.useful_tokens)
-        self._telemetry.batch_fill.observe(batch.fill)
+        self._telemetry.batch_tokens.observe(tokens)
+        self._telemetry.batch_fill.observe(tokens / batch.bucket.tokens)
 
     def _trace(
         self,
@@ -527,12 +511,13 @@ class Engine:
         seconds: float,
     ) -> None:
         """Tell the traced requests among those of a batch when it was run."""
-        traces = _traces(batch.entries) if self._is_traced else []
+        tickets = dict.fromkeys(ticket for entry in batch.entries for ticket in entry.claims)
+        traces = [ticket.trace for ticket in tickets if ticket.trace is not None]
         if traces:
             run = BatchRun(
                 model=self.name,
                 bucket=str(batch.bucket),
-                fill=batch.fill,
+                fill=batch.useful_tokens / batch.bucket.tokens,
                 sequences=len(batch.entries),
                 tokens=batch.useful_tokens,
                 replica=self.seats.index(seat),
@@ -565,10 +550,6 @@ class Engine:
         with self._lock:
             waiting = self._lanes.clear()
         fail_entries(waiting, error)
-
-    def _expected_s(self, bucket: Bucket) -> float:
-        """The seconds that a run of a bucket takes; 0 if that is unknown."""
-        return self._costs.usable.get(bucket, 0.0) / 1000
 
     def _fail_overdue(self, call: WatchedCall) -> None:
         """Fail the entries of a batch whose device call is overdue, with a BackendError.
@@ -603,12 +584,6 @@ class Engine:
         """The shortest row that holds the oldest sequence that fits on no compiled bucket."""
         with self._lock:
             return self._lanes.needed_length
-
-
-def _traces(entries: Iterable[Entry]) -> list[TicketTrace]:
-    """The traces of the tickets that asked for the entries."""
-    tickets = dict.fromkeys(ticket for entry in entries for ticket in entry.claims)
-    return [ticket.trace for ticket in tickets if ticket.trace is not None]
 
 
 def _join(threads: Sequence[threading.Thread], deadline: float) -> None:

@@ -53,12 +53,6 @@ class Flow:
     window_size: int = 0  # number of entries, from the next one on, that are considered for a batch
     has_gaps: bool = False  # whether some of these were taken in the turn of another request
 
-    def close_gaps(self) -> None:
-        """Remove the entries of the window that were taken."""
-        at = -self.window_size
-        self.entries[at:] = [entry for entry in self.entries[at:] if not entry.taken]
-        self.has_gaps = False
-
 
 @dataclass(eq=False, repr=False)
 class Lane:
@@ -118,14 +112,16 @@ class Lane:
 
         `served` has the tokens that each flow of both lanes has in the batch.
         """
+        window = self.order[: self._window_size]
         unserved = []
-        for item in self.order[: self._window_size]:
+        for item in window:
             flow = item[2]
-            if flow.has_gaps or flow in served:
-                flow.close_gaps()
+            if flow.has_gaps or flow in served:  # entries of its window were taken
+                at = -flow.window_size
+                flow.entries[at:] = [entry for entry in flow.entries[at:] if not entry.taken]
+                flow.has_gaps = False
             if flow not in served and flow.entries:
                 unserved.append(item)
-        window = self.order[: self._window_size]
         self.order[: self._window_size] = unserved
         for flow, tokens in served.items():
             if flow.lane is self:
@@ -159,8 +155,8 @@ class Lanes:
 
     def __init__(self, largest: int):
         """Make an empty queue; `largest` is the number of tokens of the largest bucket."""
-        self._lanes: dict[Priority, Lane] = {name: Lane(SHARES[name]) for name in SHARES}
-        self._interactive, self._bulk = self._lanes["interactive"], self._lanes["bulk"]
+        self.lanes: dict[Priority, Lane] = {name: Lane(SHARES[name]) for name in SHARES}
+        self._interactive, self._bulk = self.lanes["interactive"], self.lanes["bulk"]
         self._most_interactive = max(INTERACTIVE_SHARE * largest, 1)
         self._flows: dict[Ticket, Flow] = {}  # oldest first
         self._waiting: dict[Key, Entry] = {}
@@ -172,17 +168,17 @@ class Lanes:
     @property
     def inputs(self) -> int:
         """The number of waiting inputs; duplicates count as often as they occur."""
-        return sum(lane.inputs for lane in self._lanes.values())
+        return sum(lane.inputs for lane in self.lanes.values())
 
     @property
     def tokens(self) -> int:
         """The number of tokens of the waiting inputs."""
-        return sum(lane.tokens for lane in self._lanes.values())
+        return sum(lane.tokens for lane in self.lanes.values())
 
     @property
     def runnable(self) -> bool:
         """Whether an entry waits that fits on a compiled bucket."""
-        return any(lane.order for lane in self._lanes.values())
+        return any(lane.order for lane in self.lanes.values())
 
     @property
     def has_interactive(self) -> bool:
@@ -203,20 +199,12 @@ class Lanes:
         """The `least_row` of the oldest entry that fits on no compiled bucket; None if all fit."""
         return next((f.parked[0].least_row for f in self._flows.values() if f.parked), None)
 
-    def inputs_of(self, priority: Priority) -> int:
-        """The number of waiting inputs in a lane."""
-        return self._lanes[priority].inputs
-
-    def tokens_of(self, priority: Priority) -> int:
-        """The number of tokens of the waiting inputs in a lane."""
-        return self._lanes[priority].tokens
-
     def oldest_of(self, priority: Priority) -> float | None:
         """The time.monotonic() at which the oldest waiting request of a lane was queued.
 
         None if nothing waits in it.
         """
-        lane = self._lanes[priority]
+        lane = self.lanes[priority]
         if not lane.inputs:
             return None
         return next((f.ticket.queued_at for f in self._flows.values() if f.lane is lane), None)
@@ -226,19 +214,28 @@ class Lanes:
 
         The ticket's own list of them is emptied, because entries and ticket refer to each other.
         """
-        inputs, tokens = ticket.inputs, ticket.tokens
-        priority = priority or self._priority(len(ticket.work), ticket.work.tokens)
-        lane = self._lanes[priority]
+        if priority is None:
+            work = ticket.work
+            small = len(work.lengths) <= INTERACTIVE_INPUTS
+            small = small and len(work.planes["ids"]) <= self._most_interactive
+            priority = "interactive" if small else "bulk"
+        lane = self.lanes[priority]
         if ticket.trace is not None:
             ticket.trace.queue(ticket.queued_at, priority)
         ticket.interactive = lane is self._interactive
         if ticket.interactive:
             self._interactive_at = ticket.queued_at
-        entries = [self._joined(ticket, entry) for entry in ticket.entries]
+        entries = []
+        for entry in ticket.entries:
+            twin = self._waiting.setdefault(entry.key, entry)
+            if twin is not entry:  # what waits already is joined
+                twin.claims[ticket] = entry.claims[ticket]
+            entries.append(twin)
         ticket.entries = []
         ready = [entry for entry in entries if entry.least_row <= self._longest]
         parked = [entry for entry in entries if entry.least_row > self._longest]
         self._number += 1
+        inputs, tokens = ticket.inputs, ticket.tokens
         flow = Flow(ticket, lane, self._number, lane.clock, ready[::-1], parked, inputs, tokens)
         self._flows[ticket] = flow
         lane.inputs += inputs
@@ -276,7 +273,7 @@ class Lanes:
         """Remove all waiting entries and return them."""
         waiting = self._waiting.values()
         self._flows, self._waiting = {}, {}
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.inputs = lane.tokens = lane._window_size = 0
             lane.order = []
         return waiting
@@ -293,38 +290,31 @@ class Lanes:
         `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and `most` is
         the largest number of sequences in the batch; None means no limit.
         """
-        while self.runnable:
-            lead = min((lane for lane in self._lanes.values() if lane.order), key=self._begin)
+        while leads := [lane for lane in self.lanes.values() if lane.order]:
+            # where its next batch begins: it earns no credit for time in which it had no work
+            begins = [max(self._clock, lane.end) for lane in leads]
+            begin = min(begins)
+            lead = leads[begins.index(begin)]
             enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
-            if window := list(lead.look(enough))[:most]:
-                batch = self._compose(lead, window, cost, now, most)
-                self._clock = self._begin(lead)
-                lead.end = self._clock + cost[batch.bucket] / lead.share
-                self._remove(batch)
-                return batch
-            lead.settle({})  # all entries of the window were taken in other requests' turns
+            window = list(lead.look(enough))[:most]
+            if not window:  # all its entries were taken in other requests' turns
+                lead.settle({})
+                continue
+            other = self._bulk if lead is self._interactive else self._interactive
+            # short runs, if bulk leads while an interactive request may come soon
+            brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
+            bucket = choose_bucket(window, cost, brief)
+            leading = set(window)
+            looked = other.look(WINDOW_BUCKETS * bucket.tokens) if other.order else ()
+            fillers = [entry for entry in looked if entry not in leading]
+            first, rest = window[:1], window[1:]
+            groups = (rest, fillers) if lead is self._interactive else (fillers, rest)
+            batch = place(bucket, first, *groups, most=most)
+            self._clock = begin
+            lead.end = begin + cost[bucket] / lead.share
+            self._remove(batch)
+            return batch
         return None
-
-    def _compose(
-        self,
-        lead: Lane,
-        window: list[Entry],
-        cost: Mapping[Bucket, float],
-        now: float,
-        most: int | None,
-    ) -> Batch:
-        """Choose a bucket for the window of the lane that leads, and place both lanes' entries.
-
-        The batch is brief if bulk leads while an interactive request may come soon.
-        """
-        brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
-        bucket = choose_bucket(window, cost, brief)
-        other = self._bulk if lead is self._interactive else self._interactive
-        leading = set(window)
-        fillers = [e for e in other.look(WINDOW_BUCKETS * bucket.tokens) if e not in leading]
-        first, rest = window[:1], window[1:]
-        groups = (first, rest, fillers) if lead is self._interactive else (first, fillers, rest)
-        return place(bucket, *groups, most=most)
 
     def _remove(self, batch: Batch) -> None:
         """Remove the entries of a batch from the flows of every ticket that asked for them."""
@@ -338,29 +328,11 @@ class Lanes:
                 flow.lane.inputs -= count
                 flow.lane.tokens -= count * entry.length
                 served[flow] = served.get(flow, 0) + entry.length
-        for lane in self._lanes.values():
-            lane.settle(served)
+        for lane in self.lanes.values():
+            if lane.order:
+                lane.settle(served)
         for flow in served:
             if not flow.inputs:
                 del self._flows[flow.ticket]
         for entry in batch.entries:  # last, so that `clear` still finds them after an error here
             del self._waiting[entry.key]
-
-    def _joined(self, ticket: Ticket, entry: Entry) -> Entry:
-        """The entry, or the waiting one with the same key after it was joined by the ticket."""
-        twin = self._waiting.setdefault(entry.key, entry)
-        if twin is not entry:
-            twin.claims[ticket] = entry.claims[ticket]
-        return twin
-
-    def _priority(self, inputs: int, tokens: int) -> Priority:
-        """The priority of a request of this size if the client gave none."""
-        small = inputs <= INTERACTIVE_INPUTS and tokens <= self._most_interactive
-        return "interactive" if small else "bulk"
-
-    def _begin(self, lane: Lane) -> float:
-        """The time on the clock at which the lane's next batch begins.
-
-        A lane earns no credit for time in which it had no work.
-        """
-        return max(self._clock, lane.end)

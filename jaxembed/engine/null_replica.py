@@ -32,16 +32,17 @@ class NullReplica:
 
     def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
         """Return ones in the shapes of these outputs."""
-        return {name: self._ones(bucket, name) for name in outputs}
-
-    def _ones(self, bucket: Bucket, name: OutputName) -> np.ndarray | SparseRows:
-        kind = OUTPUTS[name]
-        if kind.sparse:  # one term in each row
-            count = bucket.rows * bucket.slots
-            row = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
-            return SparseRows(self._widths[name], *row)
-        columns = {"slot": bucket.slots, "token": bucket.length}
-        return np.ones((bucket.rows, columns[kind.per], self._widths[name]), np.float32)
+        made: Outputs = {}
+        for name in outputs:
+            kind, width = OUTPUTS[name], self._widths[name]
+            if kind.sparse:  # one term in each row
+                count = bucket.rows * bucket.slots
+                row = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
+                made[name] = SparseRows(width, *row)
+            else:
+                columns = bucket.slots if kind.per == "slot" else bucket.length
+                made[name] = np.ones((bucket.rows, columns, width), np.float32)
+        return made
 
     @property
     def float32_bucket(self) -> None:

@@ -60,11 +60,6 @@ class Runner(Protocol):
         """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
         ...
 
-
-@runtime_checkable
-class ServedRunner(Runner, Protocol):
-    """A runner of an engine, which also says what memory it takes, and frees it."""
-
     def temporary_bytes(self, bucket: Bucket) -> int:
         """The device memory that a run of a prepared bucket takes besides, in bytes."""
         ...

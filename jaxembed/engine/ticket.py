@@ -1,19 +1,22 @@
-"""Holds one request in the engine: its sequences, its answer and the callback of its client."""
+"""Holds one request in the engine: its sequences, its answer and the callback of its client. Writes
+the answers of a batch into the tickets that asked for them."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from itertools import repeat
 from typing import Any
 
 import numpy as np
 
-from jaxembed.data.outputs import OutputName
+from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult, empty_result
 from jaxembed.engine.bucket import least_row
-from jaxembed.errors import Cancelled
+from jaxembed.errors import Cancelled, NotFinite
 from jaxembed.observability.tracing import TicketTrace
 
 logger = logging.getLogger(__name__)
@@ -22,8 +25,9 @@ logger = logging.getLogger(__name__)
 # the time.
 MOST_KEY_TOKENS = 32
 
-Index = Sequence[int] | np.ndarray | slice  # of sequences of a request
+Index = Sequence[int] | np.ndarray  # of sequences of a request
 Key = tuple[bytes, int, int, int, int]  # equal for sequences that have the same answer
+Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of arrays for others
 
 
 class Ticket:
@@ -46,15 +50,16 @@ class Ticket:
         engine thread, when the ticket is complete; not if it was cancelled before. `trace` is that
         of a request that is traced.
         """
-        count = len(work)
+        count = len(work.lengths)
         self.work = work
         self.trace = trace
         self.values = empty_result(work, widths)
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.entries = _entries(self)
+        self.entries = self._entries()
         self.inputs, self.tokens = count, work.tokens  # of the entries; duplicates count each time
+        self.withdrawn = 0  # number of inputs
         self.interactive = False  # whether it was queued in that lane
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
@@ -64,15 +69,38 @@ class Ticket:
         self._done = threading.Event()
         self._lock = threading.Lock()
 
+    def _entries(self) -> "list[Entry]":
+        """Make an entry for each different sequence."""
+        work = self.work
+        ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
+        pixels = work.planes.get("pixels")
+        entry_of: dict[Key, Entry] = {}
+        start = first = 0
+        spans = bounds.tolist()
+        fillers = repeat(0) if work.fillers is None else work.fillers.tolist()
+        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=False)
+        for index, (length, slots, filling) in enumerate(columns):
+            end = start + length
+            is_whole = slots == 1 and spans[first] == [0, length]
+            entry = Entry(
+                self,
+                index,
+                ids[start:end],
+                None if types is None else types[start:end],
+                None if is_whole else bounds[first : first + slots],
+                filling,
+                None if pixels is None else pixels[start:end],
+            )
+            start, first = end, first + slots
+            twin = entry_of.setdefault(entry.key, entry)
+            if twin is not entry:
+                twin.claims[self].append(index)
+        return list(entry_of.values())
+
     @property
     def error(self) -> Exception | None:
         """The error of the first input in order that failed; None if none did."""
         return self._failures[min(self._failures)] if self._failures else None
-
-    @property
-    def withdrawn(self) -> int:
-        """The number of inputs that were withdrawn."""
-        return len(self.work) - self.inputs
 
     def withdraw(self, entries: "Iterable[Entry]") -> None:
         """Take out some of the entries before the ticket is queued. They must still be answered."""
@@ -82,34 +110,29 @@ class Ticket:
             for entry in taken:
                 inputs = len(entry.claims[self])
                 self.inputs -= inputs
+                self.withdrawn += inputs
                 self.tokens -= inputs * entry.length
 
-    def answer(self, index: Index, values: Mapping[OutputName, Any]) -> None:
+    def answer(self, index: Index, values: Values) -> None:
         """Write the answers of the sequences at `index`, which are all different.
 
         `values` has an array `[slots of these sequences, width]` for each output per slot,
         SparseRows of a sparse one, and a list with the array of each sequence for each output per
         token.
         """
+        places = index  # of the slots of these sequences among all slots of the request
+        if self.work.has_spans:
+            slots = self.work.slots
+            places = flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
         for name, column in self.values.items():
             if isinstance(column, SparseRows):
-                column.put(self._numbers(self._slots_of(index)), values[name])
+                column.put(places, values[name])
             elif isinstance(column, Ragged):
-                for i, rows in zip(self._numbers(index), values[name], strict=True):
+                for i, rows in zip(index, values[name], strict=True):
                     column[i][:] = rows
             else:
-                column[self._slots_of(index)] = values[name]
+                column[places] = values[name]
         self._settle(index)
-
-    def _numbers(self, index: Index) -> Sequence[int] | np.ndarray:
-        return range(*index.indices(len(self.work))) if isinstance(index, slice) else index
-
-    def _slots_of(self, index: Index) -> Index:
-        """The numbers of the slots of these sequences among all slots of the request."""
-        slots = self.work.slots
-        if not self.work.has_spans:
-            return index
-        return flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
 
     def fail(self, index: list[int], error: Exception) -> None:
         """Fail the sequences at `index` that have no answer yet. The others still run."""
@@ -136,14 +159,11 @@ class Ticket:
             last = newly > 0 and self._open == 0 and not self.cancelled
         if last:
             self._done.set()
-            self._call_wake()
-
-    def _call_wake(self) -> None:
-        if self._wake is not None:
-            try:
-                self._wake()
-            except Exception:  # other tickets of the batch are not settled yet
-                logger.exception("a waiter could not be woken")
+            if self._wake is not None:
+                try:
+                    self._wake()
+                except Exception:  # other tickets of the batch are not settled yet
+                    logger.exception("a waiter could not be woken")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
         """Wait for the answer and return it: an array or a Ragged for each output.
@@ -155,8 +175,8 @@ class Ticket:
             raise TimeoutError(f"no answer within {timeout_s} s")
         if self.cancelled:
             raise Cancelled("the request was cancelled")
-        if self.error is not None:
-            raise self.error
+        if self._failures:
+            raise self._failures[min(self._failures)]
         return self.values
 
 
@@ -202,12 +222,23 @@ class Entry:
         self.spans = spans
         self.length = length = len(ids)
         self.slots = slots = 1 if spans is None else len(spans)
-        self.least_row = least_row(length, slots)
+        self.least_row = length if slots == 1 else least_row(length, slots)
         self.adapter = adapter = ticket.work.adapter
         self.fillers = fillers
         self.pixels = pixels
-        self.key = _key(ids, types, spans, adapter, fillers, pixels)
         self.taken = False
+        # The key of a short sequence holds its tokens. Others have a digest, because the tokens
+        # would be in memory twice; it is cryptographic, so no client can make two sequences share
+        # one. The number of spans tells where the types end and the spans begin.
+        planes = [plane for plane in (types, spans, pixels) if plane is not None]
+        if length <= MOST_KEY_TOKENS and not planes:
+            content = ids.tobytes()
+        else:
+            digest = blake2b(ids.data, digest_size=16)
+            for plane in planes:
+                digest.update(plane.tobytes())
+            content = digest.digest()
+        self.key: Key = content, length, 0 if spans is None else slots, adapter, fillers
 
     @property
     def outputs(self) -> set[OutputName]:
@@ -215,64 +246,80 @@ class Entry:
         return set().union(*(ticket.work.outputs for ticket in self.claims))
 
 
+@dataclass(frozen=True)
+class Answers:
+    """The result of a run for some entries: `values`, or an `error` for all of them.
+
+    `values` has an array `[slots of all entries, width]` for each output per slot, SparseRows of a
+    sparse one, and a list with the array of each entry for each output per token. These are views
+    of the output of the whole bucket, so they must be copied to be kept.
+    """
+
+    entries: Sequence[Entry]
+    values: Values = field(default_factory=dict)
+    error: Exception | None = None
+
+    @cached_property
+    def slots(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """The first slot of each entry among the slots of all, and its number of slots.
+
+        Both are int arrays `[entries]`. None if each entry has one slot.
+        """
+        if all(entry.slots == 1 for entry in self.entries):
+            return None
+        counts = np.array([entry.slots for entry in self.entries])
+        return np.cumsum(counts) - counts, counts
+
+    def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
+        """The values of these outputs for the entries with the numbers `chosen`, in this order."""
+        places: Sequence[int] | np.ndarray = chosen
+        if self.slots is not None:
+            first, counts = self.slots
+            places = flat_ranges(first[chosen], counts[chosen])
+        values: dict[OutputName, Any] = {}
+        for name in outputs:
+            of_all = self.values[name]
+            if OUTPUTS[name].sparse:
+                values[name] = of_all.rows(places)
+            elif OUTPUTS[name].per == "slot":
+                values[name] = of_all[places]
+            else:
+                values[name] = [of_all[k] for k in chosen]
+        return values
+
+    def settle(self, started_at: float, seconds: float) -> None:
+        """Write the answers, or their error, into the tickets, in one step for each ticket.
+
+        `started_at` is the time.monotonic() at which the batch started, and `seconds` its duration.
+        """
+        by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
+        for k, entry in enumerate(self.entries):
+            for ticket, index in entry.claims.items():
+                if ticket not in by_ticket:
+                    by_ticket[ticket] = ([], [])
+                chosen, places = by_ticket[ticket]
+                chosen += [k] * len(index)
+                places += index
+        for ticket, (chosen, places) in by_ticket.items():
+            at = np.array(places)
+            ticket.queue_s[at] = started_at - ticket.queued_at
+            ticket.inference_s[at] = seconds
+            if self.error is None:
+                ticket.answer(at, self.values_of(chosen, ticket.work.outputs))
+            elif isinstance(self.error, NotFinite):  # the error of one input, which is named
+                ticket.fail(places, NotFinite(f"input {min(places)}: {self.error}"))
+            else:
+                ticket.fail(places, self.error)
+
+
+def fail_entries(entries: Iterable[Entry], error: Exception) -> None:
+    """Fail the entries in every ticket that asked for them."""
+    for entry in entries:
+        for ticket, index in entry.claims.items():
+            ticket.fail(index, error)
+
+
 def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The integers from `first[k]` to `first[k] + counts[k] - 1` for each k, concatenated."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
-
-
-def _entries(ticket: Ticket) -> list[Entry]:
-    """Make an entry for each different sequence of a ticket."""
-    work = ticket.work
-    ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
-    pixels = work.planes.get("pixels")
-    entry_of: dict[Key, Entry] = {}
-    start = first = 0
-    spans = bounds.tolist()
-    fillers = repeat(0, len(work)) if work.fillers is None else work.fillers.tolist()
-    columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=True)
-    for index, (length, slots, filling) in enumerate(columns):
-        end = start + length
-        is_whole = slots == 1 and spans[first] == [0, length]
-        entry = Entry(
-            ticket,
-            index,
-            ids[start:end],
-            None if types is None else types[start:end],
-            None if is_whole else bounds[first : first + slots],
-            filling,
-            None if pixels is None else pixels[start:end],
-        )
-        start, first = end, first + slots
-        twin = entry_of.setdefault(entry.key, entry)
-        if twin is not entry:
-            twin.claims[ticket].append(index)
-    return list(entry_of.values())
-
-
-def _key(
-    ids: np.ndarray,
-    types: np.ndarray | None,
-    spans: np.ndarray | None,
-    adapter: int,
-    fillers: int,
-    pixels: np.ndarray | None = None,
-) -> Key:
-    """A key that is equal for sequences with the same tokens, types, spans, adapter, fillers and
-    pixels.
-
-    It holds the tokens of a short sequence. For others it holds a digest, because the tokens would
-    be in memory twice; the digest is cryptographic, so no client can make two sequences share one.
-    """
-    length, slots = len(ids), 0 if spans is None else len(spans)
-    if length <= MOST_KEY_TOKENS and types is None and spans is None and pixels is None:
-        return ids.tobytes(), length, slots, adapter, fillers
-    digest = blake2b(ids.data, digest_size=16)
-    if types is not None:
-        digest.update(types.data)
-    if spans is not None:
-        digest.update(spans.tobytes())
-    if pixels is not None:  # as a model of images has for every sequence, and no other model
-        digest.update(pixels.tobytes())
-    # the number of spans tells where the types end and the spans begin
-    return digest.digest(), length, slots, adapter, fillers

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import methodcaller
 
 from jaxembed.platform.cores import usable_cores
 
@@ -65,6 +66,7 @@ class DeviceTurn:
         self._changed_at = self._served_at = now()
         self._waiting: list[Claim] = []
         self._holding: list[Claim] = []
+        self._free = permits  # number of permits that no claim holds
         self._lock = threading.Lock()
 
     @classmethod
@@ -96,6 +98,7 @@ class DeviceTurn:
                 now = self._advance()
                 claim.took_s += self._shared_s
                 self._holding.remove(claim)
+                self._free += claim.permits
                 if claim.share is not None and claim.expected_s is not None:
                     self._served_at = now
                     # its seconds would include programs of other models, or time in which it hung
@@ -141,27 +144,32 @@ class DeviceTurn:
         with self._lock:
             begin = self.begin(claim.share)
             # the clock does not pass the waiting programs, so they lose none of their time
-            begins = [self.begin(c.share) for c in self._waiting if c.share and not c.idle]
-            self.clock = max(self.clock, min([begin, *begins]))
+            ends = [c.share.end for c in self._waiting if c.share and not c.idle]
+            self.clock = max(self.clock, min([begin, *ends]))
             claim.share.end = begin + expected_s
             claim.expected_s = expected_s
             self._grant()
 
     def _grant(self) -> None:
-        """Give free permits to the most urgent waiting claims.
+        """Give free permits to the most urgent waiting claims, if every granted one is charged.
 
         One place decides, because urgencies change with time: if each waiting thread looked for
         itself, all could see another one in front and go on waiting. A claim for more permits than
         are free is not overtaken, or it might never get them, unless it is idle.
         """
-        while (free := self._free) and not self._choosing:
-            ready = [c for c in self._waiting if c.permits <= free or not c.idle]
-            claim = max(ready, key=lambda claim: claim.urgency(), default=None)
-            if claim is None or claim.permits > free:
+        while self._waiting and self._free:
+            if any(c.share is not None and c.expected_s is None for c in self._holding):
+                return
+            ready = [c for c in self._waiting if c.permits <= self._free or not c.idle]
+            if not ready:
+                return
+            claim = ready[0] if len(ready) == 1 else max(ready, key=methodcaller("urgency"))
+            if claim.permits > self._free:
                 return
             self._advance()
             self._waiting.remove(claim)
             self._holding.append(claim)
+            self._free -= claim.permits
             claim.took_s = -self._shared_s
             if any(holder.share is not claim.share for holder in self._holding):
                 for holder in self._holding:
@@ -178,13 +186,3 @@ class DeviceTurn:
             self._shared_s += (now - self._changed_at) / len(self._holding)
         self._changed_at = now
         return now
-
-    @property
-    def _free(self) -> int:
-        """The number of permits that no claim holds."""
-        return self.permits - sum(claim.permits for claim in self._holding)
-
-    @property
-    def _choosing(self) -> bool:
-        """Whether a granted claim is not charged yet, so that the next one cannot be chosen."""
-        return any(c.share is not None and c.expected_s is None for c in self._holding)

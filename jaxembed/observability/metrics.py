@@ -137,10 +137,7 @@ class Labelled(Collector, Generic[Series]):
 
     def __init__(self, label: str, series: Mapping[str, Series]):
         self._label, self._series = label, series
-
-    def labels(self, value: str) -> Series:
-        """The series of this value, which must be one of those that it was made with."""
-        return self._series[value]
+        self.labels: Callable[[str], Series] = series.__getitem__  # the series of a value
 
     def collect(self) -> Iterable[Metric]:
         """All series as one metric."""

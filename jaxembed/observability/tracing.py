@@ -126,10 +126,8 @@ class Tracer(Protocol):
 
 _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
-
-def current_trace() -> Trace | None:
-    """The trace of the request that this task answers; None if it has none."""
-    return _current.get()
+current_trace = _current.get
+"""The trace of the request that this task answers; None if it has none."""
 
 
 @contextmanager

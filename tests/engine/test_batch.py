@@ -126,7 +126,7 @@ def test_a_row_takes_no_more_sequences_than_it_has_slots():
     assert len(batch.entries) == 8
     assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
     assert _useful(np.full(200, 2), Bucket(4, 32)) == 4 * 8 * 2
-    assert place(Bucket(2, 16), entries_of([10, 10, 6, 6])).fill == 1.0  # gaps are filled
+    assert place(Bucket(2, 16), entries_of([10, 10, 6, 6])).useful_tokens == 32  # gaps are filled
 
 
 def packed_slowly(batch: Batch) -> np.ndarray:

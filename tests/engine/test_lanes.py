@@ -117,7 +117,7 @@ def test_a_small_request_is_interactive_unless_it_says_otherwise(count, length, 
     queue = Queue({Bucket(64, 16): 40.0, Bucket(1, 32): 3.0})
     queue.submit(count, length, priority)
     other = {"interactive": "bulk", "bulk": "interactive"}[lane]
-    assert (queue.inputs_of(lane), queue.inputs_of(other)) == (count, 0)
+    assert (queue.lanes[lane].inputs, queue.lanes[other].inputs) == (count, 0)
     assert (queue.inputs, queue.tokens) == (count, count * length)
 
 
@@ -125,7 +125,7 @@ def test_under_a_flood_of_queries_bulk_gets_its_quarter_of_the_time_and_they_the
     queue = Queue()
     bulk, spent = queue.submit(5_000, length=16), Counter()
     for _ in range(80):
-        while queue.inputs_of("interactive") < 100:
+        while queue.lanes["interactive"].inputs < 100:
             queue.submit(1, length=16)
         batch = queue.next()
         had = share_of(batch.entries)
@@ -143,7 +143,7 @@ def test_a_lane_that_rested_gets_no_more_than_its_share_afterwards():
     bulk = queue.submit(1_000, length=16)
     led = 0
     for _ in range(8):
-        while queue.inputs_of("interactive") < 100:
+        while queue.lanes["interactive"].inputs < 100:
             queue.submit(1, length=16)
         led += next(iter(queue.next().entries[0].claims)) is bulk
     assert led == 2
@@ -369,7 +369,7 @@ def test_each_lane_knows_what_waits_in_it_and_since_when():
     queue = Queue()
     assert queue.oldest_of("bulk") is None
     first, _, query = queue.submit(100), queue.submit(50), queue.submit(1, 5)
-    assert (queue.tokens_of("bulk"), queue.tokens_of("interactive")) == (1500, 5)
+    assert (queue.lanes["bulk"].tokens, queue.lanes["interactive"].tokens) == (1500, 5)
     assert queue.oldest_of("bulk") == first.queued_at
     assert queue.oldest_of("interactive") == query.queued_at
     queue.cancel(query)

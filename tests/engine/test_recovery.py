@@ -9,8 +9,8 @@ from fakes import SumRunner, count_of, ticket_of
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.recovery import Answers, Recovery
-from jaxembed.engine.ticket import Entry
+from jaxembed.engine.recovery import Recovery
+from jaxembed.engine.ticket import Answers, Entry
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.observability.metrics import Telemetry
 

@@ -107,7 +107,7 @@ def test_one_stuck_seat_of_two_leaves_the_work_to_the_other(start, runner):
     engine = start(runner, well, overdue_s=OVERDUE)
     runner.gate.clear()
     until(lambda: engine.ask([encoding(5)]) and runner.ran)
-    until(lambda: engine.seats[0].stuck)
+    until(lambda: engine.seats[0].turn.stuck)
     for k in range(6, 30):
         assert sums(engine.ask([encoding(k)])) == [float(k)]
     assert engine.healthy
