@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, as types. Knows nothing of files or arrays."""
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -63,29 +63,46 @@ class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
 Module = DenseLayer | LayerNormLayer | NormalizeLayer
 
 
-class Pooled(msgspec.Struct, frozen=True, tag="pooled"):
+class _WithModules(Protocol):
+    @property
+    def modules(self) -> tuple[Module, ...]: ...
+
+    @property
+    def normalize(self) -> bool: ...
+
+
+class _AfterModules(msgspec.Struct, frozen=True):
+    """What heads have in common whose output is what their modules give."""
+
+    @property
+    def normalize(self: _WithModules) -> bool:
+        """Whether the head ends in a Normalize module. The host runs that one."""
+        return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
+
+    @property
+    def device_modules(self: _WithModules) -> tuple[Module, ...]:
+        """The modules that run on the device: all but a last Normalize."""
+        return self.modules[:-1] if self.normalize else self.modules
+
+    def width(self: _WithModules, hidden_size: int) -> int:
+        """The number of columns of the output."""
+        dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
+        return dense[-1].out_features if dense else hidden_size
+
+
+class Pooled(_AfterModules, frozen=True, tag="pooled"):
     """A head that gives one vector for each slot: the poolings of its hidden states, side by side,
     and then the modules, in the order of modules.json."""
 
     pooling: tuple[Pooling, ...]
     modules: tuple[Module, ...] = ()
 
-    @property
-    def normalize(self) -> bool:
-        """Whether the head ends in a Normalize module. The host runs that one."""
-        return _ends_normalized(self.modules)
-
-    @property
-    def device_modules(self) -> tuple[Module, ...]:
-        """The modules that run on the device: all but a last Normalize."""
-        return _without_last_normalize(self.modules)
-
     def width(self, hidden_size: int) -> int:
         """The number of columns of the output."""
-        return _width(self.modules, hidden_size * len(self.pooling))
+        return super().width(hidden_size * len(self.pooling))
 
 
-class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
+class PerToken(_AfterModules, frozen=True, tag="per_token"):
     """A head that gives each token a row of its own: its hidden state, through the modules.
 
     The rows of the first token, with `drops_first`, and of tokens with the `skipped_ids` are
@@ -95,20 +112,6 @@ class PerToken(msgspec.Struct, frozen=True, tag="per_token"):
     modules: tuple[Module, ...]
     drops_first: bool = False
     skipped_ids: tuple[int, ...] = ()
-
-    @property
-    def normalize(self) -> bool:
-        """Whether the head ends in a Normalize module. The host runs that one."""
-        return _ends_normalized(self.modules)
-
-    @property
-    def device_modules(self) -> tuple[Module, ...]:
-        """The modules that run on the device: all but a last Normalize."""
-        return _without_last_normalize(self.modules)
-
-    def width(self, hidden_size: int) -> int:
-        """The number of columns of the output."""
-        return _width(self.modules, hidden_size)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
@@ -139,7 +142,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
         return self.vocab_size
 
 
-class Probed(msgspec.Struct, frozen=True, tag="probed"):
+class Probed(_AfterModules, frozen=True, tag="probed"):
     """A head that gives one vector for each slot: a learned query attends to its tokens, and what
     it finds goes through a norm and an MLP, with a residual. Zhai et al. 2023, arXiv:2303.15343."""
 
@@ -152,36 +155,9 @@ class Probed(msgspec.Struct, frozen=True, tag="probed"):
 
     pooling = ("probe",)
 
-    @property
-    def normalize(self) -> bool:
-        """Whether the head ends in a Normalize module. The host runs that one."""
-        return _ends_normalized(self.modules)
-
-    @property
-    def device_modules(self) -> tuple[Module, ...]:
-        """The modules that run on the device: all but a last Normalize."""
-        return _without_last_normalize(self.modules)
-
-    def width(self, hidden_size: int) -> int:
-        """The number of columns of the output."""
-        return _width(self.modules, hidden_size)
-
 
 Head = Pooled | PerToken | Vocabulary | Probed
 """The union of all kinds of heads. jaxembed.models.heads.HEADS has the layers of each kind."""
-
-
-def _ends_normalized(modules: tuple[Module, ...]) -> bool:
-    return bool(modules) and isinstance(modules[-1], NormalizeLayer)
-
-
-def _without_last_normalize(modules: tuple[Module, ...]) -> tuple[Module, ...]:
-    return modules[:-1] if _ends_normalized(modules) else modules
-
-
-def _width(modules: tuple[Module, ...], width: int) -> int:
-    dense = [layer for layer in modules if isinstance(layer, DenseLayer)]
-    return dense[-1].out_features if dense else width
 
 
 def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:

@@ -98,7 +98,8 @@ def work_of(
     lengths = np.array([one.length for one in encodings], np.int32)
     planes = {"ids": _joined([one.ids for one in encodings])}
     if any(one.types is not None for one in encodings):
-        planes["types"] = _joined([_types(one) for one in encodings])
+        types = [np.zeros(e.length, np.int32) if e.types is None else e.types for e in encodings]
+        planes["types"] = _joined(types)
     pixels = [one.pixels for one in encodings if one.pixels is not None]
     if pixels:  # then all have some: a model takes images or texts
         planes["pixels"] = _joined(pixels)
@@ -137,10 +138,15 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
         return Work(*columns, outputs, adapter, part.fillers)
     fillers = None
     if any(part.fillers is not None for part in parts):
-        fillers = _joined([_fillers(part) for part in parts])
-    names = [name for name in PLANES if any(name in part.planes for part in parts)]
+        fillers = _joined([part.lengths - part.own_tokens for part in parts])
+    names = {"ids", *(name for part in parts for name in part.planes)}
+    planes = {
+        name: _joined([part.planes.get(name, np.zeros(part.tokens, np.int32)) for part in parts])
+        for name in PLANES
+        if name in names
+    }
     return Work(
-        {name: _joined([_plane(part, name) for part in parts]) for name in ("ids", *names[1:])},
+        planes,
         _joined([part.lengths for part in parts]),
         np.concatenate([part.bounds for part in parts] or [np.zeros((0, 2), np.int32)]),
         _joined([part.slots for part in parts]),
@@ -251,13 +257,15 @@ sequence."""
 def chosen_rows(result: WorkResult, chosen: np.ndarray) -> WorkResult:
     """The outputs of the inputs with these numbers, int `[chosen]`, in this order; of a result with
     one slot for each input."""
-    return {name: _chosen(value, chosen) for name, value in result.items()}
-
-
-def _chosen(value: Any, chosen: np.ndarray) -> Any:
-    if isinstance(value, Ragged):
-        return value.ordered(chosen)
-    return value.rows(chosen.tolist()) if isinstance(value, SparseRows) else value[chosen]
+    rows: WorkResult = {}
+    for name, value in result.items():
+        if isinstance(value, Ragged):
+            rows[name] = value.ordered(chosen)
+        elif isinstance(value, SparseRows):
+            rows[name] = value.rows(chosen.tolist())
+        else:
+            rows[name] = value[chosen]
+    return rows
 
 
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
@@ -276,30 +284,20 @@ def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
 
 def join_results(parts: Sequence[WorkResult]) -> WorkResult:
     """The results of all parts of a request, in order."""
-    return {name: _joined_output([part[name] for part in parts]) for name in parts[0]}
-
-
-def _joined_output(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], SparseRows):
-        indices = [one for part in parts for one in part.indices]
-        values = [one for part in parts for one in part.values]
-        return SparseRows(parts[0].width, indices, values)
-    if not isinstance(parts[0], Ragged):
-        return np.concatenate(parts)
-    counts = np.concatenate([[0], *(np.diff(part.offsets) for part in parts)])
-    return Ragged(np.concatenate([part.values for part in parts]), np.cumsum(counts))
-
-
-def _types(encoding: Encoding) -> np.ndarray:
-    return np.zeros(encoding.length, np.int32) if encoding.types is None else encoding.types
-
-
-def _plane(work: Work, name: str) -> np.ndarray:
-    return work.planes[name] if name in work.planes else np.zeros(work.tokens, np.int32)
-
-
-def _fillers(work: Work) -> np.ndarray:
-    return np.zeros(len(work), np.int32) if work.fillers is None else work.fillers
+    joined: WorkResult = {}
+    for name, first in parts[0].items():
+        values = [part[name] for part in parts]
+        if isinstance(first, SparseRows):
+            indices = [one for value in values for one in value.indices]
+            rows = [one for value in values for one in value.values]
+            joined[name] = SparseRows(first.width, indices, rows)
+        elif isinstance(first, Ragged):
+            counts = np.concatenate([[0], *(np.diff(value.offsets) for value in values)])
+            rows = np.concatenate([value.values for value in values])
+            joined[name] = Ragged(rows, np.cumsum(counts))
+        else:
+            joined[name] = np.concatenate(values)
+    return joined
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

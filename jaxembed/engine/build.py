@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +68,7 @@ class Plan:
         "host" for static models."""
         return self.devices[0].platform if self.devices else self.without_device
 
-    @property
+    @cached_property
     def device_name(self) -> str:
         """The name of the device's model, such as "cpu" or "NVIDIA H200"."""
         return self.devices[0].device_kind if self.devices else self.without_device

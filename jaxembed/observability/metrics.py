@@ -47,6 +47,7 @@ WITHOUT_A_MODEL = {"te_request_failure", "jaxembed_stage_seconds"}  # what is co
 
 
 Observed = TypeVar("Observed")
+Added = TypeVar("Added", bound=Collector)
 
 
 class Counter(Collector):
@@ -78,10 +79,10 @@ class BulkHistogram(Collector):
     """A histogram that counts values when it has many of them, or when it is read: counting each
     one as it comes takes 2 us."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
+    def __init__(self, name: str, text: str, bounds: Sequence[int | float] | np.ndarray):
         """`bounds` are the upper bounds of its buckets, in rising order and without infinity."""
         self.name, self._text = name, text
-        self._bounds = np.array([*bounds, math.inf])
+        self._bounds = np.append(bounds, math.inf)
         self._created_at = time.time()
         self._counts = np.zeros(len(self._bounds), np.int64)
         self._sum = 0.0
@@ -119,7 +120,7 @@ class BulkHistogram(Collector):
         with self._lock:
             values = [*_taken(self._kept), *more]
             places = np.searchsorted(self._bounds, values, side="left")
-            self._counts += np.bincount(places, minlength=len(self._counts))
+            np.add.at(self._counts, places, 1)
             self._sum += sum(values)
             return self._counts.copy(), self._sum
 
@@ -209,43 +210,26 @@ class InputSeries(Collector):
             yield from series.collect()
 
 
-class LengthCounts(Collector):
+class LengthCounts(BulkHistogram):
     """Counts inputs of each length exactly, and shows them as two histograms.
 
     The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
     """
 
     def __init__(self, most: int):
-        self._counts = np.zeros(most + 1, np.int64)
-        self._kept: deque[int] = deque()
-        self._lock = threading.Lock()
-
-    def observe_many(self, lengths: Sequence[int]) -> None:
-        """Count answered inputs of these numbers of tokens."""
-        if len(self._kept) + len(lengths) < MOST_KEPT:
-            self._kept.extend(lengths)
-        else:
-            self._count_kept(lengths)
-
-    def _count_kept(self, more: Sequence[int] = ()) -> np.ndarray:
-        """Count the lengths kept and some more, and return how many inputs each length has."""
-        with self._lock:
-            lengths = [*_taken(self._kept), *more]
-            np.add.at(self._counts, np.minimum(lengths, len(self._counts) - 1).astype(np.int64), 1)
-            return self._counts.copy()
+        super().__init__("jaxembed_input_tokens", INPUT_LENGTH, np.arange(most))
 
     def collect(self) -> Iterable[Metric]:
         """The counts as the histograms of TEI and of ours."""
-        counts = self._count_kept()
-        most = len(counts) - 1
+        counts, total = self._count_kept()
+        most, upto = len(counts) - 1, np.cumsum(counts)
         powers = [power for power in POWERS[:20] if power <= most]
-        upto, total = np.cumsum(counts), float(counts @ np.arange(most + 1))
         for name, bounds in (
             ("te_request_input_length", powers),
-            ("jaxembed_input_tokens", row_lengths(most)),
+            (self.name, row_lengths(most)),
         ):
             yield _histogram_of(
-                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], total
+                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], float(total)
             )
 
 
@@ -292,33 +276,30 @@ class Telemetry:
         gauge.set_function(lambda: sum(one() for one in reads))
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
-        self.request_count = self._counters(
-            "te_request_count", "Requests accepted", "method", METHODS
-        )
-        self.request_success = self._counters(
-            "te_request_success", "Requests answered", "method", METHODS
-        )
-        self.request_failure = self._counters(
-            "te_request_failure", "Requests refused or failed", "err", FAILURES
-        )
+        counted = {method: Counter("te_request_count", "Requests accepted") for method in METHODS}
+        self.request_count = self._add(Labelled("method", counted))
+        counted = {method: Counter("te_request_success", "Requests answered") for method in METHODS}
+        self.request_success = self._add(Labelled("method", counted))
+        name, text = "te_request_failure", "Requests refused or failed"
+        counted = {failure: Counter(name, text) for failure in FAILURES}
+        self.request_failure = self._add(Labelled("err", counted))
         self.inputs = {
-            "embed": InputSeries("te_embed", "embed", "embedded"),
-            "predict": InputSeries("te_predict", "classify or score", "classified or scored"),
+            "embed": self._add(InputSeries("te_embed", "embed", "embedded")),
+            "predict": self._add(
+                InputSeries("te_predict", "classify or score", "classified or scored")
+            ),
         }
-        for series in self.inputs.values():
-            self.registry.register(series)
-        self.request_duration = self._duration("te_request_duration", "Seconds for a request")
-        self.request_tokenization = self._duration(
+        self.request_duration = self._histogram("te_request_duration", "Seconds for a request")
+        self.request_tokenization = self._histogram(
             "te_request_tokenization_duration", "Seconds of tokenizing, mean over the inputs"
         )
-        self.request_queue = self._duration(
+        self.request_queue = self._histogram(
             "te_request_queue_duration", "Seconds in the queue, mean over the inputs"
         )
-        self.request_inference = self._duration(
+        self.request_inference = self._histogram(
             "te_request_inference_duration", "Seconds on the device, mean over the inputs"
         )
-        self.input_length = LengthCounts(max_input_tokens)
-        self.registry.register(self.input_length)
+        self.input_length = self._add(LengthCounts(max_input_tokens))
         self.batch_size = self._histogram("te_batch_next_size", "Sequences in a batch", POWERS[:13])
         self.batch_tokens = self._histogram(
             "te_batch_next_tokens", "Useful tokens in a batch", POWERS
@@ -380,33 +361,24 @@ class Telemetry:
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )
         name, text = "jaxembed_stage_seconds", "Seconds in a stage of a request"
-        self.stage = Labelled(
-            "stage", {stage: BulkHistogram(name, text, DURATION_BUCKETS) for stage in STAGES}
-        )
-        self.registry.register(self.stage)
+        stages = {stage: BulkHistogram(name, text, DURATION_BUCKETS) for stage in STAGES}
+        self.stage = self._add(Labelled("stage", stages))
+
+    def _add(self, series: Added) -> Added:
+        """Register a series, and return it."""
+        self.registry.register(series)
+        return series
 
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(name, text)
-        self.registry.register(counter)
-        return counter
-
-    def _counters(
-        self, name: str, text: str, label: str, values: Iterable[str]
-    ) -> Labelled[Counter]:
-        counters = Labelled(label, {value: Counter(name, text) for value in values})
-        self.registry.register(counters)
-        return counters
+        return self._add(Counter(name, text))
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, bounds: Sequence[int | float]) -> BulkHistogram:
-        histogram = BulkHistogram(name, text, bounds)
-        self.registry.register(histogram)
-        return histogram
-
-    def _duration(self, name: str, text: str) -> BulkHistogram:
-        return self._histogram(name, text, DURATION_BUCKETS)
+    def _histogram(
+        self, name: str, text: str, bounds: Sequence[int | float] = DURATION_BUCKETS
+    ) -> BulkHistogram:
+        return self._add(BulkHistogram(name, text, bounds))
 
 
 class _ByModel:
