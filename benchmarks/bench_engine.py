@@ -35,7 +35,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -52,8 +52,7 @@ from jaxembed.engine.autotune.timing import milliseconds
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.null_replica import NullReplica
-from jaxembed.engine.replica import Runner
+from jaxembed.engine.null_replica import NullReplica, Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.observability.metrics import Telemetry
@@ -276,9 +275,9 @@ def measure(
     return rows
 
 
-def started(runner: Runner, grid: BucketGrid, model: Subject, platform: str) -> Engine:
+def started(runner: Runner | Recorder, grid: BucketGrid, model: Subject, platform: str) -> Engine:
     """Start an engine with one seat, and wait until every bucket is compiled and timed."""
-    seats = [Seat(runner, DeviceTurn.for_platform(platform))]
+    seats = [Seat(cast(Runner, runner), DeviceTurn.for_platform(platform))]
     engine = Engine(
         seats, grid, model.spec.widths, Telemetry(), BucketCosts(1e-3), full_warmup=True
     )

@@ -12,7 +12,6 @@ from jaxembed.data.work import Encoding, work_of
 from jaxembed.engine.autotune.costs import BucketCosts, often_enough
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Ticket
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.models.tokens import PackedTokens
@@ -29,7 +28,7 @@ def is_work_in(planes: np.ndarray) -> bool:
     return bool((ids[segments > 0] != 1).any())
 
 
-class SumRunner(Runner):
+class SumRunner:
     """Answers each sequence with the sum of its ids, so that an answer shows whose it is.
 
     `gate` holds runs back, `broken` and `error` fail them, more than `most_tokens` do not fit the
@@ -142,7 +141,7 @@ class EngineUnderTest(Engine):
     """An engine of runners of ours; every bucket costs a tenth of a millisecond a token unless
     `costs` says otherwise, and outputs are one wide unless `widths` does."""
 
-    def __init__(self, runners: Iterable[Runner], grid: BucketGrid, turns=None, **options):
+    def __init__(self, runners: Iterable["SumRunner"], grid: BucketGrid, turns=None, **options):
         self.telemetry = Telemetry()
         runners = list(runners)
         turns = turns or [DeviceTurn() for _ in runners]

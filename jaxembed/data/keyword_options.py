@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, Field, field, fields
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -29,55 +29,43 @@ class KeywordOptions:
         by_name: dict[str, Field] = {one.name: one for one in fields(kind)}
         self.names = frozenset(names)
         self._fields = [by_name[name] for name in names]
+        lacking = [one.name for one in self._fields if one.default is MISSING]
+        assert not lacking, f"{lacking} have no default"
 
     def __call__(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a method, which may be a coroutine function."""
         signature = inspect.signature(method)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        options = [self._parameter(one) for one in self._fields]
+        options = [
+            inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+            )
+            for one in self._fields
+        ]
         allowed = {one.name for one in (*own, *options)}
+        keywords = [one.name for one in (*own, *options) if one.kind is one.KEYWORD_ONLY]
 
         def check(given: dict[str, Any]) -> None:
-            if not given.keys() <= allowed:
-                keywords = [one.name for one in (*own, *options) if one.kind is one.KEYWORD_ONLY]
-                raise TypeError(_refusal(method.__name__, given, allowed, keywords))
+            if unknown := next((one for one in given if one not in allowed), None):
+                similar = get_close_matches(unknown, allowed, 1)
+                hint = f"; did you mean `{similar[0]}`?" if similar else "."
+                raise TypeError(
+                    f"{method.__name__}() has no option `{unknown}`{hint} "
+                    f"Its options are: {', '.join(keywords)}"
+                )
 
-        made: Any = _checked(method, check)
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            check(kwargs)
+            return method(*args, **kwargs)
+
+        @wraps(method)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            check(kwargs)
+            return await cast(Any, method(*args, **kwargs))
+
+        made: Any = call_async if inspect.iscoroutinefunction(method) else call
         made.__signature__ = signature.replace(parameters=[*own, *options])
-        made.__doc__ = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:\n{self._lines()}"
+        lines = [f"    {one.name}: {one.metadata['description']}" for one in self._fields]
+        made.__doc__ = "\n".join([f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:", *lines])
         return made
-
-    def _parameter(self, one: Field) -> inspect.Parameter:
-        assert one.default is not MISSING, f"{one.name} has no default"
-        return inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
-        )
-
-    def _lines(self) -> str:
-        return "\n".join(f"    {one.name}: {one.metadata['description']}" for one in self._fields)
-
-
-def _checked(method: Any, check: Callable[[dict[str, Any]], None]) -> Any:
-    """A function that calls `check` with the keyword arguments, and then the method."""
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        check(kwargs)
-        return method(*args, **kwargs)
-
-    @wraps(method)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        check(kwargs)
-        return await method(*args, **kwargs)
-
-    return call_async if inspect.iscoroutinefunction(method) else call
-
-
-def _refusal(
-    name: str, given: dict[str, Any], allowed: Collection[str], keywords: Collection[str]
-) -> str:
-    """The message for options that a method does not have."""
-    unknown = next(one for one in given if one not in allowed)
-    similar = get_close_matches(unknown, allowed, 1)
-    hint = f"; did you mean `{similar[0]}`?" if similar else "."
-    return f"{name}() has no option `{unknown}`{hint} Its options are: {', '.join(keywords)}"

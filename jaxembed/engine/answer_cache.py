@@ -63,28 +63,29 @@ class AnswerCache:
         if answers.error is not None:
             return
         for number, entry in enumerate(answers.entries):
-            if any(ticket.interactive for ticket in entry.claims):
-                for name, values in answers.values_of([number], entry.outputs).items():
-                    if OUTPUTS[name].per == "slot":
-                        self._keep((name, entry.key), _copied(values))
+            if not any(ticket.interactive for ticket in entry.claims):
+                continue
+            for name, values in answers.values_of([number], entry.outputs).items():
+                key = name, entry.key
+                if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._most:
+                    continue
+                if isinstance(values, SparseRows):  # in memory of its own, not a view of the batch
+                    kept = no_rows(len(values), values.width)
+                    kept.put(range(len(values)), values)
+                else:
+                    kept = np.array(values)
+                with self._lock:
+                    if key not in self._kept:  # two batches may answer the same sequence
+                        self._kept[key] = kept
+                        self._bytes += size
+                        while self._bytes > self._most:
+                            self._bytes -= _size(*self._kept.popitem(last=False))
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self._kept.clear()
             self._bytes = 0
-
-    def _keep(self, key: tuple[OutputName, Key], values: Any) -> None:
-        size = _size(key, values)
-        if size > self._most:
-            return
-        with self._lock:
-            if key in self._kept:  # two batches may answer the same sequence
-                return
-            self._kept[key] = values
-            self._bytes += size
-            while self._bytes > self._most:
-                self._bytes -= _size(*self._kept.popitem(last=False))
 
 
 def _size(key: tuple[OutputName, Key], values: Any) -> int:
@@ -94,12 +95,3 @@ def _size(key: tuple[OutputName, Key], values: Any) -> int:
         return size + values.nbytes
     rows = zip(values.indices, values.values, strict=True)
     return size + sum(ROW_BYTES + i.nbytes + v.nbytes for i, v in rows)
-
-
-def _copied(values: Any) -> Any:
-    """The values in memory of their own, not as views of a whole batch."""
-    if not isinstance(values, SparseRows):
-        return np.array(values)
-    copy = no_rows(len(values), values.width)
-    copy.put(range(len(values)), values)
-    return copy

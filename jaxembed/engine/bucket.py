@@ -104,7 +104,10 @@ def default_grid(
     least 1.5 times the longest other row: the more inputs share a row, the less of it stays empty.
     It is for programs in which a sequence costs the same in a row of any length.
     """
-    lengths = _lengths(min(limit, LONGEST_DEFAULT_ROW), tile)
+    # powers of two, and the limit rounded up to full tiles
+    longest = -(-min(limit, LONGEST_DEFAULT_ROW) // tile) * tile
+    shortest = max(SHORTEST_ROW, tile)
+    lengths = [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
     unit = max(tile, SHORTEST_ROW)  # every length and every kernel's tile is a multiple of it
     joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // unit * unit
@@ -174,9 +177,16 @@ def read_grid(path: Path) -> GridFile:
     """
     content = read_user_json(path, f"--buckets {path}", GRID_FORM)
     if problem := next(_malformed(content), None):
-        raise ConfigError(
-            f"--buckets {path}: {problem}; wanted {GRID_FORM}{_version_hint(content)}"
-        )
+        # another version of jaxembed may have written the file
+        tuned = content.get("tuned") if isinstance(content, dict) else None
+        versions = tuned.get("versions") if isinstance(tuned, dict) else None
+        writer = versions.get("jaxembed") if isinstance(versions, dict) else None
+        hint, version = "", metadata.version("jaxembed")
+        if writer not in (None, version):
+            hint = (
+                f"; jaxembed {shown(writer)} wrote it, this is {version}: run `jaxembed tune` again"
+            )
+        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}{hint}")
     buckets = sorted({Bucket(rows, length) for rows, length in content["buckets"]})
     return GridFile(path, tuple(buckets), content.get("max_batch_tokens"), content.get("tuned", {}))
 
@@ -204,17 +214,6 @@ def _malformed(content: Any) -> Iterator[str]:
             yield f'"tuned" is {shown(tuned)}, no object'
 
 
-def _version_hint(content: Any) -> str:
-    """A hint for the error message if another version of jaxembed wrote the file, else empty."""
-    tuned = content.get("tuned") if isinstance(content, dict) else None
-    versions = tuned.get("versions") if isinstance(tuned, dict) else None
-    writer = versions.get("jaxembed") if isinstance(versions, dict) else None
-    version = metadata.version("jaxembed")
-    if writer in (None, version):
-        return ""
-    return f"; jaxembed {shown(writer)} wrote it, this is {version}: run `jaxembed tune` again"
-
-
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
     """Yield the reasons why the buckets cannot serve a model with this limit and token budget."""
     if not buckets:
@@ -238,13 +237,6 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
             f"its longest row holds {longest} tokens, the model's limit is {limit}; add a longer "
             f"bucket or set --max-input-length {longest}"
         )
-
-
-def _lengths(limit: int, tile: int) -> list[int]:
-    """The row lengths of a default grid: powers of two, and the limit rounded up to full tiles."""
-    longest = -(-limit // tile) * tile
-    shortest = max(SHORTEST_ROW, tile)
-    return [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
 
 
 def _powers(most: int) -> list[int]:

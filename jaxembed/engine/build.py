@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -55,10 +55,11 @@ class Plan:
     grid: BucketGrid  # without buckets for static models
     shards: int  # devices that share each batch
     full_warmup: bool
-    kernels: Choice
-    token_ms: float  # estimated milliseconds per token of a full bucket, until buckets are timed
-    cost_file: CostFile | None  # None without devices
-    timings: Timings  # of buckets, from an earlier run
+    kernels: Choice = field(default_factory=Choice)
+    # estimated milliseconds per token of a full bucket, until buckets are timed
+    token_ms: float = NULL_TOKEN_MS
+    cost_file: CostFile | None = None  # None without devices
+    timings: Timings = field(default_factory=dict)  # of buckets, from an earlier run
     without_device: Literal["null", "host"] = "null"  # what computes where there is no device
     estimated: bool = False  # whether others used the CPU while its speed was measured
 
@@ -82,7 +83,13 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     attention kernels are tried at every call. Raises ConfigError, which names the flag, if a
     setting cannot be used.
     """
-    devices = () if config.null_model else _devices(config.devices)
+    devices: tuple[Device, ...] = ()
+    if not config.null_model:
+        # jax.devices() would also return the devices of other hosts, where a program would hang
+        local = jax.local_devices()
+        if config.devices is not None and not 0 < config.devices <= len(local):
+            raise ConfigError(f"--devices {config.devices}: this machine has {len(local)}")
+        devices = tuple(local[: config.devices])
     if config.dtype == "float16" and overflows_float16(spec):
         raise ConfigError(
             "--dtype float16: hidden states of this model leave the range of float16; use bfloat16 "
@@ -92,9 +99,17 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     dtype: DType = config.dtype or (calibration.native_dtype() if calibration else "float32")
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
     shards = len(devices) if config.parallel == "sharded" and devices else 1
-    native_choice = Choice()
-    identity = cost_identity(spec, devices, dtype, shards) if devices else {}
+    native_choice, identity = Choice(), {}
     if devices:
+        # everything that the costs of buckets depend on, except the kernel of each bucket
+        identity = {
+            **tuned_for(spec, devices, dtype),
+            "devices": len(devices),
+            "shards": shards,
+            "cores": core_count(),
+            "native": native.source_digest(),
+            "versions": package_versions(),
+        }
         verdicts = partial(kept_verdicts, program, devices[0], dtype, cache_dir, identity)
         native_choice = choose_native(
             program, devices[0], dtype, config.kernels, cache_dir, verdicts
@@ -105,55 +120,39 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         or (calibration and calibration.batch_tokens(program, dtype, native_choice.joins))
         or ACCELERATOR_TOKENS
     )
-    limit = _limit(spec, config)
-    if config.max_batch_tokens is None and grid_file is not None:
-        budget = max(budget, limit)  # the user's grid must hold the longest input
-    limit = _clamped(limit, budget, config)
+    limit, budget = _limits(spec, config, budget)
+    platform = devices[0].platform if devices else None
     if grid_file is not None:
         grid = grid_file.grid(limit, budget, shards)
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     else:
-        tile = TPU_TILE if devices and devices[0].platform == "tpu" else 1
-        by_xla = bool(devices) and devices[0].platform == "cpu" and not native_choice.native
-        join = native_choice.joins
-        grid = _usual_grid(spec, limit, budget, shards, tile, join=join, is_exact=by_xla)
-    full = config.warmup == "full" or (
-        config.warmup is None and bool(devices) and devices[0].platform == "gpu"
-    )
-    if not devices or calibration is None:
-        without_device = (Choice(), NULL_TOKEN_MS, None, {})
-        return Plan(devices, dtype, limit, budget, grid, shards, full, *without_device)
+        tile = TPU_TILE if platform == "tpu" else 1
+        if not spec.takes_texts or spec.filled is not None:
+            # All sequences have the same length, or nearly: images in their own shapes have 225 to
+            # 256 tokens, of at most 256, unless one side is over three times the other. Rows may
+            # have that length where XLA runs on a CPU: it takes any, and it pays for padding and
+            # for the keys of other sequences.
+            by_xla = platform == "cpu" and not native_choice.native
+            grid = one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
+        else:
+            grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
+    full = config.warmup == "full" or (config.warmup is None and platform == "gpu")
+    plan = Plan(devices, dtype, limit, budget, grid, shards, full)
+    if calibration is None:
+        return plan
     kernels = choose_kernels(
         program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
     )
-    per_token = calibration.token_ms(program, dtype, native_choice.joins)
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
-    timings = file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {})
-    costs = (per_token, file, timings)
-    fixed = (devices, dtype, limit, budget, grid, shards, full)
-    return Plan(*fixed, kernels, *costs, estimated=not calibration.sure)
-
-
-def _usual_grid(
-    spec: ModelSpec,
-    limit: int,
-    budget: int,
-    shards: int,
-    tile: int,
-    *,
-    join: bool,
-    is_exact: bool = False,
-) -> BucketGrid:
-    """The grid of a model for which the user gives none. With `is_exact` the rows of sequences of
-    one length have that length: XLA on a CPU takes any, and it pays for padding and for the keys of
-    other sequences."""
-    # All sequences have the same length, or nearly: images in their own shapes have 225 to 256
-    # tokens, of at most 256, unless one side is over three times the other.
-    if not spec.takes_texts or spec.filled is not None:
-        unit = 1 if is_exact else max(tile, SHORTEST_ROW)
-        return one_length_grid(limit, budget, shards, unit)
-    return default_grid(limit, budget, shards, tile, join=join)
+    return replace(
+        plan,
+        kernels=kernels,
+        token_ms=calibration.token_ms(program, dtype, native_choice.joins),
+        cost_file=file,
+        timings=file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {}),
+        estimated=not calibration.sure,
+    )
 
 
 def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
@@ -172,17 +171,10 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
             f"--null-model stands in for a device, and {spec.source} runs on none; leave it out"
         )
     usual = EngineConfig()
+    names = ("dtype", "devices", "parallel", "warmup", "kernels")
     unused = [
         "--" + name.replace("_", "-")
-        for name in (
-            "dtype",
-            "devices",
-            "parallel",
-            "warmup",
-            "kernels",
-            "max_batch_requests",
-            "cache_bytes",
-        )
+        for name in (*names, "max_batch_requests", "cache_bytes")
         if getattr(config, name) != getattr(usual, name)
     ]
     if unused:
@@ -194,8 +186,7 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
     limit = config.max_input_tokens or spec.max_input_tokens
     budget = config.max_batch_tokens or ACCELERATOR_TOKENS
     grid = BucketGrid(())
-    no_device = (Choice(), NULL_TOKEN_MS, None, {})
-    return Plan((), "float32", limit, budget, grid, 1, False, *no_device, without_device="host")
+    return Plan((), "float32", limit, budget, grid, 1, False, without_device="host")
 
 
 def build(
@@ -270,20 +261,6 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
         file.save(costs.timings)
 
 
-def cost_identity(
-    spec: ModelSpec, devices: Sequence[Device], dtype: DType, shards: int
-) -> dict[str, Any]:
-    """Everything that the costs of buckets depend on, except the kernel of each bucket."""
-    return {
-        **tuned_for(spec, devices, dtype),
-        "devices": len(devices),
-        "shards": shards,
-        "cores": core_count(),
-        "native": native.source_digest(),
-        "versions": package_versions(),
-    }
-
-
 def package_versions() -> dict[str, str]:
     """The versions of the packages that decide what a bucket costs."""
     return {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")}
@@ -302,17 +279,6 @@ def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("--buckets %s: the costs in it are ignored: %s", grid_file.path, error)
         return {}
-
-
-def _devices(count: int | None) -> tuple[Device, ...]:
-    """The first `count` local devices, or all. Raises ConfigError if there are fewer.
-
-    jax.devices() would also return the devices of other hosts, where a program would hang.
-    """
-    local = jax.local_devices()
-    if count is not None and not 0 < count <= len(local):
-        raise ConfigError(f"--devices {count}: this machine has {len(local)}")
-    return tuple(local[:count])
 
 
 def seats_of(
@@ -346,12 +312,10 @@ def seats_of(
     ]
 
 
-_TURNS: dict[Device, DeviceTurn] = {}
-
-
+@cache
 def turn_of(device: Device) -> DeviceTurn:
     """The turn of a device. The engines of all models in this process share it."""
-    return _TURNS.setdefault(device, DeviceTurn.for_platform(device.platform))
+    return DeviceTurn.for_platform(device.platform)
 
 
 def _float32_twin(plan: Plan) -> Bucket | None:
@@ -365,20 +329,46 @@ def _float32_twin(plan: Plan) -> Bucket | None:
     return min(longest, key=lambda b: b.rows)
 
 
-def _limit(spec: ModelSpec, config: EngineConfig) -> int:
-    """The largest number of tokens of an input: the user's limit, or else the model's.
+def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:
+    """The largest number of tokens of an input, and that of a batch on one device.
 
-    Raises ConfigError if the user's limit exceeds the positions of the model.
+    An input may have as many as the user says, or else the model, and as the longest row of the
+    default grid, to which the model's limit is shortened with a warning. With --buckets it is not:
+    the grid file is checked elsewhere, and holds the longest input of a budget that is not set.
+    Raises ConfigError if the user's limit exceeds the positions of the model, or that row.
     """
     positions = position_limit(spec)
-    if config.max_input_tokens is None:
-        return spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
-    if positions is not None and config.max_input_tokens > positions:
-        raise ConfigError(
-            f"--max-input-length {config.max_input_tokens} is more than the {positions} positions "
-            "this model has"
+    limit = config.max_input_tokens
+    if limit is None:
+        limit = (
+            spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
         )
-    return config.max_input_tokens
+    elif positions is not None and limit > positions:
+        raise ConfigError(
+            f"--max-input-length {limit} is more than the {positions} positions this model has"
+        )
+    if config.buckets is not None:
+        return limit, budget if config.max_batch_tokens is not None else max(budget, limit)
+    longest = LONGEST_DEFAULT_ROW
+    if config.max_batch_tokens is not None:
+        longest = min(longest, budget)
+    if limit <= longest:
+        return limit, budget
+    remedy = "give a longer grid with --buckets"
+    if longest < LONGEST_DEFAULT_ROW:
+        remedy = f"raise --max-batch-tokens, now {budget}"
+    if config.max_input_tokens is not None:
+        raise ConfigError(
+            f"--max-input-length {limit} does not fit: the default buckets hold {longest} tokens; "
+            f"{remedy}"
+        )
+    logger.warning(
+        "the model takes %d tokens, the grid holds %d: longer inputs are cut; %s",
+        limit,
+        longest,
+        remedy,
+    )
+    return longest, budget
 
 
 def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
@@ -403,33 +393,3 @@ def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> Non
             grid_file.path,
             "; for ".join(differences),
         )
-
-
-def _clamped(limit: int, budget: int, config: EngineConfig) -> int:
-    """The limit, or the longest row of the default grid if that is shorter.
-
-    A limit that the model sets is shortened with a warning; for one that the user set ConfigError
-    is raised. With --buckets the limit is returned unchanged: the grid file is checked elsewhere.
-    """
-    if config.buckets is not None:
-        return limit
-    longest = LONGEST_DEFAULT_ROW
-    if config.max_batch_tokens is not None:
-        longest = min(longest, budget)
-    if limit <= longest:
-        return limit
-    remedy = "give a longer grid with --buckets"
-    if longest < LONGEST_DEFAULT_ROW:
-        remedy = f"raise --max-batch-tokens, now {budget}"
-    if config.max_input_tokens is not None:
-        raise ConfigError(
-            f"--max-input-length {limit} does not fit: the default buckets hold {longest} tokens; "
-            f"{remedy}"
-        )
-    logger.warning(
-        "the model takes %d tokens, the grid holds %d: longer inputs are cut; %s",
-        limit,
-        longest,
-        remedy,
-    )
-    return longest

@@ -28,8 +28,8 @@ from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.lanes import Lanes
+from jaxembed.engine.null_replica import Runner
 from jaxembed.engine.recovery import Recovery, reference_to
-from jaxembed.engine.replica import Runner
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
 from jaxembed.engine.ticket import Answers, Ticket, fail_entries
 from jaxembed.engine.turn import Claim, DeviceTurn, Share

@@ -26,7 +26,7 @@ CLOSED = "the engine is closed"
 
 
 class HostEngine:
-    """Computes sequences with a static model. See ServedEngine for its other methods.
+    """Computes sequences with a static model. See Engine for its other methods.
 
     `compute` may be called from any thread, and from several at once.
     """
@@ -79,13 +79,27 @@ class HostEngine:
         started_at = time.monotonic()
         try:
             values = self._model.compute(work)
-            _check_finite(values)
+            for value in values.values():
+                if isinstance(value, SparseRows):
+                    arrays = value.values
+                else:
+                    arrays = (value.values,) if isinstance(value, Ragged) else (value,)
+                # all() of an array takes twice as long
+                if any(np.count_nonzero(np.isfinite(one)) < one.size for one in arrays):
+                    raise NotFinite("the result is not finite: verify the checkpoint")
         except Exception as error:
             logger.exception("%s: %d sequences could not be computed", self.name, len(work))
             self._failures += 1
             self._telemetry.failed_batches.inc()
             raise (error if isinstance(error, NotFinite) else BackendError(INTERNAL)) from error
-        self._note(work, time.monotonic() - started_at)
+        seconds = time.monotonic() - started_at
+        self._failures = 0
+        with self._lock:
+            decay = 1 - 1 / RATE_CALLS
+            self._ran_tokens = decay * self._ran_tokens + work.tokens
+            self._ran_s = decay * self._ran_s + seconds
+        self._telemetry.batch_size.observe(len(work))
+        self._telemetry.batch_tokens.observe(work.tokens)
         return values
 
     def snapshot(self) -> EngineState:
@@ -116,26 +130,3 @@ class HostEngine:
 
     def free(self) -> None:
         """Nothing: the model is freed with the engine."""
-
-    def _note(self, work: Work, seconds: float) -> None:
-        """Record a call that was answered."""
-        self._failures = 0
-        with self._lock:
-            decay = 1 - 1 / RATE_CALLS
-            self._ran_tokens = decay * self._ran_tokens + work.tokens
-            self._ran_s = decay * self._ran_s + seconds
-        self._telemetry.batch_size.observe(len(work))
-        self._telemetry.batch_tokens.observe(work.tokens)
-
-
-def _check_finite(values: WorkResult) -> None:
-    """Raise NotFinite if an output holds NaN or infinity: the checkpoint is damaged."""
-    for value in values.values():
-        if isinstance(value, SparseRows):
-            arrays = value.values
-        else:
-            arrays = (value.values,) if isinstance(value, Ragged) else (value,)
-        for array in arrays:
-            # all() of an array takes twice as long
-            if np.count_nonzero(np.isfinite(array)) < array.size:
-                raise NotFinite("the result is not finite: verify the checkpoint")

@@ -7,7 +7,7 @@ import numpy as np
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Outputs
+from jaxembed.engine.replica import Outputs, Replica
 from jaxembed.models.tokens import PackedTokens
 
 
@@ -53,3 +53,7 @@ class NullReplica:
     ) -> Outputs:
         """Return what `run` returns, because the constants are float32."""
         return self.run(bucket, planes, outputs)
+
+
+Runner = Replica | NullReplica
+"""What the threads of an engine run batches on."""

@@ -33,7 +33,7 @@ def place_parameters(
     shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
     for name, leaf in parameters:
-        cast = _cast(name, leaf, dtype)
+        cast = leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
         if native_layout and native.packable(name, cast.shape, str(cast.dtype)):
             cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
@@ -45,11 +45,6 @@ def place_parameters(
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """One axis of devices, `data`, over which the rows of a batch are divided."""
     return Mesh(np.array(devices), ("data",))
-
-
-def _cast(name: str, leaf: Any, dtype: DType) -> Any:
-    """Convert a parameter, on the host or on a device, to the dtype that it is served in."""
-    return leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
 
 
 def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:

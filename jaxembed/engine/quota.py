@@ -15,6 +15,7 @@ MINUTE_S = 60.0
 ROUNDING = 1e-6  # of a request or token, by which a bucket that was filled slowly may be short
 WAITING_RETRY_S = 1  # after which to try again where too many inputs wait
 
+Rate = Literal["requests", "tokens"]  # a minute
 Refusal = Literal["expired", "route", "model", "requests", "tokens", "inputs"]
 REFUSAL_REASONS: tuple[Refusal, ...] = ("expired", "route", "model", "requests", "tokens", "inputs")
 
@@ -31,7 +32,7 @@ class Limits:
 class RateState(NamedTuple):
     """What is left of one limit a minute. `reset_s` are the seconds until all of it is there."""
 
-    kind: Literal["requests", "tokens"]
+    kind: Rate
     limit: int
     remaining: int
     reset_s: float
@@ -48,7 +49,8 @@ class TokenBucket:
     def level(self, now: float) -> float:
         """How much is in the bucket at a time, in seconds."""
         elapsed_s = max(now - self._filled_at, 0.0)
-        self._level = min(self._level + elapsed_s * self._per_second, float(self.per_minute))
+        filled = elapsed_s * (self.per_minute / MINUTE_S)
+        self._level = min(self._level + filled, float(self.per_minute))
         self._filled_at = now
         return self._level
 
@@ -59,16 +61,12 @@ class TokenBucket:
     def wait_s(self, amount: int, now: float) -> float:
         """The seconds until the bucket holds the amount."""
         missing = amount - self.level(now)
-        return missing / self._per_second if missing > ROUNDING else 0.0
+        return missing / (self.per_minute / MINUTE_S) if missing > ROUNDING else 0.0
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change what a minute brings; the bucket stays as full as it is, relative to that."""
         self._level = self.level(now) * per_minute / self.per_minute
         self.per_minute = per_minute
-
-    @property
-    def _per_second(self) -> float:
-        return self.per_minute / MINUTE_S
 
 
 class Quota:
@@ -83,8 +81,7 @@ class Quota:
         self.requests = self.tokens = 0  # so far: requests let in, tokens answered
         self.refused: Counter[Refusal] = Counter()
         self.limits = Limits()
-        self._requests: TokenBucket | None = None
-        self._tokens: TokenBucket | None = None
+        self._buckets: dict[Rate, TokenBucket] = {}  # of the limits that there are
         self._clock = clock
         self._lock = threading.Lock()
         self.change(limits)
@@ -93,17 +90,22 @@ class Quota:
         """Set other limits. What was used of the old ones stays used."""
         with self._lock:
             self.limits, now = limits, self._clock()
-            self._requests = _resized(self._requests, limits.requests_per_minute, now)
-            self._tokens = _resized(self._tokens, limits.tokens_per_minute, now)
+            rates: dict[Rate, int | None]
+            rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+            for kind, per_minute in rates.items():
+                if per_minute is None:
+                    self._buckets.pop(kind, None)
+                elif kind in self._buckets:
+                    self._buckets[kind].resize(per_minute, now)
+                else:
+                    self._buckets[kind] = TokenBucket(per_minute, now)
 
     def count_request(self) -> None:
         """Count a request before anything else is done for it. Raises QuotaExceeded."""
         with self._lock:
-            now = self._clock()
-            if self._requests is not None:
-                if wait_s := self._requests.wait_s(1, now):
-                    self._refuse("requests", self._requests.per_minute, wait_s)
-                self._requests.take(1, now)
+            self._check_rate("requests", 1)
+            if "requests" in self._buckets:
+                self._buckets["requests"].take(1, self._clock())
             self.requests += 1
 
     def check(self, inputs: int, tokens: int, account: "Account") -> None:
@@ -116,10 +118,9 @@ class Quota:
         with self._lock:
             most = self.limits.max_inputs_waiting
             self._check_size(account.inputs + inputs, most, "inputs", "max_inputs_waiting")
-            bucket = self._tokens
             wanted = account.charged + tokens
-            capacity = None if bucket is None else bucket.per_minute
-            self._check_size(wanted, capacity, "tokens", "tokens_per_minute")
+            per_minute = self.limits.tokens_per_minute
+            self._check_size(wanted, per_minute, "tokens", "tokens_per_minute")
             if account.entered:
                 return
             if most is not None and self.waiting + inputs > most:
@@ -129,8 +130,7 @@ class Quota:
                     f"{most} (max_inputs_waiting): there is no room for {inputs} more now",
                     WAITING_RETRY_S,
                 )
-            if bucket is not None and (wait_s := bucket.wait_s(tokens, self._clock())):
-                self._refuse("tokens", bucket.per_minute, wait_s)
+            self._check_rate("tokens", tokens)
 
     def _check_size(
         self, wanted: int, most: int | None, kind: Literal["inputs", "tokens"], field: str
@@ -143,14 +143,18 @@ class Quota:
                 f"for more than {most} ({field}); send less at a time"
             )
 
-    def _refuse(self, kind: Literal["requests", "tokens"], per_minute: int, wait_s: float) -> None:
-        self.refused[kind] += 1
-        seconds = math.ceil(wait_s)
-        raise QuotaExceeded(
-            f"the key `{self.name}` has used its {per_minute} {kind} a minute; try again in "
-            f"{seconds} s",
-            seconds,
-        )
+    def _check_rate(self, kind: Rate, amount: int) -> None:
+        """Raise QuotaExceeded if so much of this minute is not left."""
+        bucket = self._buckets.get(kind)
+        wait_s = 0.0 if bucket is None else bucket.wait_s(amount, self._clock())
+        if bucket is not None and wait_s:
+            self.refused[kind] += 1
+            seconds = math.ceil(wait_s)
+            raise QuotaExceeded(
+                f"the key `{self.name}` has used its {bucket.per_minute} {kind} a minute; try "
+                f"again in {seconds} s",
+                seconds,
+            )
 
     def hold(self, inputs: int) -> None:
         """Count inputs that wait; a negative number gives some back."""
@@ -159,10 +163,10 @@ class Quota:
 
     def charge(self, tokens: int) -> None:
         """Take tokens of this minute; a negative number gives some back."""
-        if tokens and self._tokens is not None:
+        if tokens and "tokens" in self._buckets:
             with self._lock:
-                if self._tokens is not None:
-                    self._tokens.take(tokens, self._clock())
+                if "tokens" in self._buckets:
+                    self._buckets["tokens"].take(tokens, self._clock())
 
     def refuse(self, reason: Refusal) -> None:
         """Count a request that the key does not open."""
@@ -178,8 +182,15 @@ class Quota:
         """What is left of each limit a minute that there is."""
         with self._lock:
             now = self._clock()
-            states = [_state("requests", self._requests, now), _state("tokens", self._tokens, now)]
-            return [state for state in states if state is not None]
+            return [
+                RateState(
+                    kind,
+                    bucket.per_minute,
+                    max(math.floor(bucket.level(now)), 0),
+                    bucket.wait_s(bucket.per_minute, now),
+                )
+                for kind, bucket in sorted(self._buckets.items())
+            ]
 
 
 class Account:
@@ -222,19 +233,3 @@ class Account:
         self.tokens += tokens
         if self.quota is not None:
             self.quota.count_answered(tokens)
-
-
-def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
-    if per_minute is None or bucket is None:
-        return None if per_minute is None else TokenBucket(per_minute, now)
-    bucket.resize(per_minute, now)
-    return bucket
-
-
-def _state(
-    kind: Literal["requests", "tokens"], bucket: TokenBucket | None, now: float
-) -> RateState | None:
-    if bucket is None:
-        return None
-    remaining = max(math.floor(bucket.level(now)), 0)
-    return RateState(kind, bucket.per_minute, remaining, bucket.wait_s(bucket.per_minute, now))

@@ -5,7 +5,7 @@ Knows nothing of requests: it takes packed tokens and returns outputs.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,48 +25,6 @@ from jaxembed.models.attention import Attend, by_xla, using
 
 Outputs = dict[OutputName, Any]
 """float32 `[rows, slots or length, width]`, a sparse one SparseRows `[rows * slots, width]`."""
-
-
-@runtime_checkable
-class Runner(Protocol):
-    """The interface that the engine needs: Replica and NullReplica implement it."""
-
-    @property
-    def primary(self) -> OutputName:
-        """The output that the model is served for."""
-        ...
-
-    @property
-    def planes(self) -> int:
-        """The number of planes of PackedTokens that `run` takes."""
-        ...
-
-    def compile(self, bucket: Bucket) -> None:
-        """Prepare a bucket for `run`. Raises what the compiler raises."""
-        ...
-
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Run a prepared bucket on packed tokens and return these outputs of all its rows."""
-        ...
-
-    @property
-    def float32_bucket(self) -> Bucket | None:
-        """The bucket that `run_in_float32` takes; None if there is none."""
-        ...
-
-    def run_in_float32(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs:
-        """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
-        ...
-
-    def temporary_bytes(self, bucket: Bucket) -> int:
-        """The device memory that a run of a prepared bucket takes besides, in bytes."""
-        ...
-
-    def free(self) -> None:
-        """Free its memory; nothing runs on it any more."""
-        ...
 
 
 class Replica:
@@ -105,6 +63,7 @@ class Replica:
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
+        self._by_rows = NamedSharding(self._mesh, PartitionSpec(None, "data"))  # of a batch
 
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
@@ -132,7 +91,7 @@ class Replica:
 
         Raises what XLA raises.
         """
-        return self._programs[bucket](self._parameters, self._placed(planes))
+        return self._programs[bucket](self._parameters, jax.device_put(planes, self._by_rows))
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -145,7 +104,8 @@ class Replica:
         """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
         assert self._float32 is not None
         assert bucket == self._twin
-        return self._fetch(self._float32(self._parameters, self._placed(planes)), outputs)
+        placed = jax.device_put(planes, self._by_rows)
+        return self._fetch(self._float32(self._parameters, placed), outputs)
 
     def free(self) -> None:
         """Delete the parameters and the programs, whoever still refers to the replica."""
@@ -166,10 +126,6 @@ class Replica:
             return 0
         memory: Any = program.memory_analysis()  # None on no platform of ours
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    def _placed(self, planes: np.ndarray) -> jax.Array:
-        """Copy a packed batch to the devices, divided by rows."""
-        return jax.device_put(planes, NamedSharding(self._mesh, PartitionSpec(None, "data")))
 
     def _fetch(self, computed: dict[OutputName, Any], names: Iterable[OutputName]) -> Outputs:
         return {
@@ -204,9 +160,7 @@ class Replica:
             check_vma=False,
         )
         shape = (self.planes, bucket.rows, bucket.length)
-        planes = jax.ShapeDtypeStruct(
-            shape, jnp.int32, sharding=NamedSharding(self._mesh, PartitionSpec(None, "data"))
-        )
+        planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_rows)
         # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
         exact = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
         attend = self._attention(bucket) if dtype == self.dtype else by_xla

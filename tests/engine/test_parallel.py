@@ -74,6 +74,6 @@ def test_a_sharded_program_has_no_collectives_and_a_row_on_every_device():
     assert "HloModule" in text
     assert not [name for name in COLLECTIVES if name in text]
     planes = np.ones((5, 8, 16), np.int32)
-    placed = replica._placed(planes)
+    placed = jax.device_put(planes, replica._by_rows)
     assert {shard.device for shard in placed.addressable_shards} == set(jax.local_devices())
     assert {shard.data.shape for shard in placed.addressable_shards} == {(5, 1, 16)}

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxembed.engine.autotune import warmup as warmup_module
-from jaxembed.engine.autotune.warmup import CompilePlan, Warmup
+from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import BackendError
 
@@ -60,11 +60,12 @@ def progress_to(count: int):
 
 
 def test_a_needed_length_jumps_the_queue_with_its_smallest_bucket():
-    plan = CompilePlan(GRID)
-    assert plan.next(17) == Bucket(1, 64)
-    assert plan.next(None) == Bucket(1, 16)
-    assert plan.next(17) == Bucket(2, 64)
-    assert plan.next(65) == Bucket(8, 64)  # nothing holds it: the usual order
+    needs = iter([17, None, 17, 65, None, None, None])  # nothing holds 65: the usual order
+    compiler = Compiler()
+    warmup = warmup_of(compiler, needed=lambda: next(needs))
+    warmup.start()
+    ended(warmup)
+    assert compiler.order[:4] == [Bucket(1, 64), Bucket(1, 16), Bucket(2, 64), Bucket(8, 64)]
 
 
 def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step(caplog):

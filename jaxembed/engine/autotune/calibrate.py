@@ -6,7 +6,6 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,31 +121,30 @@ class Calibration:
     def _know(self, *dtypes: DType) -> None:
         """Have the rates of these dtypes. Those that are measured are measured in turn."""
         unknown: list[DType] = []
+        keys = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
         for dtype in dtypes:
             if dtype in self._rates:
                 continue
-            if flops := _kept(self._file).get(self._key(dtype)):
+            if flops := _kept(self._file).get(keys[dtype]):
                 self._rates[dtype] = Rate(flops, sure=True)
             else:
                 unknown.append(dtype)
         rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
         for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
-            self._rates[dtype] = self._noted(dtype, _joined(measured))
-
-    def _key(self, dtype: DType) -> str:
-        return f"{device_id(self._device)}/{dtype}"
-
-    def _noted(self, dtype: DType, rate: Rate) -> Rate:
-        """The rate, which is kept unless it is an estimate."""
-        logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
-        if not rate.sure:
-            logger.warning(
-                "that is an estimate, because something else uses this machine. It is not kept, "
-                "and is measured anew at the next start"
-            )
-        elif self._file is not None:
-            _keep(_kept(self._file) | {self._key(dtype): rate.flops}, self._file)
-        return rate
+            # the fastest round counts, as what disturbs only slows down; it is an estimate if one
+            # of them is, or if they do not agree
+            flops = [one.flops for one in measured]
+            agree = max(flops) <= MOST_APART * min(flops)
+            rate = Rate(max(flops), sure=agree and all(one.sure for one in measured))
+            self._rates[dtype] = rate
+            logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
+            if not rate.sure:
+                logger.warning(
+                    "that is an estimate, because something else uses this machine. It is not "
+                    "kept, and is measured anew at the next start"
+                )
+            elif self._file is not None:
+                _keep(_kept(self._file) | {keys[dtype]: rate.flops}, self._file)
 
 
 def host_id() -> str:
@@ -205,14 +203,6 @@ def _keep(rates: dict, file: Path) -> None:
             partial.write_text(json.dumps(rates))
     except OSError as error:
         logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
-
-
-def _joined(rounds: Sequence[Rate]) -> Rate:
-    """The rate of the fastest round, as what disturbs only slows down. It is an estimate if one of
-    them is, or if they do not agree."""
-    fastest, slowest = max(one.flops for one in rounds), min(one.flops for one in rounds)
-    agree = fastest <= MOST_APART * slowest
-    return Rate(fastest, sure=agree and all(one.sure for one in rounds))
 
 
 def _measure(dtype: DType) -> Rate:

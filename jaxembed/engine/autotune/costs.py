@@ -75,9 +75,11 @@ class BucketCosts:
         `lost_share` is the share of the time that its threads wanted to run in which other programs
         had the cores. A timing that was disturbed so counts in this process only.
         """
-        _append(self._timings, bucket, ms)
+        counted = [self._timings]
         if lost_share <= MOST_WAITED:
-            _append(self._undisturbed, bucket, ms)
+            counted.append(self._undisturbed)
+        for timings in counted:
+            timings[bucket] = [*timings.get(bucket, ()), ms][-TIMINGS:]
         self._lost.append(lost_share)
         self._recorded.add(bucket)
         self._update()
@@ -112,8 +114,14 @@ class BucketCosts:
 
         None if every usable bucket was timed often enough or failed too often.
         """
-        untimed_buckets = [b for b in self._buckets if not self._is_timed(b)]
-        return min(untimed_buckets, key=self._place_in_line, default=None)
+        untimed: list[tuple[int, int, int, Bucket]] = []  # with what orders them
+        for bucket in self._buckets:
+            timings, failures = self._timings.get(bucket, []), self._failures[bucket]
+            if failures >= MOST_FAILURES or len(timings) >= TIMINGS or sum(timings) >= TIMED_MS:
+                continue
+            if timings or self._estimate(bucket) <= LONG_RUN_MS:
+                untimed.append((failures, len(timings), bucket.tokens, bucket))
+        return min(untimed, key=lambda one: one[:3])[3] if untimed else None
 
     def source_of(self, bucket: Bucket) -> CostSource:
         """The source of a bucket's cost: timed by an earlier run, by this one, or by none."""
@@ -134,27 +142,14 @@ class BucketCosts:
         """The median share of the latest timings that was lost to other programs; 0 without any."""
         return median(list(self._lost) or [0.0])
 
-    def _place_in_line(self, bucket: Bucket) -> tuple[int, int, int]:
-        """The sort key of a bucket that is to be timed."""
-        return self._failures[bucket], len(self._timings.get(bucket, ())), bucket.tokens
-
-    def _is_timed(self, bucket: Bucket) -> bool:
-        """Whether a bucket needs no further timing."""
-        if self._failures[bucket] >= MOST_FAILURES:
-            return True
-        timings = self._timings.get(bucket, [])
-        if not timings:
-            return self._estimate(bucket) > LONG_RUN_MS
-        return len(timings) >= TIMINGS or sum(timings) >= TIMED_MS
-
     def _update(self) -> None:
-        """Replace `usable` by the current costs."""
-        self.usable = {bucket: self.drift * self._cost(bucket) for bucket in self._buckets}
-
-    def _cost(self, bucket: Bucket) -> float:
-        """The cost of a bucket without the drift: the median of its timings, or an estimate."""
-        timings = self._timings.get(bucket)
-        return median(timings) if timings else self._estimate(bucket)
+        """Replace `usable` by the current costs: the drift times the median of a bucket's timings,
+        or an estimate."""
+        usable: dict[Bucket, float] = {}
+        for bucket in self._buckets:
+            timings = self._timings.get(bucket)
+            usable[bucket] = self.drift * (median(timings) if timings else self._estimate(bucket))
+        self.usable = usable
 
     def _estimate(self, bucket: Bucket) -> float:
         """Estimate the cost from the median cost per token of the timed buckets.
@@ -166,8 +161,3 @@ class BucketCosts:
         rates = rates or list(rate_of.values()) or [self._default_ms]
         ms = bucket.tokens * median(rates)
         return LONG_RUN_FACTOR * ms if LONG_RUN_FACTOR * ms > LONG_RUN_MS else ms
-
-
-def _append(timings: Timings, bucket: Bucket, ms: float) -> None:
-    """Add a timing of a bucket to the last TIMINGS of it."""
-    timings[bucket] = [*timings.get(bucket, ()), ms][-TIMINGS:]

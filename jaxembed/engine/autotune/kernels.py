@@ -20,8 +20,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxembed.data.spec import DType
-from jaxembed.engine.autotune.drawn import packed_segments
-from jaxembed.engine.autotune.native_trial import NEEDED, Verdicts, try_native
+from jaxembed.engine.autotune.native_trial import (
+    NEEDED,
+    Verdicts,
+    first_line,
+    packed_segments,
+    try_native,
+)
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device
@@ -99,7 +104,9 @@ def choose_kernels(
     platform. `native_choice` is the result of `choose_native`. Raises ConfigError if the option is
     unknown, or if its kernel can be used in no row length.
     """
-    candidates = _of_platform(device.platform) if candidates is None else candidates
+    if candidates is None:
+        paths = kernels.KERNELS.get(device.platform, {})
+        candidates = {name: partial(kernels.kernel, path) for name, path in paths.items()}
     options = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *candidates]
     if option not in options:
         raise ConfigError(
@@ -198,12 +205,6 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     return counts
 
 
-def _of_platform(platform: str) -> Kernels:
-    """The attention kernels of a platform, by name."""
-    paths = kernels.KERNELS.get(platform, {})
-    return {name: partial(kernels.kernel, path) for name, path in paths.items()}
-
-
 def _tried(
     program: Program,
     device: Device,
@@ -265,7 +266,6 @@ class KernelTrial:
         self._call_counts = call_counts
         self._bucket = Bucket(max(PROBE_TOKENS // length, 1), length)
         self._segments = packed_segments(self._bucket)
-        self._hidden = np.arange(self._bucket.length) % HIDDEN_EVERY == HIDDEN_EVERY - 1
         self._operands = {call: self._drawn(call) for call in call_counts}
         self._exact = {call: self._in_float32(call) for call in call_counts}
         self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
@@ -280,28 +280,20 @@ class KernelTrial:
         for call, layers in self._call_counts.items():
             if reason := kernel.refuses(call, self._bucket.length):
                 raise NotRight(reason)
-            attend = partial(kernel.attend, slots=self._bucket.slots)
-            mixed, ms = self._run(attend, call)
-            self._check(mixed, call)
+            mixed, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
             total += ms * layers
+            # compared with float32 attention, without padding
+            exact, allowed = self._exact[call], TOLERANCE[self._dtype]
+            off = np.abs(mixed - exact) / (1 + np.abs(exact))
+            worst = np.where(np.isfinite(off), off, np.inf)[self._segments != 0].max()
+            if worst > allowed:
+                raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
         return total
-
-    def _check(self, mixed: np.ndarray, call: Call) -> None:
-        """Compare a result with float32 attention, without padding. Raises NotRight."""
-        exact, real = self._exact[call], self._segments != 0
-        off = np.abs(mixed - exact) / (1 + np.abs(exact))
-        worst = np.where(np.isfinite(off), off, np.inf)[real].max()
-        if worst > TOLERANCE[self._dtype]:
-            allowed = TOLERANCE[self._dtype]
-            raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
         """Compile and run a call. Returns the result, and the milliseconds of a run."""
         precision = "highest" if self._dtype == FLOAT32 else None
-        jitted = jax.jit(partial(_attended, attend, call, self._hidden))
-        with jax.default_matmul_precision(precision):
-            lowered = jitted.lower(*self._operands[call])
-        run = compile_lowered(lowered, compiler_options(self._device.platform))
+        run = self._compiled(attend, call, self._operands[call], precision)
         last = run(*self._operands[call])
         mixed = np.asarray(last)
         started_at = time.perf_counter()
@@ -313,12 +305,24 @@ class KernelTrial:
     def _in_float32(self, call: Call) -> np.ndarray:
         """The result of a call computed by XLA in float32."""
         *operands, segments = self._operands[call]
-        wide = [x.astype(jnp.float32) for x in operands]
-        with jax.default_matmul_precision("highest"):
-            attended = partial(_attended, by_xla, call, self._hidden)
-            lowered = jax.jit(attended).lower(*wide, segments)
-        run = compile_lowered(lowered, compiler_options(self._device.platform))
-        return np.asarray(run(*wide, segments))
+        wide = [*(x.astype(jnp.float32) for x in operands), segments]
+        return np.asarray(self._compiled(by_xla, call, wide, "highest")(*wide))
+
+    def _compiled(
+        self, attend: Attend, call: Call, operands: list[jax.Array], precision: str | None
+    ) -> jax.stages.Compiled:
+        """Compile a call; some tokens are hidden as keys if it hides any."""
+
+        def attended(query, key, value, segments):
+            if not call.hides_keys:
+                return attend(query, key, value, segments, call.sight)
+            hidden = jnp.arange(self._bucket.length) % HIDDEN_EVERY == HIDDEN_EVERY - 1
+            key_segments = jnp.where(hidden[None], jnp.full_like(segments, -1), segments)
+            return attend(query, key, value, segments, call.sight, key_segments=key_segments)
+
+        with jax.default_matmul_precision(precision):
+            lowered = jax.jit(attended).lower(*operands)
+        return compile_lowered(lowered, compiler_options(self._device.platform))
 
     def _drawn(self, call: Call) -> list[jax.Array]:
         """Draw query, key and value with variance 1 and NaN in padding.
@@ -335,15 +339,6 @@ class KernelTrial:
         return jax.device_put(operands, SingleDeviceSharding(self._device))
 
 
-def _attended(attend: Attend, call: Call, hidden: np.ndarray, query, key, value, segments):
-    """The result of a call; some tokens, bool `[length]`, are hidden as keys if it hides any."""
-    if not call.hides_keys:
-        return attend(query, key, value, segments, call.sight)
-    key_segments = jnp.where(hidden[None], jnp.full_like(segments, -1), segments)
-    return attend(query, key, value, segments, call.sight, key_segments=key_segments)
-
-
 def _line(error: Exception) -> str:
     """The first line of an error's message, which may be long if it is a compiler's."""
-    first = (str(error).strip().splitlines() or [""])[0][:200]
-    return first if isinstance(error, NotRight) else f"{type(error).__name__}: {first}"
+    return str(error)[:200] if isinstance(error, NotRight) else first_line(error)

@@ -21,7 +21,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from jaxembed.data.spec import DType
-from jaxembed.engine.autotune.drawn import packed_segments
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.placement import Device, placed_dtype
@@ -79,7 +78,8 @@ Verdicts = dict[str, Verdict]
 
 
 def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
-    """Try each native call that the model makes. Returns a verdict for each, by name."""
+    """Try each native call that the model makes. Returns a verdict for each, by name: the first
+    failure of its shapes, or else the worst difference."""
     stop_at = time.monotonic() + TRIAL_S
     calls = noted_calls(program, dtype)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
@@ -89,12 +89,26 @@ def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
         verdicts = verdicts_of.setdefault(trial.call.name, [])
         if time.monotonic() < stop_at:
             verdicts.append(trial.verdict())
-    return {name: _over_all(verdicts) for name, verdicts in verdicts_of.items()}
+    over_all: Verdicts = {}
+    for name, verdicts in verdicts_of.items():
+        failures = [one for one in verdicts if one.failed]
+        if failures or not verdicts:
+            over_all[name] = failures[0] if failures else Verdict(failed=LATE)
+            continue
+        off = float(np.max([one.off for one in verdicts]))  # NaN if one is
+        times_xla = geometric_mean(one.times_xla for one in verdicts)
+        over_all[name] = Verdict(off, times_xla, busy=any(one.busy for one in verdicts))
+    return over_all
 
 
 def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     """The different native calls that a model makes with few tokens and with many."""
-    leaves = [_placed_shape(name, leaf, dtype) for name, leaf in program.shapes.items()]
+    leaves = []  # as in a replica that packs weights for native kernels
+    for name, leaf in program.shapes.items():
+        leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
+        if native.packable(name, shape, leaf_dtype):
+            shape = native.packed_shape(shape)
+        leaves.append(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)))
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
         planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
@@ -105,26 +119,6 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
         with using(ByNative()), native.noting(calls):
             jax.eval_shape(forward, leaves, planes)
     return list(calls)
-
-
-def _placed_shape(name: str, leaf: jax.ShapeDtypeStruct, dtype: DType) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a parameter in a replica that packs weights for native kernels."""
-    leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
-    if native.packable(name, shape, leaf_dtype):
-        shape = native.packed_shape(shape)
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype))
-
-
-def _over_all(verdicts: list[Verdict]) -> Verdict:
-    """Combine the verdicts of a call's shapes: the first failure, or else the worst difference."""
-    if not verdicts:
-        return Verdict(failed=LATE)
-    if failure := next((verdict for verdict in verdicts if verdict.failed), None):
-        return failure
-    off = [verdict.off for verdict in verdicts]
-    most = math.nan if any(map(math.isnan, off)) else max(off)
-    times_xla = geometric_mean(verdict.times_xla for verdict in verdicts)
-    return Verdict(most, times_xla, busy=any(verdict.busy for verdict in verdicts))
 
 
 class CallTrial:
@@ -140,14 +134,16 @@ class CallTrial:
         self._programs: list[jax.stages.Compiled] = []
         self._failed = ""
         try:
-            for run, is_packed in (
-                (call.run, True),
-                (partial(_in_xla, call), False),
-            ):
+            for run, is_packed in ((call.run, True), (self._in_xla, False)):
                 if time.monotonic() < stop_at:
                     self._programs.append(self._compiled(run, is_packed))
         except Exception as error:  # after any failure XLA is used
-            self._failed = _line(error)
+            self._failed = first_line(error)
+
+    def _in_xla(self, of: Operands) -> Array:
+        """Compute in XLA what the native call computes."""
+        with chosen(of.get("numbers")):
+            return XLA_CALLS[self.call.target](self.call, of)
 
     def verdict(self) -> Verdict:
         """Run both programs several times, and return how results and times compare.
@@ -157,23 +153,19 @@ class CallTrial:
         if self._failed or len(self._programs) < 2:
             return Verdict(failed=self._failed or LATE)
         try:
-            return self._compared()
+            plain, packed = _drawn(self.call)
+            runs = []
+            for program, operands in zip(self._programs, (packed, plain), strict=True):
+                placed = tuple(operands.values()), SingleDeviceSharding(self._device)
+                runs.append(partial(_result, program, jax.device_put(*placed)))
+            ours, xla = (np.asarray(run()).astype(np.float32) for run in runs)
+            real = plain["segments"] != 0 if "segments" in plain else ...
+            off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
+            times_xla, spent = timed(lambda: _times_xla(*runs))
+            busy = spent.lost_share(core_count()) > MOST_WAITED
+            return Verdict(float(off.max()), times_xla, busy=busy)
         except Exception as error:
-            return Verdict(failed=_line(error))
-
-    def _compared(self) -> Verdict:
-        """Run both programs on the same operands and compare them. Raises what XLA raises."""
-        plain, packed = _drawn(self.call)
-        run, run_xla = (
-            _runner(program, operands, self._device)
-            for program, operands in zip(self._programs, (packed, plain), strict=True)
-        )
-        ours, xla = (np.asarray(result()).astype(np.float32) for result in (run, run_xla))
-        real = plain["segments"] != 0 if "segments" in plain else ...
-        off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
-        times_xla, spent = timed(lambda: _times_xla(run, run_xla))
-        busy = spent.lost_share(core_count()) > MOST_WAITED
-        return Verdict(float(off.max()), times_xla, busy=busy)
+            return Verdict(failed=first_line(error))
 
     def _compiled(
         self, function: Callable[[Operands], Array], is_packed: bool
@@ -227,15 +219,27 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
     return plain, packed
 
 
-def _runner(
-    program: jax.stages.Compiled, operands: Operands, device: Device
-) -> Callable[[], jax.Array]:
-    """Place operands on the device. Returns a function that runs the program and waits for it."""
-    arrays = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
-    return lambda: jax.block_until_ready(program(*arrays))
+def packed_segments(bucket: Bucket) -> np.ndarray:
+    """Draw the segments of a batch, int32 `[rows, length]`; the same for the same bucket.
+
+    The first row is one segment; the others have up to four, and padding at the end.
+    """
+    draw = np.random.default_rng(0)
+    segments = np.zeros((bucket.rows, bucket.length), np.int32)
+    segments[0] = 1
+    for row in segments[1:]:
+        ends = np.sort(draw.integers(1, bucket.length, size=4))
+        for slot, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
+            row[first:last] = slot
+    return segments
 
 
-def _line(error: Exception) -> str:
+def _result(program: jax.stages.Compiled, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """Run a program and wait for its result."""
+    return jax.block_until_ready(program(*operands))
+
+
+def first_line(error: Exception) -> str:
     """The class of an error and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}"
@@ -265,12 +269,6 @@ def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
     return fastest
 
 
-def _in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA what a native call computes."""
-    with chosen(of.get("numbers")):
-        return XLA_CALLS[call.target](call, of)
-
-
 def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
     """Compute in XLA, with the towers' layers, what the native call `linear` computes."""
     linear = _linear(of)
@@ -283,11 +281,6 @@ def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
     return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(of["x"])).astype(
         call.dtype
     )
-
-
-def _attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA what the native call `attention` computes."""
-    return _attend(call, of, of["query"], of["key"], of["value"])
 
 
 def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
@@ -355,7 +348,7 @@ def _layer_norm(scale: Array, shift: Array, eps: float) -> LayerNorm:
 
 XLA_CALLS: dict[str, Callable[[native.NativeCall, Operands], Array]] = {
     "linear": _linear_in_xla,
-    "attention": _attention_in_xla,
+    "attention": lambda call, of: _attend(call, of, of["query"], of["key"], of["value"]),
     "joint_attention": _joint_attention_in_xla,
     "self_attention": _self_attention_in_xla,
     "mlp": _mlp_in_xla,

@@ -14,7 +14,7 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.replica import Runner
+from jaxembed.engine.null_replica import Runner
 from jaxembed.engine.turn import Claim, DeviceTurn
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.observability.metrics import Telemetry

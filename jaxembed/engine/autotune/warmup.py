@@ -18,33 +18,6 @@ IDLE_CHECK_S = 0.02  # seconds between two checks whether it has been
 LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
 
 
-class CompilePlan:
-    """The order in which buckets are compiled. One that a waiting sequence needs goes first."""
-
-    def __init__(self, grid: BucketGrid):
-        self._pending = list(grid.by_use)
-        self._lock = threading.Lock()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `next` has returned every bucket."""
-        return not self._pending
-
-    def next(self, needed_length: int | None) -> Bucket | None:
-        """Take the next bucket to compile; None if none is left.
-
-        `needed_length` is the length of the oldest waiting sequence that no compiled bucket holds,
-        or None.
-        """
-        with self._lock:
-            if not self._pending:
-                return None
-            urgent = [b for b in self._pending if needed_length and b.length >= needed_length]
-            bucket = min(urgent, key=lambda b: b.tokens) if urgent else self._pending[0]
-            self._pending.remove(bucket)
-            return bucket
-
-
 class Warmup:
     """Compiles a grid on background threads, and reports every bucket that is ready."""
 
@@ -64,8 +37,9 @@ class Warmup:
     ):
         """Prepare `workers` threads; `start` starts them.
 
-        `compile_bucket` compiles a bucket and makes it usable. `needed_length` is as in
-        CompilePlan.next. With `full`, every bucket must be compiled to be ready, otherwise only the
+        `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the length
+        of the oldest waiting sequence that no compiled bucket holds, or None: its bucket is next.
+        With `full`, every bucket must be compiled to be ready, otherwise only the
         covering ones. `idle_s` returns for how long the device has been idle: once the model is
         ready and in use, a single thread continues, with pauses. `on_progress` is called with the
         number of buckets done and the total, `on_failure` with the error of a required bucket, and
@@ -74,14 +48,14 @@ class Warmup:
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
         self._name = name
+        self._pending = list(grid.by_use)  # what no thread has begun to compile
         self._done = 0  # number of buckets that are compiled or left out
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
         self._idle_s = idle_s
         self._on_progress = on_progress or (lambda done, total: None)
-        self._on_failed = on_failure
+        self._on_failure = on_failure
         self._on_finish = on_finish
-        self._plan = CompilePlan(grid)
         self._required = set(grid.buckets if full else grid.covering)
         self._ready = threading.Event()
         self._stop = threading.Event()
@@ -135,18 +109,21 @@ class Warmup:
         while not self._stop.is_set():
             if self._ready.is_set():
                 self._pause(took_s, goes_on)
-            bucket = self._plan.next(self._needed_length())
-            if bucket is None:
-                return
+            needed = self._needed_length()
+            with self._lock:
+                if not self._pending:
+                    return
+                urgent = [b for b in self._pending if needed and b.length >= needed]
+                bucket = min(urgent, key=lambda b: b.tokens) if urgent else self._pending[0]
+                self._pending.remove(bucket)
             started_at = time.monotonic()
+            error = None
             try:
                 self._compile_bucket(bucket)
-            except Exception as error:
-                self._on_failure(bucket, error)
-            else:
-                self._on_success(bucket)
+            except Exception as raised:
+                error = raised
             took_s = time.monotonic() - started_at
-            self._count()
+            self._note(bucket, error)
 
     def _pause(self, took_s: float, goes_on: bool) -> None:
         """Wait before the next compilation, if the device is in use.
@@ -154,57 +131,47 @@ class Warmup:
         Then compiling takes at most a third of the time, and begins while the device is idle.
         `goes_on` is True for the one thread that continues; the others wait until it is not in use.
         """
-        if self._plan.is_done:
+        if not self._pending:
             return
         if self._idle_s() < QUIET_S and goes_on:
             self._stop.wait(PAUSE * took_s)
         until = time.monotonic() + (LONGEST_WAIT_S if goes_on else math.inf)
         lull_s = LULL_S if goes_on else QUIET_S
         while self._idle_s() < lull_s and time.monotonic() < until:
-            if self._plan.is_done or self._stop.wait(IDLE_CHECK_S):
+            if not self._pending or self._stop.wait(IDLE_CHECK_S):
                 return
 
-    def _on_success(self, bucket: Bucket) -> None:
-        """Note a compiled bucket, and whether the model is ready now."""
-        with self._lock:
-            self.compiled.append(bucket)
-            done = len(self.compiled)
-            became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
-        elapsed = time.monotonic() - self._started_at
-        logger.debug("%s: bucket %s compiled, %d of %d", self._name, bucket, done, self._total)
-        if became_ready:
-            logger.info(
-                "%s: ready: %d of %d buckets in %.1f s", self._name, done, self._total, elapsed
-            )
-            self._ready.set()
-
-    def _count(self) -> None:
-        """Count a bucket that is done, report the progress, and report the end after the last."""
+    def _note(self, bucket: Bucket, error: Exception | None) -> None:
+        """Note a bucket that is done: it was compiled, or is left out, or stops everything if it is
+        a required one. Report the progress, and the end after the last."""
+        name, total = self._name, self._total
         with self._lock:
             self._done += 1
             done = self._done
-        try:
-            self._on_progress(done, self._total)
-        except Exception:  # a progress bar on a closed terminal must not stop the compilation
-            logger.warning("%s: the progress could not be shown", self._name, exc_info=True)
-        if done == self._total:
-            elapsed = time.monotonic() - self._started_at
+            if error is None:
+                self.compiled.append(bucket)
             compiled = len(self.compiled)
-            logger.info(
-                "%s: %d of %d buckets compiled in %.1f s", self._name, compiled, done, elapsed
-            )
-            self._on_finish()
-
-    def _on_failure(self, bucket: Bucket, error: Exception) -> None:
-        """Leave out a bucket that does not compile, or stop if it is a required one."""
-        if bucket not in self._required:
+            became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
+        elapsed = time.monotonic() - self._started_at
+        if error is None:
+            logger.debug("%s: bucket %s compiled, %d of %d", name, bucket, compiled, total)
+        elif bucket not in self._required:
             logger.warning(
-                "%s: bucket %s does not compile and is left out",
-                self._name, bucket, exc_info=error,
-            )  # fmt: skip
-            return
-        logger.error("%s: bucket %s does not compile", self._name, bucket, exc_info=error)
-        self.error = error
-        self._stop.set()
-        self._ready.set()
-        self._on_failed(error)
+                "%s: bucket %s does not compile and is left out", name, bucket, exc_info=error
+            )
+        else:
+            logger.error("%s: bucket %s does not compile", name, bucket, exc_info=error)
+            self.error = error
+            self._stop.set()
+            self._ready.set()
+            self._on_failure(error)
+        if became_ready:
+            logger.info("%s: ready: %d of %d buckets in %.1f s", name, compiled, total, elapsed)
+            self._ready.set()
+        try:
+            self._on_progress(done, total)
+        except Exception:  # a progress bar on a closed terminal must not stop the compilation
+            logger.warning("%s: the progress could not be shown", name, exc_info=True)
+        if done == total:
+            logger.info("%s: %d of %d buckets compiled in %.1f s", name, compiled, done, elapsed)
+            self._on_finish()
