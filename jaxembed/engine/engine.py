@@ -119,8 +119,7 @@ class Engine:
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
-        self._closing = False
-        self._is_traced = False  # whether any request was
+        self._closing = self._is_traced = False  # whether any request is traced
         self._lock = threading.RLock()
         self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # idle threads
         self.warmup = Warmup(
@@ -133,7 +132,7 @@ class Engine:
             idle_s=lambda: min(seat.turn.idle_s for seat in seats),
             on_progress=on_progress,
             on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
-            on_finish=lambda: self._timer.start(),
+            on_finish=lambda: self._timer.thread.start(),
         )
         self._watchdog = Watchdog(
             lambda bucket: costs.usable.get(bucket, 0.0) / 1000,
@@ -248,7 +247,7 @@ class Engine:
         """Start the threads that compile buckets and serve requests."""
         atexit.register(self._leave)
         self.warmup.start()
-        self._watchdog.start()
+        self._watchdog.thread.start()
         for thread in self._threads:
             thread.start()
 

@@ -113,11 +113,6 @@ class DeviceTurn:
         return len(self._waiting)
 
     @property
-    def held(self) -> int:
-        """The number of permits in use."""
-        return self.permits - self._free
-
-    @property
     def stuck(self) -> bool:
         """Whether a program on the device is overdue. Then nothing should start until it ends."""
         holders = tuple(self._holding)  # a copy, because this takes no lock

@@ -82,10 +82,6 @@ class Watchdog:
             with self._lock:
                 self._calls.remove(call)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self.thread.start()
-
     def stop(self) -> None:
         """Let the thread end."""
         self._stop.set()

@@ -74,10 +74,6 @@ class BucketTimer:
         self._again = 0  # timings after every bucket was timed often enough
         self.thread = Thread(target=self._work, name="time-buckets", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread, which times buckets until `stop`."""
-        self.thread.start()
-
     def stop(self) -> None:
         """End the thread after its current run, without waiting for it."""
         self._stop.set()
