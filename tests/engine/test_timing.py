@@ -57,7 +57,7 @@ class Bench:
         )
 
     def __enter__(self) -> "Bench":
-        self.timer.start()
+        self.timer.thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -206,7 +206,7 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile(monkeypatch):
     overdue: list[WatchedCall] = []
     dog = Watchdog(lambda bucket: 0.0, overdue.append, looks.release, overdue_s=0.5)
     with dog.watch(Claim(lambda: 0.0, None), Bucket(1, 16)) as call:
-        dog.start()
+        dog.thread.start()
         looks.acquire()
         clock[0] += 3600.0
         looks.acquire()

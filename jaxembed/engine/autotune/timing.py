@@ -71,7 +71,6 @@ class BucketTimer:
         self._beside_bulk_at = 0.0  # time.monotonic() from which the next run beside bulk may start
         self._stop = threading.Event()
         self.timed = threading.Event()
-        self._again = 0  # timings after every bucket was timed often enough
         self.thread = Thread(target=self._work, name="time-buckets", daemon=True)
 
     def stop(self) -> None:
@@ -81,11 +80,19 @@ class BucketTimer:
     def _work(self) -> None:
         """Take one timing after the other until `stop`; the threads of `pair` make the runs."""
         pair = Together(self._turn.permits)
+        again = 0  # timings after every bucket was timed often enough
         try:
             while not self._stop.is_set():
-                bucket = self._next()
+                with self._lock:
+                    bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
                 if bucket is None:
-                    continue
+                    if usable and not self.timed.is_set():
+                        logger.info("%s: %d buckets timed", self._name, len(usable))
+                        self.timed.set()
+                    if self._stop.wait(AGAIN_S) or not usable:
+                        continue
+                    again += 1
+                    bucket = usable[again % len(usable)]
                 try:
                     self._time(bucket, pair)
                 except Exception:  # requests get the error when a batch fails on the bucket
@@ -97,20 +104,6 @@ class BucketTimer:
                     self._stop.wait(AGAIN_S)
         finally:
             pair.close()
-
-    def _next(self) -> Bucket | None:
-        """The bucket to time now. If all were timed often enough, first wait for AGAIN_S."""
-        with self._lock:
-            bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
-        if bucket is not None:
-            return bucket
-        if usable and not self.timed.is_set():
-            logger.info("%s: %d buckets timed", self._name, len(usable))
-            self.timed.set()
-        if self._stop.wait(AGAIN_S) or not usable:
-            return None
-        self._again += 1
-        return usable[self._again % len(usable)]
 
     def _time(self, bucket: Bucket, pair: "Together") -> None:
         """Time a bucket by several runs and record their mean, unless a request interrupts them.
