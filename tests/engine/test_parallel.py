@@ -61,7 +61,7 @@ def test_one_program_over_eight_devices_gives_one_devices_vectors(open_embedder,
     sharded = open_embedder(8, "sharded")
     np.testing.assert_allclose(sharded.encode(TEXTS), embedder.encode(TEXTS), atol=1e-5)
     np.testing.assert_allclose(sharded.encode("a cat"), embedder.encode("a cat"), atol=1e-5)
-    assert sharded.describe()["devices"] == 8
+    assert sharded.model.describe()["devices"] == 8
 
 
 def test_a_sharded_program_has_no_collectives_and_a_row_on_every_device():
