@@ -70,7 +70,7 @@ def test_the_page_has_the_whole_program():
 @pytest.mark.parametrize("role", ["document", "query"])
 def test_the_program_of_the_page_gets_the_same_over_http(role, embedder, monkeypatch):
     def post(url, json, timeout):
-        response, body = ask(json, path=httpx.URL(url).path, embedder=embedder)
+        response, body = ask(json, path=httpx.URL(url).path, embedder=embedder.model)
         request = httpx.Request("POST", url)
         return httpx.Response(response.status_code, json=body, request=request)
 

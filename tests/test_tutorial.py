@@ -41,7 +41,7 @@ def test_the_search_prints_the_texts_that_are_nearest_with_their_scores(
 ):
     def urlopen(request):
         path = request.full_url.removeprefix("http://127.0.0.1:8080")
-        _, body = ask(json.loads(request.data), path=path, embedder=embedder, status=200)
+        _, body = ask(json.loads(request.data), path=path, embedder=embedder.model, status=200)
         return BytesIO(json.dumps(body).encode())
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)

@@ -1,7 +1,6 @@
 """The native kernels: products and attention against float32, with AMX's tiles and without, and
 what keeps a machine from having them."""
 
-import ctypes
 import os
 import shutil
 import stat
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -970,15 +970,18 @@ def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatc
     """Also where several models start at once."""
     together, loaded = threading.Barrier(4, timeout=60), []
 
-    def load_once(cache_dir: Path) -> tuple:
+    def opened(build: native.compiler.Build, cache_dir: Path) -> SimpleNamespace:
         loaded.append(cache_dir)
-        return ctypes.CDLL(None), native.compiler.INSTRUCTION_SETS[0]
+        return SimpleNamespace(jaxembed_prepare=lambda: 0)
 
     def load(number: int) -> None:
         together.wait()
         native.load_library(tmp_path / str(number))
 
-    monkeypatch.setattr(native.library, "_loaded", load_once)
+    builds = native.compiler.INSTRUCTION_SETS[:1]
+    monkeypatch.setattr(native.library, "_runnable", lambda: builds)
+    monkeypatch.setattr(native.library, "_opened", opened)
+    monkeypatch.setattr(native.library, "_register", lambda library: None)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(load, range(4)))
     assert len(loaded) == 1
