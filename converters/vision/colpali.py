@@ -23,7 +23,7 @@ from converters.vision.dual import (
     linear_rules,
     patch_rules,
 )
-from converters.vision.pages import FILLERS, PageModel, PageWords, read_part
+from converters.vision.pages import FILLERS, PageWords, page_outline, read_part
 from converters.weights import Rule, one_plus
 
 # What transformers takes where a part does not say; sizes must be there.
@@ -61,7 +61,16 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     sizes = image | {"max_position_embeddings": rows * columns}
     of_images = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
     image_id = either(vlm, "image_token_id", "image_token_index", IMAGE_TOKEN_ID)
-    config = _gemma_config(text) | {
+    # the fields of Qwen3Config of the first Gemma, whose tokens all see each other
+    if text.get("hidden_act", "gelu") == "gelu":  # of old files, which meant the approximation
+        text |= {"hidden_act": "gelu_pytorch_tanh"}
+    bias = bool(text.get("attention_bias", False))
+    config = decoder_config(text, text.get("head_dim") or HEAD_WIDTH, causal=False) | {
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "qk_norm": False,
+        "embedding_scale": text["hidden_size"] ** 0.5,
+        "overflows_float16": True,
         "image": {key: value for key, value in vars(of_images).items() if value is not None},
         "image_token_id": image_id,
     }
@@ -71,7 +80,6 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     before, pad = words.special("bos_token"), words.special("pad_token")
     page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
-    model = PageModel(hf, config, rules, prompt, rows * columns + len(rules.after))
     tensors = TensorRules(
         rules=(
             *GEMMA_RULES,
@@ -82,19 +90,14 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         ignored=("lm_head.weight", "embeddings.position_ids", "head.*"),
         prefixes=("vlm.", "model.", "language_model.", "model.", "vision_tower.", "vision_model."),
     )
-    tokenizer = words.framed(before, pad * FILLERS + "\n", prompt)
-    return model.outline(source, options, tensors, tokenizer)
-
-
-def _gemma_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Qwen3Config of the first Gemma, whose tokens all see each other."""
-    if hf.get("hidden_act", "gelu") == "gelu":  # of old files, which meant the approximation
-        hf = hf | {"hidden_act": "gelu_pytorch_tanh"}
-    bias = bool(hf.get("attention_bias", False))
-    return decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=False) | {
-        "qkv_bias": bias,
-        "out_bias": bias,
-        "qk_norm": False,
-        "embedding_scale": hf["hidden_size"] ** 0.5,
-        "overflows_float16": True,
-    }
+    return page_outline(
+        source,
+        options,
+        hf,
+        config,
+        image=rules,
+        prompt=prompt,
+        limit=rows * columns + len(rules.after),
+        tensors=tensors,
+        tokenizer=words.framed(before, pad * FILLERS + "\n", prompt),
+    )

@@ -22,7 +22,7 @@ from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.vision.dual import convolution, processor_fields
 from converters.vision.image_rules import read_rules
-from converters.vision.pages import FILLERS, PageModel, PageWords, read_part
+from converters.vision.pages import FILLERS, PageWords, page_outline, read_part
 from converters.weights import (
     Rule,
     Transform,
@@ -113,7 +113,6 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
             f"a page has up to {limit} tokens, and the model positions for {positions}; lower "
             "max_pixels in preprocessor_config.json"
         )
-    model = PageModel(hf, config, rules, prompt, limit)
     tensors = TensorRules(
         rules=(
             *qwen3.FAMILY.rules,
@@ -122,8 +121,17 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         ignored=("lm_head.weight",),
         prefixes=("vlm.", "model.", "language_model.", "model."),
     )
-    tokenizer = words.framed("", words.special("pad_token") * FILLERS + "\n", prompt)
-    return model.outline(source, options, tensors, tokenizer)
+    return page_outline(
+        source,
+        options,
+        hf,
+        config,
+        image=rules,
+        prompt=prompt,
+        limit=limit,
+        tensors=tensors,
+        tokenizer=words.framed("", words.special("pad_token") * FILLERS + "\n", prompt),
+    )
 
 
 def most_tokens(rules: ImageRules) -> int:

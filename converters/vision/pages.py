@@ -2,7 +2,7 @@
 what their converters share, their spec and the words around inputs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -68,41 +68,38 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
 READER = Reader(is_pages, _outlines)
 
 
-@dataclass(frozen=True)
-class PageModel:
-    """A model as its converter read it: the config of its tower, how its pages become tokens, and
-    the most tokens of a page."""
-
-    hf: Mapping[str, Any]
-    config: dict[str, Any]
-    rules: ImageRules
-    prompt: str
-    limit: int
-
-    def outline(
-        self, source: Path, options: Options, tensors: TensorRules, tokenizer: bytes
-    ) -> Outline:
-        """The outline of the model in the folder `source`. `tensors` has no rules for the
-        projection, the layer that makes a vector of each token."""
-        width = self.hf.get("embedding_dim") or VECTOR_WIDTH
-        projection = DenseLayer(self.config["hidden_size"], width, activation="identity")
-        rules = dense_rules("multi_vector", 0, projection, "embedding_proj_layer")
-        tensors = replace(tensors, rules=(*tensors.rules, *rules))
-        head = PerToken((projection, NormalizeLayer()))
-        layout = Layout(
-            "", {"multi_vector": head}, prompts={QUERY: self.prompt}, default_prompt_name=QUERY
-        )
-        spec = spec_of(
-            options,
-            layout,
-            self.config,
-            self.hf,
-            architecture="pages",
-            image=self.rules,
-            token_types=False,
-            max_input_tokens=self.limit,
-        )
-        return Outline(source, tensors, layout, spec, tokenizer)
+def page_outline(
+    source: Path,
+    options: Options,
+    hf: Mapping[str, Any],
+    config: dict[str, Any],
+    *,
+    image: ImageRules,
+    prompt: str,
+    limit: int,
+    tensors: TensorRules,
+    tokenizer: bytes,
+) -> Outline:
+    """The outline of the model in the folder `source`, whose tower has this `config`. `image` says
+    how pages become tokens, of which `limit` are the most. `tensors` has no rules for the
+    projection, the layer that makes a vector of each token."""
+    width = hf.get("embedding_dim") or VECTOR_WIDTH
+    projection = DenseLayer(config["hidden_size"], width, activation="identity")
+    rules = dense_rules("multi_vector", 0, projection, "embedding_proj_layer")
+    tensors = replace(tensors, rules=(*tensors.rules, *rules))
+    head = PerToken((projection, NormalizeLayer()))
+    layout = Layout("", {"multi_vector": head}, prompts={QUERY: prompt}, default_prompt_name=QUERY)
+    spec = spec_of(
+        options,
+        layout,
+        config,
+        hf,
+        architecture="pages",
+        image=image,
+        token_types=False,
+        max_input_tokens=limit,
+    )
+    return Outline(source, tensors, layout, spec, tokenizer)
 
 
 def read_part(

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxembed.models import native
 from jaxembed.models.attention import Bias, attend_joint, is_native
@@ -222,7 +222,11 @@ class BertAttention(nnx.Module):
         self.num_heads = config.num_heads
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
-        self.norms = QueryKeyNorms(config) if config.qk_norm else None
+        self.norms = None  # of whole queries and of whole keys, before they are split into heads
+        if config.qk_norm:
+            self.norms = nnx.Dict(
+                {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
+            )
 
     def __call__(
         self,
@@ -235,20 +239,8 @@ class BertAttention(nnx.Module):
         if self.norms is None:
             return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **seen)
         rows, length, dim = hidden.shape
-        joint = self.norms(self.qkv(hidden)).astype(self.qkv.kernel[...].dtype)
+        query, key, value = jnp.split(self.qkv(hidden), 3, axis=-1)
+        parts = (self.norms["query"](query), self.norms["key"](key), value)
+        joint = jnp.concatenate(parts, axis=-1).astype(self.qkv.kernel[...].dtype)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
         return attend_joint(joint, tokens.segments, **seen).reshape(rows, length, dim)
-
-
-class QueryKeyNorms(nnx.Module):
-    """A norm of whole queries and one of whole keys, before they are split into heads."""
-
-    def __init__(self, config: BertConfig):
-        self.query = LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.key = LayerNorm(config.hidden_size, eps=config.norm_eps)
-
-    def __call__(
-        self, joint: Float[Array, "rows length three"]
-    ) -> Float[Array, "rows length three"]:
-        query, key, value = jnp.split(joint, 3, axis=-1)
-        return jnp.concatenate([self.query(query), self.key(key), value], axis=-1)

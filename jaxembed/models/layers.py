@@ -89,7 +89,8 @@ class Linear(nnx.Module):
         gelu = activation == "gelu" and is_native("gelu")
         if native.is_packed(kernel) and (gelu or activation == "identity"):
             adapters, dtype = self.native_adapters, str(kernel.dtype)
-            return native.linear(x, kernel, bias, gelu=gelu, dtype=dtype, adapters=adapters)
+            end = "gelu" if gelu else "linear"
+            return native.linear(x, kernel, bias, end, dtype=dtype, adapters=adapters)
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
@@ -170,8 +171,8 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
-            adapters = linear.native_adapters
-            return native.linear_norm(x, kernel, bias, hidden, scale, shift, self.eps, adapters)
+            norm, adapters = (hidden, scale, shift, self.eps), linear.native_adapters
+            return native.linear(x, kernel, bias, "norm", norm=norm, adapters=adapters)
         return self(hidden + linear(x))
 
 
@@ -220,10 +221,10 @@ class Mlp(nnx.Module):
         if not self.gated:
             return self.up.rounded(x, self.activation)
         kernel, bias = self.gate_up.parameters
-        takes = native.takes_gated(kernel, self.activation)
-        if takes and is_native(f"gated_{self.activation}"):
+        gate = f"gated_{self.activation}"
+        if native.takes_gated(kernel, self.activation) and is_native(gate):
             adapters = self.gate_up.native_adapters
-            return native.gated_linear(x, kernel, bias, self.activation, adapters=adapters)
+            return native.linear(x, kernel, bias, gate, dtype="bfloat16", adapters=adapters)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 

@@ -112,7 +112,9 @@ def test_a_product_is_that_of_the_rounded_operands(way, k, n):
     @jax.jit
     def products(xs, kernel, bias):
         return [
-            native.linear(x, kernel, bias if has_bias else None, gelu=is_gelu, dtype=dtype)
+            native.linear(
+                x, kernel, bias if has_bias else None, "gelu" if is_gelu else "linear", dtype=dtype
+            )
             for x, (_, has_bias, is_gelu, dtype) in zip(xs, variants, strict=True)
         ]
 
@@ -134,8 +136,8 @@ def test_the_norm_of_a_sum_is_that_of_its_parts(way, k, n):
     @jax.jit
     def norms(xs, residuals, kernel, bias, scale, shift):
         return [
-            native.linear_norm(
-                x, kernel, bias if i % 2 else None, residual, scale, shift, eps=1e-12
+            native.linear(
+                x, kernel, bias if i % 2 else None, "norm", norm=(residual, scale, shift, 1e-12)
             )
             for i, (x, residual) in enumerate(zip(xs, residuals, strict=True))
         ]
@@ -159,10 +161,8 @@ def test_a_gated_product_is_that_of_its_halves(way, k, n, activation):
     @jax.jit
     def products(xs, kernel, bias):
         return [
-            native.gated_linear(
-                x, kernel, bias if i % 2 else None, activation, dtype=["bfloat16", "float32"][i % 2]
-            )
-            for i, x in enumerate(xs)
+            native.linear(x, kernel, bias if i % 2 else None, f"gated_{activation}", dtype=dtype)
+            for i, (x, dtype) in enumerate(zip(xs, ["bfloat16", "float32"] * 3, strict=True))
         ]
 
     got = products([x[None, :rows] for rows in ROWS], panels(kernel), bias)
@@ -181,9 +181,9 @@ def test_the_ends_of_activations(way):
     x[0, :, 0] = [*ends, 0, np.nan]
     identity = jnp.asarray(panels(np.eye(64, dtype=np.float32)))
     for name in ("gelu", "silu", "gelu_tanh"):
-        y = native.gated_linear(jnp.asarray(x), identity, None, name, dtype="float32")
+        y = native.linear(jnp.asarray(x), identity, None, f"gated_{name}")
         assert_activated(y, ACTIVATIONS[name], x[:, :, :32], up=x[:, :, 32:])
-    assert_activated(native.linear(jnp.asarray(x), identity, None, gelu=True), gelu, x, up=1)
+    assert_activated(native.linear(jnp.asarray(x), identity, None, "gelu"), gelu, x, up=1)
 
 
 def assert_activated(got, activation, x: np.ndarray, up) -> None:
@@ -297,9 +297,11 @@ def test_adapters_are_added_before_what_follows_a_product(way, rows):
     @jax.jit
     def run(x, kernel, bias, residual, scale, shift, halves, of_halves, one, two):
         return (
-            native.linear(x, kernel, bias, gelu=True, adapters=one),
-            native.linear_norm(x, kernel, bias, residual, scale, shift, 1e-6, one),
-            native.gated_linear(x, halves, of_halves, "silu", dtype="float32", adapters=two),
+            native.linear(x, kernel, bias, "gelu", adapters=one),
+            native.linear(
+                x, kernel, bias, "norm", norm=(residual, scale, shift, 1e-6), adapters=one
+            ),
+            native.linear(x, halves, of_halves, "gated_silu", adapters=two),
         )
 
     weights = panels(kernel), bias, residual, scale, shift, panels(halves), of_halves
@@ -594,14 +596,13 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(
         joint = native.linear(hidden, *qkv, dtype="bfloat16", adapters=adapters.get("qkv"))
         joint = joint.reshape(rows, length, 3, heads, dim // heads)
         mixed = native.joint_attention(joint, segments, *mask, **places).reshape(shape)
-        hidden = native.linear_norm(mixed, *out[:2], hidden, *out[2:], 1e-6, adapters.get("out"))
-        if gate:
-            inner = native.gated_linear(hidden, *up, gate, adapters=adapters.get("up"))
-        else:
-            of_up = adapters.get("up")
-            inner = native.linear(hidden, *up, gelu=True, dtype="bfloat16", adapters=of_up)
-        of_down = adapters.get("down")
-        return mixed, native.linear_norm(inner, *down[:2], hidden, *down[2:], 1e-6, of_down)
+        of_out, of_up, of_down = (adapters.get(name) for name in ("out", "up", "down"))
+        norm = (hidden, *out[2:], 1e-6)
+        hidden = native.linear(mixed, *out[:2], "norm", norm=norm, adapters=of_out)
+        end = f"gated_{gate}" if gate else "gelu"
+        inner = native.linear(hidden, *up, end, dtype="bfloat16", adapters=of_up)
+        norm = (hidden, *down[2:], 1e-6)
+        return mixed, native.linear(inner, *down[:2], "norm", norm=norm, adapters=of_down)
 
     operands = (hidden, segments, qkv, out, up, down)
     real = segments != 0
@@ -636,8 +637,8 @@ def test_programs_that_run_at_once_give_the_same_bits(way):
 
     @jax.jit
     def layer(x, residual, up, down, norm):
-        inner = native.linear(x, up, None, gelu=True, dtype="bfloat16")
-        y = native.linear_norm(inner, down, norm, residual, norm, norm, 1e-6)
+        inner = native.linear(x, up, None, "gelu", dtype="bfloat16")
+        y = native.linear(inner, down, norm, "norm", norm=(residual, norm, norm, 1e-6))
         mixed = y.astype(jnp.bfloat16)
         square, wide = down[:, :2], jnp.zeros(1536, jnp.float32)
         behind = native.mlp(

@@ -149,64 +149,40 @@ def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def linear(
     x: Float[Array, "... in"],
     kernel: Panels,
-    bias: Float[Array, " out"] | None,
+    bias: Float[Array, " columns"] | None,
+    end: str = "linear",
     *,
-    gelu: bool = False,
+    norm: tuple[Array, Array, Array, float] | None = None,
     dtype: str = "float32",
     adapters: AdapterOperands | None = None,
 ) -> Float[Array, "... out"]:
-    """Compute x . weight + bias, optionally its exact GELU, and round the result to `dtype`.
+    """Compute x . weight + bias and what follows it, `end`, and round the result to `dtype`.
 
-    `kernel` is the packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are
-    float32. With `adapters` their product is part of the sum.
+    `end` is one of ENDS: "gelu" is the exact GELU; "gated_" and an activation is activation(gate) *
+    up of the two halves, whose weight must satisfy `takes_gated`; "norm" is the layer norm of
+    residual + x . weight + bias, with `norm`: residual, scale, shift and epsilon. `kernel` is the
+    packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are float32. With
+    `adapters` their product is part of the sum.
     """
-    mode = ENDS.index("gelu" if gelu else "linear")
-    return _linear(x, kernel, bias, {}, adapters, mode=mode, eps=0.0, dtype=dtype)
+    columns = _columns(kernel)
+    out = columns // 2 if end.startswith("gated") else columns
+    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns)}
+    mode, eps = ENDS.index(end), 0.0
+    if norm is not None:
+        operands["residual"], operands["scale"], operands["shift"], eps = norm
+    if adapters is not None:
+        operands |= _of_adapters(adapters)
+        mode |= ADAPTED
+    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
+    return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
 
 
 def takes_gated(kernel: Any, activation: str) -> bool:
-    """Whether `gated_linear` and `mlp` take this weight of gate and up, and this activation.
+    """Whether `linear` with a gate and `mlp` take this weight of gate and up, and this activation.
 
     The activation is a name in models.layers.ACTIVATIONS. Each half of the weight must be panels.
     """
     return f"gated_{activation}" in ENDS and is_packed(kernel) and kernel.shape[0] % 2 == 0
-
-
-def gated_linear(
-    x: Float[Array, "... in"],
-    kernel: Panels,
-    bias: Float[Array, " halves"] | None,
-    activation: str,
-    *,
-    dtype: str = "bfloat16",
-    adapters: AdapterOperands | None = None,
-) -> Float[Array, "... out"]:
-    """Compute activation(gate) * up, where gate and up are the halves of x . weight + bias.
-
-    It is as `linear` is. Weight and activation must satisfy `takes_gated`.
-    """
-    mode = ENDS.index(f"gated_{activation}")
-    return _linear(x, kernel, bias, {}, adapters, mode=mode, eps=0.0, dtype=dtype)
-
-
-def linear_norm(
-    x: Float[Array, "rows length in"],
-    kernel: Panels,
-    bias: Float[Array, " out"] | None,
-    residual: Float[Array, "rows length out"],
-    scale: Float[Array, " out"],
-    shift: Float[Array, " out"],
-    eps: float,
-    adapters: AdapterOperands | None = None,
-) -> Float[Array, "rows length out"]:
-    """Compute the layer norm of residual + x . weight + bias. The result is float32.
-
-    It is as `linear` is.
-    """
-    norm = {"residual": residual, "scale": scale, "shift": shift}
-    return _linear(
-        x, kernel, bias, norm, adapters, mode=ENDS.index("norm"), eps=eps, dtype="float32"
-    )
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
@@ -316,7 +292,8 @@ def mlp(
 
     It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
     a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
-    With a `gate`, the name of an activation, the product with `up` is that of `gated_linear`.
+    With a `gate`, the name of an activation, the product with `up` is that of `linear` with
+    this gate.
     `adapters` are those of the products "out", "up" and "down".
     """
     mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
@@ -365,17 +342,6 @@ def _of_adapters(adapters: AdapterOperands, of: str = "") -> dict[str, Array]:
     return {"numbers": numbers} | {
         f"{of}adapter_{part}": array for part, array in zip(parts, rest, strict=True)
     }
-
-
-def _linear(x, kernel, bias, norm, adapters, *, mode: int, eps: float, dtype: str):
-    columns = _columns(kernel)
-    out = columns // 2 if ENDS[mode].startswith("gated") else columns
-    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns), **norm}
-    if adapters is not None:
-        operands |= _of_adapters(adapters)
-        mode |= ADAPTED
-    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
-    return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
