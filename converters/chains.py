@@ -59,7 +59,19 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
 def _outline(source: Path, options: Options, route: str) -> Outline:
     """Describe one route of a model, or a model without routes."""
     if options.splade:
-        _refuse_without_terms(source, route)
+        # refused: modules that do something else, or a class that is no masked language model
+        kinds = heads.kinds_of(source, route)
+        if kinds and not {"splade", "static_terms"} & {*kinds}:
+            raise UnsupportedModel(
+                f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
+            )
+        classes = heads.read_optional_json(source / "config.json").get("architectures") or ()
+        if not kinds and not any(str(name).endswith("ForMaskedLM") for name in classes):
+            raise UnsupportedModel(
+                "--pooling splade is for masked language models, and config.json of "
+                f"{source} names {', '.join(map(str, classes)) or 'no class'}; known: classes "
+                "...ForMaskedLM"
+            )
     if not static.holds_static(source, route):
         return _tower_outline(source, options, route)
     if options.adapters:
@@ -70,26 +82,10 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
     return static.static_outline(source, options, route)
 
 
-def _refuse_without_terms(source: Path, route: str) -> None:
-    """Raise UnsupportedModel for what gives no weights of terms: modules that do something else,
-    or a class that is no masked language model."""
-    kinds = heads.kinds_of(source, route)
-    if kinds and not {"splade", "static_terms"} & {*kinds}:
-        raise UnsupportedModel(
-            f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
-        )
-    classes = heads.read_optional_json(source / "config.json").get("architectures")
-    if not kinds and not any(str(name).endswith("ForMaskedLM") for name in classes or ()):
-        raise UnsupportedModel(
-            f"--pooling splade is for masked language models, and config.json of {source} names "
-            f"{', '.join(map(str, classes or ())) or 'no class'}; known: classes ...ForMaskedLM"
-        )
-
-
 def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     """Describe a model with a tower, or such a route of a model."""
     folder = source / heads.tower_folder(source, route)
-    family, hf = _family(_config(folder), folder)
+    family, hf = _family(folder)
     is_late = not route and not options.splade and late_interaction.is_late(source)
     use = EMBEDDER if is_late else MASKED_LM if options.splade else _use(source, family, hf, route)
     # Code for the tower changes every use; code for other uses is ignored.
@@ -141,9 +137,11 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     return with_adapters(model, options.adapters) if options.adapters or own else model
 
 
-def _config(tower: Path) -> dict[str, Any]:
-    """Read config.json and check the types of its fields. Raises CheckpointError if there is none,
-    and UnsupportedModel for a model_type without a converter: its fields may be others."""
+def _family(tower: Path) -> tuple[Family, dict[str, Any]]:
+    """The converter of the config.json in a folder, and that config, checked, with what the family
+    reads of other files. Raises CheckpointError if there is none, and UnsupportedModel for a
+    model_type without a converter, whose fields may be others, and for a class that the family
+    does not convert."""
     adapter = tower / "adapter_config.json"
     if adapter.is_file():
         base = heads.read_optional_json(adapter).get("base_model_name_or_path")
@@ -165,19 +163,13 @@ def _config(tower: Path) -> dict[str, Any]:
         kinds = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
     check_fields(str(tower / "config.json"), hf, CONFIG_FIELDS)
-    return hf
-
-
-def _family(hf: dict[str, Any], folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The converter of this config, and the config with what the family reads of other files.
-    Raises UnsupportedModel for a class that it does not convert."""
     family = family_of(hf)
     classes = (*family.classes, *family.classifiers, *family.generators, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
-    return family, family.completed(hf, folder)
+    return family, family.completed(hf, tower)
 
 
 def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
@@ -240,9 +232,12 @@ def _layout(
     return scores.scores_layout(source, hf, scorer, labels, template)
 
 
-def _folders_read(source: Path) -> list[str]:
-    routes = [route for route in heads.routes_of(source) if static.holds_static(source, route)]
-    return [heads.tower_folder(source, route) for route in routes]
-
-
-READER = Reader(lambda source: True, _outlines, folders_read=_folders_read)
+READER = Reader(
+    lambda source: True,
+    _outlines,
+    folders_read=lambda source: [
+        heads.tower_folder(source, route)
+        for route in heads.routes_of(source)
+        if static.holds_static(source, route)
+    ],
+)

@@ -14,20 +14,10 @@ from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
 Fields = dict[str, Any]  # the content of a config.json, or the fields of a tower's config
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """The head with which a family scores, and the rules for its tensors."""
-
-    logits: Pooled
-    rules: tuple[Rule, ...]
-
-
-@dataclass(frozen=True)
-class TermHead:
-    """The head of a family's masked language models, and the rules for its tensors."""
-
-    head: Vocabulary
-    rules: tuple[Rule, ...]
+# A head and the rules for its tensors: that with which a family scores, and that of its masked
+# language models.
+Scorer = tuple[Pooled, tuple[Rule, ...]]
+TermHead = tuple[Vocabulary, tuple[Rule, ...]]
 
 
 @dataclass(frozen=True)

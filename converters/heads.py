@@ -248,16 +248,15 @@ def tower_folder(source: Path, route: str = "") -> str:
 
 def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
     """The folders within a source of modules that hold weights; needs only its JSON files."""
-    folders = (_route_folders(source, dense_path, route) for route in routes_of(source))
-    return list(dict.fromkeys(chain.from_iterable(folders)))
-
-
-def _route_folders(source: Path, dense_path: str | None, route: str) -> list[str]:
-    modules = modules_of(source, route)
-    if modules is None:
-        return [""]
-    later = _with_dense_path(source, modules[1:], dense_path)
-    return [modules[0].path, *(module.path for module in later if module.kind == "dense")]
+    folders: list[str] = []
+    for route in routes_of(source):
+        modules = modules_of(source, route)
+        if modules is None:
+            folders.append("")
+            continue
+        later = _with_dense_path(source, modules[1:], dense_path)
+        folders += [modules[0].path, *(one.path for one in later if one.kind == "dense")]
+    return list(dict.fromkeys(folders))
 
 
 def token_limit(

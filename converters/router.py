@@ -66,30 +66,9 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
     for name, modules in routes.items():
         if any(kind in ROUTERS for kind, _ in modules):
             raise UnsupportedModel(f"{path}: route {name!r} has a Router of its own")
-    tasks = _tasks(path, given.get("route_mappings") or {}, routes)
-    default = given.get("default_route")
-    if default is None and config["parameters"].get("allow_empty_key", True):
-        default = next(iter(routes), None)
-    if not routes or (default is not None and default not in routes):
-        raise CheckpointError(f"{path}: there is no route {default!r} among {_shown(routes)}")
-    named = {tasks.get(name, name): [*modules, *later] for name, modules in routes.items()}
-    if by_modality := sorted(MODALITIES & set(named)):
-        raise UnsupportedModel(
-            f"{path}: the routes {_shown(by_modality)} are chosen by the modality of an input; "
-            "known: routes of tasks, such as query and document"
-        )
-    if bad := [name for name in named if not re.search(ROUTE_NAME, name)]:
-        raise UnsupportedModel(
-            f"{path}: the names of the routes {_shown(map(repr, bad))} are not supported; known: "
-            "letters, digits, _ and -"
-        )
-    return Router(named, None if default is None else tasks.get(default, default))
-
-
-def _tasks(path: str, mappings: Mapping[str, str], routes: Mapping[str, Listed]) -> dict[str, str]:
-    """The task by which `route_mappings` chooses each route; others are chosen by their name."""
+    # the task by which route_mappings chooses each route; others are chosen by their name
     tasks: dict[str, str] = {}
-    for key, route in mappings.items():
+    for key, route in (given.get("route_mappings") or {}).items():
         try:
             task, modality = ast.literal_eval(key)
         except (ValueError, SyntaxError, TypeError) as error:
@@ -108,7 +87,23 @@ def _tasks(path: str, mappings: Mapping[str, str], routes: Mapping[str, Listed])
     names = [tasks.get(name, name) for name in routes]
     if len(set(names)) < len(names):
         raise UnsupportedModel(f"{path}: two routes are of one task: {_shown(names)}")
-    return tasks
+    default = given.get("default_route")
+    if default is None and config["parameters"].get("allow_empty_key", True):
+        default = next(iter(routes), None)
+    if not routes or (default is not None and default not in routes):
+        raise CheckpointError(f"{path}: there is no route {default!r} among {_shown(routes)}")
+    named = {tasks.get(name, name): [*modules, *later] for name, modules in routes.items()}
+    if by_modality := sorted(MODALITIES & set(named)):
+        raise UnsupportedModel(
+            f"{path}: the routes {_shown(by_modality)} are chosen by the modality of an input; "
+            "known: routes of tasks, such as query and document"
+        )
+    if bad := [name for name in named if not re.search(ROUTE_NAME, name)]:
+        raise UnsupportedModel(
+            f"{path}: the names of the routes {_shown(map(repr, bad))} are not supported; known: "
+            "letters, digits, _ and -"
+        )
+    return Router(named, None if default is None else tasks.get(default, default))
 
 
 def _shown(names: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def two_layers(
         *dense_rules("logits", 0, layers[0], first),
         *dense_rules("logits", 1, layers[1], second),
     )
-    return Scorer(Pooled((pooling,), layers), rules)
+    return Pooled((pooling,), layers), rules
 
 
 def two_layer_classifier(

@@ -131,7 +131,7 @@ def last_token_classifier(
 ) -> Scorer:
     """The head of transformers' GenericForSequenceClassification: one layer on the last token."""
     kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
-    return Scorer(Pooled((pooling,), (_row_head(hf, labels),)), (kernel,))
+    return Pooled((pooling,), (_row_head(hf, labels),)), (kernel,)
 
 
 def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
@@ -143,7 +143,7 @@ def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_
     rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
     difference = difference_of_rows(true_id, false_id)
     kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
-    return Scorer(Pooled(("lasttoken",), (_row_head(config, 1),)), (kernel,))
+    return Pooled(("lasttoken",), (_row_head(config, 1),)), (kernel,)
 
 
 def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:

@@ -4,6 +4,7 @@ The tower is Qwen3's without head norms. The own code of llama_bidirec is Llama'
 the pooling of its classifier and a temperature.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from converters.families.decoders import (
@@ -15,8 +16,7 @@ from converters.families.decoders import (
 )
 from converters.family import Reranker, Scorer
 from converters.fields import chosen
-from converters.heads import parameter_of
-from converters.weights import Rule, transposed_over
+from converters.weights import transposed_over
 from jaxembed.data.spec import PairTemplate, Pooling
 from jaxembed.errors import CheckpointError
 
@@ -56,9 +56,8 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     temperature = hf.get("temperature", 1.0)
     if not temperature:
         raise CheckpointError(f"temperature is {temperature!r}, wanted a number over 0")
-    head = last_token_classifier(hf, labels, pooling).logits
-    kernel = parameter_of("logits", 0, "kernel")
-    return Scorer(head, (Rule("score.weight", kernel, transposed_over(float(temperature))),))
+    head, (rule,) = last_token_classifier(hf, labels, pooling)
+    return head, (replace(rule, transform=transposed_over(float(temperature))),)
 
 
 def _is_bidirectional(hf: dict[str, Any]) -> bool:

@@ -86,7 +86,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
         Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
         *dense_rules("logits", 2, out, "classifier"),
     )
-    return Scorer(Pooled((pooling,), (dense, norm, out)), rules)
+    return Pooled((pooling,), (dense, norm, out)), rules
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:

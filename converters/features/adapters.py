@@ -4,7 +4,7 @@ base model."""
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -145,14 +145,13 @@ def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
 
 def _nth(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
     """One matrix of a stack, as a tensor of its own."""
-    shape = tensor.shape[1:]
-
-    def read() -> np.ndarray:
-        matrix = tensor.read()[number]
-        return matrix.T if transposed else matrix
-
-    name = f"{tensor.name}[{number}]"
-    return Tensor(name, tensor.dtype, shape[::-1] if transposed else shape, read)
+    shape, turn = tensor.shape[1:], np.transpose if transposed else np.asarray
+    return Tensor(
+        f"{tensor.name}[{number}]",
+        tensor.dtype,
+        shape[::-1] if transposed else shape,
+        lambda: turn(tensor.read()[number]),
+    )
 
 
 def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
@@ -175,10 +174,15 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
         else:
             stems.setdefault(f"{stem}.weight", {})[part] = tensor
     problems = [
-        f"adapter {name}: {one.name} {_misfit(one.name)}"
+        f"adapter {name}: {one.name} has "
+        + (
+            "a name that PEFT gives it in memory; save the adapter with save_pretrained"
+            if _IN_MEMORY.search(one.name)
+            else "no partner, or is no part of a low-rank adapter"
+        )
         for parts in stems.values()
         for one in parts.values()
-        if parts.keys() != {"down", "up"} or not _is_low_rank(**parts)
+        if not _is_low_rank(parts)
     ]
     if problems:
         raise ConversionError(str(folder), problems)
@@ -238,9 +242,23 @@ def plan_adapters(
     `tensors` are those of the base model, of which only shapes are used; `ranks` are the adapters
     in the spec. Raises ConversionError, which lists every factor that does not fit its weight.
     """
-    problems = [line for source in sources for line in _changed_copies(source, tensors)]
+    problems: list[str] = []
+    for source in sources:  # weights that were saved with an adapter, and are the base model's
+        for name, copy in source.copies.items():
+            base, of = tensors.get(name), f"adapter {source.name}:"
+            if base is None:
+                problems.append(f"{of} unused: {copy.name}")
+            elif copy.shape != base.shape or not np.array_equal(copy.read(), base.read()):
+                problems.append(f"{of} {copy.name} differs from the model's own {base.name}")
     chosen_rules = choose(expand(rules, shapes), tensors)
-    problems += _unequal_ranks(chosen_rules, sources, ranks)
+    layers = {_layer(rule): rule.sources for rule in chosen_rules if _is_adaptable(rule)}
+    for source, adapter in zip(sources, ranks, strict=True):
+        for layer, names in layers.items():
+            found = sum(source.factors[one].rank for one in names if one in source.factors)
+            if found != (wanted := adapter.ranks.get(layer, 0)):
+                problems.append(
+                    f"adapter {source.name}: wanted rank {wanted} for {layer}, got {found}"
+                )
     steps: list[Step] = []
     for rule in chosen_rules:
         if any(name in source.factors for source in sources for name in rule.sources):
@@ -253,7 +271,22 @@ def plan_adapters(
             weights = [tensors[name].shape for name in rule.sources]
             if rule.transform is identity:  # a table: its rows are what goes in
                 weights = [shape[::-1] for shape in weights]
-            problems += _ill_fitting(parts, weights)
+            for position, one in parts:
+                outputs, inputs = weights[position]
+                for tensor, wanted in (
+                    (one.down, (one.rank, inputs)),
+                    (one.up, (outputs, one.rank)),
+                ):
+                    if tensor.shape != wanted:
+                        problems.append(
+                            f"{tensor.name}: wanted shape {wanted} for this model, got "
+                            f"{tensor.shape}"
+                        )
+                    if tensor.dtype not in NUMPY_DTYPES:
+                        problems.append(
+                            f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got "
+                            f"{tensor.dtype}"
+                        )
             steps += _steps(rule, parts, [shape[0] for shape in weights])
     if problems:
         raise ConversionError(model, problems)
@@ -358,17 +391,9 @@ def _split(original: str) -> tuple[str, str]:
     return original, "unknown"
 
 
-def _misfit(name: str) -> str:
-    """Why a tensor is no factor of an adapter."""
-    return (
-        "has a name that PEFT gives it in memory; save the adapter with save_pretrained"
-        if _IN_MEMORY.search(name)
-        else "has no partner, or is no part of a low-rank adapter"
-    )
-
-
-def _is_low_rank(down: Tensor, up: Tensor) -> bool:
-    return len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] > 0
+def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:
+    down, up = (parts[part].shape if part in parts else () for part in ("down", "up"))
+    return len(parts) == len(down) == len(up) == 2 and down[0] == up[1] > 0
 
 
 def _layer(rule: Rule) -> str:
@@ -386,40 +411,3 @@ def _is_adaptable(rule: Rule) -> bool:
 
 def _is_ignored(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _ill_fitting(parts: Iterable[tuple[int, Factors]], weights: Sequence[Shape]) -> Iterator[str]:
-    """The reasons why factors do not fit their weights, whose shapes are `[out, in]`."""
-    for position, one in parts:
-        outputs, inputs = weights[position]
-        for tensor, wanted in (
-            (one.down, (one.rank, inputs)),
-            (one.up, (outputs, one.rank)),
-        ):
-            if tensor.shape != wanted:
-                yield f"{tensor.name}: wanted shape {wanted} for this model, got {tensor.shape}"
-            if tensor.dtype not in NUMPY_DTYPES:
-                yield f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got {tensor.dtype}"
-
-
-def _unequal_ranks(
-    rules: Iterable[Rule], sources: Sequence[AdapterSource], ranks: Sequence[Adapter]
-) -> Iterator[str]:
-    """The layers whose adapter has other columns than the spec says."""
-    layers = {_layer(rule): rule.sources for rule in rules if _is_adaptable(rule)}
-    for source, adapter in zip(sources, ranks, strict=True):
-        for layer, names in layers.items():
-            found = sum(source.factors[one].rank for one in names if one in source.factors)
-            if found != adapter.ranks.get(layer, 0):
-                wanted = adapter.ranks.get(layer, 0)
-                yield f"adapter {source.name}: wanted rank {wanted} for {layer}, got {found}"
-
-
-def _changed_copies(source: AdapterSource, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """The weights that were saved with an adapter and are not those of the base model."""
-    for name, copy in source.copies.items():
-        base = tensors.get(name)
-        if base is None:
-            yield f"adapter {source.name}: unused: {copy.name}"
-        elif copy.shape != base.shape or not np.array_equal(copy.read(), base.read()):
-            yield f"adapter {source.name}: {copy.name} differs from the model's own {base.name}"

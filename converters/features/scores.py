@@ -47,10 +47,10 @@ def scores_layout(
     template: PairTemplate | None = None,
 ) -> Layout:
     """The layout of a model that scores: a reranker has one label, a classifier several."""
-    folder = tower_folder(source)
+    folder, (logits, rules) = tower_folder(source), scorer
     tower, padding = source / folder, hf.get("pad_token_id")
     path = tower / "tokenizer.json"
-    if "lasttoken" in scorer.logits.pooling and template is None:
+    if "lasttoken" in logits.pooling and template is None:
         # transformers scores the last token that is not padding, jaxembed the last token
         is_read = padding is not None and path.is_file()
         if is_read and parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
@@ -71,8 +71,8 @@ def scores_layout(
         template = msgspec.structs.replace(template, instruction=prompt)
     return Layout(
         tower=folder,
-        heads=scoring_heads(scorer.logits),
-        rules=scorer.rules,
+        heads=scoring_heads(logits),
+        rules=rules,
         labels=labels,
         score_function=_score_function(source, hf, len(labels)),
         template=template,

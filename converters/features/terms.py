@@ -77,7 +77,7 @@ def term_head(
         rules += [Rule(name, "heads.sparse.bias", padded(terms, total)) for name in names]
     else:
         rules.append(Rule((), "heads.sparse.bias", zeros(total)))
-    return TermHead(head, tuple(rules))
+    return head, tuple(rules)
 
 
 def transforming(
@@ -111,7 +111,7 @@ def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
     """The layout of a sparse encoder. Without modules.json it takes the maximum over the tokens, as
     sentence-transformers does. Raises UnsupportedModel and CheckpointError."""
     modules = modules_of(source, route)
-    head, folder = found.head, ""
+    (head, rules), folder = found, ""
     if modules is not None:
         folder, pooling = modules[0].path, source / modules[1].path
         config = module_config(pooling)
@@ -134,7 +134,7 @@ def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
     refuse_chat_template(tower)
     layout = sparse_layout(source, folder, head)
     lowercase = bool(transformer_config(tower).get("do_lower_case"))
-    return replace(layout, rules=found.rules, lowercase=lowercase)
+    return replace(layout, rules=rules, lowercase=lowercase)
 
 
 def sparse_layout(source: Path, folder: str, head: Vocabulary) -> Layout:

@@ -222,11 +222,9 @@ class BertAttention(nnx.Module):
         self.num_heads = config.num_heads
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
-        self.norms = None  # of whole queries and of whole keys, before they are split into heads
-        if config.qk_norm:
-            self.norms = nnx.Dict(
-                {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
-            )
+        # of whole queries and of whole keys, before they are split into heads
+        norms = {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
+        self.norms = nnx.Dict(norms) if config.qk_norm else None
 
     def __call__(
         self,

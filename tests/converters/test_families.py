@@ -941,7 +941,7 @@ def test_eurobert_pools_before_its_head():
     published = config_of("eurobert_mean")
     for pooling, ours in (("bos", "cls"), ("mean", "mean")):
         head = eurobert.classifier(published | {"classifier_pooling": pooling}, 3)
-        assert head.logits.pooling == (ours,)
+        assert head[0].pooling == (ours,)
     for said in ({"classifier_pooling": ABSENT}, {"classifier_pooling": "late"}):
         with pytest.raises(UnsupportedModel, match="classifier_pooling 'late' is not supported"):
             eurobert.classifier(changed(published, said), 3)
@@ -965,7 +965,7 @@ def test_nvidias_reranker_takes_the_mean_and_divides_by_its_temperature(tmp_path
     np.testing.assert_allclose(params[kernel], plain[kernel] * 4, rtol=1e-6)
     hf = config_of("llama_cross_encoder") | SCORER
     for pooling, ours in (("cls", "cls"), ("last", "lasttoken")):
-        assert llama.classifier(hf | {"pooling": pooling}, 1).logits.pooling == (ours,)
+        assert llama.classifier(hf | {"pooling": pooling}, 1)[0].pooling == (ours,)
     with pytest.raises(UnsupportedModel, match="pooling 'weighted_avg'"):
         llama.classifier(hf | {"pooling": "weighted_avg"}, 1)
     with pytest.raises(CheckpointError, match="temperature is 0, wanted a number over 0"):
