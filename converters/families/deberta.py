@@ -38,14 +38,9 @@ def projected(norm_eps: float) -> Transform:
     return Transform(apply, misfits, dtype="float32")
 
 
-def _unfold(weight: np.ndarray) -> np.ndarray:
-    out, features, width = weight.shape
-    return np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(width * features, out))
-
-
 # a convolution's weight is [out, in, tokens]
 unfold = Transform(
-    _unfold,
+    lambda weight: np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(-1, len(weight))),
     lambda sources, shape: shaped(sources, (shape[1], shape[1], shape[0] // shape[1])),
 )
 

@@ -33,8 +33,34 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"attn_logit_softcapping {hf['attn_logit_softcapping']} is not supported in Gemma 3"
         )
     causal = is_causal(hf, True)
-    fields = gemma_config(hf, causal, rope=_rope(hf))
-    return fields | _windows(hf, causal) | {"qk_norm": True}
+    # the angles of global and local layers; rope_scaling of transformers 4 is for the former
+    by_kind = rope_by_layers(hf)
+    width = hf.get("head_dim") or HEAD_WIDTH
+    everywhere = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
+    rope = read_parameters(hf, width, everywhere, hf.get("rope_theta", 1e6))
+    near = by_kind.get(LOCAL_LAYER) or {}
+    local = read_parameters(hf, width, near, hf.get("rope_local_base_freq", 1e4))
+    if local["rope_scaling"] is not None:
+        raise UnsupportedModel(
+            f"rope_parameters.{LOCAL_LAYER} {near} are not supported: angles of layers with a "
+            "window are not scaled"
+        )
+    fields = gemma_config(hf, causal, rope=rope | {"local_theta": local["rope_theta"]})
+    # all layers but every n-th one have a window
+    window = hf.get("sliding_window", 4096)
+    every = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
+    layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % every]
+    windows = window_fields(hf, window, layers, causal)
+    if windows and hf.get("use_bidirectional_attention"):  # half of it on either side
+        if window % 2:
+            logger.warning(
+                "sliding_window %d is odd: an older transformers may have saved half of what it "
+                "read, which would be halved twice; published is %d",
+                window,
+                (window - 1) * 2,
+            )
+        windows["local_reach"] = window // 2
+    return fields | windows | {"qk_norm": True}
 
 
 def gemma_config(
@@ -67,43 +93,6 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
             "language model that scores"
         )
     return answer_head({"tie_word_embeddings": True} | hf, config, true_id, false_id)
-
-
-def _windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """The windows of all layers but every n-th one.
-
-    With use_bidirectional_attention half the window lies on either side, as in transformers.
-    """
-    window = hf.get("sliding_window", 4096)
-    every = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
-    layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % every]
-    fields = window_fields(hf, window, layers, causal)
-    if not fields or not hf.get("use_bidirectional_attention"):
-        return fields
-    if window % 2:
-        logger.warning(
-            "sliding_window %d is odd: an older transformers may have saved half of what it read, "
-            "which would be halved twice; published is %d",
-            window,
-            (window - 1) * 2,
-        )
-    return fields | {"local_reach": window // 2}
-
-
-def _rope(hf: dict[str, Any]) -> dict[str, Any]:
-    """The angles of global and local layers. rope_scaling of transformers 4 is for the former."""
-    by_kind = rope_by_layers(hf)
-    width = hf.get("head_dim") or HEAD_WIDTH
-    everywhere = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
-    fields = read_parameters(hf, width, everywhere, hf.get("rope_theta", 1e6))
-    near = by_kind.get(LOCAL_LAYER) or {}
-    local = read_parameters(hf, width, near, hf.get("rope_local_base_freq", 1e4))
-    if local["rope_scaling"] is not None:
-        raise UnsupportedModel(
-            f"rope_parameters.{LOCAL_LAYER} {near} are not supported: angles of layers with a "
-            "window are not scaled"
-        )
-    return fields | {"local_theta": local["rope_theta"]}
 
 
 FAMILY = decoder_family(

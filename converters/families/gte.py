@@ -54,7 +54,22 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     refuse_unless(hf, SWITCHES)
     width = even_head_width(hf["hidden_size"], hf["num_attention_heads"])
     refuse_unless(hf, {"head_dim": (width, None)})
-    rope = _rope(hf, width)
+    # the base of the rotary angles, and how they are scaled
+    scaling = rope_parameters(hf)
+    if scaling.get("rope_theta", hf.get("rope_theta")) is None:
+        raise CheckpointError("config.json lacks rope_theta")
+    is_ntk = scaling.get("rope_type", scaling.get("type")) == NTK
+    if is_ntk:
+        if scaling.get("mixed_b") is not None:
+            raise UnsupportedModel(f"rope_scaling.mixed_b {scaling['mixed_b']} is not supported")
+        # checked as that of a linear kind, which it is but for its numbers
+        linear = {key: value for key, value in scaling.items() if key != "mixed_b"}
+        hf = hf | {"rope_scaling": linear | {"type": "linear", "rope_type": "linear"}}
+    rope = rope_fields(hf, width)
+    if is_ntk:  # which scales texts of every length: its table is built for the scaled length
+        factor = rope["rope_scaling"]["factor"]
+        rope["rope_theta"] *= factor
+        rope["rope_scaling"] = {"kind": "linear", "factor": factor ** (2 / width)}
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -81,30 +96,6 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
         norms=("lm_head.norm", "lm_head.layer_norm"),
         decoder="lm_head.decoder",
     )(hf)
-
-
-def _rope(hf: dict[str, Any], width: int) -> dict[str, Any]:
-    """The base of the rotary angles, and how they are scaled, for heads of `width`.
-
-    Alibaba's "ntk" scales texts of every length, because its table is built for the scaled length.
-    """
-    scaling = rope_parameters(hf)
-    theta = scaling.get("rope_theta", hf.get("rope_theta"))
-    if theta is None:
-        raise CheckpointError("config.json lacks rope_theta")
-    if scaling.get("rope_type", scaling.get("type")) != NTK:
-        return rope_fields(hf, width)
-    if scaling.get("mixed_b") is not None:
-        raise UnsupportedModel(f"rope_scaling.mixed_b {scaling['mixed_b']} is not supported")
-    # checked as that of a linear kind, which it is but for its numbers
-    linear = {key: value for key, value in scaling.items() if key != "mixed_b"}
-    linear |= {"type": "linear", "rope_type": "linear"}
-    fields = rope_fields(hf | {"rope_scaling": linear}, width)
-    factor = fields["rope_scaling"]["factor"]
-    return {
-        "rope_theta": fields["rope_theta"] * factor,
-        "rope_scaling": {"kind": "linear", "factor": factor ** (2 / width)},
-    }
 
 
 FAMILY = Family(

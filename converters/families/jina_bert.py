@@ -56,7 +56,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     refuse_unless(ABSENT | hf, SWITCHES)
     # the gate has an activation of its own, so that hidden_act is not read
     fields = bert.config(hf | {"position_embedding_type": "absolute", "hidden_act": "gelu"})
-    has_more_norms = _is_code_variant(hf)
+    has_more_norms = VARIANTS[1] in _named_variants(hf)
     return fields | {
         "alibi": True,
         "qk_norm": has_more_norms,
@@ -70,7 +70,7 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
     """The rules for the MLP, which the two variants name in their own ways."""
     first, last, norm = "mlp.gated_layers", "mlp.wo", "mlp.layernorm"
     halves = transpose
-    if _is_code_variant(hf):
+    if VARIANTS[1] in _named_variants(hf):
         first, last, norm = "mlp.up_gated_layer", "mlp.down_layer", "layer_norm_2"
         halves = swap_halves_transposed  # the second half is the gate
     return [
@@ -80,10 +80,6 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
         Rule(f"{LAYER}.{norm}.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.{norm}.bias", f"{TARGET}.mlp_norm.bias"),
     ]
-
-
-def _is_code_variant(hf: dict[str, Any]) -> bool:
-    return VARIANTS[1] in _named_variants(hf)
 
 
 def _named_variants(hf: dict[str, Any]) -> list[str]:

@@ -57,17 +57,46 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     refuse_unless(hf, SWITCHES)
     sizes = _sizes(hf)
     multiple = hf.get("pad_vocab_size_multiple") or 1
+    # the activation of the gate, which the model's own code names together with the gate
+    gated = hf.get("activation_function")
+    named = "silu" if gated is None else chosen("activation_function", gated, GATED_ACTIVATIONS)
+    activation = activation_of(hf, "hidden_act", named)
+    if gated is not None and activation != named:
+        raise CheckpointError(
+            f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
+            "which are one setting"
+        )
+    # the base of the rotary angles, and how they are scaled
+    base, factor = hf.get("rotary_emb_base"), hf.get("rotary_scaling_factor")
+    if base is None and hf.get("rope_theta", rope_parameters(hf).get("rope_theta")) is None:
+        raise CheckpointError("config.json lacks rotary_emb_base or rope_parameters.rope_theta")
+    rope = rope_fields({"rope_theta": base} | hf, sizes["hidden_size"] // sizes["num_heads"])
+    if base is not None and rope["rope_theta"] != base:
+        raise CheckpointError(
+            f"config.json: rotary_emb_base is {base} and rope_theta {rope['rope_theta']}, which "
+            "are one setting"
+        )
+    if factor is not None:
+        # the base grows with the length of a text over max_trained_positions; the model's own code
+        # keeps that base for later, shorter texts too
+        if rope["rope_scaling"] is not None:
+            raise UnsupportedModel(
+                f"rotary_scaling_factor {factor} beside rope_parameters of kind "
+                f"{rope['rope_scaling']['kind']} is not supported; known: one of them"
+            )
+        length = hf.get("max_trained_positions") or TRAINED
+        rope["rope_scaling"] = {"kind": "dynamic", "factor": float(factor), "length": length}
     return sizes | {
         "vocab_size": -(-sizes["vocab_size"] // multiple) * multiple,
         "max_positions": max(hf[key] for key in LENGTHS if isinstance(hf.get(key), int)),
         "type_vocab_size": hf.get("type_vocab_size", 2),
         "norm_eps": either(hf, "layer_norm_epsilon", "layer_norm_eps", 1e-12),
-        "activation": _activation(hf),
+        "activation": activation,
         "attention_bias": bool(hf.get("qkv_proj_bias")),
         "gated": True,
         "up_bias": bool(hf.get("mlp_fc1_bias")),
         "down_bias": bool(hf.get("mlp_fc2_bias")),
-        **_rope(hf, sizes),
+        **rope,
     }
 
 
@@ -81,48 +110,6 @@ def _sizes(hf: dict[str, Any]) -> dict[str, int]:
     width = even_head_width(sizes["hidden_size"], sizes["num_heads"])
     refuse_unless(hf, {"head_dim": (width, None)})
     return sizes
-
-
-def _activation(hf: dict[str, Any]) -> Activation:
-    """The activation of the gate, which the model's own code names together with the gate."""
-    gated = hf.get("activation_function")
-    if gated is None:
-        return activation_of(hf, "hidden_act", "silu")
-    activation = chosen("activation_function", gated, GATED_ACTIVATIONS)
-    if activation_of(hf, "hidden_act", activation) != activation:
-        raise CheckpointError(
-            f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
-            "which are one setting"
-        )
-    return activation
-
-
-def _rope(hf: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
-    """The base of the rotary angles, and how they are scaled.
-
-    With rotary_scaling_factor the base grows with the length of a text over
-    max_trained_positions; the model's own code keeps that base for later, shorter texts too.
-    """
-    base, factor = hf.get("rotary_emb_base"), hf.get("rotary_scaling_factor")
-    if base is None and hf.get("rope_theta", rope_parameters(hf).get("rope_theta")) is None:
-        raise CheckpointError("config.json lacks rotary_emb_base or rope_parameters.rope_theta")
-    width = sizes["hidden_size"] // sizes["num_heads"]
-    fields = rope_fields({"rope_theta": base} | hf, width)
-    if base is not None and fields["rope_theta"] != base:
-        raise CheckpointError(
-            f"config.json: rotary_emb_base is {base} and rope_theta {fields['rope_theta']}, which "
-            "are one setting"
-        )
-    if factor is None:
-        return fields
-    if fields["rope_scaling"] is not None:
-        raise UnsupportedModel(
-            f"rotary_scaling_factor {factor} beside rope_parameters of kind "
-            f"{fields['rope_scaling']['kind']} is not supported; known: one of them"
-        )
-    length = hf.get("max_trained_positions") or TRAINED
-    scaling = {"kind": "dynamic", "factor": float(factor), "length": length}
-    return fields | {"rope_scaling": scaling}
 
 
 FAMILY = Family(

@@ -50,7 +50,7 @@ QUERY_LENGTH = 32
 STANFORD_DOCUMENT_LENGTH, PYLATE_DOCUMENT_LENGTH = 220, 180
 STANFORD_WIDTH = 128
 STANFORD_MARKERS = ("[unused0]", "[unused1]")
-PYLATE_MARKERS = ("[Q] ", "[D] ")
+PYLATE_MARKERS = {"query": "[Q] ", "document": "[D] "}
 PUNCTUATION = tuple(string.punctuation)
 
 SIMILARITIES = (None, "cosine", "dot", "maxsim", "meanmaxsim")  # which MaxSim serves
@@ -221,10 +221,6 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     refuse_unknown(f"{path}: interaction", _given(config, "interaction", "colbert"), ("colbert",))
     width = _given(config, "dim", STANFORD_WIDTH)
     layer = DenseLayer(hidden_size, width, bias=False, activation="identity")
-    markers = [
-        _given(config, key, marker)
-        for key, marker in zip(("query_token_id", "doc_token_id"), STANFORD_MARKERS, strict=True)
-    ]
     target = heads.parameter_of("multi_vector", 0, "kernel")
     layout = Layout(
         tower="",
@@ -234,7 +230,10 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     query_length = _given(config, "query_maxlen", QUERY_LENGTH)
     words = Words(
         prompts={},
-        prefixes=dict(zip(("query", "document"), markers, strict=True)),
+        prefixes={
+            "query": _given(config, "query_token_id", STANFORD_MARKERS[0]),
+            "document": _given(config, "doc_token_id", STANFORD_MARKERS[1]),
+        },
         query_length=query_length,
         document_length=_given(config, "doc_maxlen", STANFORD_DOCUMENT_LENGTH),
         fills_to=query_length,
@@ -287,12 +286,11 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
             filler=expansion.get("token"),
             attended=bool(expansion.get("attend")),
         )
-    prefixes: dict[str, str] = {}
-    for role, key, marker in zip(
-        ("query", "document"), ("query_prefix", "document_prefix"), PYLATE_MARKERS, strict=True
-    ):
-        prefixes[role] = _given(settings, key, marker)
-        saved[role] = saved.get(role, "").removeprefix(prefixes[role])
+    prefixes = {
+        role: _given(settings, f"{role}_prefix", marker) for role, marker in PYLATE_MARKERS.items()
+    }
+    for role, prefix in prefixes.items():
+        saved[role] = saved.get(role, "").removeprefix(prefix)
     query_length = _given(settings, "query_length", QUERY_LENGTH)
     skipped = settings.get("skiplist_words")
     return Words(

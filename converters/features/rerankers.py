@@ -56,7 +56,14 @@ def reranker_layout(
                 'roles "query" and "document"'
             )
     elif (published := _published(source, name, family)) is not None:
-        answers = [_id(tower, answer) for answer in published.answers]
+        path = tower / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"no tokenizer.json in {tower}, which a language model needs")
+        vocabulary = parse_tokenizer(path.read_bytes(), path)
+        answers = [vocabulary.token_to_id(answer) for answer in published.answers]
+        if None in answers:
+            missing = published.answers[answers.index(None)]
+            raise CheckpointError(f"{path} has no token {missing!r}")
     else:
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
@@ -105,24 +112,18 @@ def _published(source: Path, name: str, family: Family) -> Reranker | None:
     return published if named or published.quote in text else None
 
 
-def _id(tower: Path, token: str) -> int:
-    path = tower / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"no tokenizer.json in {tower}, which a language model needs")
-    found = parse_tokenizer(path.read_bytes(), path).token_to_id(token)
-    if found is None:
-        raise CheckpointError(f"{path} has no token {token!r}")
-    return found
-
-
 def pair_template(tower: Path) -> PairTemplate | None:
     """Read the chat template of a model's directory as a PairTemplate.
 
     Returns None if there is no template, or if it takes no query and document. Raises
     UnsupportedModel if it takes them but cannot be cut at places where tokens always end.
     """
-    source = _source(tower)
-    if source is None:
+    path = tower / "chat_template.jinja"
+    if path.is_file():
+        source = path.read_text(encoding="utf-8")
+    else:
+        source = read_optional_json(tower / "tokenizer_config.json").get("chat_template")
+    if not isinstance(source, str):
         return None
     full, plain = _render(source, *ROLES), _render(source, "query", "document")
     if "{query}" not in plain or "{document}" not in plain:
@@ -137,15 +138,6 @@ def pair_template(tower: Path) -> PairTemplate | None:
             "the query, then the document after a space, then a special token"
         )
     return template
-
-
-def _source(tower: Path) -> str | None:
-    """The text of the chat template, from its own file or from tokenizer_config.json."""
-    path = tower / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    stored = read_optional_json(tower / "tokenizer_config.json").get("chat_template")
-    return stored if isinstance(stored, str) else None
 
 
 def _render(source: str, *roles: str) -> str:

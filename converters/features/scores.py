@@ -69,30 +69,25 @@ def scores_layout(
                 "texts of a pair but what a chat template puts there"
             )
         template = msgspec.structs.replace(template, instruction=prompt)
+    # independent labels have the sigmoid, others the function that the checkpoint names, or softmax
+    function, problem = "sigmoid", hf.get("problem_type")
+    if len(labels) != 1 and problem != "multi_label_classification":
+        if problem == "regression":
+            raise UnsupportedModel(
+                f"{source}: problem_type 'regression' with {len(labels)} labels is not supported: "
+                "several values are no scores from 0 to 1; known: one label"
+            )
+        said = config.get("activation_fn")
+        said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
+        said = said or hf.get("sbert_ce_default_activation_function")
+        known = None if said is None else chosen(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
+        function = known or "softmax"
     return Layout(
         tower=folder,
         heads=scoring_heads(logits),
         rules=rules,
         labels=labels,
-        score_function=_score_function(source, hf, len(labels)),
+        score_function=function,
         template=template,
         lowercase=bool(transformer_config(tower).get("do_lower_case")),
     )
-
-
-def _score_function(source: Path, hf: dict[str, Any], labels: int) -> ScoreFunction:
-    """Sigmoid for one label or for independent ones; for others the function that the checkpoint
-    names, or softmax."""
-    problem = hf.get("problem_type")
-    if labels == 1 or problem == "multi_label_classification":
-        return "sigmoid"
-    if problem == "regression":
-        raise UnsupportedModel(
-            f"{source}: problem_type 'regression' with {labels} labels is not supported: several "
-            "values are no scores from 0 to 1; known: one label"
-        )
-    said = read_optional_json(source / MODEL_CONFIG).get("activation_fn")
-    said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
-    said = said or hf.get("sbert_ce_default_activation_function")
-    found = None if said is None else chosen(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
-    return found or "softmax"

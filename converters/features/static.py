@@ -225,13 +225,8 @@ def _find_terms(folder: Path) -> dict[str, Tensor]:
         )
     if not config.get("path"):
         return weights.find(folder)
-    values = _weights_by_token(folder, Path(config["path"]).name)
-    return {WEIGHT: Tensor(WEIGHT, "float32", values.shape, partial(np.copy, values))}
-
-
-def _weights_by_token(folder: Path, name: str) -> np.ndarray:
-    """The weights of a JSON object by token, in the order of the tokens' ids, float32. The file is
-    beside the module's config or in the folder around it."""
+    # a JSON object by token, beside the module's config or in the folder around it
+    name = Path(config["path"]).name
     path = folder / name
     if not path.is_file():
         path = folder.parent / name
@@ -240,7 +235,7 @@ def _weights_by_token(folder: Path, name: str) -> np.ndarray:
         raise CheckpointError(f"{folder}: its weights, {name}, are not there or empty")
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)
     ids = Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True)
-    values = np.zeros(len(ids), np.float32)
+    values = np.zeros(len(ids), np.float32)  # in the order of the tokens' ids
     for token, weight in given.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight):
@@ -251,4 +246,4 @@ def _weights_by_token(folder: Path, name: str) -> np.ndarray:
         if not 0 <= ids.get(token, -1) < len(values):
             raise CheckpointError(f"{path}: {token!r} is no token of the tokenizer in {folder}")
         values[ids[token]] = weight
-    return values
+    return {WEIGHT: Tensor(WEIGHT, "float32", values.shape, partial(np.copy, values))}

@@ -103,8 +103,22 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     config = text | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
     words = PageWords(source, text["vocab_size"])
     asked = read_optional_json(source / "processor_config.json")
-    rules = _image_rules(
-        source, seen, words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT), image_id
+    # how pages are prepared, and what stands around them, where one token stands for the image
+    page = words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT)
+    rules = read_rules(processor_fields(source), seen["patch_size"])
+    if rules.area is None or rules.merge != seen["spatial_merge_size"]:
+        raise CheckpointError(
+            f"{source}: its processor merges {rules.merge} by {rules.merge} patches, and the tower "
+            f"takes {seen['spatial_merge_size']} by {seen['spatial_merge_size']}"
+        )
+    if page.count(image_id) != 1:
+        raise CheckpointError(
+            f"{source}: the text around a page has {page.count(image_id)} tokens {image_id}, which "
+            "stand for images; wanted one"
+        )
+    at = page.index(image_id)
+    rules = msgspec.structs.replace(
+        rules, token_id=image_id, before=tuple(page[:at]), after=tuple(page[at + 1 :])
     )
     prompt = asked.get("query_prefix") or QUERY_PREFIX
     limit, positions = most_tokens(rules), text["max_positions"]
@@ -143,31 +157,6 @@ def most_tokens(rules: ImageRules) -> int:
     grown = (math.sqrt(least) / aspect + 1) * (math.sqrt(least) * aspect + 1)
     of_image = max(most, math.sqrt(most) * aspect, grown)
     return len(rules.before) + math.floor(of_image) + len(rules.after)
-
-
-def _image_rules(
-    source: Path, vision: Mapping[str, Any], page: list[int], image_id: int
-) -> ImageRules:
-    """How pages are prepared, and what stands around them: the ids of `page`, in which one token
-    stands for the image."""
-    rules = read_rules(processor_fields(source), vision["patch_size"])
-    if rules.area is None or rules.merge != vision["spatial_merge_size"]:
-        raise CheckpointError(
-            f"{source}: its processor merges {rules.merge} by {rules.merge} patches, and the tower "
-            f"takes {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
-        )
-    if page.count(image_id) != 1:
-        raise CheckpointError(
-            f"{source}: the text around a page has {page.count(image_id)} tokens {image_id}, which "
-            "stand for images; wanted one"
-        )
-    at = page.index(image_id)
-    return msgspec.structs.replace(
-        rules,
-        token_id=image_id,
-        before=tuple(page[:at]),
-        after=tuple(page[at + 1 :]),
-    )
 
 
 def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str, Any]:
@@ -281,13 +270,10 @@ def vision_rules(source: str, target: str) -> list[Rule]:
     ]
 
 
-def _still_kernel(array: np.ndarray) -> np.ndarray:
-    still = array.astype(np.float32).sum(axis=2)  # bfloat16 would round the sum
-    return np.ascontiguousarray(still.transpose(2, 3, 1, 0).reshape(-1, len(still)))
-
-
-still_kernel = Transform(
-    _still_kernel,
+still_kernel = Transform(  # of the sum of all frames, which bfloat16 would round
+    lambda array: np.ascontiguousarray(
+        array.astype(np.float32).sum(axis=2).transpose(2, 3, 1, 0).reshape(-1, len(array))
+    ),
     lambda sources, shape: convolution(sources, shape, (3, FRAMES)),
     dtype="float32",
 )
