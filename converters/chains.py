@@ -9,11 +9,14 @@ import msgspec
 
 from converters import heads
 from converters.family import CONVERTERS, Family, family_of, family_of_type
-from converters.features import late_interaction, rerankers, scores, static, terms
+from converters.features import late_interaction, scores, static, terms
 from converters.features.adapters import with_adapters
 from converters.features.m3 import with_token_heads
-from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import refuse_unknown
+from converters.fields import (
+    CONFIG_FIELDS,
+    check_fields,
+    refuse_unknown,
+)
 from converters.heads import Layout
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
 from converters.tokenizers import tokenizer
@@ -218,11 +221,11 @@ def _layout(
             )
         return terms.terms_layout(source, family.masked_lm(hf), route)
     if use == GENERATOR:
-        return rerankers.reranker_layout(source, options.name, family, hf, config)
+        return scores.reranker_layout(source, options.name, family, hf, config)
     labels = scores.labels_of(hf)
     assert family.classifier is not None
     scorer = family.classifier(hf, len(labels))
-    template = rerankers.template_of(source, options.name, family) if len(labels) == 1 else None
+    template = scores.template_of(source, options.name, family) if len(labels) == 1 else None
     if len(labels) == 1 and template is None and family.generators:
         logger.warning(
             "%s is a language model that scores pairs, and nothing says how it is asked: pairs are "

@@ -1,10 +1,19 @@
-"""Reads fields of config.json that several families have. Knows no family."""
+"""The fields of config.json and its like: their types and bounds, which are checked first, and how
+those are read that several families have.
+
+Whether values fit each other, and which of them a tower runs, only the family knows.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.platform.json_file import shown
 
 GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"  # of layer_types
 
@@ -19,6 +28,374 @@ HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "silu": "silu",
     "swish": "silu",
 }
+
+_MOST = 2**24  # of widths, heads, tokens and rows of tables
+_MOST_LAYERS = 1000
+_MAX_FACTOR = 1_000_000  # of positions: float32 has seven digits
+_LARGEST = 1e30  # of numbers: float32 ends at 3.4e38, and factors are multiplied
+
+
+@dataclass(frozen=True)
+class FieldType:
+    """What a field may hold, in words and as a type for msgspec; of an object perhaps its fields.
+
+    With `null` it may hold that too: families know what it means to them, or say what they lack.
+    """
+
+    wanted: str
+    type: Any
+    fields: Mapping[str, "FieldType"] = field(default_factory=dict)
+    null: bool = True
+
+
+def _whole(least: int, most: int) -> FieldType:
+    return FieldType(
+        f"a whole number from {least} to {most}", Annotated[int, Meta(ge=least, le=most)]
+    )
+
+
+def _not_null(kind: FieldType) -> FieldType:
+    return replace(kind, null=False)
+
+
+_FINITE = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+_OVER_0 = Annotated[float, Meta(gt=0, le=_LARGEST)]
+
+_SIZE, _COUNT, _COUNT_OR_NONE = _whole(1, _MOST), _whole(0, _MOST), _whole(-1, _MOST)
+_LAYERS = _whole(1, _MOST_LAYERS)
+_NUMBER = FieldType("a finite number", _FINITE)
+_POSITIVE = FieldType("a number over 0", _OVER_0)
+_NOT_NEGATIVE = FieldType("a number of at least 0", Annotated[float, Meta(ge=0, le=_LARGEST)])
+_FACTOR = FieldType(
+    f"a number over 0, at most {_MAX_FACTOR}", Annotated[float, Meta(gt=0, le=_MAX_FACTOR)]
+)
+_BASE = FieldType("a number over 1", Annotated[float, Meta(gt=1, le=_LARGEST)])
+_EPSILON = _not_null(FieldType("a number from 0 to 1", Annotated[float, Meta(ge=0, le=1)]))
+_SWITCH = FieldType("true or false", bool)
+_NAME = FieldType("a string", str)
+_NAMES = FieldType("a list of strings", list[str])
+_ONE_OR_MORE_NAMES = FieldType("a string or a list of strings", str | list[str])
+_FACTORS = FieldType("a list of numbers over 0", list[_OVER_0])
+_OBJECT = FieldType("a JSON object", dict[str, Any])
+
+
+_CONTENT = Annotated[str, Meta(min_length=1)]
+
+
+class AddedTokenFields(msgspec.Struct):
+    """A special token with its flags, as tokenizer_config.json has it."""
+
+    content: _CONTENT
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    special: bool = False
+
+
+_TOKEN = FieldType("a token, or an object with its content", _CONTENT | AddedTokenFields)
+_TOKENS = FieldType("a list of tokens", list[_CONTENT | AddedTokenFields])
+_TOKENS_BY_ID = FieldType(
+    "an object of tokens by id",
+    dict[Annotated[str, Meta(pattern=r"^\d{1,8}$")], AddedTokenFields],
+)
+
+_ROPE_FIELDS = {
+    "attention_factor": _POSITIVE,
+    "beta_fast": _NOT_NEGATIVE,
+    "beta_slow": _NOT_NEGATIVE,
+    "factor": _FACTOR,
+    "high_freq_factor": _POSITIVE,
+    "llama_4_scaling_beta": _NOT_NEGATIVE,
+    "long_factor": _FACTORS,
+    "low_freq_factor": _POSITIVE,
+    "max_position_embeddings": _SIZE,
+    "mrope_section": FieldType("a list of numbers of pairs of dimensions", list[_SIZE.type]),
+    "mscale": _NOT_NEGATIVE,
+    "mscale_all_dim": _NOT_NEGATIVE,
+    "original_max_position_embeddings": _SIZE,
+    "partial_rotary_factor": _POSITIVE,
+    "rope_theta": _BASE,
+    "rope_type": _NAME,
+    "short_factor": _FACTORS,
+    "truncate": _SWITCH,
+    "type": _NAME,
+}
+_ROPE = FieldType(_OBJECT.wanted, _OBJECT.type, _ROPE_FIELDS)
+_ROPE_BY_LAYERS = FieldType(
+    _OBJECT.wanted,
+    _OBJECT.type,
+    _ROPE_FIELDS | {"full_attention": _ROPE, "sliding_attention": _ROPE},
+)
+
+# Of config.json, for all families: a key has one meaning wherever it is read.
+CONFIG_FIELDS = {
+    "activation": _NAME,
+    "activation_function": _NAME,
+    "add_cross_attention": _SWITCH,
+    "architectures": _NAMES,
+    "attention_bias": _SWITCH,
+    "attn_logit_softcapping": _POSITIVE,
+    "auto_map": _OBJECT,
+    "classifier_activation": _NAME,
+    "classifier_bias": _SWITCH,
+    "classifier_pooling": _NAME,
+    "conv_act": _NAME,
+    "conv_groups": _SIZE,
+    "conv_kernel_size": _COUNT_OR_NONE,
+    "d_ff": _SIZE,
+    "d_kv": _SIZE,
+    "d_model": _SIZE,
+    "decoder_bias": _SWITCH,
+    "depth": _LAYERS,
+    "dim": _SIZE,
+    "dtype": _NAME,
+    "embed_dim": _SIZE,
+    "embedding_dim": _SIZE,
+    "embedding_size": _SIZE,
+    "eos_token_id": _COUNT,
+    "feed_forward_proj": _NAME,
+    "final_logit_softcapping": _POSITIVE,
+    "fullatt_block_indexes": FieldType("a list of numbers of layers", list[_COUNT.type]),
+    "global_attn_every_n_layers": _not_null(_SIZE),
+    "global_rope_theta": _BASE,
+    "head_dim": _SIZE,
+    "hidden_act": _NAME,
+    "hidden_activation": _NAME,
+    "hidden_dim": _SIZE,
+    "hidden_size": _SIZE,
+    "id2label": FieldType("an object of names by id", dict[str, str | int] | None),
+    "image_size": _SIZE,
+    "image_token_id": _COUNT,
+    "image_token_index": _COUNT,
+    "in_channels": _SIZE,
+    "inner_group_num": _whole(1, 32),
+    "intermediate_size": _SIZE,
+    "is_causal": _SWITCH,
+    "is_decoder": _SWITCH,
+    "layer_norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "layer_types": _NAMES,
+    "local_attention": _not_null(_COUNT),
+    "local_rope_theta": _BASE,
+    "lora_adaptations": _NAMES,
+    "lora_alpha": _NUMBER,
+    "lora_rank": _SIZE,
+    "max_position_embeddings": _SIZE,
+    "max_relative_positions": _not_null(_COUNT_OR_NONE),
+    "max_trained_positions": _SIZE,
+    "max_window_layers": _not_null(_COUNT),
+    "mlp_bias": _SWITCH,
+    "mlp_fc1_bias": _SWITCH,
+    "mlp_fc2_bias": _SWITCH,
+    "mlp_ratio": _POSITIVE,
+    "model_type": _NAME,
+    "n_embd": _SIZE,
+    "n_head": _SIZE,
+    "n_heads": _SIZE,
+    "n_inner": _SIZE,
+    "n_layer": _LAYERS,
+    "n_layers": _LAYERS,
+    "n_positions": _SIZE,
+    "norm_bias": _SWITCH,
+    "norm_eps": _EPSILON,
+    "norm_rel_ebd": _not_null(_ONE_OR_MORE_NAMES),
+    "normalize": _SWITCH,
+    "num_attention_heads": _SIZE,
+    "num_channels": _SIZE,
+    "num_heads": _SIZE,
+    "num_hidden_groups": _LAYERS,
+    "num_hidden_layers": _LAYERS,
+    "num_key_value_heads": _SIZE,
+    "num_labels": _whole(0, 2**20),
+    "num_layers": _LAYERS,
+    "num_patches": _SIZE,
+    "original_max_position_embeddings": _SIZE,
+    "out_hidden_size": _SIZE,
+    "pad_token_id": _COUNT_OR_NONE,
+    "pad_vocab_size_multiple": _SIZE,
+    "partial_rotary_factor": _POSITIVE,
+    "patch_size": _SIZE,
+    "pooler_hidden_act": _NAME,
+    "pooling": _NAME,
+    "pos_att_type": FieldType(_ONE_OR_MORE_NAMES.wanted, _ONE_OR_MORE_NAMES.type | None),
+    "position_biased_input": _SWITCH,
+    "position_buckets": _not_null(_COUNT_OR_NONE),
+    "position_embedding_type": _NAME,
+    "problem_type": _NAME,
+    "projection_dim": _SIZE,
+    "projection_size": _SIZE,
+    "qkv_proj_bias": _SWITCH,
+    "query_pre_attn_scalar": _not_null(_POSITIVE),
+    "relative_attention": _SWITCH,
+    "relative_attention_max_distance": _not_null(_SIZE),
+    "relative_attention_num_buckets": _not_null(_SIZE),
+    "rms_norm_eps": _EPSILON,
+    "rope_local_base_freq": _BASE,
+    "rope_parameters": _ROPE_BY_LAYERS,
+    "rope_scaling": _ROPE_BY_LAYERS,
+    "rope_theta": _BASE,
+    "rotary_emb_base": _BASE,
+    "rotary_scaling_factor": _FACTOR,
+    "sbert_ce_default_activation_function": _NAME,
+    "sentence_transformers": FieldType(_OBJECT.wanted, _OBJECT.type, {"activation_fn": _NAME}),
+    "share_att_key": _SWITCH,
+    "sliding_window": _COUNT,
+    "sliding_window_pattern": _SIZE,
+    "_sliding_window_pattern": _SIZE,
+    "spatial_merge_size": _SIZE,
+    "task_instructions": FieldType("an object of strings by name", dict[str, str | None]),
+    "temperature": _NOT_NEGATIVE,
+    "temporal_patch_size": _SIZE,
+    "text_config": _OBJECT,
+    "text_config_dict": _OBJECT,
+    "tie_word_embeddings": _SWITCH,
+    "tokenizer_class": _NAME,
+    "torch_dtype": _NAME,
+    "type_vocab_size": _not_null(_COUNT),
+    "use_bidirectional_attention": _SWITCH,
+    "use_sliding_window": _SWITCH,
+    "vision_config": _OBJECT,
+    "vision_config_dict": _OBJECT,
+    "vision_use_head": _SWITCH,
+    "vlm_config": _OBJECT,
+    "vocab_size": _SIZE,
+    "window_size": _SIZE,
+}
+
+# Of the config.json of a module of sentence-transformers.
+MODULE_FIELDS = {
+    "activation_function": _NAME,
+    "bias": _not_null(_SWITCH),
+    "chunk_size": _COUNT_OR_NONE,
+    "embedding_dimension": _SIZE,
+    "frozen": _SWITCH,
+    "in_features": _SIZE,
+    "include_prompt": _not_null(_SWITCH),
+    "out_features": _SIZE,
+    "path": _NAME,
+    "pooling_mode": _ONE_OR_MORE_NAMES,
+    "pooling_mode_cls_token": _SWITCH,
+    "pooling_mode_lasttoken": _SWITCH,
+    "pooling_mode_max_tokens": _SWITCH,
+    "pooling_mode_mean_sqrt_len_tokens": _SWITCH,
+    "pooling_mode_mean_tokens": _SWITCH,
+    "pooling_mode_weightedmean_tokens": _SWITCH,
+    "pooling_strategy": _NAME,
+    "use_residual": _SWITCH,
+    "word_embedding_dimension": _SIZE,
+}
+
+# Of the models that compare texts token by token: of config_sentence_transformers.json as PyLate
+# writes it, and of the transformer's config of sentence-transformers' own form.
+EXPANSION_FIELDS = {
+    "attend": _SWITCH,
+    "length": _SIZE,
+    "strategy": _NAME,
+    "token": _NAME,
+}
+LATE_FIELDS = {
+    "attend_to_expansion_tokens": _SWITCH,
+    "do_lower_case": _SWITCH,
+    "do_query_expansion": _SWITCH,
+    "document_length": _SIZE,
+    "document_prefix": _NAME,
+    "query_expansion": FieldType(_OBJECT.wanted, _OBJECT.type, EXPANSION_FIELDS),
+    "query_length": _SIZE,
+    "query_prefix": _NAME,
+    "similarity_fn_name": _NAME,
+    "skiplist_words": _NAMES,
+}
+MASK_FIELDS = {
+    "keep_only_token_ids": FieldType("a list of ids", list[int]),
+    "skiplist_tasks": _ONE_OR_MORE_NAMES,
+    "skiplist_words": _NAMES,
+}
+# Of artifact.metadata, as Stanford's colbert writes it.
+ARTIFACT_FIELDS = {
+    "attend_to_mask_tokens": _SWITCH,
+    "dim": _SIZE,
+    "doc_maxlen": _SIZE,
+    "doc_token_id": _NAME,
+    "interaction": _NAME,
+    "mask_punctuation": _SWITCH,
+    "query_maxlen": _SIZE,
+    "query_token_id": _NAME,
+    "similarity": _NAME,
+}
+
+# Of files whose name says what they hold.
+FIELDS_BY_FILE = {
+    "config_sentence_transformers.json": {
+        "activation_fn": _NAME,
+        "default_prompt_name": _NAME,
+        "max_active_dims": _SIZE,
+        "model_type": _NAME,
+        "prompts": FieldType("an object of strings by name", dict[str, str | None]),
+    },
+    "processor_config.json": {
+        "query_prefix": _not_null(_NAME),
+        "visual_prompt_prefix": _not_null(_NAME),
+    },
+    "tokenizer_config.json": {"model_input_names": _NAMES, "tokenizer_class": _NAME},
+}
+
+# Of tokenizer_config.json and special_tokens_map.json, and the content of added_tokens.json.
+TOKENIZER_FIELDS = {
+    "add_bos_token": _SWITCH,
+    "add_eos_token": _SWITCH,
+    "add_prefix_space": _SWITCH,
+    "added_tokens": FieldType("an object of ids by token", dict[_CONTENT, _COUNT.type]),
+    "added_tokens_decoder": _TOKENS_BY_ID,
+    "additional_special_tokens": _TOKENS,
+    "bos_token": _TOKEN,
+    "cls_token": _TOKEN,
+    "do_lower_case": _SWITCH,
+    "eos_token": _TOKEN,
+    "extra_ids": _COUNT,
+    "extra_special_tokens": FieldType(
+        "tokens in a list or by name",
+        list[_CONTENT | AddedTokenFields] | dict[str, _CONTENT | AddedTokenFields],
+    ),
+    "keep_accents": _SWITCH,
+    "legacy": _SWITCH,
+    "mask_token": _TOKEN,
+    "pad_token": _TOKEN,
+    "sep_token": _TOKEN,
+    "sp_model_kwargs": _OBJECT,
+    "split_by_punct": _SWITCH,
+    "unk_token": _TOKEN,
+}
+
+# Of adapter_config.json.
+ADAPTER_FIELDS = {
+    "alpha_pattern": FieldType("an object of numbers by pattern", dict[str, _FINITE]),
+    "bias": _NAME,
+    "lora_alpha": _not_null(_NUMBER),
+    "peft_type": _NAME,
+    "use_rslora": _SWITCH,
+}
+
+
+def check_fields(
+    where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""
+) -> None:
+    """Raise CheckpointError for the first field that holds another type, or a number beyond its
+    bounds. `where` names the file; fields that are not among `types` are not looked at. `prefix` is
+    the name of the field that holds these, with a dot."""
+    for key, kind in types.items():
+        if key not in values:
+            continue
+        value = values[key]
+        if value is None and kind.null:
+            continue
+        try:
+            msgspec.convert(value, kind.type)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(
+                f"{where}: {prefix}{key} is {shown(value)}, wanted {kind.wanted}"
+            ) from error
+        if value is not None and kind.fields:
+            check_fields(where, value, kind.fields, f"{prefix}{key}.")
 
 
 def require(hf: dict[str, Any], keys: Sequence[str]) -> None:

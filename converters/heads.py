@@ -12,14 +12,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from converters.field_types import (
+from converters.fields import (
     CONFIG_FIELDS,
     FIELDS_BY_FILE,
     MODULE_FIELDS,
     FieldType,
     check_fields,
+    chosen,
+    refuse_unknown,
 )
-from converters.fields import chosen, refuse_unknown
 from converters.router import CONFIG_FILES, ROUTERS, Listed, Router, plain_type, read_router
 from converters.weights import Rule, transpose
 from jaxembed.data.outputs import OutputName

@@ -15,8 +15,10 @@ import msgspec
 import numpy as np
 
 from converters.family import BuiltIn, TensorRules
-from converters.field_types import ADAPTER_FIELDS
-from converters.fields import refuse_unknown
+from converters.fields import (
+    ADAPTER_FIELDS,
+    refuse_unknown,
+)
 from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
 from converters.outline import AdapterSource, Factors, Outline
 from converters.weights import (

@@ -12,7 +12,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from converters import heads
-from converters.field_types import (
+from converters.fields import (
     ARTIFACT_FIELDS,
     CONFIG_FIELDS,
     EXPANSION_FIELDS,
@@ -20,8 +20,8 @@ from converters.field_types import (
     MASK_FIELDS,
     TOKENIZER_FIELDS,
     check_fields,
+    refuse_unknown,
 )
-from converters.fields import refuse_unknown
 from converters.heads import MODEL_CONFIG, Layout
 from converters.weights import Rule, transpose
 from jaxembed.data.spec import (

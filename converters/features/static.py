@@ -23,7 +23,9 @@ from tokenizers import Tokenizer
 from converters import heads, weights
 from converters.family import TensorRules
 from converters.features.terms import sparse_layout
-from converters.field_types import CONFIG_FIELDS
+from converters.fields import (
+    CONFIG_FIELDS,
+)
 from converters.heads import Layout
 from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer

@@ -8,7 +8,7 @@ transformers 4, with which the models were trained and published.
 
 import random
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +25,11 @@ from tokenizers import (
 )
 from tokenizers.models import BPE, Unigram
 
-from converters.field_types import CONFIG_FIELDS, TOKENIZER_FIELDS, check_fields
+from converters.fields import (
+    CONFIG_FIELDS,
+    TOKENIZER_FIELDS,
+    check_fields,
+)
 from converters.heads import read_optional_json
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -164,33 +168,17 @@ class TokenizerFiles:
     """What a folder's files say of its tokenizer."""
 
     folder: Path
+    path: Path  # of the SentencePiece model
     family: Family
     config: Mapping[str, Any]  # tokenizer_config.json; special_tokens_map.json for what it lacks
     proto: Any  # the ModelProto of sentencepiece_model.proto
-
-    @property
-    def path(self) -> Path:
-        return self.folder / self.family.file
-
-    @property
-    def prefixes_once(self) -> bool:
-        """Whether a space is put before a text that has none, and not before each part of it that
-        special tokens divide."""
-        return self.family.has_legacy and not self.config["legacy"]
-
-    @property
-    def lowers(self) -> bool:
-        default = self.family.lowercase
-        return default is not None and self.config.get("do_lower_case", default)
-
-    @property
-    def keeps_accents(self) -> bool:
-        return not self.family.is_albert or self.config.get("keep_accents", False)
-
-    @property
-    def extra_ids(self) -> list[str]:
-        count = self.config.get("extra_ids", self.family.extra_ids) if self.family.extra_ids else 0
-        return [f"<extra_id_{number}>" for number in reversed(range(count))]
+    # whether a space is put before a text that has none, and not before each part of it that
+    # special tokens divide
+    prefixes_once: bool
+    lowers: bool
+    keeps_accents: bool
+    extra_ids: Sequence[str]
+    stated_ids: Mapping[str, int]  # of added tokens, which files say beside the model
 
     def id_of(self, number: int) -> int:
         """The id of the piece that has this number in the SentencePiece model."""
@@ -201,13 +189,6 @@ class TokenizerFiles:
     def token(self, name: str) -> str | dict[str, Any] | None:
         """A special token, perhaps with its flags, by its name."""
         return self.config.get(f"{name}_token", self.family.tokens.get(name))
-
-    @property
-    def stated_ids(self) -> dict[str, int]:
-        """The ids of added tokens, which files say beside the model."""
-        decoder = self.config.get("added_tokens_decoder", {})
-        stated = {token["content"]: int(number) for number, token in decoder.items()}
-        return self.config["added_tokens"] | stated
 
     @property
     def template(self) -> list[tuple[str, int]]:
@@ -244,7 +225,6 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     contradict each other, or if the result differs from SentencePiece on any compared text.
     """
     files = _read(folder)
-    _refuse(files)
     spec, pieces = files.proto.normalizer_spec, files.proto.pieces
     if files.family.is_albert:
         # its authors cut these pieces again; transformers' AlbertConverter lowers their scores
@@ -297,6 +277,8 @@ def build_from_sentencepiece(folder: Path) -> bytes:
 
 
 def _read(folder: Path) -> TokenizerFiles:
+    """Read the files of a tokenizer. Raises UnsupportedModel for what the result would not follow,
+    or would have to guess."""
     name = class_name(folder)
     if name not in FAMILIES:
         raise UnsupportedModel(
@@ -324,38 +306,42 @@ def _read(folder: Path) -> TokenizerFiles:
             f"no tokenizer can be built from {path}: {error}; {ADVICE}"
         ) from error
     proto.ParseFromString(pieces.serialized_model_proto())
-    return TokenizerFiles(folder, family, config, proto)
-
-
-def _refuse(files: TokenizerFiles) -> None:
-    """Raise UnsupportedModel for what the result would not follow, or would have to guess."""
-    config, trainer = files.config, files.proto.trainer_spec
-    prefix = files.proto.normalizer_spec.add_dummy_prefix
+    trainer, prefix = proto.trainer_spec, proto.normalizer_spec.add_dummy_prefix
     for name, wanted in {
         "split_by_punct": False,
         "sp_model_kwargs": {},
         "add_prefix_space": prefix,
     }.items():
         if config.get(name, wanted) != wanted:
-            raise UnsupportedModel(
-                f"{files.folder}: {name} is {config[name]}, wanted {wanted}; {ADVICE}"
-            )
-    for name, is_read in (
-        ("add_bos_token", files.family.has_ends),
-        ("legacy", files.family.has_legacy),
-    ):
+            raise UnsupportedModel(f"{folder}: {name} is {config[name]}, wanted {wanted}; {ADVICE}")
+    for name, is_read in (("add_bos_token", family.has_ends), ("legacy", family.has_legacy)):
         if is_read and name not in config:
             raise UnsupportedModel(
-                f"{files.folder}: tokenizer_config.json lacks {name}, which is true to "
-                f"transformers 4 and false to transformers 5; write there which it is, or {ADVICE}"
+                f"{folder}: tokenizer_config.json lacks {name}, which is true to transformers 4 "
+                f"and false to transformers 5; write there which it is, or {ADVICE}"
             )
     if trainer.model_type not in (UNIGRAM_MODEL, BPE_MODEL) or trainer.treat_whitespace_as_suffix:
         raise UnsupportedModel(
-            f"{files.path} is a model of words or characters, or of spaces after words, wanted a "
+            f"{path} is a model of words or characters, or of spaces after words, wanted a "
             f"unigram or BPE model; {ADVICE}"
         )
-    if any(piece.type == UNUSED for piece in files.proto.pieces):
-        raise UnsupportedModel(f"{files.path} has pieces marked as unused; {ADVICE}")
+    if any(piece.type == UNUSED for piece in proto.pieces):
+        raise UnsupportedModel(f"{path} has pieces marked as unused; {ADVICE}")
+    extra = config.get("extra_ids", family.extra_ids) if family.extra_ids else 0
+    decoder = config.get("added_tokens_decoder", {})
+    stated = {token["content"]: int(number) for number, token in decoder.items()}
+    return TokenizerFiles(
+        folder,
+        path,
+        family,
+        config,
+        proto,
+        prefixes_once=family.has_legacy and not config["legacy"],
+        lowers=family.lowercase is not None and config.get("do_lower_case", family.lowercase),
+        keeps_accents=not family.is_albert or config.get("keep_accents", False),
+        extra_ids=[f"<extra_id_{number}>" for number in reversed(range(extra))],
+        stated_ids=config["added_tokens"] | stated,
+    )
 
 
 def _model(files: TokenizerFiles) -> Unigram | BPE:
@@ -435,28 +421,24 @@ def _compare(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> 
     library = import_module("sentencepiece")
     pieces = library.SentencePieceProcessor(model_proto=files.proto.SerializeToString())
     for text in _texts(files, special):
-        ids = [files.id_of(number) for number in pieces.encode(_prepared(files, text))]
+        given = text  # as the family hands it to SentencePiece
+        if files.family.is_albert:
+            given = given.replace("``", '"').replace("''", '"')
+        if not files.keeps_accents:
+            # marks as StripAccents knows them, not those with a combining class as at the authors':
+            # so are the published tokenizer.json, and the difference is none in Latin script
+            given = unicodedata.normalize("NFKD", given)
+            given = "".join(one for one in given if unicodedata.category(one)[0] != "M")
+        if files.lowers:
+            given = "".join(one.lower() for one in given)
+        if files.prefixes_once and given and given[0] not in (" ", SPACE):
+            given = SPACE + given
+        ids = [files.id_of(number) for number in pieces.encode(given)]
         if tokenizer.encode(text).ids != [*first, *ids, *last]:
             raise CheckpointError(
                 f"{files.path}: the tokenizer made of it differs from SentencePiece on {text!r}; "
                 f"{ADVICE}"
             )
-
-
-def _prepared(files: TokenizerFiles, text: str) -> str:
-    """A text as the family hands it to SentencePiece."""
-    if files.family.is_albert:
-        text = text.replace("``", '"').replace("''", '"')
-    if not files.keeps_accents:
-        # marks as StripAccents knows them, not those with a combining class as at the authors':
-        # so are the published tokenizer.json, and the difference is none in Latin script
-        text = unicodedata.normalize("NFKD", text)
-        text = "".join(one for one in text if unicodedata.category(one)[0] != "M")
-    if files.lowers:
-        text = "".join(one.lower() for one in text)
-    if files.prefixes_once and text and text[0] not in (" ", SPACE):
-        text = SPACE + text
-    return text
 
 
 def _texts(files: TokenizerFiles, special: set[str]) -> list[str]:

@@ -10,8 +10,12 @@ from converters.families import qwen3
 from converters.families.decoders import REQUIRED, decoder_config
 from converters.families.gemma3 import HEAD_WIDTH
 from converters.family import TensorRules
-from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import either, require
+from converters.fields import (
+    CONFIG_FIELDS,
+    check_fields,
+    either,
+    require,
+)
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.vision.dual import (

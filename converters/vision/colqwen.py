@@ -16,8 +16,12 @@ from converters.families.decoders import decoder_config, head_width_of, is_causa
 from converters.families.qwen3 import qwen_windows
 from converters.families.rope import read_parameters, rope_parameters
 from converters.family import TensorRules
-from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import activation_of, refuse_unknown
+from converters.fields import (
+    CONFIG_FIELDS,
+    activation_of,
+    check_fields,
+    refuse_unknown,
+)
 from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.vision.dual import convolution, processor_fields

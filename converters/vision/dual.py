@@ -14,8 +14,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from converters.family import TensorRules
-from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import activation_of, given, refuse_unknown, require
+from converters.fields import (
+    CONFIG_FIELDS,
+    activation_of,
+    check_fields,
+    given,
+    refuse_unknown,
+    require,
+)
 from converters.heads import (
     Layout,
     dense_rules,

@@ -11,8 +11,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from converters.family import TensorRules
-from converters.field_types import CONFIG_FIELDS, check_fields
-from converters.fields import given, refuse_unknown
+from converters.fields import (
+    CONFIG_FIELDS,
+    check_fields,
+    given,
+    refuse_unknown,
+)
 from converters.heads import Layout, dense_rules, read_optional_json
 from converters.outline import Options, Outline, Reader, spec_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token

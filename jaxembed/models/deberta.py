@@ -5,16 +5,28 @@ those of transformers' DebertaV2Model. Knows nothing of pooling.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import Bias
+from jaxembed.models.attention import MASKED, AttentionScores, Bias, Heads, weighted_values
 from jaxembed.models.bert import BertAttention, BertConfig, BertLayer
-from jaxembed.models.disentangled import Distances, attend_disentangled
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
+
+# Queries and keys of a tile of scores. Rows up to this length are one tile; of longer rows a block
+# of queries is computed at a time, with all keys that any of them may see. Smaller blocks are
+# slower on CPU.
+SCORES_TILE = 128
+
+Table = Float[Array, "places heads width"]
+Tiles = Float[Array, "tiles rows length heads width"]
+Offset = int | Int[Array, ""]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +155,165 @@ class DebertaAttention(BertAttention):
             tokens.key_segments,
         )
         return mixed.reshape(rows, length, dim)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How a distance, the query's position less the key's, becomes a place in a relative table."""
+
+    buckets: int  # places on either side; 0: one for each distance
+    max_distance: int  # from which on distances share the last place
+    largest: int  # of any two tokens of a sequence
+
+    def places(self, distances: np.ndarray) -> np.ndarray:
+        """The places of distances.
+
+        Up to half the buckets each distance has a place of its own, then buckets grow by a factor.
+        The arithmetic is transformers', in float32, which may round to another bucket than float64.
+        """
+        side = self.buckets or self.max_distance
+        places = distances
+        if self.buckets:
+            middle = self.buckets // 2
+            ratio = np.maximum(abs(distances), middle).astype(np.float32) / np.float32(middle)
+            end = np.log(np.float32((self.max_distance - 1) / middle))
+            far = np.ceil(np.log(ratio) / end * np.float32(middle - 1)) + middle
+            places = np.where(abs(distances) <= middle, distances, np.sign(distances) * far)
+        return np.clip(places.astype(int) + side, 0, 2 * side - 1)
+
+
+def attend_disentangled(
+    query: Heads,
+    key: Heads,
+    value: Heads,
+    relative_key: Table | None,
+    relative_query: Table | None,
+    segments: Segments,
+    distances: Distances,
+    key_segments: Segments | None = None,
+) -> Heads:
+    """Compute disentangled attention within the segments of each row.
+
+    The score of a query and a key is query . key + query . relative_key + key . relative_query,
+    with the relative vectors of their distance, over sqrt(width of a head * number of terms). A
+    distance in the row is the distance in the segment. `key_segments` are as in `attend`.
+
+    Nothing is gathered by score, which is slower on CPU: a block of queries is multiplied
+    with the relative keys of all distances that it has to any key, in the order of distances, and
+    the diagonals of that product are its scores.
+    """
+    rows, length, heads, _ = query.shape
+    tile = min(SCORES_TILE, length)
+    blocks = -(-length // tile)
+    around = -(-distances.largest // tile)  # tiles on either side that a block may see
+    near = 2 * around + 1
+    if near >= blocks:  # every block takes all keys
+        around, near = 0, blocks
+    value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
+    tiled = partial(_tiled, tile=tile, count=blocks)
+    of_keys = segments if key_segments is None else key_segments
+    keys = [tiled(x, around=around) for x in (key, value, of_keys)]
+    largest = near * tile - 1  # distance between a tile and those that it sees
+    every = np.arange(-largest, largest + 1)
+    keys_apart, queries_apart = (
+        None if table is None else jnp.take(table, distances.places(order), axis=0)
+        for table, order in ((relative_key, every[::-1]), (relative_query, every))
+    )
+    relative = Relative(keys_apart, queries_apart, tile, largest)
+
+    def block(one):
+        number, queries, of_query = one
+        near_key, near_value, of_key = keys
+        if around:  # tiles of padding stand before the first
+            near_key, near_value, of_key = (
+                lax.dynamic_slice_in_dim(x, number, near, axis=0) for x in keys
+            )
+        offset = around or number
+        return _mix_near(queries, of_query, near_key, near_value, of_key, relative, offset)
+
+    if blocks == 1:
+        mixed = block((0, query, segments))[None]
+    else:
+        mixed = lax.map(block, (jnp.arange(blocks), tiled(query), tiled(segments)))
+    return mixed.swapaxes(0, 1).reshape(rows, blocks * tile, heads, -1)[:, :length]
+
+
+def _mix_near(
+    query: Heads,
+    of_query: Segments,
+    key: Tiles,
+    value: Tiles,
+    of_key: Int[Array, "tiles rows length"],
+    relative: "Relative",
+    offset: Offset,
+) -> Heads:
+    """Compute attention of a tile of queries, which lies `offset` tiles after the first of keys."""
+    rows_first = (x.swapaxes(0, 1) for x in (key, value, of_key))
+    all_key, all_value, of_key = (x.reshape(len(query), -1, *x.shape[3:]) for x in rows_first)
+    scores = _product("bshk,bthk->bhst", query, all_key)
+    if relative.keys is not None:
+        scores += relative.by_query(query, all_key.shape[1], offset)
+    if relative.queries is not None:
+        scores += relative.by_key(key, offset)
+    seen = (of_query[:, :, None] == of_key[:, None, :])[:, None]
+    terms = 1 + (relative.keys is not None) + (relative.queries is not None)
+    scale = (query.shape[3] * terms) ** -0.5
+    mixed = weighted_values(jnp.where(seen, scores * scale, MASKED), all_value)
+    return mixed.swapaxes(1, 2)
+
+
+@dataclass(frozen=True)
+class Relative:
+    """The relative keys and queries of every distance between a tile and those that it sees."""
+
+    keys: Table | None  # from the largest distance to the smallest
+    queries: Table | None  # from the smallest to the largest
+    tile: int
+    largest: int
+
+    def by_query(self, query: Heads, keys: int, offset: Offset) -> AttentionScores:
+        """Multiply a tile of queries with relative keys."""
+        assert self.keys is not None
+        first = self.largest - (offset + 1) * self.tile + 1
+        table = lax.dynamic_slice_in_dim(self.keys, first, keys + self.tile - 1, axis=0)
+        # heads first: XLA:CPU is slower where the product is transposed before the slice
+        return _diagonals(_product("bshk,whk->hbsw", query, table)).swapaxes(0, 1)
+
+    def by_key(self, key: Tiles, offset: Offset) -> AttentionScores:
+        """Multiply tiles of keys with the relative queries of a tile."""
+        assert self.queries is not None
+        count, rows, tile, heads, _ = key.shape
+        tables = []
+        for number in range(count):
+            first = self.largest + (offset - number) * tile - tile + 1
+            tables.append(lax.dynamic_slice_in_dim(self.queries, first, 2 * tile - 1, axis=0))
+        product = _product("nbthk,nwhk->nhbtw", key, jnp.stack(tables))
+        by_tile = _diagonals(product).transpose(2, 1, 4, 0, 3)  # [rows, heads, queries, tiles, t]
+        return by_tile.reshape(rows, heads, tile, count * tile)
+
+
+def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... length others"]:
+    """Take one place less of each next row: result[i, j] is product[i, length - 1 - i + j].
+
+    Rows that are one place shorter begin one place further left each, so this is a slice of the
+    flat product, and no gather.
+    """
+    *axes, length, places = product.shape
+    flat = product.reshape(*axes, length * places)
+    flat = flat[..., length - 1 : length - 1 + length * (places - 1)]
+    return flat.reshape(*axes, length, places - 1)[..., : places - length + 1]
+
+
+def _tiled(x: Array, *, tile: int, count: int, around: int = 0) -> Array:
+    """Reshape [rows, length, ...] to [tiles, rows, tile, ...], with zeros for what is missing and
+    for `around` tiles on either side."""
+    rows, length, *rest = x.shape
+    before = around * tile
+    after = (count + around) * tile - length
+    x = jnp.pad(x, [(0, 0), (before, after), *[(0, 0)] * len(rest)])
+    return x.reshape(rows, count + 2 * around, tile, *rest).swapaxes(0, 1)
+
+
+def _product(axes: str, a: Array, b: Array) -> Array:
+    """Multiply with sums in float32."""
+    return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)

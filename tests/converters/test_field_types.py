@@ -12,8 +12,11 @@ import pytest
 from sources import change_json, write_bert, write_json, write_sentence_bert
 from test_golden import SCORERS, TOWERS, read
 
-from converters import CONVERTERS, field_types, outline_routes
-from converters.field_types import CONFIG_FIELDS, check_fields
+from converters import CONVERTERS, fields, outline_routes
+from converters.fields import (
+    CONFIG_FIELDS,
+    check_fields,
+)
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, True, 10**30, math.nan, ["x"], {"x": 1})
@@ -78,7 +81,7 @@ def test_every_family_is_tried():
 
 
 def test_every_key_that_a_converter_reads_has_a_type():
-    code = "".join(file.read_text() for file in Path(field_types.__file__).parent.rglob("*.py"))
+    code = "".join(file.read_text() for file in Path(fields.__file__).parent.rglob("*.py"))
     keys = set(re.findall(r"""\bhf(?:\.get\(|\[)"(\w+)\"""", code))
     assert len(keys) > 50
     assert keys - set(CONFIG_FIELDS) == ANY_VALUE

@@ -277,7 +277,7 @@ def test_templates_and_readmes_are_utf_8_in_any_locale(tmp_path):
     (source / "chat_template.jinja").write_text(f"{{# é #}}{TALK}", encoding="utf-8")
     code = (
         "import sys; from pathlib import Path; from converters.families.qwen3 import FAMILY;"
-        "from converters.features.rerankers import template_of;"
+        "from converters.features.scores import template_of;"
         "assert template_of(Path(sys.argv[1]), 'copy', FAMILY) == FAMILY.reranker.template"
     )
     done = subprocess.run(

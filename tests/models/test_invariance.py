@@ -18,7 +18,7 @@ from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Entry
-from jaxembed.models import ARCHITECTURES, attention, disentangled, program, random_parameters
+from jaxembed.models import ARCHITECTURES, attention, deberta, program, random_parameters
 from jaxembed.models.pooling import POOLINGS
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -76,7 +76,7 @@ def replica_of(dtype: str, buckets=BUCKETS, native: bool = False, **spec) -> Rep
         patch.setattr(attention, "WHOLE_SCORES", 32)
         patch.setattr(attention, "QUERY_BLOCK", 24)
         patch.setattr(attention, "LOCAL_BLOCK", 24)
-        patch.setattr(disentangled, "SCORES_TILE", 24)
+        patch.setattr(deberta, "SCORES_TILE", 24)
         for bucket in buckets:
             replica.compile(bucket)
     return replica

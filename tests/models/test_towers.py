@@ -17,11 +17,10 @@ from jax import lax
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
-from jaxembed.models import ModelSpec, disentangled, program, random_parameters
+from jaxembed.models import ModelSpec, deberta, program, random_parameters
 from jaxembed.models.attention import Sight
 from jaxembed.models.bert import alibi, alibi_slopes, positions_after_pad
-from jaxembed.models.deberta import Convolution, DebertaConfig
-from jaxembed.models.disentangled import Distances, attend_disentangled
+from jaxembed.models.deberta import Convolution, DebertaConfig, Distances, attend_disentangled
 from jaxembed.models.layers import LayerNorm, Linear
 from jaxembed.models.tokens import PackedTokens
 
@@ -296,7 +295,7 @@ QUICK = {("both", 61, 61), ("both", 61, 9), ("keys", 24, 24), ("queries", 61, 9)
     ],
 )
 def test_scores_are_those_of_the_definition_in_every_tiling(terms, length, longest, monkeypatch):
-    monkeypatch.setattr(disentangled, "SCORES_TILE", 8)
+    monkeypatch.setattr(deberta, "SCORES_TILE", 8)
     draw = np.random.default_rng(length)
     query, key, value = draw.standard_normal((3, 2, length, 3, 4))
     by_key, by_query = draw.standard_normal((2, 16, 3, 4))

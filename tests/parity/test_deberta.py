@@ -12,7 +12,7 @@ from golden.families import FAMILIES
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from jaxembed.data.work import Encoding, work_of
-from jaxembed.models.disentangled import Distances
+from jaxembed.models.deberta import Distances
 from parity.reference import relative
 
 TOLERANCE = 1e-5  # float32, sums in another order
