@@ -110,14 +110,11 @@ def spec_of(
 def check_comparable(source: Path, routes: Mapping[str, Outline]) -> None:
     """Raise UnsupportedModel for routes whose outputs differ in kind or width."""
     outputs = {route: model.spec.primary for route, model in routes.items()}
-    if len(set(outputs.values())) > 1:
-        shown = ", ".join(f"{output} of {route}" for route, output in outputs.items())
-        raise UnsupportedModel(
-            f"{source}: its routes give different outputs: {shown}; they are never compared"
-        )
     widths = {route: model.spec.dim for route, model in routes.items()}
-    if len(set(widths.values())) > 1:
-        shown = ", ".join(f"{width} of {route}" for route, width in widths.items())
-        raise UnsupportedModel(
-            f"{source}: the vectors of its routes differ in width: {shown}; they are never compared"
-        )
+    for problem, found in (
+        ("its routes give different outputs", outputs),
+        ("the vectors of its routes differ in width", widths),
+    ):
+        if len(set(found.values())) > 1:
+            shown = ", ".join(f"{value} of {route}" for route, value in found.items())
+            raise UnsupportedModel(f"{source}: {problem}: {shown}; they are never compared")

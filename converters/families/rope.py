@@ -156,24 +156,17 @@ def _scaling(
                 f"{bounds['high']}"
             )
         return fields | bounds
+    growth = math.log(max(factor, 1.0))  # of cosine and sine
+    scale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+    magnitude = 0.1 * growth + 1.0
+    if scale and of_all:
+        magnitude = (0.1 * float(scale) * growth + 1.0) / (0.1 * float(of_all) * growth + 1.0)
     return fields | {
-        "magnitude": _yarn_magnitude(given, factor),
+        "magnitude": _positive("attention_factor", given.get("attention_factor", magnitude)),
         "beta_fast": _positive("beta_fast", given.get("beta_fast") or 32.0),
         "beta_slow": _positive("beta_slow", given.get("beta_slow") or 1.0),
         "truncate": bool(given.get("truncate", True)),
     }
-
-
-def _yarn_magnitude(given: dict[str, Any], factor: float) -> float:
-    """The factor of cosine and sine."""
-
-    def mscale(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-    if given.get("attention_factor") is not None:
-        return _positive("attention_factor", given["attention_factor"])
-    scale, of_all = given.get("mscale"), given.get("mscale_all_dim")
-    return mscale(float(scale)) / mscale(float(of_all)) if scale and of_all else mscale(1.0)
 
 
 def _factors(given: dict[str, Any], key: str, count: int) -> list[float]:

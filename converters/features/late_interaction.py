@@ -20,6 +20,7 @@ from converters.fields import (
     MASK_FIELDS,
     TOKENIZER_FIELDS,
     check_fields,
+    given,
     refuse_unknown,
 )
 from converters.heads import MODEL_CONFIG, Layout
@@ -216,10 +217,10 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
 
 def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
     path = source / STANFORD_FILE
-    config = heads.read_optional_json(path, ARTIFACT_FIELDS)
+    config = given(heads.read_optional_json(path, ARTIFACT_FIELDS))
     _refuse_similarity(path, config.get("similarity"))
-    refuse_unknown(f"{path}: interaction", _given(config, "interaction", "colbert"), ("colbert",))
-    width = _given(config, "dim", STANFORD_WIDTH)
+    refuse_unknown(f"{path}: interaction", config.get("interaction", "colbert"), ("colbert",))
+    width = config.get("dim", STANFORD_WIDTH)
     layer = DenseLayer(hidden_size, width, bias=False, activation="identity")
     target = heads.parameter_of("multi_vector", 0, "kernel")
     layout = Layout(
@@ -227,18 +228,18 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
         heads={"multi_vector": PerToken((layer, NormalizeLayer()))},
         rules=(Rule(STANFORD_PROJECTION, target, transpose),),
     )
-    query_length = _given(config, "query_maxlen", QUERY_LENGTH)
+    query_length = config.get("query_maxlen", QUERY_LENGTH)
     words = Words(
         prompts={},
         prefixes={
-            "query": _given(config, "query_token_id", STANFORD_MARKERS[0]),
-            "document": _given(config, "doc_token_id", STANFORD_MARKERS[1]),
+            "query": config.get("query_token_id", STANFORD_MARKERS[0]),
+            "document": config.get("doc_token_id", STANFORD_MARKERS[1]),
         },
         query_length=query_length,
-        document_length=_given(config, "doc_maxlen", STANFORD_DOCUMENT_LENGTH),
+        document_length=config.get("doc_maxlen", STANFORD_DOCUMENT_LENGTH),
         fills_to=query_length,
         attended=bool(config.get("attend_to_mask_tokens")),
-        skipped=PUNCTUATION if _given(config, "mask_punctuation", True) else (),
+        skipped=PUNCTUATION if config.get("mask_punctuation", True) else (),
     )
     return layout, words
 
@@ -246,6 +247,7 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
 def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None) -> Words:
     """What the settings say; `native` is the transformer's config of sentence-transformers' own
     form, which has some of them."""
+    settings = given(settings)
     saved = {str(name): text or "" for name, text in (settings.get("prompts") or {}).items()}
     default = settings.get("default_prompt_name")
     if default is not None and default not in {"query", "document", *saved}:
@@ -287,18 +289,18 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
             attended=bool(expansion.get("attend")),
         )
     prefixes = {
-        role: _given(settings, f"{role}_prefix", marker) for role, marker in PYLATE_MARKERS.items()
+        role: settings.get(f"{role}_prefix", marker) for role, marker in PYLATE_MARKERS.items()
     }
     for role, prefix in prefixes.items():
         saved[role] = saved.get(role, "").removeprefix(prefix)
-    query_length = _given(settings, "query_length", QUERY_LENGTH)
+    query_length = settings.get("query_length", QUERY_LENGTH)
     skipped = settings.get("skiplist_words")
     return Words(
         prompts=saved,
         prefixes=prefixes,
         query_length=query_length,
-        document_length=_given(settings, "document_length", PYLATE_DOCUMENT_LENGTH),
-        fills_to=query_length if _given(settings, "do_query_expansion", True) else None,
+        document_length=settings.get("document_length", PYLATE_DOCUMENT_LENGTH),
+        fills_to=query_length if settings.get("do_query_expansion", True) else None,
         attended=bool(settings.get("attend_to_expansion_tokens")),
         skipped=PUNCTUATION if skipped is None else tuple(skipped),
         default_prompt_name=default,
@@ -365,9 +367,3 @@ def _refuse_similarity(path: Path, name: str | None) -> None:
     if (None if name is None else name.lower()) not in SIMILARITIES:
         known = ", ".join(filter(None, SIMILARITIES))
         raise UnsupportedModel(f"{path}: similarity {name!r} is not supported; known: {known}")
-
-
-def _given(config: Mapping[str, Any], key: str, otherwise: Any) -> Any:
-    """The value of a key; what it means where it is absent or null."""
-    value = config.get(key)
-    return otherwise if value is None else value

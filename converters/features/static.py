@@ -70,7 +70,14 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
         layout = heads.pooled_layout(
             source, modules[0], heads.MEAN, modules[1:], width, options.dense_path
         )
-        limit = _limit_of_tokenizer(folder, text)
+        # tokenizer.json itself may cut, which sentence-transformers leaves on
+        truncation = json.loads(text).get("truncation") or {}
+        if truncation.get("direction", "Right") != "Right":
+            raise UnsupportedModel(
+                f"{folder / 'tokenizer.json'}: truncation from the left is not supported; known: "
+                "Right"
+            )
+        limit = int(truncation.get("max_length", NO_LIMIT))
     else:
         layout, more, limit = _by_model2vec(source, text, options)
         config |= more
@@ -155,18 +162,6 @@ def _by_model2vec(
     later = (NormalizeLayer(),) if hf.get("normalize") else ()
     layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
     return layout, fields, NO_LIMIT if limit is None else limit
-
-
-def _limit_of_tokenizer(folder: Path, text: bytes) -> int:
-    """The tokens to which tokenizer.json itself cuts, which sentence-transformers leaves on."""
-    truncation = json.loads(text).get("truncation")
-    if truncation is None:
-        return NO_LIMIT
-    if truncation.get("direction", "Right") != "Right":
-        raise UnsupportedModel(
-            f"{folder / 'tokenizer.json'}: truncation from the left is not supported; known: Right"
-        )
-    return int(truncation["max_length"])
 
 
 def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:

@@ -319,7 +319,21 @@ def _image(model: _Source) -> _Parts:
             activation=activation_of(hf, "hidden_act"),
             modules=_normalized(model),
         )
-        own += _probe_rules(config.hidden_size)
+        joint, width = "vision_model.head.attention.in_proj", config.hidden_size
+        query, key_value = (0, width), (width, 3 * width)  # rows of both
+        own += [
+            Rule("vision_model.head.probe", "heads.dense.probe", reshaped(width)),
+            Rule(f"{joint}_weight", "heads.dense.query.kernel", rows_of(*query, turned=True)),
+            Rule(f"{joint}_bias", "heads.dense.query.bias", rows_of(*query)),
+            Rule(
+                f"{joint}_weight", "heads.dense.key_value.kernel", rows_of(*key_value, turned=True)
+            ),
+            Rule(f"{joint}_bias", "heads.dense.key_value.bias", rows_of(*key_value)),
+            *linear_rules("vision_model.head.attention.out_proj", "heads.dense.out"),
+            *_norm_rules("vision_model.head.layernorm", "heads.dense.norm"),
+            *linear_rules("vision_model.head.mlp.fc1", "heads.dense.up"),
+            *linear_rules("vision_model.head.mlp.fc2", "heads.dense.down"),
+        ]
     ignored = ("text_model.*", "text_projection.*", *NOT_OF_TOWERS)
     tensors = TensorRules(rules=own, ignored=ignored)
     return tensors, config, head, b"", {"max_input_tokens": tokens, "image": rules}
@@ -385,28 +399,6 @@ def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = Fal
     source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
     kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)
     return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
-
-
-def _probe_rules(width: int) -> list[Rule]:
-    """The rules of SigLIP's head of images."""
-    head, target = "vision_model.head", "heads.dense"
-    joint = f"{head}.attention.in_proj"
-    parts = {"query": (0, width), "key_value": (width, 3 * width)}
-    return [
-        Rule(f"{head}.probe", f"{target}.probe", reshaped(width)),
-        *(
-            Rule(f"{joint}_weight", f"{target}.{name}.kernel", rows_of(*rows, turned=True))
-            for name, rows in parts.items()
-        ),
-        *(
-            Rule(f"{joint}_bias", f"{target}.{name}.bias", rows_of(*rows))
-            for name, rows in parts.items()
-        ),
-        *linear_rules(f"{head}.attention.out_proj", f"{target}.out"),
-        *_norm_rules(f"{head}.layernorm", f"{target}.norm"),
-        *linear_rules(f"{head}.mlp.fc1", f"{target}.up"),
-        *linear_rules(f"{head}.mlp.fc2", f"{target}.down"),
-    ]
 
 
 def linear_rules(source: str, target: str) -> list[Rule]:

@@ -150,11 +150,9 @@ def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | No
 
 
 def _height_and_width(name: str, value: Any) -> tuple[int, int]:
-    if isinstance(value, Mapping):
-        height, width = value.get("height"), value.get("width")
-    else:
-        height = width = value
-    return _whole(name, height, MOST_SIDE), _whole(name, width, MOST_SIDE)
+    sides = value if isinstance(value, Mapping) else {"height": value, "width": value}
+    height, width = (_whole(name, sides.get(side), MOST_SIDE) for side in ("height", "width"))
+    return height, width
 
 
 def _whole(name: str, value: Any, most: int) -> int:

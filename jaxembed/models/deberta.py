@@ -228,38 +228,25 @@ def attend_disentangled(
             near_key, near_value, of_key = (
                 lax.dynamic_slice_in_dim(x, number, near, axis=0) for x in keys
             )
-        offset = around or number
-        return _mix_near(queries, of_query, near_key, near_value, of_key, relative, offset)
+        offset = around or number  # of the queries, in tiles from the first of the keys
+        rows_first = (x.swapaxes(0, 1) for x in (near_key, near_value, of_key))
+        all_key, all_value, of_key = (x.reshape(rows, -1, *x.shape[3:]) for x in rows_first)
+        scores = _product("bshk,bthk->bhst", queries, all_key)
+        if relative.keys is not None:
+            scores += relative.by_query(queries, all_key.shape[1], offset)
+        if relative.queries is not None:
+            scores += relative.by_key(near_key, offset)
+        seen = (of_query[:, :, None] == of_key[:, None, :])[:, None]
+        terms = 1 + (relative.keys is not None) + (relative.queries is not None)
+        scale = (queries.shape[3] * terms) ** -0.5
+        mixed = weighted_values(jnp.where(seen, scores * scale, MASKED), all_value)
+        return mixed.swapaxes(1, 2)
 
     if blocks == 1:
         mixed = block((0, query, segments))[None]
     else:
         mixed = lax.map(block, (jnp.arange(blocks), tiled(query), tiled(segments)))
     return mixed.swapaxes(0, 1).reshape(rows, blocks * tile, heads, -1)[:, :length]
-
-
-def _mix_near(
-    query: Heads,
-    of_query: Segments,
-    key: Tiles,
-    value: Tiles,
-    of_key: Int[Array, "tiles rows length"],
-    relative: "Relative",
-    offset: Offset,
-) -> Heads:
-    """Compute attention of a tile of queries, which lies `offset` tiles after the first of keys."""
-    rows_first = (x.swapaxes(0, 1) for x in (key, value, of_key))
-    all_key, all_value, of_key = (x.reshape(len(query), -1, *x.shape[3:]) for x in rows_first)
-    scores = _product("bshk,bthk->bhst", query, all_key)
-    if relative.keys is not None:
-        scores += relative.by_query(query, all_key.shape[1], offset)
-    if relative.queries is not None:
-        scores += relative.by_key(key, offset)
-    seen = (of_query[:, :, None] == of_key[:, None, :])[:, None]
-    terms = 1 + (relative.keys is not None) + (relative.queries is not None)
-    scale = (query.shape[3] * terms) ** -0.5
-    mixed = weighted_values(jnp.where(seen, scores * scale, MASKED), all_value)
-    return mixed.swapaxes(1, 2)
 
 
 @dataclass(frozen=True)

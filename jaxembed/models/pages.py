@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool
 
 from jaxembed.models.clip import Clip, ClipConfig
 from jaxembed.models.layers import Linear
@@ -47,19 +46,16 @@ class Pages(Qwen3):
     def __call__(self, tokens: PackedTokens) -> Hidden:
         words = self.embeddings(tokens)
         is_patch = tokens.ids == self.image_token_id
-        with_images = lax.cond(
-            jnp.any(is_patch),
-            lambda: jnp.where(is_patch[:, :, None], self._seen(tokens, is_patch), words),
-            lambda: words,
-        )
-        return self.run(with_images, tokens)
 
-    def _seen(self, tokens: PackedTokens, is_patch: Bool[Array, "rows length"]) -> Hidden:
-        """What the tower of images makes of each patch; of other tokens anything finite."""
-        assert tokens.pixels is not None
-        segments = jnp.where(is_patch, tokens.segments, 0)
-        pixels = jnp.where(is_patch[:, :, None], tokens.pixels, 0.0)
-        return self.image(replace(tokens, segments=segments, pixels=pixels))
+        def with_images() -> Hidden:
+            assert tokens.pixels is not None
+            segments = jnp.where(is_patch, tokens.segments, 0)
+            pixels = jnp.where(is_patch[:, :, None], tokens.pixels, 0.0)
+            seen = self.image(replace(tokens, segments=segments, pixels=pixels))
+            return jnp.where(is_patch[:, :, None], seen, words)
+
+        hidden = lax.cond(jnp.any(is_patch), with_images, lambda: words)
+        return self.run(hidden, tokens)
 
 
 class ProjectedClip(nnx.Module):
