@@ -23,12 +23,13 @@ import msgspec
 import numpy as np
 
 from benchmarks import bench_model, report, subject
+from benchmarks.parameters import random_parameters
 from benchmarks.subject import Subject
 from jaxembed.data.spec import DType
 from jaxembed.engine.autotune.kernels import choose_kernels
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.replica import Replica
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 
 BASELINE = "bert-base"
 FAMILIES = tuple(

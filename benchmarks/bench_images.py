@@ -39,6 +39,7 @@ from tokenizers import Tokenizer, models, processors
 
 from benchmarks import bench_model, peer, report, subject
 from benchmarks.bench_libraries import vectors_of
+from benchmarks.parameters import random_parameters
 from benchmarks.peer import Peer
 from benchmarks.subject import Subject
 from jaxembed.checkpoints import checkpoint, hub
@@ -46,7 +47,7 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import IMAGE_ROUTE, NormalizeLayer, Pooled
 from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 from jaxembed.models.tokens import PackedTokens
 
 WORKER = Path(__file__).parent / "peers" / "images.py"

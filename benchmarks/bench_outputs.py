@@ -32,6 +32,7 @@ import msgspec
 
 from benchmarks import peer, report, subject
 from benchmarks.bench_model import chosen_grid, dtype_of, full_planes
+from benchmarks.parameters import random_parameters
 from benchmarks.peer import Peer
 from benchmarks.subject import Subject
 from jaxembed.data.outputs import OutputName
@@ -46,7 +47,7 @@ from jaxembed.data.spec import (
 )
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 
 WORKER = Path(__file__).parent / "peers" / "outputs.py"
 OURS = "jaxembed"

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import report, workloads
+from benchmarks.parameters import random_parameters
 from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.config import EngineConfig
@@ -33,7 +34,6 @@ from jaxembed.data.spec import DenseLayer, DType, Pooled, scoring_heads
 from jaxembed.embedder import Embedder
 from jaxembed.engine.admission import Capacity
 from jaxembed.engine.engine import Engine
-from jaxembed.models import random_parameters
 
 BULK, DOCUMENTS = 64, 20  # texts of a bulk request, and documents of a rerank request
 

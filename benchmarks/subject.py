@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
+from benchmarks.parameters import random_parameter, random_parameters
 from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
 from jaxembed.data.spec import Adapter, DType, ModelSpec, NormalizeLayer, Pooled, Pooling
 from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.placement import placed_dtype
 from jaxembed.engine.replica import Replica
-from jaxembed.models import Program, program, random_parameter, random_parameters
+from jaxembed.models import Program, program
 
 
 def _bert(

@@ -20,6 +20,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from werkzeug.routing import Rule
 
 import converters
+from benchmarks.parameters import random_parameters
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
@@ -28,7 +29,7 @@ from jaxembed.engine import build
 from jaxembed.engine.autotune import calibrate, costs, native_trial
 from jaxembed.engine.autotune.calibrate import Rate
 from jaxembed.engine.bucket import default_grid
-from jaxembed.models import native, random_parameters
+from jaxembed.models import native
 from jaxembed.preprocessing.text import TextProcessor
 from jaxembed.server.registry import pool
 

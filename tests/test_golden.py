@@ -25,7 +25,7 @@ from jaxembed.data.spec import ModelSpec
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import pack, place
 from jaxembed.models import ARCHITECTURES
-from jaxembed.models.pooling import POOLINGS
+from jaxembed.models.heads import POOLINGS
 from jaxembed.models.tokens import PackedTokens
 
 FILES = sorted((Path(__file__).parent / "golden").glob("*.npz"))

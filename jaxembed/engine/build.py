@@ -35,7 +35,7 @@ from jaxembed.engine.placement import Device, place_parameters
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
-from jaxembed.models import Program, native, overflows_float16, position_limit
+from jaxembed.models import Program, native, position_limit
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import MOST_WAITED, core_count
 
@@ -90,7 +90,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         if config.devices is not None and not 0 < config.devices <= len(local):
             raise ConfigError(f"--devices {config.devices}: this machine has {len(local)}")
         devices = tuple(local[: config.devices])
-    if config.dtype == "float16" and overflows_float16(spec):
+    if config.dtype == "float16" and spec.config.get("overflows_float16"):
         raise ConfigError(
             "--dtype float16: hidden states of this model leave the range of float16; use bfloat16 "
             "or float32"

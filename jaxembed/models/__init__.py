@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -97,11 +96,6 @@ def position_limit(spec: ModelSpec) -> int | None:
     return tower_class(spec.architecture).position_limit(tower_config(spec))
 
 
-def overflows_float16(spec: ModelSpec) -> bool:
-    """Whether hidden states of the model leave the range of float16, as the tower's config says."""
-    return bool(spec.config.get("overflows_float16", False))
-
-
 @dataclass(frozen=True)
 class Program:
     """A model as data: the names and shapes of its parameters, and a pure function of them.
@@ -172,22 +166,3 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
         shapes = static.static_shapes(spec)
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return program(spec).shapes
-
-
-def random_parameters(spec: ModelSpec, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random float32 parameters, for tests and benchmarks of models without weights."""
-    draw = np.random.default_rng(seed)
-    shapes = parameter_shapes(spec).items()
-    return {name: random_parameter(name, shape.shape, draw) for name, shape in shapes}
-
-
-def random_parameter(name: str, shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
-    """Draw a float32 parameter, of a size that keeps activations near 1."""
-    values = draw.standard_normal(shape, np.float32)
-    if name.endswith(".kernel"):
-        values *= shape[0] ** -0.5
-    elif name.endswith(".scale"):
-        values = 1 + 0.1 * values
-    else:  # biases and embeddings
-        values *= 0.1 if len(shape) == 1 else 0.5
-    return values

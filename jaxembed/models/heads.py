@@ -1,4 +1,8 @@
-"""What follows a tower: from hidden states to the outputs of a model."""
+"""What follows a tower: from hidden states to the outputs of a model.
+
+Poolings are pure functions from the hidden states of packed rows to one float32 vector for each
+slot, zeros for an empty one. Definitions: sentence_transformers.models.Pooling.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxembed.data.spec import (
     DenseLayer,
     Head,
     LayerNormLayer,
     Module,
+    NormalizeLayer,
     PerToken,
     Pooled,
     Probed,
@@ -20,19 +25,94 @@ from jaxembed.data.spec import (
 )
 from jaxembed.models.attention import MASKED
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
-from jaxembed.models.pooling import POOLINGS, members
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 BLOCK_TOKENS = 256  # whose logits are in memory at once: 31 MB of 30,592 terms
 TABLE_OF_TERMS = ".terms.kernel"  # how the name of its parameter ends
 TERM_TILE = 128  # the table of terms is padded to a multiple: the lanes of a TPU, and whole panels
 
+SlotVectors = Float[Array, "rows slots dim"]
+Member = Bool[Array, "rows slots length"]
+
+
+def members(tokens: PackedTokens) -> Member:
+    """Which tokens belong to which slot."""
+    index = jnp.arange(tokens.ids.shape[1])[None, None, :]
+    return (index >= tokens.bounds[:, :, :1]) & (index < tokens.bounds[:, :, 1:])
+
+
+def cls_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The first token."""
+    return _gather(hidden, tokens, tokens.bounds[:, :, 0])
+
+
+def last_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The last token."""
+    return _gather(hidden, tokens, jnp.maximum(tokens.bounds[:, :, 1] - 1, 0))
+
+
+def mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The average of the tokens."""
+    weights = members(tokens).astype(jnp.float32)
+    return _weighted_sum(hidden, tokens, weights) / _total(weights)
+
+
+def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The sum of the tokens over the square root of their number."""
+    weights = members(tokens).astype(jnp.float32)
+    return _weighted_sum(hidden, tokens, weights) / jnp.sqrt(_total(weights))
+
+
+def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The average weighted by the index in the sequence, from 1."""
+    index = (tokens.positions + 1).astype(jnp.float32)
+    weights = jnp.where(members(tokens), index[:, None, :], 0.0)
+    return _weighted_sum(hidden, tokens, weights) / _total(weights)
+
+
+def max_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
+    """The largest value of each dimension. One slot at a time: all at once would not fit."""
+    index = jnp.arange(hidden.shape[1])[None, :]
+
+    def one(bounds):
+        member = (index >= bounds[:, :1]) & (index < bounds[:, 1:])
+        largest = jnp.where(member[:, :, None], hidden, -jnp.inf).max(axis=1)
+        return jnp.where(member.any(axis=1)[:, None], largest, 0.0)
+
+    return lax.map(one, tokens.bounds.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+POOLINGS: dict[str, Callable[[Hidden, PackedTokens], SlotVectors]] = {
+    "cls": cls_pool,
+    "max": max_pool,
+    "mean": mean_pool,
+    "mean_sqrt_len": mean_sqrt_len_pool,
+    "weightedmean": weighted_mean_pool,
+    "lasttoken": last_pool,
+}
+
+
+def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> SlotVectors:
+    """The hidden state of the token at `index` of its row, for each slot that is in use."""
+    chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+    used = tokens.bounds[:, :, 1:] > 0
+    return jnp.where(used, chosen, 0.0)
+
+
+def _total(weights: Float[Array, "rows slots length"]) -> Float[Array, "rows slots one"]:
+    return jnp.maximum(weights.sum(axis=2, keepdims=True), 1e-9)
+
+
+def _weighted_sum(hidden: Hidden, tokens: PackedTokens, weights) -> SlotVectors:
+    real = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
+    return jnp.einsum("bnt,btd->bnd", weights, real, precision=lax.Precision.HIGHEST)
+
 
 class PooledHead(nnx.Module):
     """The pooled hidden states of each slot, through the modules of the head."""
 
     def __init__(self, head: Pooled):
-        self.modules = nnx.List(map(_module, head.device_modules))
+        self.modules = _modules(head)
         self.pooling = head.pooling
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
@@ -44,7 +124,7 @@ class TokenHead(nnx.Module):
     """The hidden state of each token, through the modules of the head."""
 
     def __init__(self, head: PerToken):
-        self.modules = nnx.List(map(_module, head.device_modules))
+        self.modules = _modules(head)
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows length width"]:
         return _through(self.modules, hidden)
@@ -59,7 +139,7 @@ class VocabularyHead(nnx.Module):
     """
 
     def __init__(self, head: Vocabulary):
-        self.modules = nnx.List(map(_module, head.device_modules))
+        self.modules = _modules(head)
         self.terms = Linear(head.features, padded_terms(head.vocab_size), bias=False)
         self.bias = nnx.Param(jnp.zeros(padded_terms(head.vocab_size), jnp.float32))
         self.over_tokens = head.over_tokens
@@ -111,7 +191,7 @@ class ProbedHead(nnx.Module):
         self.norm = LayerNorm(dim, eps=head.norm_eps)
         self.up = Linear(dim, head.intermediate_size)
         self.down = Linear(head.intermediate_size, dim)
-        self.modules = nnx.List(map(_module, head.device_modules))
+        self.modules = _modules(head)
         self.num_heads, self.activation = head.num_heads, head.activation
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots width"]:
@@ -170,15 +250,18 @@ class Normalize(nnx.Module):
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
+MODULES: dict[type[Module], Callable[..., nnx.Module]] = {
+    DenseLayer: Dense,
+    LayerNormLayer: lambda layer: LayerNorm(layer.features, eps=layer.eps, bias=layer.bias),
+    NormalizeLayer: lambda layer: Normalize(),
+}
+
+
+def _modules(head: Head) -> nnx.List:
+    return nnx.List([MODULES[type(layer)](layer) for layer in head.device_modules])
+
+
 def _through(modules: Sequence, x: Float[Array, "..."]) -> Float[Array, "..."]:
     for layer in modules:
         x = layer(x)
     return x
-
-
-def _module(layer: Module) -> nnx.Module:
-    if isinstance(layer, DenseLayer):
-        return Dense(layer)
-    if isinstance(layer, LayerNormLayer):
-        return LayerNorm(layer.features, eps=layer.eps, bias=layer.bias)
-    return Normalize()

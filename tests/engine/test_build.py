@@ -7,6 +7,7 @@ import jax
 import pytest
 from conftest import TOWERS, tiny_spec
 
+from benchmarks.parameters import random_parameters
 from jaxembed.config import EngineConfig
 from jaxembed.engine import build as build_module
 from jaxembed.engine.autotune import calibrate
@@ -20,7 +21,7 @@ from jaxembed.engine.build import build, kept_verdicts, make_plan
 from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 from jaxembed.models.attention import by_native
 from jaxembed.observability.metrics import Telemetry
 

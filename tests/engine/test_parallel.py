@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from conftest import WORDS, open_tiny, tiny_spec
 
+from benchmarks.parameters import random_parameters
 from jaxembed import Embedder
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter")
 TEXTS = ["the cat", "a dog sat", "how is the blue sky", "where", "what is tiny red"] * 20

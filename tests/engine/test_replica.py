@@ -12,6 +12,7 @@ from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from fakes import ticket_of
 from representatives import each
 
+from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import DenseLayer
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import pack, place
@@ -19,7 +20,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import SAFE_FUSION, compile_events, compiler_options
 from jaxembed.engine.placement import place_parameters
 from jaxembed.engine.replica import Replica
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 from jaxembed.models.attention import by_native, by_xla
 
 BUCKET = Bucket(2, 16)

@@ -8,6 +8,7 @@ import pytest
 from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
 
+from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import Adapter, DType, ModelSpec
 from jaxembed.data.work import Encoding, join_work, work_of
 from jaxembed.engine.batch import pack, place
@@ -16,7 +17,7 @@ from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
-from jaxembed.models import attention, program, random_parameters
+from jaxembed.models import attention, program
 
 BUCKET = Bucket(2, 32)
 TEXTS = [[2, 7, 9, 3], [2, 7, 9, 3], [2, 7, 9, 3], [2, 11, 30, 8, 9, 12, 3], [2, 4, 3]]

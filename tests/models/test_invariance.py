@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from representatives import each
 
+from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import DenseLayer, LayerNormLayer, Vocabulary
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Entry
-from jaxembed.models import ARCHITECTURES, attention, deberta, program, random_parameters
-from jaxembed.models.pooling import POOLINGS
+from jaxembed.models import ARCHITECTURES, attention, deberta, program
+from jaxembed.models.heads import POOLINGS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

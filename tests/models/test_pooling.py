@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxembed.data.spec import Pooling
-from jaxembed.models.pooling import POOLINGS, members
+from jaxembed.models.heads import POOLINGS, members
 from jaxembed.models.tokens import PackedTokens
 
 DIM, SLOTS = 6, 5

@@ -14,10 +14,11 @@ from fakes import count_of
 from flax import nnx
 from jax import lax
 
+from benchmarks.parameters import random_parameters
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
-from jaxembed.models import ModelSpec, deberta, program, random_parameters
+from jaxembed.models import ModelSpec, deberta, program
 from jaxembed.models.attention import Sight
 from jaxembed.models.bert import alibi, alibi_slopes, positions_after_pad
 from jaxembed.models.deberta import Convolution, DebertaConfig, Distances, attend_disentangled

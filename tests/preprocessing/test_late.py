@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from benchmarks.parameters import random_parameters
 from jaxembed import ChunkedText, ChunkSize, Embedder, EngineConfig, TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import DenseLayer
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.models import random_parameters
 from jaxembed.preprocessing import late as late_module
 from jaxembed.preprocessing.late import join_texts, plan_windows
 from jaxembed.preprocessing.text import Rules, TextProcessor

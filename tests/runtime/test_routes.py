@@ -18,6 +18,7 @@ from test_cli import run
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
 
+from benchmarks.parameters import random_parameters
 from jaxembed import Embedder, EngineConfig, TextConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.checkpoint import Contents
@@ -25,7 +26,6 @@ from jaxembed.config import ServerConfig
 from jaxembed.engine.engine import Engine
 from jaxembed.engine.host import HostEngine
 from jaxembed.errors import BackendError, ConfigError, UnknownPrompt, UnknownRoute
-from jaxembed.models import random_parameters
 from jaxembed.runtime.diagnostics.examine import examine
 from jaxembed.runtime.diagnostics.history import History
 from jaxembed.server.app import create_app

@@ -11,6 +11,7 @@ import sources
 import tokenizers
 from sources import NORMALIZE, WORDS, write_static
 
+from benchmarks.parameters import random_parameters
 from converters import convert
 from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints.source import ModelSource
@@ -28,7 +29,7 @@ from jaxembed.errors import (
     NotFinite,
     UnsupportedModel,
 )
-from jaxembed.models import native, random_parameters
+from jaxembed.models import native
 from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings, numpy_means
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing import text as text_module

@@ -6,12 +6,13 @@ import jax
 import pytest
 from conftest import TOWERS, tiny_spec
 
+from benchmarks.parameters import random_parameters
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import DenseLayer, PairTemplate
 from jaxembed.engine.autotune.calibrate import Calibration
 from jaxembed.engine.build import make_plan
 from jaxembed.engine.replica import Replica
-from jaxembed.models import program, random_parameters
+from jaxembed.models import program
 from jaxembed.runtime.summary import summary
 
 
