@@ -79,8 +79,31 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
             )
         limit = int(truncation.get("max_length", NO_LIMIT))
     else:
-        layout, more, limit = _by_model2vec(source, text, options)
-        config |= more
+        # by the rules of model2vec, with what config.json asks for
+        hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
+        if hf.get("head_config"):
+            raise UnsupportedModel(
+                f"{source}: a classifier on static embeddings (head_config) is not supported"
+            )
+        options.refuse_dense_path(source)
+        cut = hf.get("max_length", MODEL2VEC_LIMIT)
+        if cut is not None and (not isinstance(cut, int) or isinstance(cut, bool) or cut < 1):
+            raise CheckpointError(
+                f"max_length is {cut!r} in {source / 'config.json'}, wanted 1 or more"
+            )
+        parsed = Tokenizer.from_str(text.decode())
+        model = json.loads(parsed.to_str())["model"]
+        if model["type"] == "Unigram":
+            unknown = model.get("unk_id")
+        else:
+            token = model.get("unk_token")
+            unknown = None if token is None else parsed.token_to_id(token)
+        lengths = [len(token) for token in parsed.get_vocab()]
+        config["dropped_id"] = unknown
+        config["characters_per_token"] = None if cut is None else int(np.median(lengths))
+        later = (NormalizeLayer(),) if hf.get("normalize") else ()
+        layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
+        limit = NO_LIMIT if cut is None else cut
     return _outline_of_table(source, options, layout, rule, config, text, limit)
 
 
@@ -130,38 +153,6 @@ def _outline_of_table(
         text = json.dumps(content, ensure_ascii=False).encode()
     rules = TensorRules(rules=(rule, *layout.rules), find=find)
     return Outline(source, rules, layout, spec, text)
-
-
-def _by_model2vec(
-    source: Path, text: bytes, options: Options
-) -> tuple[Layout, dict[str, Any], int]:
-    """The layout, the fields of StaticConfig and the limit that config.json asks for."""
-    hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
-    if hf.get("head_config"):
-        raise UnsupportedModel(
-            f"{source}: a classifier on static embeddings (head_config) is not supported"
-        )
-    options.refuse_dense_path(source)
-    limit = hf.get("max_length", MODEL2VEC_LIMIT)
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise CheckpointError(
-            f"max_length is {limit!r} in {source / 'config.json'}, wanted 1 or more"
-        )
-    parsed = Tokenizer.from_str(text.decode())
-    model = json.loads(parsed.to_str())["model"]
-    if model["type"] == "Unigram":
-        unknown = model.get("unk_id")
-    else:
-        token = model.get("unk_token")
-        unknown = None if token is None else parsed.token_to_id(token)
-    lengths = [len(token) for token in parsed.get_vocab()]
-    fields = {
-        "dropped_id": unknown,
-        "characters_per_token": None if limit is None else int(np.median(lengths)),
-    }
-    later = (NormalizeLayer(),) if hf.get("normalize") else ()
-    layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
-    return layout, fields, NO_LIMIT if limit is None else limit
 
 
 def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:

@@ -49,8 +49,18 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     """
     path = folder / "tokenizer.json"
     stored = path.read_bytes() if path.is_file() else _build(folder)
-    if lowercase:
-        stored = _lowercased(folder, stored)
+    if lowercase:  # sentence-transformers' do_lower_case
+        parse_tokenizer(stored, f"the tokenizer in {folder}")
+        content = json.loads(stored)
+        steps = _steps(content.get("normalizer"))
+        # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
+        if not any(
+            step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
+            for step in steps
+        ):
+            first = {"type": "Lowercase"}
+            content["normalizer"] = {"type": "Sequence", "normalizers": [first, *steps]}
+            stored = json.dumps(content, ensure_ascii=False).encode()
     stored = _ended(folder, stored)
     tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
@@ -118,22 +128,6 @@ def _build(folder: Path) -> bytes:
             f"transformers cannot build a tokenizer from {folder}: {error}; save one with "
             "tokenizer.json"
         ) from error
-
-
-def _lowercased(folder: Path, stored: bytes) -> bytes:
-    """Add a first step that lowers the text (sentence-transformers' do_lower_case), if needed.
-    Raises CheckpointError for a damaged tokenizer."""
-    parse_tokenizer(stored, f"the tokenizer in {folder}")
-    tokenizer = json.loads(stored)
-    steps = _steps(tokenizer.get("normalizer"))
-    # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
-    if any(
-        step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
-        for step in steps
-    ):
-        return stored
-    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Lowercase"}, *steps]}
-    return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
 def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:

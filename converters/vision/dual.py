@@ -156,8 +156,8 @@ class _Source:
 
 def is_dual(source: Path) -> bool:
     """Whether a directory holds a model of texts and images."""
-    kind = read_optional_json(source / folder_of(source) / "config.json").get("model_type")
-    return isinstance(kind, str) and kind in CLASSES
+    hf = read_optional_json(source / folder_of(source) / "config.json")
+    return hf.get("model_type") in list(CLASSES)
 
 
 def refuse_options(source: Path, options: Options) -> None:

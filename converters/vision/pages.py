@@ -41,8 +41,7 @@ SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with whi
 
 def is_pages(source: Path) -> bool:
     """Whether a directory holds a model that reads pages."""
-    kind = read_optional_json(source / "config.json").get("model_type")
-    return isinstance(kind, str) and kind in CLASSES
+    return read_optional_json(source / "config.json").get("model_type") in list(CLASSES)
 
 
 def refuse_adapter(folder: Path, base: str) -> None:

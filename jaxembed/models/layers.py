@@ -298,6 +298,31 @@ class SelfAttention(nnx.Module):
         return self.out(mixed)
 
 
+class PreNormLayer(nnx.Module):
+    """One layer: attention and MLP, each after a norm, if any, and with a residual connection."""
+
+    def __init__(
+        self,
+        attention_norm: LayerNorm | RMSNorm | None,
+        attention: SelfAttention,
+        mlp_norm: LayerNorm | RMSNorm,
+        mlp: Mlp,
+    ):
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+
+    def __call__(
+        self,
+        hidden: Hidden,
+        tokens: PackedTokens,
+        bias: Bias | None = None,
+        rotation: Rotation | None = None,
+    ) -> Hidden:
+        normal = hidden if self.attention_norm is None else self.attention_norm(hidden)
+        hidden = hidden + self.attention(normal, tokens, bias, rotation)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
 class WordEmbeddings(nnx.Module):
     """The word embeddings, perhaps times a scale, and their norm if there is one."""
 

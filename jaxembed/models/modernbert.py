@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxembed.models.attention import EVERYTHING, Sight
-from jaxembed.models.layers import LayerNorm, Mlp, SelfAttention, WordEmbeddings
+from jaxembed.models.layers import LayerNorm, Mlp, PreNormLayer, SelfAttention, WordEmbeddings
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -48,10 +48,9 @@ class ModernBert(nnx.Module):
 
     def __init__(self, config: ModernBertConfig):
         self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size, norm=_norm(config))
-        self.layers = nnx.List(
-            [ModernBertLayer(config, number) for number in range(config.num_layers)]
-        )
+        self.layers = nnx.List([_layer(config, number) for number in range(config.num_layers)])
         self.norm = _norm(config)
+        self.global_layers = tuple(config.global_layers)
         self.head_width = config.hidden_size // config.num_heads
         self.global_theta = config.global_theta
         self.local_theta = config.local_theta
@@ -60,38 +59,22 @@ class ModernBert(nnx.Module):
         global_rotation = Rotation.of(tokens, self.head_width, self.global_theta)
         local_rotation = Rotation.of(tokens, self.head_width, self.local_theta)
         hidden = self.embeddings(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, tokens, local_rotation if layer.is_local else global_rotation)
+        for number, layer in enumerate(self.layers):
+            rotation = global_rotation if number in self.global_layers else local_rotation
+            hidden = layer(hidden, tokens, rotation=rotation)
         return self.norm(hidden)
 
 
-class ModernBertLayer(nnx.Module):
-    """One layer: attention and gated MLP, each after a norm and with a residual connection."""
-
-    def __init__(self, config: ModernBertConfig, number: int):
-        self.is_local = number not in config.global_layers
-        sight = Sight(reach=config.local_reach) if self.is_local else EVERYTHING
+def _layer(config: ModernBertConfig, number: int) -> PreNormLayer:
+    dim, is_global = config.hidden_size, number in config.global_layers
+    sight = EVERYTHING if is_global else Sight(reach=config.local_reach)
+    return PreNormLayer(
         # the first layer has no norm: its input is normed embeddings
-        self.attention_norm = _norm(config) if number else None
-        self.attention = SelfAttention(
-            config.hidden_size,
-            config.hidden_size,
-            config.num_heads,
-            sight=sight,
-            bias=config.attention_bias,
-        )
-        self.mlp_norm = _norm(config)
-        self.mlp = Mlp(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-        )
-
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, rotation: Rotation) -> Hidden:
-        normal = hidden if self.attention_norm is None else self.attention_norm(hidden)
-        hidden = hidden + self.attention(normal, tokens, rotation=rotation)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        _norm(config) if number else None,
+        SelfAttention(dim, dim, config.num_heads, sight=sight, bias=config.attention_bias),
+        _norm(config),
+        Mlp(dim, config.intermediate_size, activation=config.activation, bias=config.mlp_bias),
+    )
 
 
 def _norm(config: ModernBertConfig) -> LayerNorm:

@@ -49,10 +49,13 @@ class Pages(Qwen3):
 
         def with_images() -> Hidden:
             assert tokens.pixels is not None
-            segments = jnp.where(is_patch, tokens.segments, 0)
-            pixels = jnp.where(is_patch[:, :, None], tokens.pixels, 0.0)
-            seen = self.image(replace(tokens, segments=segments, pixels=pixels))
-            return jnp.where(is_patch[:, :, None], seen, words)
+            at_patch = is_patch[:, :, None]
+            seen = replace(
+                tokens,
+                segments=jnp.where(is_patch, tokens.segments, 0),
+                pixels=jnp.where(is_patch[:, :, None], tokens.pixels, 0.0),
+            )
+            return jnp.where(at_patch, self.image(seen), words)
 
         hidden = lax.cond(jnp.any(is_patch), with_images, lambda: words)
         return self.run(hidden, tokens)

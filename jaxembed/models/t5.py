@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from jaxembed.models.attention import Bias
 from jaxembed.models.layers import (
     BiasByDistance,
     Mlp,
+    PreNormLayer,
     RMSNorm,
     SelfAttention,
     WordEmbeddings,
@@ -48,7 +48,7 @@ class T5(nnx.Module):
     def __init__(self, config: T5Config):
         self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size)
         self.distance = BiasByDistance(config.num_heads, config.bias_reach)
-        self.layers = nnx.List([T5Layer(config) for _ in range(config.num_layers)])
+        self.layers = nnx.List([_layer(config) for _ in range(config.num_layers)])
         self.norm = _norm(config)
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
@@ -59,20 +59,14 @@ class T5(nnx.Module):
         return self.norm(hidden)
 
 
-class T5Layer(nnx.Module):
-    """One layer: attention and MLP, each after a norm and with a residual connection."""
-
-    def __init__(self, config: T5Config):
-        dim, width = config.hidden_size, config.intermediate_size
-        self.attention_norm = _norm(config)
-        inner = config.num_heads * config.head_width
-        self.attention = SelfAttention(dim, inner, config.num_heads)
-        self.mlp_norm = _norm(config)
-        self.mlp = Mlp(dim, width, activation=config.activation, gated=config.gated)
-
-    def __call__(self, hidden: Hidden, tokens: PackedTokens, bias: Bias) -> Hidden:
-        hidden = hidden + self.attention(self.attention_norm(hidden), tokens, bias)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+def _layer(config: T5Config) -> PreNormLayer:
+    dim, inner = config.hidden_size, config.num_heads * config.head_width
+    return PreNormLayer(
+        _norm(config),
+        SelfAttention(dim, inner, config.num_heads),
+        _norm(config),
+        Mlp(dim, config.intermediate_size, activation=config.activation, gated=config.gated),
+    )
 
 
 def _norm(config: T5Config) -> RMSNorm:
