@@ -383,10 +383,8 @@ def check_fields(
     bounds. `where` names the file; fields that are not among `types` are not looked at. `prefix` is
     the name of the field that holds these, with a dot."""
     for key, kind in types.items():
-        if key not in values:
-            continue
-        value = values[key]
-        if value is None and kind.null:
+        value = values.get(key)
+        if key not in values or (value is None and kind.null):
             continue
         try:
             msgspec.convert(value, kind.type)

@@ -180,20 +180,46 @@ def read_layout(
     `dense_path` takes the place of the path of the only Dense module. `route` is that of the chain
     to read of a Router.
     """
-    modules = modules_of(source, route)
+    modules, include_prompt = modules_of(source, route), True
+    pooling: Sequence[Pooling] = MEAN
     if modules is None:
         logger.warning("%s has no modules.json: mean pooling, not normalised", source)
         modules = [ModuleEntry("transformer", ""), ModuleEntry("pooling", "")]
-        pooling, include_prompt = MEAN, True
     elif "pooling" not in kinds_of(source, route):
         raise UnsupportedModel(
             f"{source}: modules.json has no Pooling, so that it is no embedder, and the class in "
             "config.json does not score"
         )
     else:
-        pooling, include_prompt = _pooling(source / modules[1].path, hidden_size)
+        folder = source / modules[1].path
+        config = module_config(folder)
+        if not config:
+            raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
+        widths = {"word_embedding_dimension", "embedding_dimension"}
+        known = {*widths, *POOLING_FLAGS, "pooling_mode", "include_prompt"}
+        if unknown := set(config) - known:
+            raise UnsupportedModel(
+                f"{folder}: pooling with {', '.join(sorted(unknown))} is not supported"
+            )
+        for key in widths & set(config):
+            if config[key] != hidden_size:
+                raise CheckpointError(
+                    f"{folder}: {key} is {config[key]}, the model's {hidden_size}"
+                )
+        if "pooling_mode" in config:
+            named = config["pooling_mode"]
+            modes: list[str] = [named] if isinstance(named, str) else list(named or ())
+            if not modes or not set(modes) <= POOLING_NAMES.keys():
+                raise UnsupportedModel(
+                    f"{folder}: pooling {named!r} is not supported; known: "
+                    f"{', '.join(POOLING_NAMES)}"
+                )
+            pooling = [POOLING_NAMES[mode] for mode in modes]
+        else:  # no flag is mean to sentence-transformers
+            pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
+        include_prompt = bool(config.get("include_prompt", True))
     refuse_chat_template(source / modules[0].path)
-    layout = pooled_layout(source, modules[0], pooling, modules[2:], hidden_size, dense_path)
+    layout = pooled_layout(source, modules[0], tuple(pooling), modules[2:], hidden_size, dense_path)
     lowercase = bool(transformer_config(source / modules[0].path).get("do_lower_case"))
     return replace(layout, include_prompt=include_prompt, lowercase=lowercase)
 
@@ -487,31 +513,6 @@ def check_widths(layers: tuple[Module, ...], width: int) -> None:
                     f"a Dense module wants {layer.in_features} features and is given {width}"
                 )
             width = layer.out_features
-
-
-def _pooling(folder: Path, hidden_size: int) -> tuple[tuple[Pooling, ...], bool]:
-    config = module_config(folder)
-    if not config:
-        raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
-    widths = {"word_embedding_dimension", "embedding_dimension"}
-    if unknown := set(config) - widths - set(POOLING_FLAGS) - {"pooling_mode", "include_prompt"}:
-        raise UnsupportedModel(
-            f"{folder}: pooling with {', '.join(sorted(unknown))} is not supported"
-        )
-    for key in widths & set(config):
-        if config[key] != hidden_size:
-            raise CheckpointError(f"{folder}: {key} is {config[key]}, the model's {hidden_size}")
-    if "pooling_mode" in config:
-        named = config["pooling_mode"]
-        modes: list[str] = [named] if isinstance(named, str) else list(named or ())
-        if not modes or not set(modes) <= POOLING_NAMES.keys():
-            raise UnsupportedModel(
-                f"{folder}: pooling {named!r} is not supported; known: {', '.join(POOLING_NAMES)}"
-            )
-        pooling: Sequence[Pooling] = [POOLING_NAMES[mode] for mode in modes]
-    else:  # no flag is mean to sentence-transformers
-        pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
-    return tuple(pooling), bool(config.get("include_prompt", True))
 
 
 def read_prompts(

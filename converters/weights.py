@@ -423,10 +423,9 @@ def _tensor(path: Path, name: str, base: int, entry: _Entry) -> Tensor:
 
 
 def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
-    items = math.prod(shape)
-    size = items * np.dtype(READ_DTYPES[dtype]).itemsize
-    raw = np.fromfile(path, np.uint8, count=size, offset=offset)
-    return raw.view(READ_DTYPES[dtype]).reshape(shape)
+    kind = np.dtype(READ_DTYPES[dtype])
+    raw = np.fromfile(path, np.uint8, count=math.prod(shape) * kind.itemsize, offset=offset)
+    return raw.view(kind).reshape(shape)
 
 
 def torch_file(path: Path) -> dict[str, Tensor]:

@@ -86,6 +86,16 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"position_buckets is {buckets}, wanted at least 2 and less than twice the largest "
             f"distance, {furthest - 1}, which max_relative_positions gives"
         )
+    convolution = {}  # beside the first layer
+    tokens = hf.get("conv_kernel_size") or 0
+    if tokens > 0:
+        if tokens % 2 == 0:
+            raise UnsupportedModel(f"conv_kernel_size {tokens} is not supported: it must be odd")
+        if hf.get("conv_groups", 1) != 1:
+            raise UnsupportedModel(f"conv_groups {hf['conv_groups']} is not supported; known: 1")
+        plain = hf.get("conv_act", "tanh") == "tanh"
+        activation = "tanh" if plain else activation_of(hf, "conv_act")
+        convolution = {"conv_width": tokens, "conv_activation": activation}
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,
@@ -102,7 +112,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "max_distance": furthest,
         "content_to_position": CONTENT_TO_POSITION in terms,
         "position_to_content": POSITION_TO_CONTENT in terms,
-        **_convolution(hf),
+        **convolution,
     }
 
 
@@ -127,20 +137,6 @@ def _names(value: Any) -> list[str]:
     """The names in a string with bars between them, as transformers 4 writes it, or in a list."""
     names = value.split("|") if isinstance(value, str) else value
     return [str(name).strip().lower() for name in names]
-
-
-def _convolution(hf: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the convolution beside the first layer; empty if there is none."""
-    width = hf.get("conv_kernel_size", 0)
-    if not width or width < 0:
-        return {}
-    if width % 2 == 0:
-        raise UnsupportedModel(f"conv_kernel_size {width} is not supported: it must be odd")
-    if hf.get("conv_groups", 1) != 1:
-        raise UnsupportedModel(f"conv_groups {hf['conv_groups']} is not supported; known: 1")
-    activation = hf.get("conv_act", "tanh")
-    activation = activation if activation == "tanh" else activation_of(hf, "conv_act")
-    return {"conv_width": width, "conv_activation": activation}
 
 
 FAMILY = Family(

@@ -70,8 +70,10 @@ def term_head(
     table = transposed_padded(terms, total)
     rules = [*dense_rules("sparse", 0, layers[0], dense)]
     for norm in norms:
-        rules.append(Rule(f"{norm}.weight", parameter_of("sparse", 1, "scale")))
-        rules.append(Rule(f"{norm}.bias", parameter_of("sparse", 1, "bias")))
+        rules += [
+            Rule(f"{norm}.weight", parameter_of("sparse", 1, "scale")),
+            Rule(f"{norm}.bias", parameter_of("sparse", 1, "bias")),
+        ]
     rules += [Rule(name, "heads.sparse.terms.kernel", table) for name in tables]
     if bias:
         rules += [Rule(name, "heads.sparse.bias", padded(terms, total)) for name in names]

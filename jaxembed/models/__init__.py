@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import jax
@@ -71,8 +71,7 @@ def tower_class(architecture: str) -> Any:
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {architecture!r} is not supported; known: {known}")
-    module, name = ARCHITECTURES[architecture].split(":")
-    return getattr(import_module(module), name)
+    return resolve_name(ARCHITECTURES[architecture])
 
 
 def tower_config(spec: ModelSpec) -> Any:

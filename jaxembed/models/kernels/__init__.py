@@ -7,7 +7,7 @@ either use XLA's in all layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 
 import jax.numpy as jnp
 from jax import lax
@@ -75,8 +75,7 @@ def changed_scores(call: Call) -> str | None:
 
 def kernel(path: str) -> Kernel:
     """A kernel of KERNELS. Raises ImportError where what it needs is not installed."""
-    module, name = path.split(":")
-    return getattr(import_module(module), name)
+    return resolve_name(path)
 
 
 def starts(segments: Places) -> Bool[Array, "rows length"]:

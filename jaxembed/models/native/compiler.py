@@ -65,23 +65,12 @@ MEANS = Build("means", "means.c", FLAGS, frozenset())
 BUILDS = (*INSTRUCTION_SETS, MEANS)
 
 
-def sources(build: Build) -> list[Path]:
-    """The C files of a library. The first one may include the others."""
-    return [SOURCES / build.source, *sorted(SOURCES.glob("*.h"))]
-
-
 def digest(build: Build) -> str:
     """A hash of the sources and the flags of a library. Raises OSError if a source is missing."""
-    parts = [*(path.read_bytes() for path in sources(build)), *map(str.encode, build.flags)]
+    # the first file may include the headers
+    paths = [SOURCES / build.source, *sorted(SOURCES.glob("*.h"))]
+    parts = [*(path.read_bytes() for path in paths), *map(str.encode, build.flags)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def headers() -> Path:
-    """The folder of XLA's headers in jaxlib. Raises Unavailable if jaxlib is not installed."""
-    spec = importlib.util.find_spec("jaxlib")
-    if spec is None or not spec.submodule_search_locations:
-        raise Unavailable("jaxlib, whose headers the native kernels need, is not installed")
-    return Path(spec.submodule_search_locations[0], "include")
 
 
 def find_compiler() -> str | None:
@@ -92,13 +81,17 @@ def find_compiler() -> str | None:
 def compile_library(build: Build, library: Path) -> None:
     """Compile a shared library to the path `library`.
 
-    Raises Unavailable if there is no compiler or it fails, and OSError if a source is missing.
+    Raises Unavailable if there is no compiler, it fails or jaxlib is not installed, and OSError if a source is missing.
     """
     compiler = find_compiler()
     if compiler is None:
         raise Unavailable("there is no C compiler: install gcc or clang")
     source = f'-DJAXEMBED_SOURCE="{digest(build)}"'
-    options = [*build.flags, source, f"-I{headers()}", "-o", str(library)]
+    jaxlib = importlib.util.find_spec("jaxlib")  # which has XLA's headers
+    if jaxlib is None or not jaxlib.submodule_search_locations:
+        raise Unavailable("jaxlib, whose headers the native kernels need, is not installed")
+    include = Path(jaxlib.submodule_search_locations[0], "include")
+    options = [*build.flags, source, f"-I{include}", "-o", str(library)]
     process = run_command([compiler, *options, str(SOURCES / build.source)], COMPILE_S)
     if process.returncode:
         lines = process.stderr.strip().splitlines()
