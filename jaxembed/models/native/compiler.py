@@ -81,7 +81,8 @@ def find_compiler() -> str | None:
 def compile_library(build: Build, library: Path) -> None:
     """Compile a shared library to the path `library`.
 
-    Raises Unavailable if there is no compiler, it fails or jaxlib is not installed, and OSError if a source is missing.
+    Raises Unavailable if there is no compiler, it fails or jaxlib is not installed, and OSError if
+    a source is missing.
     """
     compiler = find_compiler()
     if compiler is None:
