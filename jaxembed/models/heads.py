@@ -257,7 +257,7 @@ MODULES: dict[type[Module], Callable[..., nnx.Module]] = {
 }
 
 
-def _modules(head: Head) -> nnx.List:
+def _modules(head: Head) -> Sequence[nnx.Module]:
     return nnx.List([MODULES[type(layer)](layer) for layer in head.device_modules])
 
 

@@ -902,7 +902,7 @@ def test_a_soft_cap_of_logits_is_refused_where_they_are_scores(name):
     fields = family.config(hf)
     with pytest.raises(UnsupportedModel, match="final_logit_softcapping 30"):
         family.score_head(capped, fields, 1, 0)
-    (rule,) = family.score_head(plain, fields, 1, 0).rules
+    _, (rule,) = family.score_head(plain, fields, 1, 0)
     assert rule.sources == "embed_tokens.weight"  # tied unless the config says otherwise
 
 
