@@ -149,7 +149,7 @@ def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def linear(
     x: Float[Array, "... in"],
     kernel: Panels,
-    bias: Float[Array, " columns"] | None,
+    bias: Float[Array, " width"] | None,
     end: str = "linear",
     *,
     norm: tuple[Array, Array, Array, float] | None = None,
