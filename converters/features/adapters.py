@@ -394,8 +394,10 @@ def _split(original: str) -> tuple[str, str]:
 
 
 def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:
-    down, up = (parts[part].shape if part in parts else () for part in ("down", "up"))
-    return len(parts) == len(down) == len(up) == 2 and down[0] == up[1] > 0
+    if parts.keys() != {"down", "up"}:
+        return False
+    down, up = parts["down"].shape, parts["up"].shape
+    return len(down) == len(up) == 2 and down[0] == up[1] > 0
 
 
 def _layer(rule: Rule) -> str:
