@@ -108,7 +108,6 @@ IDLE = EngineState(
     lanes={},
     failures=(0,),
     stuck=0,
-    shares=(0.0,),
     costs={},
     cost_sources={},
     drift=1.0,

@@ -98,7 +98,7 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
-    from jaxembed.engine.programs import keep_programs
+    from jaxembed.engine.compiles import keep_programs
 
     try:
         keep_programs(cache_dir)

@@ -222,13 +222,13 @@ class SparseRows:
 
         return csr_array(self.csr, shape=(len(self), self.width))
 
-    def rows(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
+    def __getitem__(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
         """The rows with these numbers, in this order, as views."""
         chosen = list(chosen)
         indices, values = self.indices, self.values
         return SparseRows(self.width, [indices[k] for k in chosen], [values[k] for k in chosen])
 
-    def put(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
+    def __setitem__(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
         """Write copies of some rows at these places."""
         for place, indices, values in zip(places, rows.indices, rows.values, strict=True):
             self.indices[place] = indices.copy()
@@ -242,12 +242,6 @@ def sparse_rows(dense: np.ndarray) -> SparseRows:
     return SparseRows.of_places(places, flat[places], *dense.shape)
 
 
-def no_rows(count: int, width: int) -> SparseRows:
-    """So many rows of zeros."""
-    empty = [np.zeros(0, np.int32)] * count, [np.zeros(0, np.float32)] * count
-    return SparseRows(width, *empty)
-
-
 WorkResult = dict[OutputName, Any]
 """The answer to one request: for each output float32 `[all slots, width]`, in the order of the
 bounds, or SparseRows of as many rows, or a Ragged with an array `[length, width]` for each
@@ -257,15 +251,10 @@ sequence."""
 def chosen_rows(result: WorkResult, chosen: np.ndarray) -> WorkResult:
     """The outputs of the inputs with these numbers, int `[chosen]`, in this order; of a result with
     one slot for each input."""
-    rows: WorkResult = {}
-    for name, value in result.items():
-        if isinstance(value, Ragged):
-            rows[name] = value.ordered(chosen)
-        elif isinstance(value, SparseRows):
-            rows[name] = value.rows(chosen.tolist())
-        else:
-            rows[name] = value[chosen]
-    return rows
+    return {
+        name: value.ordered(chosen) if isinstance(value, Ragged) else value[chosen]
+        for name, value in result.items()
+    }
 
 
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
@@ -273,7 +262,8 @@ def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
     result: WorkResult = {}
     for name in work.outputs:
         if OUTPUTS[name].sparse:
-            result[name] = no_rows(len(work.bounds), widths[name])
+            empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            result[name] = SparseRows(widths[name], *([one] * len(work.bounds) for one in empty))
         elif OUTPUTS[name].per == "slot":
             result[name] = np.empty((len(work.bounds), widths[name]), np.float32)
         else:

@@ -119,15 +119,6 @@ class Capacity:
         finally:
             held.release()
 
-    def has_reserve(self, cost: Cost) -> bool:
-        """Whether a request is small and the reserve, closed to large requests, has room for it."""
-        is_small = cost.inputs * SMALL <= self.max_inputs and cost.tokens * SMALL <= self.max_tokens
-        return (
-            is_small
-            and (self.small_inputs + cost.inputs) * RESERVE <= self.max_inputs
-            and (self.small_tokens + cost.tokens) * RESERVE <= self.max_tokens
-        )
-
     @property
     def retry_after_s(self) -> int:
         """The estimated seconds until half of the waiting work is done, from 1 to LONGEST_RETRY_S.
@@ -190,7 +181,16 @@ class Admission:
                 )
             if held.account is not None:
                 held.account.check(cost.inputs, cost.tokens if is_run else 0)
-            in_reserve = capacity.has_reserve(cost)
+            # the reserve, closed to large requests, may have room for a small one
+            is_small = (
+                cost.inputs * SMALL <= capacity.max_inputs
+                and cost.tokens * SMALL <= capacity.max_tokens
+            )
+            in_reserve = (
+                is_small
+                and (capacity.small_inputs + cost.inputs) * RESERVE <= capacity.max_inputs
+                and (capacity.small_tokens + cost.tokens) * RESERVE <= capacity.max_tokens
+            )
             # A limit is full for a model that has used its share of it, too: an equal part, or of
             # tokens without a set limit its own share.
             full: Limit | None = None
@@ -215,7 +215,8 @@ class Admission:
             held.entered = True
             permit = Permit(self, held, is_own=is_own, is_run=is_run, in_reserve=in_reserve)
             if held.account is not None:
-                held.account.enter(cost.inputs)
+                held.account.entered = True
+                held.account.inputs += cost.inputs
             permit._count(cost)
         return permit
 
@@ -263,10 +264,8 @@ class Permit:
 
     def settle(self, tokens: int) -> None:
         """Charge the request for the tokens that its answer says it had, and no others."""
-        if self.held.account is not None:
-            with self._admission.capacity.lock:
-                self._charge(tokens)
-                self.held.account.count_answered(tokens)
+        with self._admission.capacity.lock:
+            self._charge(tokens, answered=tokens)
 
     def release(self) -> None:
         """Stop counting the request: it is answered, or nobody waits for it."""
@@ -289,16 +288,15 @@ class Permit:
             capacity.small_tokens += tokens
         if admission._closed:
             admission._leave_if_done()
-        if self.held.account is not None:
-            self.held.account.hold(inputs)
-            if charges:
-                self._charge(cost.tokens)
+        self._charge(cost.tokens if charges else self._charged, waiting=inputs)
 
-    def _charge(self, tokens: int) -> None:
-        """Replace the tokens charged so far by these."""
-        if self.held.account is not None and self._is_run:
-            self.held.account.charge(tokens - self._charged)
-            self._charged = tokens
+    def _charge(self, tokens: int, *, waiting: int = 0, answered: int = 0) -> None:
+        """Replace the tokens charged so far by these, and count more inputs that wait and more
+        tokens that were answered."""
+        if self.held.account is not None:
+            more = tokens - self._charged if self._is_run else 0
+            self._charged += more
+            self.held.account.use(waiting=waiting, charged=more, answered=answered)
 
     def __enter__(self) -> "Permit":
         return self

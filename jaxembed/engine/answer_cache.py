@@ -2,12 +2,13 @@
 
 import threading
 from collections import OrderedDict
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.data.work import SparseRows, WorkResult, join_results, no_rows
+from jaxembed.data.work import SparseRows, WorkResult, join_results
 from jaxembed.engine.ticket import Answers, Entry, Key, Ticket
 from jaxembed.observability.metrics import Telemetry
 
@@ -69,11 +70,8 @@ class AnswerCache:
                 key = name, entry.key
                 if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._most:
                     continue
-                if isinstance(values, SparseRows):  # in memory of its own, not a view of the batch
-                    kept = no_rows(len(values), values.width)
-                    kept.put(range(len(values)), values)
-                else:
-                    kept = np.array(values)
+                # in memory of its own, not a view of the batch
+                kept = deepcopy(values) if isinstance(values, SparseRows) else np.array(values)
                 with self._lock:
                     if key not in self._kept:  # two batches may answer the same sequence
                         self._kept[key] = kept

@@ -1,4 +1,4 @@
-"""Compiles programs in threads of low priority, and counts them."""
+"""Compiles programs in threads of low priority, counts them, and has JAX keep them."""
 
 import logging
 import os
@@ -16,6 +16,10 @@ from typing import Any
 import jax
 import jax.monitoring
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxembed.platform.cache_folder import make_private, refuse_shared
+from jaxembed.platform.cores import host_id
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +70,12 @@ def _queue() -> SimpleQueue:
 
 
 def _work(queue: SimpleQueue) -> None:
-    """Compile the programs of the queue, in a thread that never ends."""
-    _give_way()
+    """Compile the programs of the queue, in a thread of low priority that never ends."""
+    if sys.platform == "linux":  # on other systems a thread has no priority of its own
+        thread = threading.get_native_id()
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
         compiled, lowered, options = queue.get()
         try:
@@ -77,13 +85,25 @@ def _work(queue: SimpleQueue) -> None:
         del compiled, lowered  # or the program would stay in memory until the next one
 
 
-def _give_way() -> None:
-    """Lower the priority of this thread."""
-    if sys.platform == "linux":  # on other systems a thread has no priority of its own
-        thread = threading.get_native_id()
-        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
-        with suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+def keep_programs(cache_dir: Path) -> None:
+    """Keep the programs that this process compiles in `cache_dir`, in a folder for this host.
+
+    It sets JAX's persistent compilation cache, which holds for the whole process. Where the process
+    has set it already, for example by JAX_COMPILATION_CACHE_DIR, nothing is changed. Raises OSError
+    if the folder cannot be made, and ConfigError if others can write to it.
+    """
+    config: Any = jax.config  # its attributes are made at run time
+    if config.jax_compilation_cache_dir is not None:
+        return
+    programs = cache_dir / "programs" / host_id()
+    for folder in (cache_dir, programs.parent, programs):
+        make_private(folder)
+        refuse_shared(folder)
+    config.update("jax_compilation_cache_dir", str(programs))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # JAX has chosen to use none if it has compiled before
+    replace_unreadable_programs(programs)
 
 
 def replace_unreadable_programs(folder: Path) -> None:
@@ -100,27 +120,22 @@ def replace_unreadable_programs(folder: Path) -> None:
         if not str(message).startswith(UNREADABLE_PROGRAM):
             show(message, category, filename, lineno, file, line)
         elif first.acquire(blocking=False):  # never released, so that it is done and logged once
-            unreadable = [path for path in folder.glob("*-cache") if not _is_readable(path)]
-            for path in unreadable:
-                path.unlink(missing_ok=True)
+            removed = 0
+            for path in list(folder.glob("*-cache")):
+                try:  # all programs are removed if JAX uses zstandard, if installed
+                    zlib.decompress(path.read_bytes())
+                except (OSError, zlib.error):
+                    path.unlink(missing_ok=True)
+                    removed += 1
             logger.warning(
                 "compiled programs in %s cannot be read; %d removed, what is missing is compiled "
                 "anew: %s",
                 folder,
-                len(unreadable),
+                removed,
                 str(message).splitlines()[0],
             )
 
     warnings.showwarning = show_or_replace
-
-
-def _is_readable(program: Path) -> bool:
-    """Whether zlib can unpack a program. None is readable if JAX uses zstandard, if installed."""
-    try:
-        zlib.decompress(program.read_bytes())
-    except (OSError, zlib.error):
-        return False
-    return True
 
 
 class CompileEvents:

@@ -147,7 +147,7 @@ class Engine:
             self._lock,
             telemetry,
             name=name,
-            is_bulk_alone=self._is_bulk_alone,
+            is_bulk_alone=lambda: self._lanes.is_bulk_alone(time.monotonic()),
             on_timed=self._keep_costs,
             watch=self._watchdog.watch,
         )
@@ -229,7 +229,6 @@ class Engine:
                 lanes=lanes,
                 failures=tuple(seat.failures for seat in self.seats),
                 stuck=sum(seat.turn.stuck for seat in self.seats),
-                shares=tuple(seat.share.end for seat in self.seats),
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
                 drift=self._costs.drift,
@@ -538,11 +537,6 @@ class Engine:
             self._costs.add(bucket)
             self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
             self._wake_all()
-
-    def _is_bulk_alone(self) -> bool:
-        """Whether only bulk work waits, and no interactive request is expected soon."""
-        with self._lock:
-            return self._lanes.is_bulk_alone(time.monotonic())
 
     def _fail_waiting(self, error: Exception) -> None:
         """Fail all waiting requests."""

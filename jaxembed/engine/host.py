@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxembed.data.inputs import Priority
 from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
-from jaxembed.engine.engine import INTERNAL
+from jaxembed.engine.engine import INTERNAL, Engine
 from jaxembed.engine.state import EngineState, LaneState
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.models.static import StaticModel
@@ -110,7 +110,6 @@ class HostEngine:
             lanes={lane: LaneState(0, 0, 0.0) for lane in get_args(Priority)},
             failures=(self._failures,),
             stuck=0,
-            shares=(0.0,),
             costs={},
             cost_sources={},
             drift=1.0,
@@ -130,3 +129,8 @@ class HostEngine:
 
     def free(self) -> None:
         """Nothing: the model is freed with the engine."""
+
+
+ServedEngine = Engine | HostEngine
+"""What a loaded model may have: an engine with a queue, to which requests are submitted, or one
+that computes in the thread which asks."""

@@ -156,27 +156,21 @@ class Quota:
                 seconds,
             )
 
-    def hold(self, inputs: int) -> None:
-        """Count inputs that wait; a negative number gives some back."""
-        with self._lock:
-            self.waiting += inputs
+    def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
+        """Count inputs that wait, tokens of this minute, and tokens of an answer.
 
-    def charge(self, tokens: int) -> None:
-        """Take tokens of this minute; a negative number gives some back."""
-        if tokens and "tokens" in self._buckets:
-            with self._lock:
-                if "tokens" in self._buckets:
-                    self._buckets["tokens"].take(tokens, self._clock())
+        Negative numbers give some back.
+        """
+        with self._lock:
+            self.waiting += waiting
+            self.tokens += answered
+            if charged and "tokens" in self._buckets:
+                self._buckets["tokens"].take(charged, self._clock())
 
     def refuse(self, reason: Refusal) -> None:
         """Count a request that the key does not open."""
         with self._lock:
             self.refused[reason] += 1
-
-    def count_answered(self, tokens: int) -> None:
-        """Count tokens of an answer."""
-        with self._lock:
-            self.tokens += tokens
 
     def states(self) -> list[RateState]:
         """What is left of each limit a minute that there is."""
@@ -212,24 +206,9 @@ class Account:
         if self.quota is not None:
             self.quota.check(inputs, tokens, self)
 
-    def enter(self, inputs: int) -> None:
-        """Count the inputs of an admitted part."""
-        self.entered = True
-        self.inputs += inputs
-
-    def hold(self, inputs: int) -> None:
-        """Count inputs that wait; a negative number gives some back."""
+    def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
+        """Count for it and for its key what `Quota.use` does."""
+        self.charged += charged
+        self.tokens += answered
         if self.quota is not None:
-            self.quota.hold(inputs)
-
-    def charge(self, tokens: int) -> None:
-        """Charge tokens; a negative number gives some back."""
-        self.charged += tokens
-        if self.quota is not None:
-            self.quota.charge(tokens)
-
-    def count_answered(self, tokens: int) -> None:
-        """Count the tokens of an answered part."""
-        self.tokens += tokens
-        if self.quota is not None:
-            self.quota.count_answered(tokens)
+            self.quota.use(waiting=waiting, charged=charged, answered=answered)

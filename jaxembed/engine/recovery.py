@@ -88,7 +88,7 @@ class Recovery:
         values: dict[OutputName, Any] = {}
         for name, array in output.items():
             if OUTPUTS[name].sparse:
-                values[name] = array.rows(rows * batch.bucket.slots + slots)
+                values[name] = array[rows * batch.bucket.slots + slots]
             elif OUTPUTS[name].per == "slot":
                 values[name] = array[rows, slots]
             else:

@@ -15,13 +15,6 @@ class BucketUse:
     useful_tokens: int = 0
     device_s: float = 0.0
 
-    def __add__(self, other: "BucketUse") -> "BucketUse":
-        return BucketUse(
-            self.runs + other.runs,
-            self.useful_tokens + other.useful_tokens,
-            self.device_s + other.device_s,
-        )
-
     def __sub__(self, other: "BucketUse") -> "BucketUse":
         return BucketUse(
             self.runs - other.runs,
@@ -48,7 +41,6 @@ class EngineState:
     lanes: dict[Priority, LaneState]
     failures: tuple[int, ...]  # number of consecutive failed batches of each seat
     stuck: int  # number of seats that are stuck
-    shares: tuple[float, ...]  # seconds on the device's clock up to which each seat had its time
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
     drift: float  # factor of all costs, see BucketCosts

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult, empty_result
+from jaxembed.data.work import Ragged, Work, WorkResult, empty_result
 from jaxembed.engine.bucket import least_row
 from jaxembed.errors import Cancelled, NotFinite
 from jaxembed.observability.tracing import TicketTrace
@@ -50,6 +50,11 @@ class Ticket:
         engine thread, when the ticket is complete; not if it was cancelled before. `trace` is that
         of a request that is traced.
         """
+        ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
+        pixels = work.planes.get("pixels")
+        spans = bounds.tolist()
+        fillers = repeat(0) if work.fillers is None else work.fillers.tolist()
+        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=False)
         count = len(work.lengths)
         self.work = work
         self.trace = trace
@@ -57,7 +62,6 @@ class Ticket:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.entries = self._entries()
         self.inputs, self.tokens = count, work.tokens  # of the entries; duplicates count each time
         self.withdrawn = 0  # number of inputs
         self.interactive = False  # whether it was queued in that lane
@@ -68,17 +72,9 @@ class Ticket:
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
-
-    def _entries(self) -> "list[Entry]":
-        """Make an entry for each different sequence."""
-        work = self.work
-        ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
-        pixels = work.planes.get("pixels")
+        # an entry for each different sequence
         entry_of: dict[Key, Entry] = {}
         start = first = 0
-        spans = bounds.tolist()
-        fillers = repeat(0) if work.fillers is None else work.fillers.tolist()
-        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=False)
         for index, (length, slots, filling) in enumerate(columns):
             end = start + length
             is_whole = slots == 1 and spans[first] == [0, length]
@@ -95,7 +91,7 @@ class Ticket:
             twin = entry_of.setdefault(entry.key, entry)
             if twin is not entry:
                 twin.claims[self].append(index)
-        return list(entry_of.values())
+        self.entries = list(entry_of.values())
 
     @property
     def error(self) -> Exception | None:
@@ -125,9 +121,7 @@ class Ticket:
             slots = self.work.slots
             places = flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
         for name, column in self.values.items():
-            if isinstance(column, SparseRows):
-                column.put(places, values[name])
-            elif isinstance(column, Ragged):
+            if isinstance(column, Ragged):
                 for i, rows in zip(index, values[name], strict=True):
                     column[i][:] = rows
             else:
@@ -279,12 +273,8 @@ class Answers:
         values: dict[OutputName, Any] = {}
         for name in outputs:
             of_all = self.values[name]
-            if OUTPUTS[name].sparse:
-                values[name] = of_all.rows(places)
-            elif OUTPUTS[name].per == "slot":
-                values[name] = of_all[places]
-            else:
-                values[name] = [of_all[k] for k in chosen]
+            by_slot = OUTPUTS[name].per == "slot"
+            values[name] = of_all[places] if by_slot else [of_all[k] for k in chosen]
         return values
 
     def settle(self, started_at: float, seconds: float) -> None:

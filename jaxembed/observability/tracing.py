@@ -108,20 +108,16 @@ class Tracer(Protocol):
 
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
         """The trace of a request with this ASGI scope; None if it is not sampled."""
-        ...
 
     def end(self, trace: Trace, route: str | None) -> None:
         """Make the spans of a request that has ended. `route` is the pattern of its path, None if
         no route has it."""
-        ...
 
     def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
         """Make the span of a batch, linked to the requests, and add the run to their tickets."""
-        ...
 
     def close(self, timeout_s: float) -> None:
         """Send what was not sent yet, for so many seconds at most."""
-        ...
 
 
 _current: ContextVar[Trace | None] = ContextVar("trace", default=None)

@@ -1,6 +1,9 @@
-"""Reads which cores the process may use, and how long its threads wait for one."""
+"""Reads which CPU this is, which cores the process may use, and how long its threads wait for
+one."""
 
+import hashlib
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +28,21 @@ def usable_cores() -> set[int]:
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
+
+
+def host_id() -> str:
+    """A hash that names this kind of host by its CPU's model and features.
+
+    Hosts that share a home directory may differ in speed, and may not run each other's compiled
+    programs.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    identity = "\n".join([platform.machine(), *sorted(abilities)])
+    return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def quota_cores() -> float | None:

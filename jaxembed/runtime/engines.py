@@ -9,8 +9,7 @@ from jaxembed.checkpoints import checkpoint
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import ModelSpec
 from jaxembed.engine.build import build, host_plan, make_plan
-from jaxembed.engine.client import ServedEngine
-from jaxembed.engine.host import HostEngine
+from jaxembed.engine.host import HostEngine, ServedEngine
 from jaxembed.engine.placement import placed_bytes
 from jaxembed.errors import CheckpointError
 from jaxembed.memory import MIB

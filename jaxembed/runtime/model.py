@@ -14,8 +14,7 @@ from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.inputs import Image, Pair, Text
 from jaxembed.data.outputs import OutputName
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
-from jaxembed.engine.compiles import compile_events
-from jaxembed.engine.programs import keep_programs
+from jaxembed.engine.compiles import compile_events, keep_programs
 from jaxembed.engine.state import EngineState
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.pieces import TokenPiece

@@ -17,7 +17,7 @@ from jaxembed.data.spec import (
     Routes,
 )
 from jaxembed.engine.build import Plan
-from jaxembed.engine.client import ServedEngine
+from jaxembed.engine.host import ServedEngine
 from jaxembed.errors import ConfigError
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.images.processor import ImageProcessor, Processor

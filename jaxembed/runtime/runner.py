@@ -16,8 +16,8 @@ from jaxembed.data.inputs import Text
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec
 from jaxembed.data.work import Work, empty_result, join_results, join_work, work_of
 from jaxembed.engine.admission import Admission, Cost, Held
-from jaxembed.engine.client import EngineClient, ServedEngine
-from jaxembed.engine.host import HostEngine
+from jaxembed.engine.engine import Engine
+from jaxembed.engine.host import HostEngine, ServedEngine
 from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
 from jaxembed.observability.tracing import TicketTrace, Trace, current_trace
@@ -170,9 +170,7 @@ class RequestRunner(ABC):
 class QueueRunner(RequestRunner):
     """Tokenizes a request in its jobs, and queues it as a whole with an engine."""
 
-    def __init__(
-        self, processor: Processor, engine: EngineClient, telemetry: Telemetry, spec: ModelSpec
-    ):
+    def __init__(self, processor: Processor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
         super().__init__(processor, telemetry, spec)
         self._engine = engine
 
@@ -286,7 +284,7 @@ def runner_of(
     if isinstance(engine, HostEngine):
         assert isinstance(processor, TextProcessor)
         return HostRunner(processor, engine, telemetry, spec)
-    assert isinstance(engine, EngineClient)
+    assert isinstance(engine, Engine)
     return QueueRunner(processor, engine, telemetry, spec)
 
 

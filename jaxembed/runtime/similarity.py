@@ -39,7 +39,7 @@ def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
         return similarity(answer.dense[0], answer.dense[1:])
     if "sparse" in answer.values:
         rows = answer.sparse
-        return cosines(rows.rows([0]), rows.rows(range(1, len(rows))))[0]
+        return cosines(rows[[0]], rows[range(1, len(rows))])[0]
     vectors = answer.multi_vector
     others = Ragged(vectors.values, vectors.offsets[1:])
     return _means(vectors[0], maxsim(vectors[0], others))

@@ -54,7 +54,7 @@ def test_a_bucket_never_holds_more_than_a_minute(clock):
     clock.now += 10_000
     (requests, tokens) = quota.states()
     assert (requests.remaining, tokens.remaining, tokens.limit, tokens.reset_s) == (3, 600, 600, 0)
-    quota.charge(100)
+    quota.use(charged=100)
     assert quota.states()[1].reset_s == pytest.approx(10)
 
 
@@ -156,7 +156,7 @@ def test_other_limits_keep_the_share_that_was_used(clock):
     quota = quota_of(clock, requests_per_minute=10, tokens_per_minute=1000)
     for _ in range(5):
         quota.count_request()
-    quota.charge(1000)
+    quota.use(charged=1000)
     quota.change(Limits(requests_per_minute=100))
     assert remaining(quota) == {"requests": 50}
     quota.change(Limits(requests_per_minute=2, tokens_per_minute=60))

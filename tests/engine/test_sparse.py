@@ -9,7 +9,7 @@ import pytest
 from sparse_matrix import as_dense
 
 from jaxembed.data.spec import Vocabulary
-from jaxembed.data.work import no_rows, sparse_rows
+from jaxembed.data.work import SparseRows, sparse_rows
 from jaxembed.engine import sparse
 from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
@@ -40,7 +40,7 @@ def test_csr_has_the_rows_one_after_the_other():
     assert offsets.tolist() == [0, *np.cumsum((matrix != 0).sum(axis=1)).tolist()]
     np.testing.assert_array_equal(matrix[matrix != 0], values)
     np.testing.assert_array_equal(np.nonzero(matrix)[1], indices)
-    assert [len(part) for part in no_rows(0, 3).csr] == [0, 0, 1]
+    assert [len(part) for part in SparseRows(3, [], []).csr] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("shards", "room"), [(1, 8), (3, 1), (3, 1000)])

@@ -1,10 +1,8 @@
 """Chooses the dtype and the default token budget of a batch; a CPU is measured once."""
 
-import hashlib
 import json
 import logging
 import math
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.placement import Device
 from jaxembed.models import Program
 from jaxembed.platform.cache_folder import make_private
-from jaxembed.platform.cores import MOST_WAITED, CpuTimes, core_count, timed, usable_cores
+from jaxembed.platform.cores import MOST_WAITED, CpuTimes, core_count, host_id, timed, usable_cores
 from jaxembed.platform.files import replacing
 
 logger = logging.getLogger(__name__)
@@ -145,21 +143,6 @@ class Calibration:
                 )
             elif self._file is not None:
                 _keep(_kept(self._file) | {keys[dtype]: rate.flops}, self._file)
-
-
-def host_id() -> str:
-    """A hash that names this kind of host by its CPU's model and features.
-
-    Hosts that share a home directory may differ in speed, and may not run each other's compiled
-    programs.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    identity = "\n".join([platform.machine(), *sorted(abilities)])
-    return hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 def device_id(device: Device) -> str:

@@ -61,7 +61,7 @@ class BucketTimer:
         self._runner = runner
         self._turn = turn
         self._costs = costs
-        self._lock = lock  # for the costs
+        self._lock = lock  # for the costs and `is_bulk_alone`
         self._telemetry = telemetry
         self._name = name
         self._is_bulk_alone = is_bulk_alone
@@ -153,7 +153,9 @@ class BucketTimer:
         expected_s = self._costs.usable.get(bucket, 0.0) / 1000
         if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
             return WHILE_IDLE
-        if self._is_bulk_alone() and time.monotonic() > self._beside_bulk_at:
+        with self._lock:
+            is_bulk_alone = self._is_bulk_alone()
+        if is_bulk_alone and time.monotonic() > self._beside_bulk_at:
             return BESIDE_BULK
         return None
 
@@ -164,17 +166,13 @@ class Together:
     def __init__(self, count: int):
         """Start `count` threads, which wait for `run`."""
         self._begin, self._end = Barrier(count + 1), Barrier(count + 1)
-        self._count = count
         self._call: Callable[[], object] = lambda: None
         self._per_s: list[float] = []
         self._errors: list[Exception] = []
         self._seconds = 0.0
-        self._threads = [
-            Thread(target=memory.in_kept_heap, args=(self._work,), name=f"timing-{k}", daemon=True)
-            for k in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for k in range(count):
+            work, name = (self._work,), f"timing-{k}"
+            Thread(target=memory.in_kept_heap, args=work, name=name, daemon=True).start()
 
     def run(
         self, runner: Runner, bucket: Bucket, planes: np.ndarray, seconds: float = 0.0

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import ModelSpec
-from jaxembed.engine.autotune.calibrate import host_id
 from jaxembed.models import native
+from jaxembed.platform.cores import host_id
 from jaxembed.runtime.diagnostics.examine import device_facts, kernel_facts
 from jaxembed.runtime.diagnostics.facts import LocalExamination, LocalFacts
 from jaxembed.runtime.diagnostics.findings import findings_before
