@@ -132,8 +132,17 @@ class Recorder:
             self.runner.compile(bucket)
             self.compiled.add(bucket)
 
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]):
-        """Run a batch and record its start and end."""
+    def run(
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        outputs: Iterable[OutputName],
+        *,
+        in_float32: bool = False,
+    ):
+        """Run a batch and record its start and end, unless it runs in float32."""
+        if in_float32:
+            return self.runner.run(bucket, planes, outputs, in_float32=True)
         start = time.perf_counter()
         answer = self.runner.run(bucket, planes, outputs)
         self.runs.append((bucket, start, time.perf_counter()))
@@ -148,10 +157,6 @@ class Recorder:
     @property
     def float32_bucket(self) -> Bucket | None:
         return self.runner.float32_bucket
-
-    def run_in_float32(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]):
-        """Run a batch in float32, without recording it."""
-        return self.runner.run_in_float32(bucket, planes, outputs)
 
     def busy_s(self) -> float:
         """The seconds in which at least one program ran."""

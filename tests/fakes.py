@@ -75,8 +75,17 @@ class SumRunner:
         self.compiled.append(bucket)
 
     def run(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        outputs: Iterable[OutputName],
+        *,
+        in_float32: bool = False,
     ) -> dict[OutputName, np.ndarray]:
+        if in_float32:
+            self.wide_runs += 1
+            assert bucket == self._float32
+            return self._sums(planes, bucket.slots, outputs, guilty=(self.WORSE,))
         ids, positions, segments = planes[:3]
         is_work = is_work_in(planes)
         with self._lock:
@@ -103,13 +112,6 @@ class SumRunner:
     @property
     def float32_bucket(self) -> Bucket | None:
         return self._float32
-
-    def run_in_float32(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> dict[OutputName, np.ndarray]:
-        self.wide_runs += 1
-        assert bucket == self._float32
-        return self._sums(planes, bucket.slots, outputs, guilty=(self.WORSE,))
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         return bucket.tokens

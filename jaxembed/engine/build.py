@@ -22,7 +22,6 @@ from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
     TPU_TILE,
-    Bucket,
     BucketGrid,
     GridFile,
     default_grid,
@@ -290,7 +289,10 @@ def seats_of(
     """
     groups: Sequence[Sequence[Device]]
     groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
-    twin = _float32_twin(plan)
+    twin = None  # the bucket with a second program: the smallest that holds every sequence
+    if plan.dtype == "float16":
+        longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
+        twin = min(longest, key=lambda b: b.rows)
     return [
         Seat(
             Replica(
@@ -316,17 +318,6 @@ def seats_of(
 def turn_of(device: Device) -> DeviceTurn:
     """The turn of a device. The engines of all models in this process share it."""
     return DeviceTurn.for_platform(device.platform)
-
-
-def _float32_twin(plan: Plan) -> Bucket | None:
-    """The bucket that gets a second program in float32; None if the model is not in float16.
-
-    It is the smallest bucket that holds every sequence.
-    """
-    if plan.dtype != "float16":
-        return None
-    longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
-    return min(longest, key=lambda b: b.rows)
 
 
 def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:

@@ -312,27 +312,26 @@ class Lanes:
             batch = place(bucket, first, *groups, most=most)
             self._clock = begin
             lead.end = begin + cost[bucket] / lead.share
-            self._remove(batch)
+            # out of the flows of every ticket that asked for its entries
+            served: dict[Flow, int] = {}
+            for entry in batch.entries:
+                entry.taken = True
+                for ticket, index in entry.claims.items():
+                    flow, count = self._flows[ticket], len(index)
+                    flow.inputs -= count
+                    flow.tokens -= count * entry.length
+                    flow.lane.inputs -= count
+                    flow.lane.tokens -= count * entry.length
+                    served[flow] = served.get(flow, 0) + entry.length
+            for lane in self.lanes.values():
+                if lane.order:
+                    lane.settle(served)
+            for flow in served:
+                if not flow.inputs:
+                    del self._flows[flow.ticket]
+            for (
+                entry
+            ) in batch.entries:  # last, so that `clear` still finds them after an error here
+                del self._waiting[entry.key]
             return batch
         return None
-
-    def _remove(self, batch: Batch) -> None:
-        """Remove the entries of a batch from the flows of every ticket that asked for them."""
-        served: dict[Flow, int] = {}
-        for entry in batch.entries:
-            entry.taken = True
-            for ticket, index in entry.claims.items():
-                flow, count = self._flows[ticket], len(index)
-                flow.inputs -= count
-                flow.tokens -= count * entry.length
-                flow.lane.inputs -= count
-                flow.lane.tokens -= count * entry.length
-                served[flow] = served.get(flow, 0) + entry.length
-        for lane in self.lanes.values():
-            if lane.order:
-                lane.settle(served)
-        for flow in served:
-            if not flow.inputs:
-                del self._flows[flow.ticket]
-        for entry in batch.entries:  # last, so that `clear` still finds them after an error here
-            del self._waiting[entry.key]

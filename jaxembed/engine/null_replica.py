@@ -30,8 +30,15 @@ class NullReplica:
     def free(self) -> None:
         """Do nothing."""
 
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
-        """Return ones in the shapes of these outputs."""
+    def run(
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        outputs: Iterable[OutputName],
+        *,
+        in_float32: bool = False,
+    ) -> Outputs:
+        """Return ones in the shapes of these outputs, which are float32 in any case."""
         made: Outputs = {}
         for name in outputs:
             kind, width = OUTPUTS[name], self._widths[name]
@@ -47,12 +54,6 @@ class NullReplica:
     @property
     def float32_bucket(self) -> None:
         """None, because constants are always finite."""
-
-    def run_in_float32(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs:
-        """Return what `run` returns, because the constants are float32."""
-        return self.run(bucket, planes, outputs)
 
 
 Runner = Replica | NullReplica

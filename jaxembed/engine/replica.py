@@ -55,11 +55,10 @@ class Replica:
         self.planes = program.planes
         self._forward = program.forward
         self._mesh = mesh_of(devices)
-        self._programs: dict[Bucket, jax.stages.Compiled] = {}
+        self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
         self.native_layout = native_layout
         self._twin = float32_twin
         self._attention = attention
-        self._float32: jax.stages.Compiled | None = None
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
@@ -68,70 +67,70 @@ class Replica:
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
 
-        If the bucket is the replica's `float32_twin`, also compile a program for `run_in_float32`.
-        It computes in float32 with the same parameters, for sequences whose activations exceed the
-        range of float16. Raises ConfigError if the rows of the bucket cannot be divided equally
+        If the bucket is the replica's `float32_twin`, also compile a program that computes in
+        float32 with the same parameters, for sequences whose activations exceed the range of
+        float16. Raises ConfigError if the rows of the bucket cannot be divided equally
         among the devices, and what XLA raises.
         """
-        self._programs[bucket] = self._compile(bucket, self.dtype)
+        self._programs[bucket, self.dtype] = self._compile(bucket, self.dtype)
         if bucket == self._twin:
-            self._float32 = self._compile(bucket, FLOAT32)
+            self._programs[bucket, FLOAT32] = self._compile(bucket, FLOAT32)
         memory.trim()
 
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+    def run(
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        outputs: Iterable[OutputName],
+        *,
+        in_float32: bool = False,
+    ) -> Outputs:
         """Run a compiled bucket, and copy the `outputs` to the host.
 
         `planes` is a packed batch, int32 `[planes, rows, length]`. The call does not hold the GIL
-        while it waits for the device. Raises what XLA raises.
+        while it waits for the device. Only the `float32_bucket` can run `in_float32`. Raises what
+        XLA raises.
         """
-        return self._fetch(self.launch(bucket, planes), outputs)
+        computed = self.launch(bucket, planes, FLOAT32 if in_float32 else self.dtype)
+        return {
+            name: fetched(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
+            for name in outputs
+        }
 
-    def launch(self, bucket: Bucket, planes: np.ndarray) -> dict[OutputName, Any]:
+    def launch(
+        self, bucket: Bucket, planes: np.ndarray, dtype: DType | None = None
+    ) -> dict[OutputName, Any]:
         """Start a compiled bucket. Returns all outputs, on the device, where they may not be ready.
 
-        Raises what XLA raises.
+        It computes in `dtype`, by default that of the replica. Raises what XLA raises.
         """
-        return self._programs[bucket](self._parameters, jax.device_put(planes, self._by_rows))
+        program = self._programs[bucket, dtype or self.dtype]
+        return program(self._parameters, jax.device_put(planes, self._by_rows))
 
     @property
     def float32_bucket(self) -> Bucket | None:
         """The bucket that also has a program in float32; None if there is none."""
-        return None if self._float32 is None else self._twin
-
-    def run_in_float32(
-        self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]
-    ) -> Outputs:
-        """Do the same as `run`, but in float32. `bucket` must be the `float32_bucket`."""
-        assert self._float32 is not None
-        assert bucket == self._twin
-        placed = jax.device_put(planes, self._by_rows)
-        return self._fetch(self._float32(self._parameters, placed), outputs)
+        twin = self._twin
+        return twin if twin is not None and (twin, FLOAT32) in self._programs else None
 
     def free(self) -> None:
         """Delete the parameters and the programs, whoever still refers to the replica."""
         self._programs.clear()
-        self._float32 = None
         for leaf in self._parameters:
             leaf.delete()
 
     def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
         """Return the program of a compiled bucket, which tells its HLO and its memory."""
-        return self._programs[bucket]
+        return self._programs[bucket, self.dtype]
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """The device memory that a run of the bucket needs besides the parameters, in bytes; none
         once they are freed."""
-        program = self._programs.get(bucket)
+        program = self._programs.get((bucket, self.dtype))
         if program is None:
             return 0
         memory: Any = program.memory_analysis()  # None on no platform of ours
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    def _fetch(self, computed: dict[OutputName, Any], names: Iterable[OutputName]) -> Outputs:
-        return {
-            name: fetched(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
-            for name in names
-        }
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
         """Compile the program of a bucket that computes in this dtype."""

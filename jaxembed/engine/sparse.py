@@ -38,15 +38,14 @@ def fetched(output: Any) -> SparseRows:
     whose memory is the host's."""
     dense = output.dense if isinstance(output, Gathered) else output
     rows, slots, width = dense.shape
-    if not isinstance(output, Gathered):
-        return sparse_rows(np.asarray(dense).reshape(-1, width))
-    counts = np.asarray(output.counts)
-    room = len(output.places) // len(counts)
-    if counts.max() > room:
-        return sparse_rows(np.asarray(dense).reshape(-1, width))
-    places = np.asarray(output.places).reshape(len(counts), room)
-    values = np.asarray(output.values).reshape(len(counts), room)
-    held = np.arange(room) < counts[:, None]
-    size = dense.size // len(counts)
-    first = np.arange(len(counts), dtype=np.int64)[:, None] * size
-    return SparseRows.of_places((first + places)[held], values[held], rows * slots, width)
+    if isinstance(output, Gathered):
+        counts = np.asarray(output.counts)
+        room = len(output.places) // len(counts)
+        if counts.max() <= room:
+            places = np.asarray(output.places).reshape(len(counts), room)
+            values = np.asarray(output.values).reshape(len(counts), room)
+            held = np.arange(room) < counts[:, None]
+            size = dense.size // len(counts)
+            first = np.arange(len(counts), dtype=np.int64)[:, None] * size
+            return SparseRows.of_places((first + places)[held], values[held], rows * slots, width)
+    return sparse_rows(np.asarray(dense).reshape(-1, width))

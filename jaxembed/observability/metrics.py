@@ -276,13 +276,15 @@ class Telemetry:
         gauge.set_function(lambda: sum(one() for one in reads))
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
-        counted = {method: Counter("te_request_count", "Requests accepted") for method in METHODS}
-        self.request_count = self._add(Labelled("method", counted))
-        counted = {method: Counter("te_request_success", "Requests answered") for method in METHODS}
-        self.request_success = self._add(Labelled("method", counted))
-        name, text = "te_request_failure", "Requests refused or failed"
-        counted = {failure: Counter(name, text) for failure in FAILURES}
-        self.request_failure = self._add(Labelled("err", counted))
+        self.request_count = self._counters(
+            "te_request_count", "Requests accepted", "method", METHODS
+        )
+        self.request_success = self._counters(
+            "te_request_success", "Requests answered", "method", METHODS
+        )
+        self.request_failure = self._counters(
+            "te_request_failure", "Requests refused or failed", "err", FAILURES
+        )
         self.inputs = {
             "embed": self._add(InputSeries("te_embed", "embed", "embedded")),
             "predict": self._add(
@@ -371,6 +373,11 @@ class Telemetry:
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._add(Counter(name, text))
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> Labelled[Counter]:
+        return self._add(Labelled(label, {value: Counter(name, text) for value in values}))
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)

@@ -69,8 +69,10 @@ class FaultyRunner:
     def __getattr__(self, name: str):
         return getattr(self._runner, name)
 
-    def run(self, bucket, planes, outputs):
+    def run(self, bucket, planes, outputs, *, in_float32=False):
         """Run a batch with the fault that is drawn: an error, a delay, or NaN in a row."""
+        if in_float32:
+            return self._runner.run(bucket, planes, outputs, in_float32=True)
         kind = self._faults.draw("runner", RUNNER_FAULTS)
         if kind == "no_memory":
             raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying {bucket}")

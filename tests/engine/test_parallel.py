@@ -42,13 +42,13 @@ def test_replicas_give_one_devices_vectors_and_all_of_them_work(
     together, ran, lock = threading.Barrier(3), set(), threading.Lock()
     usual = Replica.run
 
-    def run(self, bucket, planes, outputs):
+    def run(self, bucket, planes, outputs, **options):
         with lock:
             first = self.devices not in ran
             ran.add(self.devices)
         if first:
             together.wait(60)  # passes only when all three are inside at once
-        return usual(self, bucket, planes, outputs)
+        return usual(self, bucket, planes, outputs, **options)
 
     monkeypatch.setattr(Replica, "run", run)
     texts = [" ".join(words) for words in islice(product(WORDS, repeat=3), 300)]

@@ -119,7 +119,7 @@ def test_the_float32_twin_takes_what_leaves_float16():
     assert half.float32_bucket == BUCKET
     planes = pack(batch_of([2, 7, 8, 9, 3]))
     assert not np.isfinite(half.run(BUCKET, planes, ("dense",))["dense"][0, 0]).all()
-    wide = half.run_in_float32(half.float32_bucket, planes, ("dense",))["dense"]
+    wide = half.run(half.float32_bucket, planes, ("dense",), in_float32=True)["dense"]
     exact = replica_of({name: _as_float16(leaf) for name, leaf in parameters.items()})
     wanted = exact.run(BUCKET, planes, ("dense",))["dense"]
     assert np.isfinite(wide).all()

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.cost_file import keep_json
 from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.placement import Device
 from jaxembed.models import Program
-from jaxembed.platform.cache_folder import make_private
 from jaxembed.platform.cores import MOST_WAITED, CpuTimes, core_count, host_id, timed, usable_cores
-from jaxembed.platform.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +75,7 @@ class Calibration:
         """
         device = self._device
         if device.platform == "cpu":
-            self._know("bfloat16", "float32")
-            bfloat16, float32 = self._flops("bfloat16"), self._flops("float32")
+            bfloat16, float32 = self._flops("bfloat16", "float32")
             native = bfloat16 > CLEARLY_FASTER * float32
         elif device.platform == "gpu":
             # NVIDIA's Ampere is 8.0; AMD reports names such as gfx942
@@ -95,7 +93,7 @@ class Calibration:
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKENS
-        most = max(BATCH_S * self._flops(dtype) / _flops_per_token(program), 1.0)
+        most = max(BATCH_S * self._flops(dtype)[0] / _flops_per_token(program), 1.0)
         tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
         if native_layers:
             tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
@@ -109,24 +107,16 @@ class Calibration:
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKEN_MS
         share = NATIVE_SHARE if native_layers else SHARE_REACHED
-        return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)))
+        return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)[0]))
 
-    def _flops(self, dtype: DType) -> float:
-        """The rate of a product on this CPU in FLOP/s: kept by an earlier run, or measured now."""
-        self._know(dtype)
-        return self._rates[dtype].flops
-
-    def _know(self, *dtypes: DType) -> None:
-        """Have the rates of these dtypes. Those that are measured are measured in turn."""
-        unknown: list[DType] = []
+    def _flops(self, *dtypes: DType) -> list[float]:
+        """The rates of products on this CPU in FLOP/s: kept by an earlier run, or measured now, in
+        turn."""
         keys = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
-        for dtype in dtypes:
-            if dtype in self._rates:
-                continue
-            if flops := _kept(self._file).get(keys[dtype]):
-                self._rates[dtype] = Rate(flops, sure=True)
-            else:
-                unknown.append(dtype)
+        kept = _kept(self._file)
+        unknown = [dtype for dtype in dtypes if dtype not in self._rates]
+        self._rates |= {d: Rate(kept[keys[d]], sure=True) for d in unknown if keys[d] in kept}
+        unknown = [dtype for dtype in unknown if dtype not in self._rates]
         rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
         for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
             # the fastest round counts, as what disturbs only slows down; it is an estimate if one
@@ -142,7 +132,9 @@ class Calibration:
                     "kept, and is measured anew at the next start"
                 )
             elif self._file is not None:
-                _keep(_kept(self._file) | {keys[dtype]: rate.flops}, self._file)
+                rates = _kept(self._file) | {keys[dtype]: rate.flops}
+                keep_json(self._file, rates, "this CPU's rate")
+        return [self._rates[dtype].flops for dtype in dtypes]
 
 
 def device_id(device: Device) -> str:
@@ -167,25 +159,13 @@ def _kept(file: Path | None) -> dict[str, float]:
     """Read the rates in the file; values that are not rates are left out."""
     try:
         rates = json.loads(file.read_text()) if file is not None else {}
-    except (OSError, RecursionError, ValueError):
+        return {
+            key: float(rate)
+            for key, rate in rates.items()
+            if type(rate) in (int, float) and 0 < rate < math.inf
+        }
+    except (OSError, RecursionError, ValueError, AttributeError):
         return {}
-    if not isinstance(rates, dict):
-        return {}
-    return {
-        key: float(rate)
-        for key, rate in rates.items()
-        if type(rate) in (int, float) and 0 < rate < math.inf
-    }
-
-
-def _keep(rates: dict, file: Path) -> None:
-    """Write the rates into the file. A failure is logged and raises nothing."""
-    try:
-        make_private(file.parent)
-        with replacing(file) as partial:
-            partial.write_text(json.dumps(rates))
-    except OSError as error:
-        logger.warning("cannot keep this CPU's rate in %s: %s", file, error.strerror)
 
 
 def _measure(dtype: DType) -> Rate:

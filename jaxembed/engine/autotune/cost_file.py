@@ -19,6 +19,17 @@ Kept = TypeVar("Kept")
 KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
 
 
+def keep_json(path: Path, content: Any, what: str) -> None:
+    """Write the content, a value for JSON. A failure is logged with `what` it is, and raises
+    nothing."""
+    try:
+        make_private(path.parent)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(content, indent=1))
+    except OSError as error:
+        logger.warning("cannot keep %s in %s: %s", what, path, error.strerror)
+
+
 class KeptFile:
     """A JSON file in the folder `costs` of the cache, named by a hash of `identity`.
 
@@ -54,12 +65,7 @@ class KeptFile:
     def save(self, value: Any) -> None:
         """Write the content, a value for JSON. A failure is logged and raises nothing."""
         content = {"identity": self.identity, self._what: value}
-        try:
-            make_private(self._path.parent)
-            with replacing(self._path) as partial:
-                partial.write_text(json.dumps(content, indent=1))
-        except OSError as error:
-            logger.warning("cannot keep the %s in %s: %s", self._what, self._path, error.strerror)
+        keep_json(self._path, content, f"the {self._what}")
 
 
 class CostFile:

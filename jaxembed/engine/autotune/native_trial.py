@@ -7,7 +7,7 @@ halves of a layer. Each is tried with the model's own shapes.
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from statistics import geometric_mean
@@ -83,12 +83,12 @@ def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
     stop_at = time.monotonic() + TRIAL_S
     calls = noted_calls(program, dtype)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
-        trials = list(pool.map(lambda call: CallTrial(call, device, stop_at), calls))
+        compiled = [pool.submit(_compile_both, call, device, stop_at) for call in calls]
     verdicts_of: dict[str, list[Verdict]] = {}
-    for trial in trials:
-        verdicts = verdicts_of.setdefault(trial.call.name, [])
+    for call, programs in zip(calls, compiled, strict=True):
+        verdicts = verdicts_of.setdefault(call.name, [])
         if time.monotonic() < stop_at:
-            verdicts.append(trial.verdict())
+            verdicts.append(_verdict(call, programs, device))
     over_all: Verdicts = {}
     for name, verdicts in verdicts_of.items():
         failures = [one for one in verdicts if one.failed]
@@ -121,71 +121,60 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
     return list(calls)
 
 
-class CallTrial:
-    """A trial of one call with one shape, compiled as a native call and in XLA.
+def _compile_both(
+    call: native.NativeCall, device: Device, stop_at: float
+) -> list[jax.stages.Compiled]:
+    """Compile a call as the native call, with packed weights, and in XLA, with plain ones.
 
-    Nothing is compiled after `stop_at` (time.monotonic()). Errors are not raised but become part of
-    the verdict.
+    Nothing is compiled after `stop_at` (time.monotonic()). Raises what XLA raises.
     """
+    names = [name for name, _ in call.operands]
+    sharding = SingleDeviceSharding(device)
 
-    def __init__(self, call: native.NativeCall, device: Device, stop_at: float):
-        self.call = call
-        self._device = device
-        self._programs: list[jax.stages.Compiled] = []
-        self._failed = ""
-        try:
-            for run, is_packed in ((call.run, True), (self._in_xla, False)):
-                if time.monotonic() < stop_at:
-                    self._programs.append(self._compiled(run, is_packed))
-        except Exception as error:  # after any failure XLA is used
-            self._failed = first_line(error)
-
-    def _in_xla(self, of: Operands) -> Array:
-        """Compute in XLA what the native call computes."""
+    def in_xla(of: Operands) -> Array:
         with chosen(of.get("numbers")):
-            return XLA_CALLS[self.call.target](self.call, of)
+            return XLA_CALLS[call.target](call, of)
 
-    def verdict(self) -> Verdict:
-        """Run both programs several times, and return how results and times compare.
+    programs: list[jax.stages.Compiled] = []
+    for run, shape_of in ((call.run, tuple), (in_xla, native.plain_shape)):
+        if time.monotonic() < stop_at:
+            shapes = [
+                jax.ShapeDtypeStruct(shape_of(of.shape), of.dtype, sharding=sharding)
+                for _, of in call.operands
+            ]
 
-        A failure of either program is part of the verdict and raises nothing.
-        """
-        if self._failed or len(self._programs) < 2:
-            return Verdict(failed=self._failed or LATE)
-        try:
-            plain, packed = _drawn(self.call)
-            runs = []
-            for program, operands in zip(self._programs, (packed, plain), strict=True):
-                placed = tuple(operands.values()), SingleDeviceSharding(self._device)
-                runs.append(partial(_result, program, jax.device_put(*placed)))
-            ours, xla = (np.asarray(run()).astype(np.float32) for run in runs)
-            real = plain["segments"] != 0 if "segments" in plain else ...
-            off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
-            times_xla, spent = timed(lambda: _times_xla(*runs))
-            busy = spent.lost_share(core_count()) > MOST_WAITED
-            return Verdict(float(off.max()), times_xla, busy=busy)
-        except Exception as error:
-            return Verdict(failed=first_line(error))
+            def of_values(*values: Array, run=run) -> Array:  # a dict's names JAX would sort
+                return run(dict(zip(names, values, strict=True)))
 
-    def _compiled(
-        self, function: Callable[[Operands], Array], is_packed: bool
-    ) -> jax.stages.Compiled:
-        """Compile a function of the operands; `is_packed` says how the weights are laid out."""
-        names = [name for name, _ in self.call.operands]
-        sharding = SingleDeviceSharding(self._device)
-        shapes = [
-            jax.ShapeDtypeStruct(
-                of.shape if is_packed else native.plain_shape(of.shape), of.dtype, sharding=sharding
-            )
-            for _, of in self.call.operands
-        ]
+            lowered = jax.jit(of_values).lower(*shapes)
+            programs.append(compile_lowered(lowered, compiler_options(device.platform)))
+    return programs
 
-        def of_values(*values: Array) -> Array:  # no dict, because JAX would sort its names
-            return function(dict(zip(names, values, strict=True)))
 
-        return compile_lowered(
-            jax.jit(of_values).lower(*shapes), compiler_options(self._device.platform)
-        )
+def _verdict(
+    call: native.NativeCall, compiled: Future[list[jax.stages.Compiled]], device: Device
+) -> Verdict:
+    """Run both programs of a call several times, and return how results and times compare.
+
+    A failure to compile or to run either of them is part of the verdict and raises nothing.
+    """
+    try:
+        programs = compiled.result()
+        if len(programs) < 2:
+            return Verdict(failed=LATE)
+        plain, packed = _drawn(call)
+        runs = []
+        for program, operands in zip(programs, (packed, plain), strict=True):
+            placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
+            runs.append(partial(_result, program, placed))
+        ours, xla = (np.asarray(run()).astype(np.float32) for run in runs)
+        real = plain["segments"] != 0 if "segments" in plain else ...
+        off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
+        times_xla, spent = timed(lambda: _times_xla(*runs))
+        busy = spent.lost_share(core_count()) > MOST_WAITED
+        return Verdict(float(off.max()), times_xla, busy=busy)
+    except Exception as error:  # after any failure XLA is used
+        return Verdict(failed=first_line(error))
 
 
 def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

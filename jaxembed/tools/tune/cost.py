@@ -38,7 +38,6 @@ class Workbench:
         self.tokens_run = 0  # padding included
         self.primary: OutputName = replica.primary
         self.planes = replica.planes
-        self.run_in_float32 = replica.run_in_float32
         self.temporary_bytes = replica.temporary_bytes
         self.free = replica.free
         self._replica = replica
@@ -59,10 +58,17 @@ class Workbench:
         ms = self._time(bucket)
         self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
-    def run(self, bucket: Bucket, planes: np.ndarray, outputs: Iterable[OutputName]) -> Outputs:
+    def run(
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        outputs: Iterable[OutputName],
+        *,
+        in_float32: bool = False,
+    ) -> Outputs:
         """Run a batch as `Replica.run` does, and count its tokens."""
-        self.tokens_run += bucket.tokens
-        return self._replica.run(bucket, planes, outputs)
+        self.tokens_run += 0 if in_float32 else bucket.tokens
+        return self._replica.run(bucket, planes, outputs, in_float32=in_float32)
 
     def time_again(self, buckets: Iterable[Bucket]) -> None:
         """Time each of these buckets once more; its cost becomes the median of its timings."""
