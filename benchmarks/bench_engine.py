@@ -52,7 +52,7 @@ from jaxembed.engine.autotune.timing import milliseconds
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.null_replica import NullReplica, Runner
+from jaxembed.engine.replica import NullReplica, Runner
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.observability.metrics import Telemetry

@@ -29,9 +29,8 @@ from jaxembed.engine.bucket import (
     read_grid,
 )
 from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.null_replica import NullReplica
 from jaxembed.engine.placement import Device, place_parameters
-from jaxembed.engine.replica import Replica
+from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native, position_limit

@@ -28,8 +28,8 @@ from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.lanes import Lanes
-from jaxembed.engine.null_replica import Runner
 from jaxembed.engine.recovery import Recovery, reference_to
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.state import BucketUse, EngineState, LaneState
 from jaxembed.engine.ticket import Answers, Ticket, fail_entries
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
@@ -218,11 +218,10 @@ class Engine:
         """The state of the engine at this moment."""
         calls, now = self._watchdog.calls, time.monotonic()
         with self._lock:
-            lanes = {}
-            for name, lane in self._lanes.lanes.items():
-                oldest_at = self._lanes.oldest_of(name)
-                oldest_s = 0.0 if oldest_at is None else now - oldest_at
-                lanes[name] = LaneState(lane.inputs, lane.tokens, oldest_s)
+            lanes = {
+                name: LaneState(lane.inputs, lane.tokens, self._lanes.oldest_s(lane, now))
+                for name, lane in self._lanes.lanes.items()
+            }
             return EngineState(
                 waiting_inputs=self._lanes.inputs,
                 waiting_tokens=self._lanes.tokens,

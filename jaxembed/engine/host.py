@@ -34,6 +34,7 @@ class HostEngine:
     # There is no device that could fail or hang.
     healthy = True
     stuck = False
+    temporary_bytes = 0  # of device memory
 
     def __init__(self, model: StaticModel, telemetry: Telemetry, *, name: str = "model"):
         """`name` is the model's, for the log."""
@@ -54,11 +55,6 @@ class HostEngine:
     def tokens_per_s(self) -> float:
         """The recent throughput in tokens per second of computing; 0 before the first call."""
         return self._ran_tokens / max(self._ran_s, 1e-6)
-
-    @property
-    def temporary_bytes(self) -> int:
-        """None to speak of."""
-        return 0
 
     def start(self) -> None:
         """Be ready: there are no threads."""

@@ -199,15 +199,13 @@ class Lanes:
         """The `least_row` of the oldest entry that fits on no compiled bucket; None if all fit."""
         return next((f.parked[0].least_row for f in self._flows.values() if f.parked), None)
 
-    def oldest_of(self, priority: Priority) -> float | None:
-        """The time.monotonic() at which the oldest waiting request of a lane was queued.
+    def oldest_s(self, lane: Lane, now: float) -> float:
+        """The seconds up to `now` for which the oldest request of a lane has waited; 0 without one.
 
-        None if nothing waits in it.
+        `now` is time.monotonic().
         """
-        lane = self.lanes[priority]
-        if not lane.inputs:
-            return None
-        return next((f.ticket.queued_at for f in self._flows.values() if f.lane is lane), None)
+        flows = self._flows.values() if lane.inputs else ()
+        return next((now - f.ticket.queued_at for f in flows if f.lane is lane), 0.0)
 
     def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
         """Queue the entries of a ticket. Without a priority the size of its work decides the lane.
@@ -221,7 +219,7 @@ class Lanes:
             priority = "interactive" if small else "bulk"
         lane = self.lanes[priority]
         if ticket.trace is not None:
-            ticket.trace.queue(ticket.queued_at, priority)
+            ticket.trace.queued_at, ticket.trace.trace.lane = ticket.queued_at, priority
         ticket.interactive = lane is self._interactive
         if ticket.interactive:
             self._interactive_at = ticket.queued_at

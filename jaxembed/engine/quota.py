@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from jaxembed.errors import QuotaExceeded, RequestTooLarge
@@ -187,19 +187,19 @@ class Quota:
             ]
 
 
+@dataclass(eq=False)
 class Account:
     """What one request uses, of the quota of its key if it has one.
 
     A request has parts that are admitted one by one; most have a single one.
     """
 
-    def __init__(self, quota: Quota | None = None):
-        self.quota = quota
-        self.models: set[str] = set()  # the served names of those that it was given
-        self.inputs = 0  # admitted
-        self.tokens = 0  # answered
-        self.charged = 0  # tokens: about, until a part is answered
-        self.entered = False  # whether a part was admitted
+    quota: Quota | None = None
+    models: set[str] = field(default_factory=set)  # the served names of those that it was given
+    inputs: int = 0  # admitted
+    tokens: int = 0  # answered
+    charged: int = 0  # tokens: about, until a part is answered
+    entered: bool = False  # whether a part was admitted
 
     def check(self, inputs: int, tokens: int) -> None:
         """Raise what `Quota.check` does for a further part."""

@@ -14,7 +14,7 @@ import numpy as np
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.engine.batch import Batch, pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.null_replica import Runner
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.ticket import Answers, Entry
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.observability.metrics import Telemetry

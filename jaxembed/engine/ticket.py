@@ -285,9 +285,7 @@ class Answers:
         by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
         for k, entry in enumerate(self.entries):
             for ticket, index in entry.claims.items():
-                if ticket not in by_ticket:
-                    by_ticket[ticket] = ([], [])
-                chosen, places = by_ticket[ticket]
+                chosen, places = by_ticket.setdefault(ticket, ([], []))
                 chosen += [k] * len(index)
                 places += index
         for ticket, (chosen, places) in by_ticket.items():

@@ -108,11 +108,6 @@ class DeviceTurn:
                 self._grant()
 
     @property
-    def waiting(self) -> int:
-        """The number of threads that wait."""
-        return len(self._waiting)
-
-    @property
     def stuck(self) -> bool:
         """Whether a program on the device is overdue. Then nothing should start until it ends."""
         holders = tuple(self._holding)  # a copy, because this takes no lock

@@ -362,8 +362,11 @@ class Telemetry:
         self.stuck_seats = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )
-        name, text = "jaxembed_stage_seconds", "Seconds in a stage of a request"
-        stages = {stage: BulkHistogram(name, text, DURATION_BUCKETS) for stage in STAGES}
+        text = "Seconds in a stage of a request"
+        stages = {
+            stage: BulkHistogram("jaxembed_stage_seconds", text, DURATION_BUCKETS)
+            for stage in STAGES
+        }
         self.stage = self._add(Labelled("stage", stages))
 
     def _add(self, series: Added) -> Added:

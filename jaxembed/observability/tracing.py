@@ -84,10 +84,6 @@ class TicketTrace:
         self.queued_at: float | None = None  # time.monotonic(); None: the cache had every answer
         self.runs: list[tuple[BatchRun, Any]] = []  # its batches, with the contexts of their spans
 
-    def queue(self, queued_at: float, lane: str) -> None:
-        """Note when and where it was queued."""
-        self.queued_at, self.trace.lane = queued_at, lane
-
     def finish(self) -> None:
         """Note the stages of a ticket that is complete or was dropped: it waited until its first
         batch began, and was on the device, with pauses, until its last batch ended. One that was

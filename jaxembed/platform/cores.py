@@ -73,10 +73,9 @@ def throttled_s() -> float | None:
     seconds = []
     for group in _control_groups():
         stat = keyed(group / "cpu.stat")
-        with suppress(KeyError, ValueError):
-            seconds.append(float(stat["throttled_usec"]) / 1e6)  # version 2
-        with suppress(KeyError, ValueError):
-            seconds.append(float(stat["throttled_time"]) / 1e9)  # version 1
+        for key, in_a_second in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # versions 2, 1
+            with suppress(KeyError, ValueError):
+                seconds.append(float(stat[key]) / in_a_second)
     return sum(seconds) if seconds else None
 
 

@@ -18,8 +18,7 @@ from jaxembed.engine.autotune.kernels import Choice
 from jaxembed.engine.autotune.native_trial import LATE, Verdict
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.build import build, kept_verdicts, make_plan
-from jaxembed.engine.null_replica import NullReplica
-from jaxembed.engine.replica import Replica
+from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program
 from jaxembed.models.attention import by_native

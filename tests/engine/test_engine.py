@@ -26,7 +26,7 @@ from fakes import (
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
 from jaxembed.engine.lanes import MOST_WINDOW_ENTRIES, Lane
-from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
 

@@ -367,10 +367,12 @@ def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
 
 def test_each_lane_knows_what_waits_in_it_and_since_when():
     queue = Queue()
-    assert queue.oldest_of("bulk") is None
+    bulk, interactive = queue.lanes["bulk"], queue.lanes["interactive"]
+    assert queue.oldest_s(bulk, 1.0) == 0
     first, _, query = queue.submit(100), queue.submit(50), queue.submit(1, 5)
-    assert (queue.lanes["bulk"].tokens, queue.lanes["interactive"].tokens) == (1500, 5)
-    assert queue.oldest_of("bulk") == first.queued_at
-    assert queue.oldest_of("interactive") == query.queued_at
+    assert (bulk.tokens, interactive.tokens) == (1500, 5)
+    later = query.queued_at + 1
+    assert queue.oldest_s(bulk, later) == later - first.queued_at
+    assert queue.oldest_s(interactive, later) == later - query.queued_at
     queue.cancel(query)
-    assert queue.oldest_of("interactive") is None
+    assert queue.oldest_s(interactive, later) == 0

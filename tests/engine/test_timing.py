@@ -15,7 +15,7 @@ from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.autotune.timing import BucketTimer, Together, full_planes, milliseconds
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.null_replica import NullReplica
+from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.turn import DeviceTurn, Share
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import CpuTimes
@@ -127,7 +127,7 @@ def test_what_comes_waits_for_one_run_at_most():
 
         worker = threading.Thread(target=work)
         worker.start()
-        until(lambda: bench.turn.waiting == 1)
+        until(lambda: len(bench.turn._waiting) == 1)
         go_on.release()
         worker.join(WAIT_S)
         assert bench.timer.timed.wait(WAIT_S)
@@ -165,7 +165,7 @@ def test_bulk_work_that_never_ends_shares_a_little_of_the_time(monkeypatch):
         workers = [threading.Thread(target=work) for _ in range(2)]
         for worker in workers:
             worker.start()
-        until(lambda: bench.turn.waiting)
+        until(lambda: bench.turn._waiting)
         before = len(runner.timed)
         until(lambda: len(runner.timed) > before)
         bulk.clear()

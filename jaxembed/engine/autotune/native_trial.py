@@ -166,7 +166,7 @@ def _verdict(
         runs = []
         for program, operands in zip(programs, (packed, plain), strict=True):
             placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
-            runs.append(partial(_result, program, placed))
+            runs.append(partial(program, *placed))
         ours, xla = (np.asarray(run()).astype(np.float32) for run in runs)
         real = plain["segments"] != 0 if "segments" in plain else ...
         off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
@@ -223,39 +223,32 @@ def packed_segments(bucket: Bucket) -> np.ndarray:
     return segments
 
 
-def _result(program: jax.stages.Compiled, operands: tuple[jax.Array, ...]) -> jax.Array:
-    """Run a program and wait for its result."""
-    return jax.block_until_ready(program(*operands))
-
-
 def first_line(error: Exception) -> str:
     """The class of an error and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}"
 
 
-def _times_xla(run: Callable[[], Any], run_xla: Callable[[], Any]) -> float:
-    """The ratio of the two times. It is measured again if the call is clearly slower than XLA."""
+def _times_xla(*runs: Callable[[], Any]) -> float:
+    """The ratio of the times of a native call and of XLA, of the fastest run of each.
+
+    They run in turns. It is measured again if the call is clearly slower than XLA.
+    """
     times_xla = math.inf
     for _ in range(BELIEVED):
-        if times_xla > CLEARLY_SLOWER:
-            ms, xla_ms = _fastest_ms(run, run_xla)
-            times_xla = min(times_xla, ms / xla_ms)
-    return times_xla
-
-
-def _fastest_ms(*runs: Callable[[], Any]) -> list[float]:
-    """The milliseconds of the fastest run of each function; they run in turns."""
-    fastest = [math.inf] * len(runs)
-    began_at = time.perf_counter()
-    for turn in range(RUNS):
-        if turn >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+        if times_xla <= CLEARLY_SLOWER:
             break
-        for i, run in enumerate(runs):
-            started_at = time.perf_counter()
-            run()
-            fastest[i] = min(fastest[i], (time.perf_counter() - started_at) * 1000)
-    return fastest
+        fastest = [math.inf] * len(runs)
+        began_at = time.perf_counter()
+        for turn in range(RUNS):
+            if turn >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+                break
+            for i, run in enumerate(runs):
+                started_at = time.perf_counter()
+                jax.block_until_ready(run())
+                fastest[i] = min(fastest[i], time.perf_counter() - started_at)
+        times_xla = min(times_xla, fastest[0] / fastest[1])
+    return times_xla
 
 
 def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from threading import Barrier, Thread
 
@@ -14,7 +14,7 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.null_replica import Runner
+from jaxembed.engine.replica import Runner
 from jaxembed.engine.turn import Claim, DeviceTurn
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.observability.metrics import Telemetry
@@ -79,9 +79,8 @@ class BucketTimer:
 
     def _work(self) -> None:
         """Take one timing after the other until `stop`; the threads of `pair` make the runs."""
-        pair = Together(self._turn.permits)
         again = 0  # timings after every bucket was timed often enough
-        try:
+        with closing(Together(self._turn.permits)) as pair:
             while not self._stop.is_set():
                 with self._lock:
                     bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
@@ -102,8 +101,6 @@ class BucketTimer:
                         "%s: bucket %s could not be timed", self._name, bucket, exc_info=True
                     )
                     self._stop.wait(AGAIN_S)
-        finally:
-            pair.close()
 
     def _time(self, bucket: Bucket, pair: "Together") -> None:
         """Time a bucket by several runs and record their mean, unless a request interrupts them.
@@ -228,12 +225,9 @@ def milliseconds(
     only within a sequence take longer for long sequences, but by the same amount in any bucket.
     Raises what the runner raises.
     """
-    pair = Together(together)
-    try:
+    with closing(Together(together)) as pair:
         filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
         return 1000 * pair.run(runner, bucket, filled, seconds)
-    finally:
-        pair.close()
 
 
 def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) -> np.ndarray:
