@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.platform.json_file import shown
+from jaxembed.platform.files import shown
 
 GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"  # of layer_types
 

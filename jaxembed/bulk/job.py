@@ -11,7 +11,7 @@ from jaxembed.bulk.destination import Destination
 from jaxembed.bulk.parts import finished_parts
 from jaxembed.bulk.sources import InputFile
 from jaxembed.errors import ConfigError, JaxembedError
-from jaxembed.platform.json_file import shown
+from jaxembed.platform.files import shown
 
 JOB = "_job.json"
 FORMAT = 1

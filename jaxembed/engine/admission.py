@@ -3,8 +3,8 @@
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from typing import Literal, NamedTuple
 
 from jaxembed.config import EngineConfig
@@ -78,7 +78,7 @@ class Held:
         if count > self.bytes:
             self.charge(count - self.bytes)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Give all bytes of the request back: it is answered, or nobody waits for it."""
         with self._capacity.lock:
             self._capacity.bytes -= self.bytes
@@ -110,14 +110,9 @@ class Capacity:
         self.lock = threading.RLock()
         self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
 
-    @contextmanager
-    def request(self) -> Iterator[Held]:
-        """The memory that one request holds, released at the end of the block."""
-        held = Held(self)
-        try:
-            yield held
-        finally:
-            held.release()
+    def request(self) -> AbstractContextManager[Held]:
+        """The memory that one request holds, given back at the end of the block."""
+        return closing(Held(self))
 
     @property
     def retry_after_s(self) -> int:

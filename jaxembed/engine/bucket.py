@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxembed.errors import ConfigError
-from jaxembed.platform.json_file import read_user_json, shown
+from jaxembed.platform.files import read_user_json, shown
 
 SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192

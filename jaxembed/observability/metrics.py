@@ -97,10 +97,9 @@ class BulkHistogram(Collector):
 
     def observe_many(self, values: Sequence[float]) -> None:
         """Add several values."""
-        if len(self._kept) + len(values) < MOST_KEPT:
-            self._kept.extend(values)
-        else:
-            self._count_kept(values)
+        self._kept.extend(values)
+        if len(self._kept) >= MOST_KEPT:
+            self._count_kept()
 
     def totals(self) -> tuple[int, float]:
         """The number of values and their sum."""
@@ -114,11 +113,10 @@ class BulkHistogram(Collector):
         family.samples.append(Sample(f"{self.name}_created", {}, self._created_at))
         return [family]
 
-    def _count_kept(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
-        """Count the values kept and some more, and return how many values each bucket has, and
-        their sum."""
+    def _count_kept(self) -> tuple[np.ndarray, float]:
+        """Count the values kept, and return how many values each bucket has, and their sum."""
         with self._lock:
-            values = [*_taken(self._kept), *more]
+            values = _taken(self._kept)
             places = np.searchsorted(self._bounds, values, side="left")
             np.add.at(self._counts, places, 1)
             self._sum += sum(values)
@@ -184,11 +182,7 @@ class InputSeries(Collector):
         self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
     ) -> None:
         """Add answered inputs, which took the same time to tokenize."""
-        count = len(queue_s)
-        if count >= MOST_KEPT:
-            self._count([tokenization_s] * count, queue_s, inference_s)
-            return
-        self._kept.extend(zip([tokenization_s] * count, queue_s, inference_s, strict=True))
+        self._kept.extend(zip([tokenization_s] * len(queue_s), queue_s, inference_s, strict=True))
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
@@ -196,12 +190,9 @@ class InputSeries(Collector):
         with self._lock:
             rows = _taken(self._kept)
         if rows:
-            self._count(*zip(*rows, strict=True))
-
-    def _count(self, *seconds: Sequence[float]) -> None:
-        for stage, some in zip(self._stages, seconds, strict=True):
-            stage.observe_many(some)
-        self._total.observe_many(list(map(sum, zip(*seconds, strict=True))))
+            for stage, seconds in zip(self._stages, zip(*rows, strict=True), strict=True):
+                stage.observe_many(seconds)
+            self._total.observe_many(list(map(sum, rows)))
 
     def collect(self) -> Iterable[Metric]:
         """All series with the inputs observed until now."""

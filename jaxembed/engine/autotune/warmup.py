@@ -104,11 +104,22 @@ class Warmup:
                 self._ready.set()
 
     def _work(self, goes_on: bool) -> None:
-        """Compile buckets until none is left; `goes_on` is as in `_pause`."""
+        """Compile buckets until none is left.
+
+        Once the model is ready and the device is in use, compiling takes at most a third of the
+        time, and begins while the device is idle. `goes_on` is True for the one thread that then
+        continues; the others wait until the device is not in use.
+        """
         took_s = 0.0
         while not self._stop.is_set():
-            if self._ready.is_set():
-                self._pause(took_s, goes_on)
+            if self._ready.is_set() and self._pending:
+                if self._idle_s() < QUIET_S and goes_on:
+                    self._stop.wait(PAUSE * took_s)
+                until = time.monotonic() + (LONGEST_WAIT_S if goes_on else math.inf)
+                lull_s = LULL_S if goes_on else QUIET_S
+                while self._idle_s() < lull_s and time.monotonic() < until and self._pending:
+                    if self._stop.wait(IDLE_CHECK_S):
+                        break
             needed = self._needed_length()
             with self._lock:
                 if not self._pending:
@@ -124,22 +135,6 @@ class Warmup:
                 error = raised
             took_s = time.monotonic() - started_at
             self._note(bucket, error)
-
-    def _pause(self, took_s: float, goes_on: bool) -> None:
-        """Wait before the next compilation, if the device is in use.
-
-        Then compiling takes at most a third of the time, and begins while the device is idle.
-        `goes_on` is True for the one thread that continues; the others wait until it is not in use.
-        """
-        if not self._pending:
-            return
-        if self._idle_s() < QUIET_S and goes_on:
-            self._stop.wait(PAUSE * took_s)
-        until = time.monotonic() + (LONGEST_WAIT_S if goes_on else math.inf)
-        lull_s = LULL_S if goes_on else QUIET_S
-        while self._idle_s() < lull_s and time.monotonic() < until:
-            if not self._pending or self._stop.wait(IDLE_CHECK_S):
-                return
 
     def _note(self, bucket: Bucket, error: Exception | None) -> None:
         """Note a bucket that is done: it was compiled, or is left out, or stops everything if it is

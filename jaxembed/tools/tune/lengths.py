@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxembed.errors import ConfigError
 from jaxembed.platform.fetch import fetch
-from jaxembed.platform.json_file import read_user_json, shown
+from jaxembed.platform.files import read_user_json, shown
 
 SAMPLE = 20_000  # texts to tokenize; with these the quantiles are exact to about 1 %
 TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
