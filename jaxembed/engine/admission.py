@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 
 class Held:
-    """The bytes of memory that one request holds until it is released: its body, its texts and
+    """The bytes of memory that one request holds until it is closed: its body, its texts and
     tokens, its answer until that is sent. `entered` is set once a model has admitted a part of it.
     `account` counts what it uses, for its key or a log; None if nobody asks.
     """
@@ -159,7 +159,7 @@ class Admission:
 
         With `held` it is a part of the request that `held` belongs to: once the first part is
         admitted, a full limit of inputs or tokens does not refuse the others, and the bytes of all
-        parts are counted until `held` is released. Raises Overloaded if a limit is reached,
+        parts are counted until `held` is closed. Raises Overloaded if a limit is reached,
         ShuttingDown after `drain`, RequestTooLarge if it could never be admitted, and what
         `Account.check` does; then nothing is counted.
         """

@@ -1,35 +1,30 @@
 """Holds a copy of the parameters on its devices, and runs one compiled program for each bucket.
 
-Knows nothing of requests: it takes packed tokens and returns outputs. A sparse output is brought to
-the host as what is not zero, and all of that. A replica without a device stands in to measure the
-work of the host.
+Knows nothing of requests: it takes packed tokens and returns outputs. A replica without a device
+stands in to measure the work of the host.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
 
 from jaxembed import memory
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import DType
-from jaxembed.data.work import SparseRows, sparse_rows
+from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
+from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.tokens import PackedTokens
-
-# Values per token of a bucket that there is room for, where they are gathered on the device. It is
-# a guess that costs only time: of a batch with more everything is copied.
-VALUES_A_TOKEN = 8
 
 Outputs = dict[OutputName, Any]
 """float32 `[rows, slots or length, width]`, a sparse one SparseRows `[rows * slots, width]`."""
@@ -174,44 +169,6 @@ class Replica:
         with exact, using(attend):
             lowered = jax.jit(mapped).lower(self._parameters, planes)
         return compile_lowered(lowered, compiler_options(self.devices[0].platform))
-
-
-class Gathered(NamedTuple):
-    """A mostly zero output of a device, and its values that are not zero, as far as there is room.
-
-    A mesh divides each along its first axis: `shards` are so many neighbouring parts.
-    """
-
-    dense: Float[Array, "rows slots width"]
-    places: Int[Array, " shards*room"]  # in the flattened part of a shard, in ascending order
-    values: Float[Array, " shards*room"]
-    counts: Int[Array, " shards"]  # of the values that are not zero
-
-
-def gathered(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
-    """Gather the values that are not zero, on the device; `tokens` are those of these rows."""
-    flat = dense.reshape(-1)
-    room = min(VALUES_A_TOKEN * tokens, flat.size)
-    (places,) = jnp.nonzero(flat, size=room, fill_value=0)
-    return Gathered(dense, places, flat[places], jnp.count_nonzero(flat).reshape(1))
-
-
-def fetched(output: Any) -> SparseRows:
-    """The rows `[rows * slots, width]` of an output, on the host: of a Gathered, or of a device
-    whose memory is the host's."""
-    dense = output.dense if isinstance(output, Gathered) else output
-    rows, slots, width = dense.shape
-    if isinstance(output, Gathered):
-        counts = np.asarray(output.counts)
-        room = len(output.places) // len(counts)
-        if counts.max() <= room:
-            places = np.asarray(output.places).reshape(len(counts), room)
-            values = np.asarray(output.values).reshape(len(counts), room)
-            held = np.arange(room) < counts[:, None]
-            size = dense.size // len(counts)
-            first = np.arange(len(counts), dtype=np.int64)[:, None] * size
-            return SparseRows.of_places((first + places)[held], values[held], rows * slots, width)
-    return sparse_rows(np.asarray(dense).reshape(-1, width))
 
 
 class NullReplica:

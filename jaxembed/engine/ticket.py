@@ -93,11 +93,6 @@ class Ticket:
                 twin.claims[self].append(index)
         self.entries = list(entry_of.values())
 
-    @property
-    def error(self) -> Exception | None:
-        """The error of the first input in order that failed; None if none did."""
-        return self._failures[min(self._failures)] if self._failures else None
-
     def withdraw(self, entries: "Iterable[Entry]") -> None:
         """Take out some of the entries before the ticket is queued. They must still be answered."""
         taken = set(entries)

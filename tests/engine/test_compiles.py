@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import jax
 import numpy as np
 import pytest
 
-from jaxembed.engine.compiles import NICENESS, _give_way, compile_lowered
+from jaxembed.engine.compiles import NICENESS, _work, compile_lowered
 
 
 class Lowered:
@@ -36,18 +38,16 @@ def test_a_compile_runs_in_a_thread_that_gives_way():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority")
 def test_in_a_process_of_lower_priority_threads_keep_that():
     """Only root may raise it: for others no program was compiled."""
-    found = []
+    queue: SimpleQueue = SimpleQueue()
+    compiled: Future = Future()
+    queue.put((compiled, Lowered(), {}))
 
     def work() -> None:
-        own = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, own, 19)
-        _give_way()
-        found.append(os.getpriority(os.PRIO_PROCESS, own))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        _work(queue)  # which never ends
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [19]
+    threading.Thread(target=work, daemon=True).start()
+    assert compiled.result(10.0).niceness == 19
 
 
 IN_A_PROCESS = """

@@ -11,7 +11,7 @@ from sparse_matrix import as_dense
 from jaxembed.data.spec import Vocabulary
 from jaxembed.data.work import SparseRows, sparse_rows
 from jaxembed.engine import sparse
-from jaxembed.engine.replica import fetched, gathered
+from jaxembed.engine.sparse import fetched, gathered
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
 from jaxembed.models.tokens import PackedTokens
 

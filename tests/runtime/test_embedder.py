@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
 from jaxembed.data.inputs import Input, Pair, Text, Tokens
 from jaxembed.data.spec import DenseLayer, PairTemplate, Pooled
-from jaxembed.engine import programs
+from jaxembed.engine import compiles
 from jaxembed.engine.build import turn_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
@@ -209,7 +209,7 @@ def test_a_cache_that_cannot_be_written_is_logged_and_stops_nothing(
     def refuse(*_):
         raise PermissionError("Permission denied")
 
-    monkeypatch.setattr(programs, "make_private", refuse)
+    monkeypatch.setattr(compiles, "make_private", refuse)
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config) as embedder:
         assert embedder.encode("the cat").shape == (32,)
