@@ -23,7 +23,7 @@ from jaxembed.data.spec import (
 )
 from jaxembed.data.work import Ragged, WorkResult, sparse_rows
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held
-from jaxembed.engine.state import EngineState
+from jaxembed.engine.engine import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.late import Chunked

@@ -87,8 +87,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         fillers = repeat(0) if self.fillers is None else self.fillers.tolist()
         has_pixels = "pixels" in self.planes
         pixels = np.split(self.planes["pixels"], ends) if has_pixels else repeat(None)
-        columns = zip(ids, types, spans, fillers, pixels, strict=False)
-        return [Encoding(*one) for one in columns]
+        return [Encoding(*one) for one in zip(ids, types, spans, fillers, pixels, strict=False)]
 
 
 def work_of(
@@ -211,8 +210,7 @@ class SparseRows:
     def csr(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """All values, their columns, and the offsets of the rows among them: float32, int32 and
         int64, the three arrays of a compressed matrix, as scipy.sparse.csr_array takes them."""
-        counts = [0, *map(len, self.indices)]
-        offsets = np.cumsum(counts, dtype=np.int64)
+        offsets = np.cumsum([0, *map(len, self.indices)], dtype=np.int64)
         indices = np.concatenate([np.zeros(0, np.int32), *self.indices])
         return np.concatenate([np.zeros(0, np.float32), *self.values]), indices, offsets
 

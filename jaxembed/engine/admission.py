@@ -161,7 +161,7 @@ class Admission:
         admitted, a full limit of inputs or tokens does not refuse the others, and the bytes of all
         parts are counted until `held` is closed. Raises Overloaded if a limit is reached,
         ShuttingDown after `drain`, RequestTooLarge if it could never be admitted, and what
-        `Account.check` does; then nothing is counted.
+        `Quota.check` does; then nothing is counted.
         """
         capacity, is_own = self.capacity, held is None
         held = held or Held(capacity)
@@ -174,8 +174,9 @@ class Admission:
                     f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
-            if held.account is not None:
-                held.account.check(cost.inputs, cost.tokens if is_run else 0)
+            if held.account is not None and held.account.quota is not None:
+                tokens = cost.tokens if is_run else 0
+                held.account.quota.check(cost.inputs, tokens, held.account)
             # the reserve, closed to large requests, may have room for a small one
             is_small = (
                 cost.inputs * SMALL <= capacity.max_inputs

@@ -181,10 +181,16 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
             spec.source,
             ", ".join(unused),
         )
-    limit = config.max_input_tokens or spec.max_input_tokens
-    budget = config.max_batch_tokens or ACCELERATOR_TOKENS
-    grid = BucketGrid(())
-    return Plan((), "float32", limit, budget, grid, 1, False, without_device="host")
+    return Plan(
+        devices=(),
+        dtype="float32",
+        max_input_tokens=config.max_input_tokens or spec.max_input_tokens,
+        max_batch_tokens=config.max_batch_tokens or ACCELERATOR_TOKENS,
+        grid=BucketGrid(()),
+        shards=1,
+        full_warmup=False,
+        without_device="host",
+    )
 
 
 def build(
@@ -286,8 +292,9 @@ def seats_of(
 
     Raises CheckpointError if the parameters do not fit the program.
     """
-    groups: Sequence[Sequence[Device]]
-    groups = [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
+    groups: Sequence[Sequence[Device]] = (
+        [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
+    )
     twin = None  # the bucket with a second program: the smallest that holds every sequence
     if plan.dtype == "float16":
         longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]

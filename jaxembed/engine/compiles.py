@@ -62,8 +62,9 @@ def _queue() -> SimpleQueue:
     usual = threading.stack_size(STACK_BYTES)
     try:
         for k in range(WORKERS):
-            name = f"compile-xla-{k}"
-            threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
+            threading.Thread(
+                target=_work, args=(queue,), name=f"compile-xla-{k}", daemon=True
+            ).start()
     finally:
         threading.stack_size(usual)
     return queue

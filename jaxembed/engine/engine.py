@@ -22,7 +22,7 @@ from jaxembed.data.inputs import Priority
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.work import Encoding, Work, work_of
 from jaxembed.engine.answer_cache import AnswerCache
-from jaxembed.engine.autotune.costs import BucketCosts
+from jaxembed.engine.autotune.costs import BucketCosts, CostSource
 from jaxembed.engine.autotune.timing import BucketTimer
 from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
@@ -30,7 +30,6 @@ from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.lanes import Lanes
 from jaxembed.engine.recovery import Recovery, reference_to
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.state import BucketUse, EngineState, LaneState
 from jaxembed.engine.ticket import Answers, Ticket, fail_entries
 from jaxembed.engine.turn import Claim, DeviceTurn, Share
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
@@ -69,6 +68,53 @@ class Seat:
     def sick(self) -> bool:
         """Whether several batches in a row have failed on it."""
         return self.failures >= FAILURES_TO_SICK
+
+
+@dataclass(frozen=True)
+class BucketUse:
+    """Totals over the batches of one bucket since the start of the engine."""
+
+    runs: int = 0
+    useful_tokens: int = 0
+    device_s: float = 0.0
+
+    def __sub__(self, other: "BucketUse") -> "BucketUse":
+        return BucketUse(
+            self.runs - other.runs,
+            self.useful_tokens - other.useful_tokens,
+            self.device_s - other.device_s,
+        )
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """The queue of one lane. Duplicates count as often as they occur."""
+
+    inputs: int
+    tokens: int
+    oldest_s: float  # seconds that the oldest waiting request has waited; 0 if none waits
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The state of an engine at one moment."""
+
+    waiting_inputs: int  # duplicates count as often as they occur
+    waiting_tokens: int
+    lanes: dict[Priority, LaneState]
+    failures: tuple[int, ...]  # number of consecutive failed batches of each seat
+    stuck: int  # number of seats that are stuck
+    costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
+    cost_sources: dict[Bucket, CostSource]
+    drift: float  # factor of all costs, see BucketCosts
+    lost_share: float  # of the timings' time, in which other programs had the cores
+    timed: bool  # whether every bucket was timed often enough
+    compiled: tuple[Bucket, ...]
+    covered: bool  # whether every request has a compiled bucket
+    ran: dict[Bucket, BucketUse]
+    longest_call_s: float  # age of the oldest device call in progress; 0 if there is none
+    closing: bool
+    threads: int  # number of threads that are alive
 
 
 class Engine:
@@ -218,7 +264,7 @@ class Engine:
         """The state of the engine at this moment."""
         calls, now = self._watchdog.calls, time.monotonic()
         with self._lock:
-            lanes = {
+            lanes: dict[Priority, LaneState] = {
                 name: LaneState(lane.inputs, lane.tokens, self._lanes.oldest_s(lane, now))
                 for name, lane in self._lanes.lanes.items()
             }
@@ -353,8 +399,7 @@ class Engine:
 
     @property
     def _all_threads(self) -> list[threading.Thread]:
-        others = [self._timer.thread, self._watchdog.thread]
-        return [*self._threads, *self.warmup.threads, *others]
+        return [*self._threads, *self.warmup.threads, self._timer.thread, self._watchdog.thread]
 
     def _leave(self) -> None:
         """Close the engine when the interpreter ends.

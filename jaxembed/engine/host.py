@@ -13,15 +13,13 @@ import numpy as np
 
 from jaxembed.data.inputs import Priority
 from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
-from jaxembed.engine.engine import INTERNAL, Engine
-from jaxembed.engine.state import EngineState, LaneState
+from jaxembed.engine.engine import INTERNAL, RATE_BATCHES, Engine, EngineState, LaneState
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.models.static import StaticModel
 from jaxembed.observability.metrics import Telemetry
 
 logger = logging.getLogger(__name__)
 
-RATE_CALLS = 10  # the throughput is computed from about this many recent calls
 CLOSED = "the engine is closed"
 
 
@@ -91,7 +89,7 @@ class HostEngine:
         seconds = time.monotonic() - started_at
         self._failures = 0
         with self._lock:
-            decay = 1 - 1 / RATE_CALLS
+            decay = 1 - 1 / RATE_BATCHES
             self._ran_tokens = decay * self._ran_tokens + work.tokens
             self._ran_s = decay * self._ran_s + seconds
         self._telemetry.batch_size.observe(len(work))

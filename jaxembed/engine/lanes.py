@@ -214,9 +214,11 @@ class Lanes:
         """
         if priority is None:
             work = ticket.work
-            small = len(work.lengths) <= INTERACTIVE_INPUTS
-            small = small and len(work.planes["ids"]) <= self._most_interactive
-            priority = "interactive" if small else "bulk"
+            is_small = (
+                len(work.lengths) <= INTERACTIVE_INPUTS
+                and len(work.planes["ids"]) <= self._most_interactive
+            )
+            priority = "interactive" if is_small else "bulk"
         lane = self.lanes[priority]
         if ticket.trace is not None:
             ticket.trace.queued_at, ticket.trace.trace.lane = ticket.queued_at, priority

@@ -48,8 +48,7 @@ class TokenBucket:
 
     def level(self, now: float) -> float:
         """How much is in the bucket at a time, in seconds."""
-        elapsed_s = max(now - self._filled_at, 0.0)
-        filled = elapsed_s * (self.per_minute / MINUTE_S)
+        filled = max(now - self._filled_at, 0.0) * (self.per_minute / MINUTE_S)
         self._level = min(self._level + filled, float(self.per_minute))
         self._filled_at = now
         return self._level
@@ -90,8 +89,10 @@ class Quota:
         """Set other limits. What was used of the old ones stays used."""
         with self._lock:
             self.limits, now = limits, self._clock()
-            rates: dict[Rate, int | None]
-            rates = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+            rates: dict[Rate, int | None] = {
+                "requests": limits.requests_per_minute,
+                "tokens": limits.tokens_per_minute,
+            }
             for kind, per_minute in rates.items():
                 if per_minute is None:
                     self._buckets.pop(kind, None)
@@ -118,9 +119,12 @@ class Quota:
         with self._lock:
             most = self.limits.max_inputs_waiting
             self._check_size(account.inputs + inputs, most, "inputs", "max_inputs_waiting")
-            wanted = account.charged + tokens
-            per_minute = self.limits.tokens_per_minute
-            self._check_size(wanted, per_minute, "tokens", "tokens_per_minute")
+            self._check_size(
+                account.charged + tokens,
+                self.limits.tokens_per_minute,
+                "tokens",
+                "tokens_per_minute",
+            )
             if account.entered:
                 return
             if most is not None and self.waiting + inputs > most:
@@ -200,11 +204,6 @@ class Account:
     tokens: int = 0  # answered
     charged: int = 0  # tokens: about, until a part is answered
     entered: bool = False  # whether a part was admitted
-
-    def check(self, inputs: int, tokens: int) -> None:
-        """Raise what `Quota.check` does for a further part."""
-        if self.quota is not None:
-            self.quota.check(inputs, tokens, self)
 
     def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
         """Count for it and for its key what `Quota.use` does."""

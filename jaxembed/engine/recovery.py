@@ -29,9 +29,8 @@ def reference_to(batch: Batch) -> tuple[str, str]:
     """
     reference = uuid.uuid4().hex[:12]
     lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
-    count = len(batch.entries)
-    words = f"batch {batch.bucket} of {count} sequences (reference {reference}, longest {lengths})"
-    return reference, words
+    size = f"{batch.bucket} of {len(batch.entries)} sequences"
+    return reference, f"batch {size} (reference {reference}, longest {lengths})"
 
 
 class Recovery:

@@ -265,12 +265,11 @@ class Answers:
         if self.slots is not None:
             first, counts = self.slots
             places = flat_ranges(first[chosen], counts[chosen])
-        values: dict[OutputName, Any] = {}
-        for name in outputs:
-            of_all = self.values[name]
-            by_slot = OUTPUTS[name].per == "slot"
-            values[name] = of_all[places] if by_slot else [of_all[k] for k in chosen]
-        return values
+        of_all: dict[OutputName, Any] = {name: self.values[name] for name in outputs}
+        return {
+            name: values[places] if OUTPUTS[name].per == "slot" else [values[k] for k in chosen]
+            for name, values in of_all.items()
+        }
 
     def settle(self, started_at: float, seconds: float) -> None:
         """Write the answers, or their error, into the tickets, in one step for each ticket.

@@ -110,8 +110,8 @@ class DeviceTurn:
     @property
     def stuck(self) -> bool:
         """Whether a program on the device is overdue. Then nothing should start until it ends."""
-        holders = tuple(self._holding)  # a copy, because this takes no lock
-        return any(claim.overdue for claim in holders)
+        # of a copy, because this takes no lock
+        return any(claim.overdue for claim in tuple(self._holding))
 
     @property
     def idle_s(self) -> float:

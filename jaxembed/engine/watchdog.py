@@ -57,16 +57,10 @@ class Watchdog:
         self._on_look = on_look
         self._overdue_s = overdue_s
         self._look_s = min(LOOK_EVERY_S, overdue_s / LOOKS_AT_LEAST)
-        self._calls: list[WatchedCall] = []
+        self.calls: list[WatchedCall] = []  # in progress; replaced, so reads need no lock
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._work, name="watch-calls", daemon=True)
-
-    @property
-    def calls(self) -> list[WatchedCall]:
-        """The calls in progress."""
-        with self._lock:
-            return list(self._calls)
 
     @contextmanager
     def watch(
@@ -75,12 +69,12 @@ class Watchdog:
         """Watch the device calls made in the block, which yields the watched call."""
         call = WatchedCall(claim, bucket, batch)
         with self._lock:
-            self._calls.append(call)
+            self.calls = [*self.calls, call]
         try:
             yield call
         finally:
             with self._lock:
-                self._calls.remove(call)
+                self.calls = [other for other in self.calls if other is not call]
 
     def stop(self) -> None:
         """Let the thread end."""

@@ -53,11 +53,12 @@ Added = TypeVar("Added", bound=Collector)
 class Counter(Collector):
     """A counter without the suffix `_total`, which prometheus_client appends but TEI does not."""
 
-    def __init__(self, name: str, text: str):
+    def __init__(self, name: str, text: str, read: Callable[[], float] | None = None):
+        """It shows what `read` returns, by default what was added."""
         self.name, self._text = name, text
         self._value = 0.0
         self._lock = threading.Lock()
-        self._read: Callable[[], float] = lambda: self._value
+        self._read = read or (lambda: self._value)
 
     def inc(self, amount: int | float = 1) -> None:
         """Add to the counter."""
@@ -117,8 +118,7 @@ class BulkHistogram(Collector):
         """Count the values kept, and return how many values each bucket has, and their sum."""
         with self._lock:
             values = _taken(self._kept)
-            places = np.searchsorted(self._bounds, values, side="left")
-            np.add.at(self._counts, places, 1)
+            np.add.at(self._counts, np.searchsorted(self._bounds, values, side="left"), 1)
             self._sum += sum(values)
             return self._counts.copy(), self._sum
 
@@ -154,11 +154,9 @@ class InputSeries(Collector):
     def __init__(self, prefix: str, verb: str, participle: str):
         """`prefix` is that of the names; the others are for the help texts."""
         self._counters = (
-            Counter(f"{prefix}_count", f"Inputs to {verb}"),
-            Counter(f"{prefix}_success", f"Inputs {participle}"),
+            Counter(f"{prefix}_count", f"Inputs to {verb}", lambda: self.count),
+            Counter(f"{prefix}_success", f"Inputs {participle}", lambda: self.count),
         )
-        for counter in self._counters:
-            counter.set_function(lambda: self.count)
         self._stages = [
             BulkHistogram(f"{prefix}{name}_duration", text, DURATION_BUCKETS)
             for name, text in (

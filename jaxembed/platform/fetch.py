@@ -3,7 +3,6 @@
 import http.client
 import urllib.error
 import urllib.request
-from http import HTTPStatus
 
 from jaxembed.errors import ConfigError, Unanswered
 
@@ -33,8 +32,7 @@ def fetch(
 def _reason(error: Exception) -> str:
     """The reason why a URL could not be read, for people."""
     if isinstance(error, urllib.error.HTTPError):  # the answer may lack the phrase of its status
-        is_standard = error.code in [status.value for status in HTTPStatus]
-        return f"HTTP {error.code} {HTTPStatus(error.code).phrase if is_standard else ''}".rstrip()
+        return f"HTTP {error.code} {http.client.responses.get(error.code, '')}".rstrip()
     if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
         return "it is no URL"
     if isinstance(error, http.client.HTTPException):

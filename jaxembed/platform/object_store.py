@@ -163,8 +163,7 @@ def has_objects(url: str) -> bool:
 
 def _for_each(run: Callable[[str], None], names: Iterable[str]) -> None:
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="object-store") as threads:
-        for _ in threads.map(run, names):  # after an error the rest is not begun
-            pass
+        list(threads.map(run, names))  # after an error the rest is not begun
 
 
 def _scheme(url: str) -> str:

@@ -15,7 +15,7 @@ from jaxembed.data.inputs import Image, Pair, Text
 from jaxembed.data.outputs import OutputName
 from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
 from jaxembed.engine.compiles import compile_events, keep_programs
-from jaxembed.engine.state import EngineState
+from jaxembed.engine.engine import EngineState
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.pieces import TokenPiece
 from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor

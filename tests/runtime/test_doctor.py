@@ -16,7 +16,7 @@ from test_server_app import fetch_json
 from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.state import BucketUse
+from jaxembed.engine.engine import BucketUse
 from jaxembed.errors import ConfigError, Unanswered
 from jaxembed.platform import cores
 from jaxembed.runtime.diagnostics import history, machine

@@ -198,8 +198,8 @@ def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> 
     """
     fastest = min(runs, key=lambda run: run.wall)
     by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)
-    has_quota = cores < threads  # it lets threads wait although nothing else runs
-    waited_share = fastest.lost_share(cores) if has_quota else fastest.waited_share
+    # a quota lets threads wait although nothing else runs
+    waited_share = fastest.lost_share(cores) if cores < threads else fastest.waited_share
     if waited_share > MOST_WAITED:
         return Rate(by_cpu_time, sure=False)
     by_clock = flops / (fastest.wall * (1 - fastest.waited_share))

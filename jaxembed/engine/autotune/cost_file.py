@@ -64,8 +64,7 @@ class KeptFile:
 
     def save(self, value: Any) -> None:
         """Write the content, a value for JSON. A failure is logged and raises nothing."""
-        content = {"identity": self.identity, self._what: value}
-        keep_json(self._path, content, f"the {self._what}")
+        keep_json(self._path, {"identity": self.identity, self._what: value}, f"the {self._what}")
 
 
 class CostFile:

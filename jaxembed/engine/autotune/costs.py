@@ -103,8 +103,8 @@ class BucketCosts:
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
         self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
         self._expected_ms = decay * self._expected_ms + cost
-        factor = self._took_ms / max(self._expected_ms, 1e-9)
-        factor = min(max(factor, 1 / MOST_DRIFT), MOST_DRIFT)
+        ratio = self._took_ms / max(self._expected_ms, 1e-9)
+        factor = min(max(ratio, 1 / MOST_DRIFT), MOST_DRIFT)
         if not 1 / DRIFT_STEP < factor / self.drift < DRIFT_STEP:
             self.drift = factor
             self._update()
@@ -143,19 +143,17 @@ class BucketCosts:
         return median(list(self._lost) or [0.0])
 
     def _update(self) -> None:
-        """Replace `usable` by the current costs: the drift times the median of a bucket's timings,
-        or an estimate."""
-        usable: dict[Bucket, float] = {}
-        for bucket in self._buckets:
-            timings = self._timings.get(bucket)
-            usable[bucket] = self.drift * (median(timings) if timings else self._estimate(bucket))
-        self.usable = usable
+        """Replace `usable` by the current costs."""
+        self.usable = {bucket: self.drift * self._ms_of(bucket) for bucket in self._buckets}
 
-    def _estimate(self, bucket: Bucket) -> float:
-        """Estimate the cost from the median cost per token of the timed buckets.
+    def _ms_of(self, bucket: Bucket) -> float:
+        """The median of a bucket's timings, or an estimate from the median cost per token of the
+        timed buckets.
 
         Buckets of the same row length are used alone if there are any.
         """
+        if timings := self._timings.get(bucket):
+            return median(timings)
         rate_of = {b: median(ms) / b.tokens for b, ms in self._timings.items() if ms}
         rates = [rate for b, rate in rate_of.items() if b.length == bucket.length]
         rates = rates or list(rate_of.values()) or [self._default_ms]

@@ -84,8 +84,10 @@ class Choice:
 
     def describe(self) -> dict[str, dict[str, str]]:
         """The choice for JSON: kernels "used" by row length, and "not_used" with their reasons."""
-        used = {str(length): self.name_of(length) for length in self.lengths}
-        return {"used": used, "not_used": dict(self.refused)}
+        return {
+            "used": {str(length): self.name_of(length) for length in self.lengths},
+            "not_used": dict(self.refused),
+        }
 
 
 def choose_kernels(
@@ -187,8 +189,8 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
 
     def count(query, key, value, segments, sight: Sight, bias=None, key_segments=None):
         heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
-        changes = bias is not None, key_segments is not None
-        counts[Call(heads, groups, width, str(query.dtype), sight, *changes)] += 1
+        has_bias, hides_keys = bias is not None, key_segments is not None
+        counts[Call(heads, groups, width, str(query.dtype), sight, has_bias, hides_keys)] += 1
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [
@@ -292,13 +294,13 @@ class KernelTrial:
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
         """Compile and run a call. Returns the result, and the milliseconds of a run."""
-        precision = "highest" if self._dtype == FLOAT32 else None
-        run = self._compiled(attend, call, self._operands[call], precision)
-        last = run(*self._operands[call])
+        operands = self._operands[call]
+        run = self._compiled(attend, call, operands, "highest" if self._dtype == FLOAT32 else None)
+        last = run(*operands)
         mixed = np.asarray(last)
         started_at = time.perf_counter()
         for _ in range(PROBE_RUNS):
-            last = run(*self._operands[call])
+            last = run(*operands)
         jax.block_until_ready(last)
         return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 

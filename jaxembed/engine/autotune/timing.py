@@ -114,8 +114,14 @@ class BucketTimer:
         runs: list[float] = []
         spent: list[CpuTimes] = []
         while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
-            urgency = self._urgency(bucket)
-            if urgency is None:
+            expected_s = self._costs.usable.get(bucket, 0.0) / 1000
+            with self._lock:
+                is_bulk_alone = self._is_bulk_alone()
+            if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
+                urgency = WHILE_IDLE  # it will probably end before the next request comes
+            elif is_bulk_alone and time.monotonic() > self._beside_bulk_at:
+                urgency = BESIDE_BULK
+            else:
                 self._stop.wait(LOOK_S)
                 return
             with self._turn.hold(lambda urgency=urgency: urgency, whole=True) as claim:
@@ -140,21 +146,6 @@ class BucketTimer:
         self._telemetry.bucket_timings.inc()
         if is_timed:
             self._on_timed()
-
-    def _urgency(self, bucket: Bucket) -> float | None:
-        """The urgency of a run of the bucket now; None if it must not run now.
-
-        It is WHILE_IDLE if the run will probably end before the next request comes, and BESIDE_BULK
-        if only bulk work runs and the next timing is due.
-        """
-        expected_s = self._costs.usable.get(bucket, 0.0) / 1000
-        if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
-            return WHILE_IDLE
-        with self._lock:
-            is_bulk_alone = self._is_bulk_alone()
-        if is_bulk_alone and time.monotonic() > self._beside_bulk_at:
-            return BESIDE_BULK
-        return None
 
 
 class Together:

@@ -7,7 +7,7 @@ from jaxembed.engine.admission import Limit
 from jaxembed.engine.autotune.calibrate import BATCH_S, Calibration
 from jaxembed.engine.bucket import SHORTEST_ROW, TPU_TILE
 from jaxembed.engine.build import Plan
-from jaxembed.engine.state import BucketUse
+from jaxembed.engine.engine import BucketUse
 from jaxembed.models import position_limit
 from jaxembed.observability.metrics import STAGES
 from jaxembed.runtime.diagnostics.facts import (

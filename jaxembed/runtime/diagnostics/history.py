@@ -8,7 +8,7 @@ from typing import get_args
 
 from jaxembed.engine.admission import Limit
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.state import BucketUse
+from jaxembed.engine.engine import BucketUse
 from jaxembed.observability.metrics import STAGES, Counter, Labelled
 from jaxembed.runtime.diagnostics.facts import name_of_route
 from jaxembed.runtime.diagnostics.machine import machine_counts
