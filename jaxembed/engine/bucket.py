@@ -46,8 +46,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", self.rows * self.length)
-        slots = min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS)
-        object.__setattr__(self, "slots", slots)
+        object.__setattr__(self, "slots", min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS))
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"

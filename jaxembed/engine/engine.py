@@ -411,49 +411,50 @@ class Engine:
         _join(self.warmup.threads, math.inf)
 
     def _serve(self, seat: Seat) -> None:
-        """Serve batches until the engine is closed and its queue is empty.
-
-        For each it takes the turn of the device, then the batch, runs it and settles it. Every
-        entry of the batch is answered or failed, even if an error is raised.
-        """
+        """Serve batches until the engine is closed and its queue is empty."""
         while self._wait_for_work(seat):
-            batch = None
             try:
-                with seat.turn.hold(partial(self._urgency, seat), seat.share) as claim:
-                    batch = None if self._is_out(seat) else self._take()
-                    if batch is None and seat.sick:
-                        batch = self._probe(seat)
-                    if batch is None:
-                        continue
-                    seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
-                    started_at = time.monotonic()
-                    with self._watchdog.watch(claim, batch.bucket, batch) as call:
-                        recovery = Recovery(
-                            seat.runner, lambda: self._costs.usable, self._telemetry, call.begin
-                        )
-                        results = recovery.run(batch)
-                    seconds = time.monotonic() - started_at
-                if self._is_traced:
-                    self._trace(seat, batch, results, started_at, seconds)
-                if claim.overdue:  # its entries were failed when it became overdue
-                    logger.warning("%s: the device returned after %.0f s", self.name, seconds)
-                    continue
-                self._note(seat, batch, results, claim)
-                for answers in results:
-                    if self._cache is not None:  # before its client can ask again
-                        self._cache.keep(answers)
-                    answers.settle(started_at, seconds)
-            except BaseException as error:  # a thread that ends must leave no batch unanswered
-                if batch is not None:
-                    logger.exception(
-                        "a batch could not be run or settled. This is a bug in jaxembed"
+                self._serve_batch(seat)
+            except Exception:
+                logger.exception("the turn could not be had. This is a bug in jaxembed")
+                self._fail_waiting(BackendError(INTERNAL))
+
+    def _serve_batch(self, seat: Seat) -> None:
+        """Take the turn of the device, then a batch, run it and settle it.
+
+        Every entry of the batch is answered or failed, even if an error is raised.
+        """
+        batch = None
+        try:
+            with seat.turn.hold(partial(self._urgency, seat), seat.share) as claim:
+                batch = None if self._is_out(seat) else self._take()
+                if batch is None and seat.sick:
+                    batch = self._probe(seat)
+                if batch is None:
+                    return
+                seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                started_at = time.monotonic()
+                with self._watchdog.watch(claim, batch.bucket, batch) as call:
+                    recovery = Recovery(
+                        seat.runner, lambda: self._costs.usable, self._telemetry, call.begin
                     )
-                    fail_entries(batch.entries, BackendError(INTERNAL))
-                elif isinstance(error, Exception):
-                    logger.exception("the turn could not be had. This is a bug in jaxembed")
-                    self._fail_waiting(BackendError(INTERNAL))
-                else:
-                    raise
+                    results = recovery.run(batch)
+                seconds = time.monotonic() - started_at
+            if self._is_traced:
+                self._trace(seat, batch, results, started_at, seconds)
+            if claim.overdue:
+                logger.warning("%s: the device returned after %.0f s", self.name, seconds)
+                return  # its entries were failed when it became overdue
+            self._note(seat, batch, results, claim)
+            for answers in results:
+                if self._cache is not None:  # before its client can ask again
+                    self._cache.keep(answers)
+                answers.settle(started_at, seconds)
+        except BaseException:  # a thread that ends must not leave its batch unanswered
+            if batch is None:
+                raise
+            logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
+            fail_entries(batch.entries, BackendError(INTERNAL))
 
     def _is_out(self, seat: Seat) -> bool:
         """Whether a seat takes no batches: it is stuck, or it is sick while another is healthy.

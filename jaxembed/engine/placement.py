@@ -73,5 +73,4 @@ def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
     a head is none of them: it is as large as the tower's embeddings.
     """
     is_head = name.startswith("heads.") and not name.endswith(TABLE_OF_TERMS)
-    small = axes < 2 or name.endswith(".bias") or is_head
-    return FLOAT32 if small else dtype
+    return FLOAT32 if axes < 2 or name.endswith(".bias") or is_head else dtype

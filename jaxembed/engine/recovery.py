@@ -81,8 +81,9 @@ class Recovery:
         Raises what the runner raises."""
         names = set().union(*(t.work.outputs for entry in batch.entries for t in entry.claims))
         self._on_call(batch.bucket)
-        planes = pack(batch, self._runner.planes)
-        output = self._runner.run(batch.bucket, planes, names, in_float32=in_float32)
+        output = self._runner.run(
+            batch.bucket, pack(batch, self._runner.planes), names, in_float32=in_float32
+        )
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
         for name, array in output.items():

@@ -90,11 +90,15 @@ class Watchdog:
             looked_at = now
             try:
                 for call in self.calls:
-                    call.age_s += passed_s
-                    allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
-                    if call.age_s > allowed_s and not call.claim.overdue:
-                        call.claim.overdue = True
-                        self._on_overdue(call)
+                    self._look_at(call, passed_s)
                 self._on_look()
             except Exception:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
+
+    def _look_at(self, call: WatchedCall, passed_s: float) -> None:
+        """Add the passed time to the age of a call, and mark and report it once it is overdue."""
+        call.age_s += passed_s
+        allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
+        if call.age_s > allowed_s and not call.claim.overdue:
+            call.claim.overdue = True
+            self._on_overdue(call)

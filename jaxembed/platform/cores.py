@@ -41,8 +41,8 @@ def host_id() -> str:
     except OSError:
         lines = []
     abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    identity = "\n".join([platform.machine(), *sorted(abilities)])
-    return hashlib.sha256(identity.encode()).hexdigest()[:12]
+    identity = "\n".join([platform.machine(), *sorted(abilities)]).encode()
+    return hashlib.sha256(identity).hexdigest()[:12]
 
 
 def quota_cores() -> float | None:

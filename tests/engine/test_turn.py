@@ -19,7 +19,7 @@ class Waiters:
 
     def add(self, name: str, urgency, whole: bool = False) -> None:
         """Start one and return when it is in line."""
-        asked = self.turn.waiting + 1
+        asked = self.len(turn._waiting) + 1
 
         def work() -> None:
             with self.turn.hold(urgency, whole=whole):
@@ -27,7 +27,7 @@ class Waiters:
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
-        until(lambda: self.turn.waiting == asked)
+        until(lambda: self.len(turn._waiting) == asked)
 
     def join(self) -> list[str]:
         for thread in self.threads:
@@ -240,7 +240,7 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
     with turn.hold(lambda: 0.0), turn.hold(lambda: 0.0):
         for k, thread in enumerate(threads):
             thread.start()
-            until(lambda k=k: turn.waiting == k + 1)
+            until(lambda k=k: len(turn._waiting) == k + 1)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -261,14 +261,14 @@ def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
                 if len(had) == 100:
                     stop.set()
                 turn.charge(claim, 10.0)
-                until(lambda: stop.is_set() or turn.waiting == 3)
+                until(lambda: stop.is_set() or len(turn._waiting) == 3)
                 clock.now += 10.0
 
     threads = [threading.Thread(target=work, args=(model,)) for model in [*shares, *shares]]
     with turn.hold(lambda: 0.0):
         for k, thread in enumerate(threads):
             thread.start()
-            until(lambda k=k: turn.waiting == k + 1)
+            until(lambda k=k: len(turn._waiting) == k + 1)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()

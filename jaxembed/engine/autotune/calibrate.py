@@ -132,8 +132,9 @@ class Calibration:
                     "kept, and is measured anew at the next start"
                 )
             elif self._file is not None:
-                rates = _kept(self._file) | {keys[dtype]: rate.flops}
-                keep_json(self._file, rates, "this CPU's rate")
+                keep_json(
+                    self._file, _kept(self._file) | {keys[dtype]: rate.flops}, "this CPU's rate"
+                )
         return [self._rates[dtype].flops for dtype in dtypes]
 
 

@@ -174,8 +174,11 @@ def choose_native(
     # a tower with attention of its own makes no call
     widths = {call.width for call in call_counts}
     takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
-    joins = takes_all and not without & {"attention", "joint_attention"}
-    return Choice(refused=refused, native=ByNative(without), joins=joins)
+    return Choice(
+        refused=refused,
+        native=ByNative(without),
+        joins=takes_all and not without & {"attention", "joint_attention"},
+    )
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:

@@ -236,6 +236,7 @@ def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) 
     segments[:] = place // segment + 1
     starts = place[::segment]
     bounds[:, : len(starts)] = starts
-    ends = np.minimum(starts + segment, bucket.length)
-    bounds[:, bucket.slots : bucket.slots + len(starts)] = ends
+    bounds[:, bucket.slots : bucket.slots + len(starts)] = np.minimum(
+        starts + segment, bucket.length
+    )
     return planes
