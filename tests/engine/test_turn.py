@@ -19,7 +19,7 @@ class Waiters:
 
     def add(self, name: str, urgency, whole: bool = False) -> None:
         """Start one and return when it is in line."""
-        asked = self.len(turn._waiting) + 1
+        asked = len(self.turn._waiting) + 1
 
         def work() -> None:
             with self.turn.hold(urgency, whole=whole):
@@ -27,7 +27,7 @@ class Waiters:
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
-        until(lambda: self.len(turn._waiting) == asked)
+        until(lambda: len(self.turn._waiting) == asked)
 
     def join(self) -> list[str]:
         for thread in self.threads:
