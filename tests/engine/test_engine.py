@@ -297,7 +297,7 @@ def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_o
     entered(runners[0])
     tickets.append(other.ask([encoding(*[12] * n) for n in range(17, 60)]))
     tickets.append(mine.ask([encoding(*[13] * 40)], priority="interactive"))
-    until(lambda: turn.waiting == 3)  # a thread of the busy engine and two of the other
+    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
     for runner in runners:
         runner.gate.set()
     for ticket in tickets:
@@ -312,7 +312,7 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
     engines = [compiled(start(noting(order), turns=[turn], shares=[share])) for share in shares]
     with turn.hold(lambda: 0.0):
         tickets = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        until(lambda: turn.waiting == 4)  # both threads of each
+        until(lambda: len(turn._waiting) == 4)  # both threads of each
     for ticket in tickets:
         ticket.result(WAIT_S)
     assert order == [12, 11]
@@ -336,7 +336,7 @@ class SerialDevice:
         self._lock = threading.Lock()
 
     def run(self, model: str, seconds: float) -> None:
-        until(lambda: self.over.is_set() or self.turn.waiting == self._in_line)
+        until(lambda: self.over.is_set() or len(self.turn._waiting) == self._in_line)
         with self._lock:
             self.now += seconds
             self.ran.append(model)
@@ -358,7 +358,7 @@ def test_models_of_long_and_of_short_programs_get_equal_time(start, permits):
         for _ in range(permits):
             before.enter_context(turn.hold(lambda: math.inf))
         tickets = [engine.ask([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines]
-        until(lambda: turn.waiting == threads)
+        until(lambda: len(turn._waiting) == threads)
     until(lambda: len(device.ran) >= 300)
     device.over.set()
     short, long = (device.ran[:300].count(model) * takes_s[model] for model in takes_s)
@@ -370,7 +370,7 @@ def test_models_of_long_and_of_short_programs_get_equal_time(start, permits):
 @contextmanager
 def rival(turn: DeviceTurn, urgency: float):
     """A program of another model: it is in line, and keeps the device until the block ends."""
-    done, in_line = threading.Event(), turn.waiting
+    done, in_line = threading.Event(), len(turn._waiting)
 
     def work() -> None:
         with turn.hold(lambda: urgency):
@@ -378,7 +378,7 @@ def rival(turn: DeviceTurn, urgency: float):
 
     thread = threading.Thread(target=work)
     thread.start()
-    until(lambda: turn.waiting > in_line)
+    until(lambda: len(turn._waiting) > in_line)
     try:
         yield
     finally:
@@ -396,7 +396,7 @@ def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner):
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         runner.broken = False
-        until(lambda: turn.waiting)
+        until(lambda: len(turn._waiting))
         with rival(turn, urgency=-1e6):  # it has had far more time
             device.close()
             until(lambda: engine.healthy)
@@ -409,7 +409,7 @@ def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner
     with ExitStack() as device:
         device.enter_context(turn.hold(lambda: math.inf))
         ticket = engine.ask([encoding(5)])
-        until(lambda: turn.waiting)
+        until(lambda: len(turn._waiting))
         engine.cancel(ticket)  # its thread is in line for nothing
         closer.start()
         until(lambda: engine.snapshot().closing)
@@ -430,7 +430,7 @@ def test_a_sick_engine_closes_without_another_probe(start, runner):
     before = len(runner.timed)
     with turn.hold(lambda: math.inf):
         ticket = engine.ask([encoding(5)])
-        until(lambda: turn.waiting)
+        until(lambda: len(turn._waiting))
         engine.cancel(ticket)
         closer = threading.Thread(target=engine.close, args=(WAIT_S,))
         closer.start()
