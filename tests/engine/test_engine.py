@@ -161,8 +161,8 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
     two = engine.ask([encoding(20), encoding(31)])
     usual = runner.run
 
-    def run(bucket, planes, outputs):
-        answer = usual(bucket, planes, outputs)
+    def run(*batch, **options):
+        answer = usual(*batch, **options)
         return {"dense": np.where(answer["dense"] == 20, np.nan, answer["dense"])}
 
     runner.run = run
@@ -477,7 +477,7 @@ def test_a_device_that_answers_only_nan_is_sick(start, runner, monkeypatch):
     engine = start(runner, probe_every_s=3600.0)
     usual = runner.run
     monkeypatch.setattr(
-        runner, "run", lambda *a: {"dense": np.full_like(usual(*a)["dense"], np.nan)}
+        runner, "run", lambda *a, **k: {"dense": np.full_like(usual(*a, **k)["dense"], np.nan)}
     )
     for _ in range(FAILURES_TO_SICK):
         with pytest.raises(BackendError, match="not finite"):
@@ -489,7 +489,7 @@ def test_an_answer_of_the_wrong_width_fails_its_request_and_no_other(start, runn
     engine = start(runner)
     usual = runner.run
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda *a: {"dense": np.ones((8, 4, 3), np.float32)})
+        patch.setattr(runner, "run", lambda *a, **k: {"dense": np.ones((8, 4, 3), np.float32)})
         with pytest.raises(BackendError, match="internal"):
             sums(engine.ask([encoding(5)]))
     runner.run = usual

@@ -88,11 +88,11 @@ class Held:
         self.gate = threading.Event()
         usual = Replica.run
 
-        def run(replica, bucket, planes, outputs):
+        def run(replica, bucket, planes, outputs, **options):
             if is_work_in(planes):
                 self.entered.set()
                 assert self.gate.wait(WAIT_S)
-            return usual(replica, bucket, planes, outputs)
+            return usual(replica, bucket, planes, outputs, **options)
 
         monkeypatch.setattr(Replica, "run", run)
 
