@@ -297,7 +297,9 @@ def _own(opened, saved) -> Iterator[Embedder]:
 
 def test_a_route_that_fails_leaves_the_others(own, monkeypatch, wanted):
     (seat,) = own.model.routes["query"].engine.seats
-    monkeypatch.setattr(seat.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(
+        seat.runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no"))
+    )
     with pytest.raises(BackendError):
         own.encode_query(TEXTS)
     assert same(own.encode_document(TEXTS), wanted["document"])
