@@ -122,8 +122,7 @@ def in_kept_heap(work: Callable[[], object]) -> None:
             heap_found.wait()  # glibc gives a heap that is free again to the next thread
 
     for _ in range(2 * MOST_HEAPS):
-        name = threading.current_thread().name
-        threading.Thread(target=attempt, name=name, daemon=True).start()
+        threading.Thread(target=attempt, name=threading.current_thread().name, daemon=True).start()
         attempts.acquire()
         if inside:
             break

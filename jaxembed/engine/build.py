@@ -22,6 +22,7 @@ from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
     TPU_TILE,
+    Bucket,
     BucketGrid,
     GridFile,
     default_grid,
@@ -295,10 +296,7 @@ def seats_of(
     groups: Sequence[Sequence[Device]] = (
         [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     )
-    twin = None  # the bucket with a second program: the smallest that holds every sequence
-    if plan.dtype == "float16":
-        longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
-        twin = min(longest, key=lambda b: b.rows)
+    twin = _float32_twin(plan)
     return [
         Seat(
             Replica(
@@ -324,6 +322,17 @@ def seats_of(
 def turn_of(device: Device) -> DeviceTurn:
     """The turn of a device. The engines of all models in this process share it."""
     return DeviceTurn.for_platform(device.platform)
+
+
+def _float32_twin(plan: Plan) -> Bucket | None:
+    """The bucket that gets a second program in float32; None if the model is not in float16.
+
+    It is the smallest bucket that holds every sequence.
+    """
+    if plan.dtype != "float16":
+        return None
+    longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
+    return min(longest, key=lambda b: b.rows)
 
 
 def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:

@@ -250,9 +250,8 @@ class Engine:
     def temporary_bytes(self) -> int:
         """The most device memory that the runs of one device take besides the parameters, of the
         buckets that are compiled."""
-        runner, turn = self.seats[0].runner, self.seats[0].turn
-        runs = map(runner.temporary_bytes, tuple(self.warmup.compiled))
-        return turn.permits * max(runs, default=0)
+        seat, compiled = self.seats[0], tuple(self.warmup.compiled)
+        return seat.turn.permits * max(map(seat.runner.temporary_bytes, compiled), default=0)
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
         """Use only these of the compiled buckets for batches from now on."""
