@@ -52,12 +52,14 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/preprocessing/images/**": ["parity dual colqwen pages"],
     "jaxembed/preprocessing/**": [f"parity {BACKBONES} late cross_encoders colbert"],
     "jaxembed/preprocessing/images/processor.py": ["parity dual colqwen pages"],
-    "jaxembed/runtime/postprocess.py": ["parity minilm quantise"],
+    "jaxembed/runtime/postprocess.py": [
+        "parity minilm quantise",
+        "parity colbert",
+        "parity splade m3",
+    ],
     "jaxembed/runtime/requests.py": ["parity minilm quantise"],
     "jaxembed/quantise.py": ["parity quantise"],
-    "jaxembed/runtime/maxsim.py": ["parity colbert"],
     "jaxembed/runtime/similarity.py": ["parity colbert m3"],
-    "jaxembed/runtime/terms.py": ["parity splade m3"],
     "jaxembed/tools/verify/**": ["slow", "parity verify"],
     # converters
     "converters/**": ["numerics", f"parity {BACKBONES}"],

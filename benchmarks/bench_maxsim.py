@@ -1,7 +1,7 @@
 """Compares ways to score documents of many vectors against a query by MaxSim on the host.
 
-The ceiling is the matrix products alone, in the blocks of `jaxembed.runtime.maxsim`. Beside them
-stand `maxsim` as it is, with other block sizes and in two threads, the other layout of the
+The ceiling is the matrix products alone, in the blocks of `jaxembed.runtime.postprocess`. Beside
+them stand `maxsim` as it is, with other block sizes and in two threads, the other layout of the
 products, and plain numpy without blocks. Vectors are random and of length one; all ways take turns.
 
     python -m benchmarks.bench_maxsim --query 32 --documents 1000 --length 180 --dim 128
@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks import report
 from jaxembed.data.work import Ragged
-from jaxembed.runtime import maxsim as module
-from jaxembed.runtime.maxsim import maxsim
+from jaxembed.runtime import postprocess as module
+from jaxembed.runtime.postprocess import maxsim
 
 OURS = "maxsim"
 CEILING = "products alone"

@@ -22,7 +22,7 @@ from jaxembed.data.spec import ModelSpec, PoolingChoice
 from jaxembed.data.work import Ragged, SparseRows, WorkResult
 from jaxembed.engine.admission import Capacity
 from jaxembed.errors import InvalidInput
-from jaxembed.preprocessing.images.sources import read_image
+from jaxembed.preprocessing.images.decode import read_image
 from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.runtime.model import LoadedModel
@@ -36,7 +36,7 @@ from jaxembed.runtime.options import (
 )
 from jaxembed.runtime.requests import Answer, Request
 from jaxembed.runtime.similarity import compare_outputs, compare_pairs
-from jaxembed.runtime.tasks import check_task
+from jaxembed.runtime.tasks import check_positive, check_task
 
 T = TypeVar("T")
 TextOrPair = str | tuple[str, str]
@@ -356,8 +356,7 @@ class Embedder:
         **options,
     ) -> list[Ranked]:
         """`rerank` without blocking the event loop."""
-        if top_n is not None and top_n < 1:
-            raise InvalidInput(f"`top_n` must be 1 or more. Given: {top_n}", field="top_n")
+        check_positive("top_n", top_n)
         asked, tasks = ScoreOptions(**options), self.model.tasks
         listed = await self._inputs(documents, images)
         if self.spec.task == "embed":

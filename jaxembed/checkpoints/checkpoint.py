@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this is imported
@@ -29,7 +29,6 @@ import msgspec
 import numpy as np
 
 from jaxembed import memory
-from jaxembed.checkpoints.arrays import stored_arrays
 from jaxembed.data.spec import (
     FORMAT_VERSION,
     ROUTE_NAME,
@@ -59,6 +58,8 @@ OLD_MODULES = "modules."  # how names of parameters of modules began in earlier 
 PART_BYTES = 256 * 1024 * 1024
 METADATA_BYTES = 1024 * 1024  # what Orbax adds to a part, at most about
 
+MEMBERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # the file that says what an array is -> driver
+
 Parameters = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]
 
 
@@ -77,8 +78,39 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
     Pairs may come from a generator, so that a model need not fit in memory.
     Raises CheckpointError if `path` exists and is not an empty directory.
     """
+    # pyright thinks of a Mapping whose keys are pairs, which is an Iterable of pairs as well
+    pairs = params.items() if isinstance(params, Mapping) else params
+    digests: dict[str, str] = {}
     with whole_folder(path) as partial:
-        return _write(partial, spec, params, tokenizer)
+        (partial / PARAMETERS).mkdir()
+        for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
+            digests |= {name: _digest(name, array) for name, array in part.items()}
+            saved = partial / PARAMETERS / f"part-{number:03d}"
+            _save_part(saved, part)
+            names = list(part)
+            part.clear()  # or it would lie beside what is read back, and beside the next
+            memory.trim()
+            with _restoring(saved):
+                arrays = stored_arrays(saved)
+                wrong = [one for one in names if _digest(one, arrays[one].read()) != digests[one]]
+            if wrong:
+                raise CheckpointError(
+                    f"{saved} reads back other values of {', '.join(wrong)} than were written; "
+                    "check the disk and the memory of this machine"
+                )
+            memory.trim()
+        spec = msgspec.structs.replace(
+            spec,
+            content_hash=_content_hash(digests, tokenizer),
+            format_version=FORMAT_VERSION,
+            written_by=_this_version(),
+        )
+        if tokenizer:
+            (partial / TOKENIZER).write_bytes(tokenizer)
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
+        (partial / DIGESTS).write_text(_digest_lines(_file_digests(partial)))
+        verify(partial)
+    return spec
 
 
 def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
@@ -350,41 +382,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
 
 
-def _write(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
-    # pyright thinks of a Mapping whose keys are pairs, which is an Iterable of pairs as well
-    pairs = params.items() if isinstance(params, Mapping) else params
-    digests: dict[str, str] = {}
-    (path / PARAMETERS).mkdir()
-    for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
-        digests |= {name: _digest(name, array) for name, array in part.items()}
-        saved = path / PARAMETERS / f"part-{number:03d}"
-        _save_part(saved, part)
-        names = list(part)
-        part.clear()  # or it would lie beside what is read back, and beside the next
-        memory.trim()
-        with _restoring(saved):
-            arrays = stored_arrays(saved)
-            wrong = [name for name in names if _digest(name, arrays[name].read()) != digests[name]]
-        if wrong:
-            raise CheckpointError(
-                f"{saved} reads back other values of {', '.join(wrong)} than were written; check "
-                "the disk and the memory of this machine"
-            )
-        memory.trim()
-    spec = msgspec.structs.replace(
-        spec,
-        content_hash=_content_hash(digests, tokenizer),
-        format_version=FORMAT_VERSION,
-        written_by=_this_version(),
-    )
-    if tokenizer:
-        (path / TOKENIZER).write_bytes(tokenizer)
-    (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(spec)))
-    (path / DIGESTS).write_text(_digest_lines(_file_digests(path)))
-    verify(path)
-    return spec
-
-
 def _content_hash(digests: Mapping[str, str], tokenizer: bytes) -> str:
     """What names the content of a checkpoint, from the digests of its parameters by name."""
     total = hashlib.sha256(tokenizer)
@@ -466,3 +463,41 @@ def _restoring(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"cannot restore the parameters in {path}: {error}; convert the model again"
         ) from error
+
+
+class StoredArray:
+    """An array that Orbax wrote, read by itself, so that the host need not hold all of them: Orbax
+    restores a whole tree at once, and a process that does so again and again keeps growing."""
+
+    def __init__(self, store: Any):
+        self._store = store
+        self.shape: tuple[int, ...] = tuple(store.shape)
+        self.dtype: np.dtype = store.dtype.numpy_dtype
+
+    def read(self) -> np.ndarray:
+        """The values. Raises ValueError if they are damaged or missing."""
+        return self._store.read().result()
+
+
+def stored_arrays(folder: Path) -> dict[str, StoredArray]:
+    """The arrays of a tree without branches that Orbax saved, by name; no value is read yet.
+
+    Raises ValueError if the folder holds none, or one of them cannot be read.
+    """
+    import tensorstore  # here, because `jaxembed --help` need not wait for it
+
+    base = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
+    keys = tensorstore.KvStore.open(base).result().list().result()
+    members = [PurePosixPath(key.decode()) for key in keys]
+    specs = {
+        str(member.parent): {
+            "driver": MEMBERS[member.name],
+            "kvstore": base | {"path": f"{member.parent}/"},
+        }
+        for member in members
+        if member.name in MEMBERS
+    }
+    if not specs:
+        raise ValueError(f"{folder.name} holds no Orbax checkpoint")
+    opening = {name: tensorstore.open(spec, read=True) for name, spec in specs.items()}
+    return {name: StoredArray(one.result()) for name, one in sorted(opening.items())}

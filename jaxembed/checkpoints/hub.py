@@ -206,21 +206,44 @@ def fetch_source(source: ModelSource) -> SourceFolder:
 
 def _source_folder(source: ModelSource) -> SourceFolder:
     """What a model is converted from: a directory, the default model's package, or the hub."""
+    folder = None
     if source.is_path:
         if source.revision is not None:
             raise CheckpointError(
                 f"revision {source.revision!r} was asked of {source.name}, a directory"
             )
-        return _directory(source, source.folder)
-    if source.name == DEFAULT_MODEL and source.revision is None:
+        folder = source.folder
+    elif source.name == DEFAULT_MODEL and source.revision is None:
         # The default model's files in its PyPI package, if that is installed: only located, because
         # importing the package would import torch.
         package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
-        for location in (package and package.submodule_search_locations) or ():
-            folder = Path(location) / "model"
-            if (folder / "config.json").is_file():
-                return _directory(source, folder)
-    return _download(source)
+        places = (package and package.submodule_search_locations) or ()
+        folders = [Path(place) / "model" for place in places]
+        folder = next((one for one in folders if (one / "config.json").is_file()), None)
+    if folder is not None:  # another identity when the name, size or time of any file changes
+        key, fingerprint = _identity(source, str(folder), _files(folder))
+        return SourceFolder(source.name, key, fingerprint, source, folder)
+    # On the hub: the small files are downloaded now, and the weights by `prepare`.
+    snapshot = _snapshot(source, source.revision, DESCRIPTIONS)
+    commit = snapshot.name  # snapshots are named by commit: all later files are of the same one
+
+    def fetch(folders: Sequence[str]) -> None:
+        for inside in folders:
+            prefix = f"{inside}/" if inside else ""
+            for pattern in WEIGHT_FILES:
+                _snapshot(source, commit, [prefix + pattern])
+                if any((snapshot / inside).glob(pattern)):
+                    break
+
+    def prepare() -> None:
+        _outline(made)  # refuse before gigabytes are downloaded
+        started = time.monotonic()
+        fetch(_converters().weight_folders(snapshot, source.dense_path))
+        logger.info("%s (%s) is here after %.1f s", made.name, commit, time.monotonic() - started)
+
+    key, fingerprint = _identity(source, commit, commit)
+    made = SourceFolder(source.name, key, fingerprint, source, snapshot, commit, prepare, fetch)
+    return made
 
 
 def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
@@ -228,12 +251,20 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
     the cache and the store was not asked, or could not be. Raises CheckpointError."""
     name, where = source.name, object_store.location(source.name)
     key = _entry(where.url, where.url, where.digest)
-    kept = _last_used(name, key, source.cache_dir)
+    # What the complete cache entry of this key that was used last was made from.
+    used: list[tuple[float, Origin]] = []
+    for entry in (source.cache_dir / "models").glob(f"{key}-*"):
+        with suppress(OSError, msgspec.DecodeError):
+            record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
+            origin = Origin(name, key, record.fingerprint)
+            if _is_current(_place(origin, source.cache_dir), origin):
+                used.append((entry.stat().st_mtime, origin))
+    kept = max(used, key=lambda one: one[0])[1] if used else None
     if kept is not None and where.digest is not None:
         return kept, None
-    if source.offline and kept is None:
-        raise CheckpointError(f"{name} is not copied yet and --offline is set")
-    if source.offline and kept is not None:
+    if source.offline:
+        if kept is None:
+            raise CheckpointError(f"{name} is not copied yet and --offline is set")
         logger.info("%s: what is there now was not asked for; the copy in the cache is used", name)
         return kept, None
     try:
@@ -244,18 +275,6 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
         logger.warning("%s; the copy of %s in the cache is used", error, name)
         return kept, None
     return Origin(name, key, found.digest), found
-
-
-def _last_used(name: str, key: str, cache_dir: Path) -> Origin | None:
-    """What the complete cache entry of this key that was used last was made from."""
-    used: list[tuple[float, Origin]] = []
-    for entry in (cache_dir / "models").glob(f"{key}-*"):
-        with suppress(OSError, msgspec.DecodeError):
-            record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
-            origin = Origin(name, key, record.fingerprint)
-            if _is_current(_place(origin, cache_dir), origin):
-                used.append((entry.stat().st_mtime, origin))
-    return max(used, key=lambda one: one[0])[1] if used else None
 
 
 def _as_it_is(folder: Path, source: ModelSource) -> Path:
@@ -282,13 +301,6 @@ def _is_converted(source: ModelSource) -> bool:
     return source.is_path and checkpoint.is_checkpoint(source.folder)
 
 
-def _directory(source: ModelSource, folder: Path) -> SourceFolder:
-    """What is in a local directory. Its fingerprint changes with the name, size or modification
-    time of any file."""
-    key, fingerprint = _identity(source, str(folder), _files(folder))
-    return SourceFolder(source.name, key, fingerprint, source, folder)
-
-
 def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
     """The key and the fingerprint of what a model at this place is converted to, by what is there
     and what is chosen beside."""
@@ -310,30 +322,6 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
             stat = path.stat()
             files.append((str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns))
     return files
-
-
-def _download(source: ModelSource) -> SourceFolder:
-    """What is on the hub. Downloads its small files; its `prepare` downloads the weights."""
-    folder = _snapshot(source, source.revision, DESCRIPTIONS)
-    commit = folder.name  # snapshots are named by commit: all later files are of the same one
-
-    def fetch(folders: Sequence[str]) -> None:
-        for inside in folders:
-            prefix = f"{inside}/" if inside else ""
-            for pattern in WEIGHT_FILES:
-                _snapshot(source, commit, [prefix + pattern])
-                if any((folder / inside).glob(pattern)):
-                    break
-
-    def prepare() -> None:
-        _outline(made)  # refuse before gigabytes are downloaded
-        started = time.monotonic()
-        fetch(_converters().weight_folders(folder, source.dense_path))
-        logger.info("%s (%s) is here after %.1f s", made.name, commit, time.monotonic() - started)
-
-    key, fingerprint = _identity(source, commit, commit)
-    made = SourceFolder(source.name, key, fingerprint, source, folder, commit, prepare, fetch)
-    return made
 
 
 def _outline(folder: SourceFolder) -> Routes:

@@ -52,7 +52,10 @@ class JobThreads(Executor):
 
     def _run(self, task: list[Any]) -> None:
         """Run the job of a task, unless its answer was cancelled."""
-        answer, job = _taken(task)
+        # The task holds them no longer: an answer keeps its error, and that keeps the frames it
+        # went through and the thread's below them, in which the task is.
+        answer, job = task
+        task.clear()
         try:
             _settle(answer, None if answer.cancelled() else job())
         except _LargeError:
@@ -64,14 +67,6 @@ class JobThreads(Executor):
             _settle(answer, error=error)
         finally:
             del answer, job  # the frames that an error keeps must not lead back to the answer
-
-
-def _taken(task: list[Any]) -> tuple[Future, Callable[[], Any]]:
-    """The answer and the job of a task, which holds them no longer: an answer keeps its error, and
-    that keeps the frames it went through and the thread's below them, in which the task is."""
-    answer, job = task
-    task.clear()
-    return answer, job
 
 
 def _settle(answer: Future, result: Any = None, *, error: BaseException | None = None) -> None:

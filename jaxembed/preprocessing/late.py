@@ -12,8 +12,7 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import DenseLayer, Head
 from jaxembed.data.work import Encoding, Span
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.preprocessing.pieces import character_offsets
-from jaxembed.preprocessing.tokenizer import MOST_READ, Tokenizer
+from jaxembed.preprocessing.tokenizer import MOST_READ, Tokenizer, character_offsets
 from jaxembed.preprocessing.windows import windows
 
 LEAST_CHUNK = 8  # tokens of a chunk size: more vectors than this of a text say little each
@@ -133,11 +132,19 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
                     head, tail = planes[:, : tokens.head], planes[:, length - tokens.tail :]
                     planes = np.concatenate([head, planes[:, start:end], tail], axis=1)
                 types = planes[1] if late.has_types else None
-                for first in range(0, len(window.pieces), late.slots):
-                    pieces = window.pieces[first : first + late.slots]
-                    spans = tuple(_span(piece, window, tokens, places, late) for piece in pieces)
-                    encodings.append(Encoding(planes[0], types, spans))
-                    owners += [piece.chunk for piece in pieces]
+                spans: list[Span] = []
+                for chunk, start, end in window.pieces:
+                    first, after = (tokens.head + place - window.start for place in (start, end))
+                    # The special tokens and the prompt count for a chunk at that end of the text.
+                    if places.at_end[chunk] and end == len(tokens.starts):
+                        after += tokens.tail
+                    if places.at_start[chunk] and start == 0:
+                        first = min(late.unpooled, after - 1)
+                    spans.append((first, after))
+                for at in range(0, len(spans), late.slots):
+                    slots = tuple(spans[at : at + late.slots])
+                    encodings.append(Encoding(planes[0], types, slots))
+                owners += [piece.chunk for piece in window.pieces]
             chunked = Chunked(
                 counts=np.array([len(places.ranges)]),
                 bounds=places.bounds,
@@ -248,8 +255,16 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
     """Where the chunks of a text are. Raises InvalidChunk for one that is no range of the text or
     has no tokens, and InvalidInput for a text without chunks."""
     offsets = character_offsets(text.text, text.offset_unit)
-    if isinstance(text.chunks, ChunkSize):
-        return _divided(text.chunks, tokens, offsets)
+    if isinstance(text.chunks, ChunkSize):  # divided by its tokens
+        own_tokens = len(tokens.starts)
+        if not own_tokens:
+            raise InvalidInput("the text has no tokens: it is white space")
+        found = windows(own_tokens, text.chunks.tokens, text.chunks.overlap)
+        firsts, stops = np.array(found).T
+        bounds = np.stack([tokens.starts[firsts], tokens.ends[stops - 1]], axis=1)
+        bounds[0, 0], bounds[-1, 1] = 0, len(offsets) - 1
+        bounds = offsets[bounds].astype(np.int64)
+        return ChunkPlaces(found, bounds, at_start=firsts == 0, at_end=stops == own_tokens)
     if not len(text.chunks):
         raise InvalidInput("the text has no chunks")
     size, unit, before = int(offsets[-1]), text.offset_unit, 0
@@ -285,23 +300,6 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
     )
 
 
-def _divided(size: ChunkSize, tokens: LateText, offsets: np.ndarray) -> ChunkPlaces:
-    """The chunks of a text that is divided by its tokens."""
-    own_tokens = len(tokens.starts)
-    if not own_tokens:
-        raise InvalidInput("the text has no tokens: it is white space")
-    ranges = windows(own_tokens, size.tokens, size.overlap)
-    firsts, stops = np.array(ranges).T
-    bounds = np.stack([tokens.starts[firsts], tokens.ends[stops - 1]], axis=1)
-    bounds[0, 0], bounds[-1, 1] = 0, len(offsets) - 1
-    return ChunkPlaces(
-        ranges,
-        offsets[bounds].astype(np.int64),
-        at_start=firsts == 0,
-        at_end=stops == own_tokens,
-    )
-
-
 def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWindow]:
     """The windows of a text: one if it fits. Raises InvalidInput if the prompt leaves no room for
     windows, and InvalidChunk for a chunk that would have to be divided and cannot be."""
@@ -333,17 +331,3 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
                 "send smaller chunks",
             )
     return found
-
-
-def _span(
-    piece: Piece, window: LateWindow, tokens: LateText, places: ChunkPlaces, late: Late
-) -> Span:
-    """The tokens of a piece in its window. The special tokens and the prompt count for a chunk that
-    touches that end of the text."""
-    start = tokens.head + piece.start - window.start
-    end = tokens.head + piece.end - window.start
-    if places.at_end[piece.chunk] and piece.end == len(tokens.starts):
-        end += tokens.tail
-    if places.at_start[piece.chunk] and piece.start == 0:
-        start = min(late.unpooled, end - 1)
-    return start, end

@@ -35,9 +35,9 @@ def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
 
     Raises ConfigError if the flags give two prompts or the checkpoint has none with the name.
     """
-    if config.default_prompt is not None and config.default_prompt_name is not None:
-        raise ConfigError("set --default-prompt or --default-prompt-name, not both")
     if config.default_prompt is not None:
+        if config.default_prompt_name is not None:
+            raise ConfigError("set --default-prompt or --default-prompt-name, not both")
         return config.default_prompt
     name = default_prompt_name(config, spec)
     if name is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,7 +29,6 @@ from jaxembed.errors import (
 from jaxembed.preprocessing.job_threads import JobThreads
 from jaxembed.preprocessing.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.preprocessing.pairs import Frame, find_frame
-from jaxembed.preprocessing.pieces import TokenPiece, token_pieces
 from jaxembed.preprocessing.prompts import default_prompt, default_prompt_name, named_prompt
 from jaxembed.preprocessing.tokenizer import (
     CHARACTER_BYTES,
@@ -39,9 +38,11 @@ from jaxembed.preprocessing.tokenizer import (
     MOST_READ,
     Side,
     Tokenizer,
+    TokenPiece,
     chunks,
     cut_tokens,
     most_read,
+    token_pieces,
 )
 from jaxembed.preprocessing.windows import Divided, Division, Windows, overlap_of, windows
 
@@ -117,9 +118,9 @@ class TextProcessor:
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
         self._special_ids = {self._dropped_id, self._image_id} - {None}
+        self._reads_whole = limit == NO_LIMIT  # texts are not cut, but read to their end
         per_token = spec.config.get("characters_per_token")
         self._most_characters = sys.maxsize if per_token is None else per_token * limit
-        self._reads_whole = limit == NO_LIMIT  # texts are not cut, but read to their end
         if self._reads_whole:
             self._most_characters = MOST_READ
         expansion = spec.interaction and spec.interaction.expansion
@@ -129,10 +130,31 @@ class TextProcessor:
         self._has_whole_texts = (
             spec.template is None and spec.filled is None and not self._has_types
         )
-        self._pair_frame = None
-        if not spec.is_static:
-            self._pair_frame = find_frame(self._tokenizer, spec, with_types=has_types)
-        self._check_room()
+        self._pair_frame = (
+            None if spec.is_static else find_frame(self._tokenizer, spec, with_types=has_types)
+        )
+        # Refuse a limit that leaves no room beside the special tokens.
+        special = before + after
+        if spec.task == "rerank" and self._pair_frame is not None:
+            special = max(special, self._pair_frame.length)
+        if spec.filled is not None and limit != spec.filled.length:
+            raise ConfigError(
+                f"--max-input-length {limit}: texts of this model are filled up to "
+                f"{spec.filled.length} tokens, no more and no fewer; leave it out"
+            )
+        if spec.interaction is not None:
+            markers = {spec.interaction.query_marker, spec.interaction.document_marker}
+            special += markers != {None}
+        if expansion is not None and expansion.length > limit:
+            raise ConfigError(
+                f"--max-input-length {limit} is less than the {expansion.length} tokens that "
+                "queries of this model are filled up to"
+            )
+        if limit <= special:
+            raise ConfigError(
+                f"--max-input-length {limit} leaves no room for text beside the {special} special "
+                "tokens"
+            )
         self._default_prompt = default_prompt(config, spec)
         self.default_prompt_name = default_prompt_name(config, spec)
         # these threads share the work: others within each job would only disturb them
@@ -167,7 +189,24 @@ class TextProcessor:
         encoded = zip(texts, read, strict=True)
         has_spans = rules.prompt and not self._spec.include_prompt
         if self._has_whole_texts and not has_spans and len(texts) == len(inputs):
-            return self._encode_whole_texts(encoded, rules)
+            # Texts that are ids alone and pooled whole: faster together than one by one.
+            special, longest = self._special_ids, most - len(rules.prompt)
+            rows: list[list[int]] = []
+            truncated = 0
+            try:
+                for text, (encoding, whole) in encoded:
+                    row = encoding.ids
+                    is_usual = 0 < len(row) <= self.limit and 0 < len(text.text) <= longest
+                    if not is_usual or (special and not special.isdisjoint(row)):
+                        finished, was_cut = self._finish(text, encoding, whole, rules)
+                        row = finished.ids.tolist()
+                        truncated += was_cut
+                    rows.append(row)
+            except InvalidInput as error:
+                raise error.at(len(rows)) from error
+            lengths = [len(row) for row in rows]
+            ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
+            return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
         pairs = self._encode_pairs([item for item in inputs if isinstance(item, Pair)], rules)
 
         def encodings() -> Iterator[tuple[Encoding, bool]]:
@@ -199,7 +238,6 @@ class TextProcessor:
         if rules.max_windows == 1:
             seconds = self._second_rows(documents, rules)
             return _tokenized(self._pair(query, second, rules) for second in seconds)
-        _check_side(rules)
         frame = self._frame
         room = self.limit - frame.length - len(query[0])
         division = self._division(room, frame.around_second, rules, with_query=True)
@@ -225,7 +263,6 @@ class TextProcessor:
                 "`max_chunks_per_doc` and `long_documents` out",
                 field="max_chunks_per_doc",
             )
-        _check_side(rules)
         limit, marker = self.limit, None
         if self._spec.interaction is not None:
             limit, marker = self._limit_and_marker(rules, self._spec.interaction)
@@ -247,9 +284,7 @@ class TextProcessor:
                     is_given = bool(document.text) or rules.may_be_empty
                     if not self._spec.is_static and not (is_given and len(ids)):
                         raise EmptyInput()
-                    self._check_words(ids)
-                    if self._dropped_id is not None:
-                        ids = ids[ids != self._dropped_id]
+                    ids = self._checked_words(ids)
                     own = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
                     encodings.append(Encoding(ids, spans=own if has_spans else None))
         except InvalidInput as error:
@@ -295,13 +330,15 @@ class TextProcessor:
 
         `special` adds the tokenizer's special tokens. Raises EmptyInput or TokenizerError.
         """
-        prompted = [prompt + _not_empty(text) for text in texts]
+        if not all(texts):
+            raise EmptyInput()
+        prompted = [prompt + text for text in texts]
         name_of = self._tokenizer.file.id_to_token
         pieces = []
         for chunk in chunks(prompted, len):
             encodings = self._tokenizer.encode(chunk, special=special, fast=False)
-            for text, encoding in zip(chunk, encodings, strict=True):
-                pieces.append(token_pieces(text, encoding, name_of))
+            both = zip(chunk, encodings, strict=True)
+            pieces += [token_pieces(text, encoding, name_of) for text, encoding in both]
         return pieces
 
     def term_names(self, ids: Sequence[int]) -> list[str]:
@@ -334,31 +371,6 @@ class TextProcessor:
             raise InvalidInput("this model takes no pairs: its tokenizer's template is not known")
         return self._pair_frame
 
-    def _check_room(self) -> None:
-        """Raise ConfigError if the limit leaves no room beside the special tokens."""
-        special = sum(self._around)
-        if self._spec.task == "rerank" and self._pair_frame is not None:
-            special = max(special, self._pair_frame.length)
-        interaction, filled = self._spec.interaction, self._spec.filled
-        if filled is not None and self.limit != filled.length:
-            raise ConfigError(
-                f"--max-input-length {self.limit}: texts of this model are filled up to "
-                f"{filled.length} tokens, no more and no fewer; leave it out"
-            )
-        if interaction is not None:
-            special += {interaction.query_marker, interaction.document_marker} != {None}
-            expansion = interaction.expansion
-            if expansion is not None and expansion.length > self.limit:
-                raise ConfigError(
-                    f"--max-input-length {self.limit} is less than the {expansion.length} tokens "
-                    "that queries of this model are filled up to"
-                )
-        if self.limit <= special:
-            raise ConfigError(
-                f"--max-input-length {self.limit} leaves no room for text beside the "
-                f"{special} special tokens"
-            )
-
     def _count_prompt(self, prompt: str) -> int:
         """The number of tokens of a prompt, without a special token at its end.
 
@@ -366,30 +378,6 @@ class TextProcessor:
         """
         ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
         return len(encoding) - encoding.special_tokens_mask[-1]
-
-    def _encode_whole_texts(
-        self, texts: Iterable[tuple[Text, tuple[Any, bool]]], rules: Rules
-    ) -> Tokenized:
-        """`encode` of texts that are ids alone and pooled whole, faster than one by one: of each
-        text and its tokens, as `Tokenizer.encode_enough` gives them."""
-        limit, special = self.limit, self._special_ids
-        most = self._most_characters - len(rules.prompt)
-        rows: list[list[int]] = []
-        truncated = 0
-        try:
-            for text, (encoding, whole) in texts:
-                row = encoding.ids
-                is_usual = 0 < len(row) <= limit and 0 < len(text.text) <= most
-                if not is_usual or (special and not special.isdisjoint(row)):
-                    finished, cut = self._finish(text, encoding, whole, rules)
-                    row = finished.ids.tolist()
-                    truncated += cut
-                rows.append(row)
-        except InvalidInput as error:
-            raise error.at(len(rows)) from error
-        lengths = [len(row) for row in rows]
-        ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
-        return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
 
     def _encode_marked(
         self, inputs: Sequence[Input], rules: Rules, interaction: LateInteraction
@@ -456,9 +444,7 @@ class TextProcessor:
         if is_cut and not rules.truncate:
             raise self._too_long(len(encoding), whole and count <= most)
         ids = self._within(np.array(encoding.ids, np.int32), self.limit, rules.side)
-        self._check_words(ids)
-        if self._dropped_id is not None:
-            ids = ids[ids != self._dropped_id]
+        ids = self._checked_words(ids)
         types = None
         if self._has_types:
             types = self._within(np.array(encoding.type_ids, np.int32), self.limit, rules.side)
@@ -470,14 +456,16 @@ class TextProcessor:
             ids, fillers = _filled(ids, self._spec.filled)
         return Encoding(ids, types, spans, fillers), is_cut
 
-    def _check_words(self, ids: np.ndarray) -> None:
-        """Raise InvalidInput for a text with the token that stands for a part of an image."""
+    def _checked_words(self, ids: np.ndarray) -> np.ndarray:
+        """The ids of a text without the one that the model drops. Raises InvalidInput for the token
+        that stands for a part of an image."""
         if self._image_id is not None and (ids == self._image_id).any():
             name = self._tokenizer.file.id_to_token(self._image_id)
             raise InvalidInput(
                 f"the text has {name!r}, the token that stands for a part of an image; write it "
                 "otherwise, and send images as images"
             )
+        return ids if self._dropped_id is None else ids[ids != self._dropped_id]
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
         """The error for an input with `got` tokens, exactly if the `whole` input was tokenized."""
@@ -500,7 +488,8 @@ class TextProcessor:
         seconds = self._second_rows((pair.second for pair in pairs), rules)
         rows = self._tokenizer.rows(firsts, self.limit, rules.side)
         for pair, first, second in zip(pairs, rows, seconds, strict=True):
-            _not_empty(pair.first or pair.second)
+            if not (pair.first or pair.second):
+                raise EmptyInput()
             yield self._pair(first, second, rules)
 
     def _second_rows(self, texts: Iterable[str], rules: Rules) -> Iterator[Row]:
@@ -537,7 +526,13 @@ class TextProcessor:
         self, room: int, around: tuple[str, str], rules: Rules, *, with_query: bool
     ) -> Division:
         """How documents are divided, with the texts `around` each, of which a sequence has room for
-        so many tokens. Raises InvalidInput if that is too little."""
+        so many tokens. Raises InvalidInput if that is too little, and for documents that are to be
+        cut on the left."""
+        if rules.side == "left":
+            raise InvalidInput(
+                "a divided document is not cut on the left; leave `truncation_direction` out",
+                field="truncation_direction",
+            )
         before, after = around
         (sample,) = self._tokenizer.encode([f"{before}a{after}"], special=False, fast=False)
         ends = np.array(sample.offsets).reshape(-1, 2)
@@ -598,12 +593,9 @@ class TextProcessor:
         ids = _checked_ids(tokens.ids, self.vocab_size)
         if len(ids) > self.limit and not rules.truncate:
             raise InputTooLong(self.limit, len(ids))
-        cut = cut_tokens(ids, self.limit, rules.side)
-        if not rules.bare_ids:
-            cut = self._within(ids, self.limit, rules.side)
-        self._check_words(cut)
-        if self._dropped_id is not None:
-            cut = cut[cut != self._dropped_id]
+        within = cut_tokens if rules.bare_ids else self._within
+        cut = within(ids, self.limit, rules.side)
+        cut = self._checked_words(cut)
         fillers = 0
         if self._spec.filled is not None:
             cut, fillers = _filled(cut, self._spec.filled)
@@ -647,15 +639,6 @@ def characters(item: Input | ChunkedText | str) -> int:
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
 
-def _check_side(rules: Rules) -> None:
-    """Raise InvalidInput for windows that are to be cut on the left."""
-    if rules.side == "left":
-        raise InvalidInput(
-            "a divided document is not cut on the left; leave `truncation_direction` out",
-            field="truncation_direction",
-        )
-
-
 def _in_windows(
     parts: Sequence[Divided], encodings: Sequence[Encoding], truncated: int
 ) -> Tokenized:
@@ -679,10 +662,3 @@ def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
     except InvalidInput as error:
         raise error.at(len(encodings)) from error
     return Tokenized(work_of(encodings), truncated)
-
-
-def _not_empty(text: str) -> str:
-    """The text. Raises EmptyInput if it is empty."""
-    if not text:
-        raise EmptyInput()
-    return text

@@ -1,7 +1,9 @@
-"""Tokenizes texts in batches, without holding the interpreter lock. Knows no prompts or pairs."""
+"""Tokenizes texts in batches, without holding the interpreter lock, and shows the tokens of a text
+one by one. Knows no prompts or pairs."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -9,6 +11,7 @@ import msgspec
 import numpy as np
 import tokenizers
 
+from jaxembed.data.inputs import OffsetUnit
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
 from jaxembed.memory import KIB
 from jaxembed.preprocessing.job_threads import go_on_among_large
@@ -35,6 +38,12 @@ MOST_READ = 512 * KIB  # characters of a text that are read at most to find enou
 # (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
 # limit 8192, and 400 MB for a text of which MOST_READ characters are read.
 CHARACTER_BYTES = 800
+# The first characters of two, three and four units.
+WIDER: dict[OffsetUnit, tuple[int, ...]] = {
+    "code-points": (),
+    "utf-16": (0x10000,),
+    "utf-8": (0x80, 0x800, 0x10000),
+}
 
 WORD_END = re.compile(r"(?<=\S) ")
 Item = TypeVar("Item")
@@ -138,7 +147,17 @@ def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
     """The tokenizer of the content of a tokenizer.json. Raises CheckpointError if the content is
     damaged, or makes texts longer and longer; the message names it as `name`."""
     try:
-        growth = _growth(msgspec.json.decode(stored, type=_Stored).normalizer)
+        # How many characters the replacements of the normalizer make of one at most, about: factors
+        # multiply where a step can replace what an earlier one has inserted.
+        growth, inserted = 1, ""
+        for step in _steps(msgspec.json.decode(stored, type=_Stored).normalizer):
+            content, pattern = step.get("content"), step.get("pattern")
+            if not isinstance(content, str) or not isinstance(pattern, dict):
+                continue
+            text, factor = pattern.get("String"), max(len(content), 1)
+            again = not isinstance(text, str) or text in inserted  # a regular expression may fit
+            growth = growth * factor if again else max(growth, factor)
+            inserted += 2 * content  # two may stand beside each other
         if growth > MOST_GROWTH:
             raise ValueError(f"its normalizer makes up to {growth} characters of one")
         return tokenizers.Tokenizer.from_str(stored.decode())
@@ -152,23 +171,6 @@ class _Stored(msgspec.Struct):
     """What is looked at in a tokenizer.json."""
 
     normalizer: Any = None
-
-
-def _growth(normalizer: Any) -> int:
-    """Estimate how many characters the replacements of a normalizer make of one at most.
-
-    Factors multiply where a step can replace what an earlier one has inserted.
-    """
-    growth, inserted = 1, ""
-    for step in _steps(normalizer):
-        content, pattern = step.get("content"), step.get("pattern")
-        if not isinstance(content, str) or not isinstance(pattern, dict):
-            continue
-        text, factor = pattern.get("String"), max(len(content), 1)
-        again = not isinstance(text, str) or text in inserted  # a regular expression may fit
-        growth = growth * factor if again else max(growth, factor)
-        inserted += 2 * content  # two may stand beside each other
-    return growth
 
 
 def _steps(normalizer: Any) -> list[dict[str, Any]]:
@@ -230,3 +232,44 @@ def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
     if side == "right":
         return words[min(most, len(words)) - 1] + CUT_WORDS <= words[-1]
     return words[0] + CUT_WORDS <= words[-min(most, len(words))]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPiece:
+    """One token, as /tokenize shows it.
+
+    `start` and `stop` are byte offsets into the UTF-8 text with its prompt; None for a special
+    token.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> list[TokenPiece]:
+    """The tokens of a text, from its tokenizers.Encoding, whose offsets count characters.
+
+    `name_of` returns the token with an id, which is the text of special tokens.
+    """
+    data = text.encode()
+    offsets = character_offsets(text, "utf-8")[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
+    columns = (encoding.ids, encoding.special_tokens_mask, *offsets.T.tolist())
+    return [
+        TokenPiece(id, name_of(id) or "", True, None, None)
+        if special
+        else TokenPiece(id, data[start:stop].decode(errors="replace"), False, start, stop)
+        for id, special, start, stop in zip(*columns, strict=True)
+    ]
+
+
+def character_offsets(text: str, unit: OffsetUnit) -> np.ndarray:
+    """The offset of each character in this unit, and the length of the text: int32."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    widths = np.ones(len(codes) + 1, np.int8)
+    widths[0] = 0
+    for first in WIDER[unit]:
+        widths[1:] += codes >= first
+    return np.cumsum(widths, dtype=np.int32)

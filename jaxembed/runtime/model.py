@@ -17,12 +17,12 @@ from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_
 from jaxembed.engine.compiles import compile_events, keep_programs
 from jaxembed.engine.engine import EngineState
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.preprocessing.pieces import TokenPiece
 from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
-from jaxembed.runtime.engines import Progress
+from jaxembed.preprocessing.tokenizer import TokenPiece
 from jaxembed.runtime.requests import ComputeRequest
 from jaxembed.runtime.routes import (
     LoadedRoute,
+    Progress,
     load_routes,
     load_specs,
     plan_routes,
@@ -105,7 +105,13 @@ class LoadedModel(Dispatcher):
             for one in self.routes.values()
         ]
         capacity = capacity or capacity_of(self.config)
-        admission = Admission(capacity, max(queued_tokens), self._tokens_per_s)
+        # The recent throughput of the slowest engine; 0 before the first batch.
+        engines = [one.engine for one in self.engines.values()]
+        admission = Admission(
+            capacity,
+            max(queued_tokens),
+            lambda: min(filter(None, [one.tokens_per_s for one in engines]), default=0.0),
+        )
         runners = {route: one.runner for route, one in self.routes.items()}
         super().__init__(runners, admission)
         self.draining = False
@@ -264,11 +270,6 @@ class LoadedModel(Dispatcher):
         for one in self.engines.values():
             one.engine.close(max(deadline - time.monotonic(), 0.0))
             one.engine.free()
-
-    def _tokens_per_s(self) -> float:
-        """The recent throughput of the slowest engine; 0 before the first batch."""
-        rates = (one.engine.tokens_per_s for one in self.engines.values())
-        return min(filter(None, rates), default=0.0)
 
 
 def _describe_route(route: LoadedRoute) -> dict[str, object]:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from jaxembed.data.inputs import ChunkSize, Input, Pair, Priority, Text
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import Head, ModelSpec, PerToken, Vocabulary
-from jaxembed.data.work import Ragged, Span, SparseRows, WorkResult, chosen_rows
+from jaxembed.data.work import Ragged, Span, WorkResult, chosen_rows
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import InvalidInput
@@ -23,7 +23,7 @@ from jaxembed.preprocessing.late import NO_CHUNKS, pool_slots
 from jaxembed.preprocessing.text import Row, Rules, TextProcessor, Tokenized
 from jaxembed.quantise import quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
-from jaxembed.runtime.terms import most_active, terms_of_tokens
+from jaxembed.runtime.postprocess import most_active, terms_of_tokens
 
 INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
 TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
@@ -126,12 +126,33 @@ class EncodeRequest(Request[Embeddings]):
             encoded = quantise(tokens.values, self.options.output_dtype)
             values["tokens"] = Ragged(encoded, tokens.offsets)
         if "multi_vector" in values:
-            kept, vector_ids = self._kept(spec, run)
-            rows = self._shaped(kept.values, spec.heads["multi_vector"])
-            values["multi_vector"] = Ragged(rows, kept.offsets)
+            head, rows = spec.heads["multi_vector"], values["multi_vector"]
+            assert isinstance(head, PerToken)
+            kept, vector_ids = np.ones(len(rows.values), bool), run.tokenized.work.planes["ids"]
+            if head.skipped_ids and self.rules.role != "query":
+                kept = ~np.isin(vector_ids, head.skipped_ids)
+            if head.drops_first:
+                kept[rows.offsets[:-1]] = False
+            if not kept.all():
+                rows, vector_ids = rows.where(kept), vector_ids[kept]
+            values["multi_vector"] = Ragged(self._shaped(rows.values, head), rows.offsets)
         if "sparse" in self.options.outputs:
-            values["sparse"] = self._terms(spec, run)
-            values.pop("token_weights", None)
+            most = None
+            if "sparse" in values:
+                head, terms = spec.heads["sparse"], values["sparse"]
+                most = head.max_active if isinstance(head, Vocabulary) else None
+            else:
+                head, work = spec.heads["token_weights"], run.tokenized.work
+                assert isinstance(head, PerToken)
+                terms = terms_of_tokens(
+                    values.pop("token_weights").values[:, 0],
+                    work.planes["ids"],
+                    work.lengths,
+                    skipped=head.skipped_ids,
+                    vocab_size=int(spec.config["vocab_size"]),
+                )
+            most = self.options.max_active_dims or most
+            values["sparse"] = terms if most is None else most_active(terms, most)
         return Embeddings(values, **run.figures, vector_ids=vector_ids)
 
     def divided(self, most: int) -> "MixedRequest":
@@ -155,35 +176,6 @@ class EncodeRequest(Request[Embeddings]):
         if options.output_dtype == "float":
             return shaped
         return quantise(shaped, options.output_dtype, self.ranges)
-
-    def _kept(self, spec: ModelSpec, run: Run) -> tuple[Ragged, np.ndarray]:
-        """The rows of the tokens that are answered, and the ids of these tokens."""
-        head, rows = spec.heads["multi_vector"], run.values["multi_vector"]
-        assert isinstance(head, PerToken)
-        kept, ids = np.ones(len(rows.values), bool), run.tokenized.work.planes["ids"]
-        if head.skipped_ids and self.rules.role != "query":
-            kept = ~np.isin(ids, head.skipped_ids)
-        if head.drops_first:
-            kept[rows.offsets[:-1]] = False
-        return (rows, ids) if kept.all() else (rows.where(kept), ids[kept])
-
-    def _terms(self, spec: ModelSpec, run: Run) -> SparseRows:
-        """The weights of terms, of which no more than asked for."""
-        if "sparse" in run.values:
-            head, terms = spec.heads["sparse"], run.values["sparse"]
-            most = head.max_active if isinstance(head, Vocabulary) else None
-        else:
-            head, work, most = spec.heads["token_weights"], run.tokenized.work, None
-            assert isinstance(head, PerToken)
-            terms = terms_of_tokens(
-                run.values["token_weights"].values[:, 0],
-                work.planes["ids"],
-                work.lengths,
-                skipped=head.skipped_ids,
-                vocab_size=int(spec.config["vocab_size"]),
-            )
-        most = self.options.max_active_dims or most
-        return terms if most is None else most_active(terms, most)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,9 @@
-"""The routes of a loaded model: what it takes to run a request there, and how they are loaded."""
+"""The routes of a loaded model: which engine runs each, what it takes to run a request there, and
+how they are loaded."""
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +19,113 @@ from jaxembed.data.spec import (
     PoolingChoice,
     Routes,
 )
-from jaxembed.engine.build import Plan
-from jaxembed.engine.host import ServedEngine
-from jaxembed.errors import ConfigError
+from jaxembed.engine.build import Plan, build, host_plan, make_plan
+from jaxembed.engine.host import HostEngine, ServedEngine
+from jaxembed.engine.placement import placed_bytes
+from jaxembed.errors import CheckpointError, ConfigError
+from jaxembed.memory import MIB
+from jaxembed.models import native, program
+from jaxembed.models.static import Means, numpy_means, static_model, static_shapes
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.images.processor import ImageProcessor, Processor
 from jaxembed.preprocessing.text import TextProcessor
-from jaxembed.runtime.engines import PlannedEngine, Progress, plan_engine
 from jaxembed.runtime.runner import RequestRunner, runner_of
 from jaxembed.runtime.tasks import KIND
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+PROGRAM_BYTES = 10 * MIB  # about: of the host, for the program of a bucket on a CPU
+
+
+class OnDevices:
+    """An engine that runs programs on JAX's devices. Its limits are decided in `plan`; its
+    parameters are not loaded yet."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
+        """Start the devices and decide. Raises ConfigError as `make_plan` does, and CheckpointError
+        for a damaged spec."""
+        self._spec, self._config = spec, config
+        try:
+            self._program = program(spec)
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the sizes in the manifest of {spec.source} make no model ({error}); convert the "
+                "model again"
+            ) from error
+        self.plan = make_plan(spec, self._program, config, cache_dir)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The memory that it takes once it is loaded, of each device, or on a CPU of the host:
+        parameters and, on a CPU, programs; what a run takes besides is not known yet."""
+        devices = self.plan.devices
+        if not devices:
+            return 0
+        shapes = {name: leaf.shape for name, leaf in self._program.shapes.items()}
+        parameters = placed_bytes(shapes, self.plan.dtype)
+        if devices[0].platform != "cpu":
+            return parameters
+        programs = len(self.plan.grid.buckets) * PROGRAM_BYTES
+        return len(devices) * (parameters + programs) + self._config.cache_bytes
+
+    def load(
+        self, path: Path, telemetry: Telemetry, on_progress: Progress, name: str
+    ) -> ServedEngine:
+        """Place the parameters of the checkpoint at `path` on the devices. The engine is not
+        started yet.
+
+        `on_progress` is as in Warmup, `name` is the model's, for the log. Raises CheckpointError.
+        """
+        return build(
+            self.plan,
+            self._program,
+            partial(checkpoint.stream_params, path, self._spec, self._program.order),
+            self._spec,
+            self._config,
+            telemetry,
+            on_progress,
+            name,
+        )
+
+
+class OnHost:
+    """An engine that computes a static model on the host, to be loaded as OnDevices. It uses no
+    device."""
+
+    def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
+        """Decide. Raises ConfigError as `host_plan` does."""
+        self._spec, self._cache_dir = spec, cache_dir
+        self.plan = host_plan(spec, config)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The table and the modules after it."""
+        return placed_bytes(static_shapes(self._spec), "float32")
+
+    def load(
+        self, path: Path, telemetry: Telemetry, on_progress: Progress, name: str
+    ) -> ServedEngine:
+        """Read the table into memory."""
+        parameters = checkpoint.load_params(path, self._spec)
+        try:
+            means: Means = native.load_means(self._cache_dir)
+        except native.Unavailable as error:
+            logger.info("static embeddings run in numpy, slower: %s", error)
+            means = numpy_means
+        model = static_model(self._spec, parameters, means)
+        return HostEngine(model, telemetry, name=name)
+
+
+PlannedEngine = OnDevices | OnHost
+
+
+def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
+    """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
+    fit."""
+    kind = OnHost if spec.is_static else OnDevices
+    return kind(spec, config, cache_dir)
 
 
 @dataclass(frozen=True)
@@ -120,8 +221,16 @@ def load_routes(
     CheckpointError and ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
-    workers, shares = tokenizer_threads(text), _shares_of(on_progress, len(planned))
-    for (route, spec), progress in zip(specs.specs.items(), shares, strict=True):
+    workers, counts = tokenizer_threads(text), dict.fromkeys(planned, (0, 0))
+
+    def note(route: str, done: int, total: int) -> None:
+        """Tell the sums over all engines."""
+        counts[route] = done, total
+        if on_progress is not None:
+            every = counts.values()
+            on_progress(sum(done for done, _ in every), sum(total for _, total in every))
+
+    for route, spec in specs.specs.items():
         folder, plan = checkpoint.route_path(path, route), planned[route].plan
         if spec.takes_texts:
             tokenizer = checkpoint.tokenizer_path(folder)
@@ -129,7 +238,7 @@ def load_routes(
         else:
             processor = ImageProcessor(spec, workers)
         shown = f"{name}, {route}" if route else name
-        engine = planned[route].load(folder, telemetry, progress, shown)
+        engine = planned[route].load(folder, telemetry, partial(note, route), shown)
         runner = runner_of(engine, processor, telemetry, spec)
         routes[route] = LoadedRoute(spec, plan, processor, engine, runner)
     if specs.is_dual:
@@ -146,16 +255,3 @@ def load_routes(
         runner = runner_of(texts.engine, processor, telemetry, texts.spec)
         routes[IMAGE_ROUTE] = replace(texts, processor=processor, runner=runner, shares_engine=True)
     return routes
-
-
-def _shares_of(on_progress: Progress | None, count: int) -> list[Progress | None]:
-    """A callback for each of so many engines: `on_progress` is called with the sums."""
-    if on_progress is None:
-        return [None] * count
-    counts = [(0, 0)] * count
-
-    def note(engine: int, done: int, total: int) -> None:
-        counts[engine] = done, total
-        on_progress(sum(done for done, _ in counts), sum(total for _, total in counts))
-
-    return [partial(note, engine) for engine in range(count)]

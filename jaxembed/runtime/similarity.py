@@ -10,10 +10,8 @@ from jaxtyping import Float, Int
 from jaxembed.data.inputs import Image
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.data.work import Ragged, chosen_rows
-from jaxembed.runtime.maxsim import maxsim
 from jaxembed.runtime.options import Embeddings, Similarities, best_windows
-from jaxembed.runtime.postprocess import similarity
-from jaxembed.runtime.terms import cosines, products
+from jaxembed.runtime.postprocess import cosines, maxsim, products, similarity
 
 Weights = dict[OutputName, float]
 

@@ -162,7 +162,19 @@ class Tasks:
     def _intent(self, asked: Asked, with_images: bool) -> Intent:
         """The intent, worked out. Raises WrongTask and InvalidInput."""
         check_task(self._name, self._spec, "embed")
-        options = self._meant(asked)
+        options = asked.options
+        if asked.purposes:
+            options = self._with_purposes(options, asked.purposes)
+        if asked.outputs is not None:
+            options = replace(options, outputs=self._named_outputs(asked))
+        if asked.tokens and options.outputs == {"dense"}:
+            raise InvalidInput(
+                "`return_tokens` is for sparse outputs and for several vectors",
+                field="return_tokens",
+            )
+        dtype = asked.dtype or embedding_dtype(options.output_dtype)
+        if dtype != options.output_dtype:
+            options = replace(options, output_dtype=dtype)
         self._check_outputs(options, asked.dimensions_field)
         if with_images:
             self.check_images()
@@ -194,22 +206,6 @@ class Tasks:
         )
         ranges = self.ranges(options, options.output_dtype)
         return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype, types)
-
-    def _meant(self, asked: Asked) -> EncodeOptions:
-        """The options with the prompt, the role and the route of the purposes, and the outputs and
-        the dtype that are named."""
-        options = asked.options
-        if asked.purposes:
-            options = self._with_purposes(options, asked.purposes)
-        if asked.outputs is not None:
-            options = replace(options, outputs=self._named_outputs(asked))
-        if asked.tokens and options.outputs == {"dense"}:
-            raise InvalidInput(
-                "`return_tokens` is for sparse outputs and for several vectors",
-                field="return_tokens",
-            )
-        dtype = asked.dtype or embedding_dtype(options.output_dtype)
-        return options if dtype == options.output_dtype else replace(options, output_dtype=dtype)
 
     def _with_purposes(
         self, options: EncodeOptions, purposes: Sequence[tuple[str, str]]
@@ -315,10 +311,7 @@ class Tasks:
                 "`max_active_dims` is for sparse outputs; ask for one or leave it out",
                 field="max_active_dims",
             )
-        if most is not None and most < 1:
-            raise InvalidInput(
-                f"`max_active_dims` must be 1 or more. Given: {most}", field="max_active_dims"
-            )
+        check_positive("max_active_dims", most)
 
     def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
         """The request for a vector of each chunk of some texts (late chunking): all tokens of a
@@ -458,7 +451,8 @@ class Tasks:
                 "`weights` are for models that compare several outputs; leave them out",
                 field="weights",
             )
-        check_query(query)
+        if not query:
+            raise EmptyInput("query")
         rules, adapter = self._rules(options), self._number(options.adapter)
         return QueryRequest(
             documents, rules, LOGITS, options.priority, options, query, adapter=adapter
@@ -475,7 +469,8 @@ class Tasks:
         a text: then its heads decide. Documents may be empty, as in `rerank`; those of a model that
         reads pages are images. Raises also EmptyInput for an empty query.
         """
-        check_query(query)
+        if not query:
+            raise EmptyInput("query")
         return self._compare([query], documents, options)
 
     def compare_pairs(
@@ -676,12 +671,7 @@ class Tasks:
         return names.index(adapter) + 1
 
     def _rules(self, options: ScoreOptions) -> Rules:
-        most = options.max_document_tokens
-        if most is not None and most < 1:
-            raise InvalidInput(
-                f"`max_document_tokens` must be 1 or more. Given: {most}",
-                field="max_document_tokens",
-            )
+        check_positive("max_document_tokens", options.max_document_tokens)
         template = self._spec.template
         if options.instruction is not None and not (template and template.takes_instruction):
             raise InvalidInput(
@@ -693,7 +683,7 @@ class Tasks:
             self._truncate(options),
             options.truncation_side,
             options.instruction,
-            most,
+            options.max_document_tokens,
             max_windows=options.max_chunks,
             overlap=options.overlap_tokens,
         )
@@ -763,7 +753,7 @@ def check_dimensions(width: int, dimensions: int | None, field: str = "dimension
         )
 
 
-def check_query(query: str) -> None:
-    """Raises EmptyInput for an empty query."""
-    if not query:
-        raise EmptyInput("query")
+def check_positive(field: str, value: int | None) -> None:
+    """Raises InvalidInput for a number in this field of a request that is less than one."""
+    if value is not None and value < 1:
+        raise InvalidInput(f"`{field}` must be 1 or more. Given: {value}", field=field)

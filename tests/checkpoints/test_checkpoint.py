@@ -14,7 +14,7 @@ from conftest import save_tiny
 
 from jaxembed import Embedder, EngineConfig, __version__
 from jaxembed.checkpoints import checkpoint
-from jaxembed.checkpoints.arrays import StoredArray
+from jaxembed.checkpoints.checkpoint import StoredArray
 from jaxembed.data.spec import FORMAT_VERSION, DenseLayer, ModelSpec, NormalizeLayer, Pooled
 from jaxembed.errors import CheckpointError
 

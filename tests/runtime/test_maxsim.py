@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxembed.data.work import Ragged
-from jaxembed.runtime import maxsim as module
-from jaxembed.runtime.maxsim import maxsim
+from jaxembed.runtime import postprocess as module
+from jaxembed.runtime.postprocess import maxsim
 
 LENGTHS = (7, 0, 1, 40, 0, 0, 3, 180, 12, 0)
 DIM = 24

@@ -33,8 +33,8 @@ from jaxembed.models import native
 from jaxembed.models.static import BLOCK_BYTES, StaticEmbeddings, numpy_means
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing import text as text_module
-from jaxembed.runtime.engines import plan_engine
 from jaxembed.runtime.options import EncodeOptions
+from jaxembed.runtime.routes import plan_engine
 from jaxembed.tools.tune.model import load_measured
 
 WIDTH, UNKNOWN = 8, WORDS.index("[UNK]")

@@ -6,7 +6,7 @@ from sparse_matrix import as_dense
 from test_sparse import mostly_zero
 
 from jaxembed.data.work import sparse_rows
-from jaxembed.runtime.terms import cosines, most_active, products, terms_of_tokens
+from jaxembed.runtime.postprocess import cosines, most_active, products, terms_of_tokens
 
 WEIGHTS = np.array([9, 0.5, 0.25, 0.75, 0, 8, 7, -1, 0.1], np.float32)
 IDS = np.array([0, 5, 6, 5, 7, 2, 0, 6, 2], np.int32)

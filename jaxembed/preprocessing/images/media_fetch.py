@@ -128,8 +128,39 @@ class MediaFetcher:
 
     async def _ask(self, url: MediaUrl, source: str) -> bytes | str:
         """The file at a URL, or the location of a redirect."""
-        addresses = await self._addresses(url, source)
-        reader, writer = await self._connect(url, addresses, source)
+        if url.address is not None:
+            addresses = [unmapped(url.address)]
+        else:
+            loop = asyncio.get_running_loop()
+            try:
+                found = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
+                addresses = [unmapped(ip_address(address)) for address in found]
+            except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
+                raise MediaUrlError(source, "its host has no address") from error
+        if not addresses:
+            raise MediaUrlError(source, "its host has no address")
+        if not all(map(self._allowed_address, addresses)):
+            raise MediaUrlError(
+                source,
+                f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
+                f"{FLAG} alone admits no other address",
+            )
+        # A connection to the first address that takes one; each has its share of the time.
+        tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
+        failure: OSError | None = None
+        for address in addresses:
+            try:
+                async with asyncio.timeout(self._timeout_s / len(addresses)):
+                    opened = await asyncio.open_connection(str(address), url.port, **tls)
+                    break
+            except OSError as error:  # TimeoutError is one
+                failure = error
+        else:
+            rule = "no connection to its host could be made"
+            if isinstance(failure, ssl.SSLCertVerificationError):
+                rule = "its host has no certificate that is valid for its name"
+            raise MediaUrlError(source, rule) from failure
+        reader, writer = opened
         headers = [
             ("Host", url.authority),
             ("User-Agent", "jaxembed"),
@@ -151,45 +182,6 @@ class MediaFetcher:
             ) from error
         finally:
             writer.transport.abort()  # `close` would wait for a peer that may not answer
-
-    async def _addresses(self, url: MediaUrl, source: str) -> list[Address]:
-        """The addresses of a URL's host, of which all are allowed."""
-        if url.address is not None:
-            addresses = [unmapped(url.address)]
-        else:
-            loop = asyncio.get_running_loop()
-            try:
-                found = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
-                addresses = [unmapped(ip_address(address)) for address in found]
-            except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
-                raise MediaUrlError(source, "its host has no address") from error
-        if not addresses:
-            raise MediaUrlError(source, "its host has no address")
-        if not all(map(self._allowed_address, addresses)):
-            raise MediaUrlError(
-                source,
-                f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
-                f"{FLAG} alone admits no other address",
-            )
-        return addresses
-
-    async def _connect(
-        self, url: MediaUrl, addresses: Sequence[Address], source: str
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to the first address that takes one; each has its share of the time."""
-        tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
-        failure: OSError | None = None
-        for address in addresses:
-            try:
-                async with asyncio.timeout(self._timeout_s / len(addresses)):
-                    return await asyncio.open_connection(str(address), url.port, **tls)
-            except OSError as error:  # TimeoutError is one
-                failure = error
-        if isinstance(failure, ssl.SSLCertVerificationError):
-            rule = "its host has no certificate that is valid for its name"
-        else:
-            rule = "no connection to its host could be made"
-        raise MediaUrlError(source, rule) from failure
 
 
 async def _answer(

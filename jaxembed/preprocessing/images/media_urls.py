@@ -221,7 +221,19 @@ class AllowedHosts:
 
     def __init__(self, hosts: Sequence[str], ports: Collection[int] = WEB_PORTS):
         self._ports = tuple(ports)
-        self._rules = [_rule(host) for host in hosts]
+        self._rules: list[tuple[str, int | None]] = []  # the pattern of each, and its port if named
+        for text in hosts:
+            wanted = "wanted a host, *.suffix or an address, with :port or without"
+            name = text.removeprefix("*.")
+            try:
+                is_bare = name.count(":") > 1 and name[0] != "["  # an address of IPv6
+                authority = f"[{ip_address(name)}]" if is_bare else name
+                host, port, address = _host_of(authority, name)
+            except (MediaUrlError, ValueError) as error:
+                raise ConfigError(f"{FLAG} of {text!r} names no host; {wanted}") from error
+            if name != text and address is not None:
+                raise ConfigError(f"{FLAG} of {text!r} has an address as its suffix; {wanted}")
+            self._rules.append((host if name == text else f"*.{host}", port))
 
     def check(self, url: MediaUrl, source: str) -> None:
         """Raise MediaUrlError, which names `source`, unless the URL's host and port are allowed."""
@@ -243,22 +255,6 @@ class AllowedHosts:
             raise MediaUrlError(
                 source, f"its port is not {usual}, nor one that {FLAG} names with its host"
             )
-
-
-def _rule(text: str) -> tuple[str, int | None]:
-    """The pattern of an allowed host, and its port if it names one."""
-    wanted = "wanted a host, *.suffix or an address, with :port or without"
-    name = text.removeprefix("*.")
-    try:
-        authority = f"[{ip_address(name)}]" if name.count(":") > 1 and name[0] != "[" else name
-        host, port, address = _host_of(authority, name)
-    except (MediaUrlError, ValueError) as error:
-        raise ConfigError(f"{FLAG} of {text!r} names no host; {wanted}") from error
-    if name == text:
-        return host, port
-    if address is not None:
-        raise ConfigError(f"{FLAG} of {text!r} has an address as its suffix; {wanted}")
-    return f"*.{host}", port
 
 
 def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | None]:

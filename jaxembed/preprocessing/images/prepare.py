@@ -46,7 +46,18 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     if rules.size is not None:
         return rules.size
     if rules.most_patches is not None:
-        return _shaped_size(height, width, rules.patch, rules.most_patches)
+        # Whole patches, at the largest scale that a search by halves finds at which an image has at
+        # most so many of them. At the lowest scale it has one.
+        low, high = SCALES
+        found = 1, 1
+        while high - low >= SCALE_STEP:
+            scale = (low + high) / 2
+            rows, columns = (max(math.ceil(x * scale / rules.patch), 1) for x in (height, width))
+            if rows * columns <= rules.most_patches:
+                low, found = scale, (rows, columns)
+            else:
+                high = scale
+        return found[0] * rules.patch, found[1] * rules.patch
     if rules.area is not None:
         return size_within(height, width, rules.token_side, rules.area)
     assert rules.shortest is not None
@@ -99,7 +110,13 @@ def image_places(height: int, width: int, rules: ImageRules) -> np.ndarray:
     around = len(rules.before), len(rules.after)
     if rules.area is not None:
         return page_places(rows, columns, *around)
-    return np.pad(patch_places(rows, columns), (around, (0, 0)))
+    # For a tower that resizes its positions: row and column of each patch, and how many rows and
+    # columns there are.
+    places = np.empty((rows, columns, 4), np.int32)
+    places[..., 0] = np.arange(rows)[:, None]
+    places[..., 1] = np.arange(columns)
+    places[..., 2:] = rows, columns
+    return np.pad(places.reshape(-1, 4), (around, (0, 0)))
 
 
 def page_places(rows: int, columns: int, before: int, after: int) -> np.ndarray:
@@ -116,33 +133,3 @@ def page_places(rows: int, columns: int, before: int, after: int) -> np.ndarray:
     places[before : before + rows * columns] = image
     places[before + rows * columns :] = max(rows, columns) - rows * columns
     return places
-
-
-def patch_places(rows: int, columns: int) -> np.ndarray:
-    """The places of patches in a tower that resizes its positions, row by row, int32
-    `[patches, 4]`: row and column of the patch, and how many rows and columns there are."""
-    places = np.empty((rows, columns, 4), np.int32)
-    places[..., 0] = np.arange(rows)[:, None]
-    places[..., 1] = np.arange(columns)
-    places[..., 2:] = rows, columns
-    return places.reshape(-1, 4)
-
-
-def _shaped_size(height: int, width: int, patch: int, most: int) -> tuple[int, int]:
-    """The height and width, in whole patches, of the largest scale that a search by halves finds at
-    which an image has at most so many patches."""
-
-    def scaled(scale: float) -> tuple[int, int]:
-        rows, columns = (max(math.ceil(side * scale / patch), 1) for side in (height, width))
-        return rows, columns
-
-    low, high = SCALES
-    while high - low >= SCALE_STEP:
-        scale = (low + high) / 2
-        rows, columns = scaled(scale)
-        if rows * columns <= most:
-            low = scale
-        else:
-            high = scale
-    rows, columns = scaled(low)
-    return rows * patch, columns * patch

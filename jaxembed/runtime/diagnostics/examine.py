@@ -158,10 +158,8 @@ def _admission(
 
 
 def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
-    seconds = max(window.seconds, 1e-9)
-    cpu_s = window.machine("cpu") or 0.0
-    busy_s = window.machine("busy")
-    devices = max(len(served.plan.devices), 1)
+    seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.devices), 1)
+    cpu_s, busy_s = window.machine("cpu") or 0.0, window.machine("busy")
     device_s = window.device_s
     stages: dict[str, StageFacts] = {}
     for stage in STAGES:

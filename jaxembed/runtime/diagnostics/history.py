@@ -65,8 +65,7 @@ class Window:
 
     def ran(self, model: str) -> dict[Bucket, BucketUse]:
         """The batches of a model in this window, by bucket."""
-        before = self._begin(model).ran
-        after = self._last.models[model].ran
+        before, after = self._begin(model).ran, self._last.models[model].ran
         return {bucket: use - before.get(bucket, BucketUse()) for bucket, use in after.items()}
 
     @property

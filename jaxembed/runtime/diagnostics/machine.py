@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -36,12 +37,20 @@ def machine_counts() -> dict[str, float]:
     """Counters of CPU time in seconds, by name; only differences of two calls have a meaning.
 
     `cpu`: of this process. `loop`: of the calling thread. `busy`: of the cores that the process may
-    use, by all programs. `throttled`: time in which the quota stopped the process. A counter that
-    the system does not offer is left out.
+    use, by all programs; those with a lower priority (nice) give way to this one and do not count,
+    unless this process has a lower priority itself. `throttled`: time in which the quota stopped
+    the process. A counter that the system does not offer is left out.
     """
     counts = {"cpu": time.process_time(), "loop": time.thread_time()}
-    if (busy_s := _busy_s()) is not None:
-        counts["busy"] = busy_s
+    if sys.platform == "linux":
+        fields = [_USER, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL]
+        if os.getpriority(os.PRIO_PROCESS, 0) > 0:
+            fields.append(_NICE)
+        names = {f"cpu{core}" for core in cores.usable_cores()}
+        with suppress(OSError), (cores.PROC / "stat").open() as lines:
+            ours = [line.split() for line in lines if line.split(" ", 1)[0] in names]
+            ticks = sum(int(line[field]) for line in ours for field in fields)
+            counts["busy"] = ticks / os.sysconf("SC_CLK_TCK")
     if (throttled_s := cores.throttled_s()) is not None:
         counts["throttled"] = throttled_s
     return counts
@@ -51,24 +60,3 @@ def machine_counts() -> dict[str, float]:
 def has_avx512_bf16() -> bool:
     """Whether the CPU has the AVX-512 instructions that multiply bfloat16."""
     return "avx512_bf16" in cores.text_of(cores.PROC / "cpuinfo")
-
-
-def _busy_s() -> float | None:
-    """Seconds that the usable cores were busy, by all programs; None if it cannot be read.
-
-    Programs with a lower priority (nice) give way to this one and do not count, unless this process
-    has a lower priority itself.
-    """
-    if sys.platform != "linux":
-        return None
-    fields = [_USER, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL]
-    if os.getpriority(os.PRIO_PROCESS, 0) > 0:
-        fields.append(_NICE)
-    names = {f"cpu{core}" for core in cores.usable_cores()}
-    try:
-        with (cores.PROC / "stat").open() as lines:
-            ours = [line.split() for line in lines if line.split(" ", 1)[0] in names]
-    except OSError:
-        return None
-    ticks = sum(int(line[field]) for line in ours for field in fields)
-    return ticks / os.sysconf("SC_CLK_TCK")

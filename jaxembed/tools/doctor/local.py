@@ -10,7 +10,7 @@ from jaxembed.runtime.diagnostics.examine import device_facts, kernel_facts
 from jaxembed.runtime.diagnostics.facts import LocalExamination, LocalFacts
 from jaxembed.runtime.diagnostics.findings import findings_before
 from jaxembed.runtime.diagnostics.machine import machine_facts
-from jaxembed.runtime.engines import plan_engine
+from jaxembed.runtime.routes import plan_engine
 
 
 def examine_here(
