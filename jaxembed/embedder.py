@@ -237,8 +237,8 @@ class Embedder:
         texts, as of `encode`. Raises WrongTask for an output that the model does not give:
         `spec.representations` has them all.
         """
-        call = self._blocking.encode_outputs_async(texts, outputs, images=images, **options)
-        return _finish(call)
+        asked = {"images": images, **options}
+        return _finish(self._blocking.encode_outputs_async(texts, outputs, **asked))
 
     @output_options
     async def encode_outputs_async(
@@ -460,7 +460,12 @@ class Embedder:
         is_one = isinstance(after, str | bytes | PathLike | np.ndarray)
         if is_one or not isinstance(after, Iterable):
             raise TypeError("images is a list of images, not one")
-        return await self._read(_all_read, listed, after)
+        return await self._read(
+            lambda: [
+                *(one if isinstance(one, str) else read_image(one) for one in listed),
+                *map(read_image, after),
+            ]
+        )
 
     async def _embed(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
@@ -493,11 +498,6 @@ def _finish(call: Coroutine[Any, Any, T]) -> T:
     except StopIteration as done:
         return done.value
     raise AssertionError("a blocking call has awaited something that was not done")
-
-
-def _all_read(texts: list[Any], images: Iterable[Any]) -> list[str | Image]:
-    among = [one if isinstance(one, str) else read_image(one) for one in texts]
-    return [*among, *map(read_image, images)]
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:

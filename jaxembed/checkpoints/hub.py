@@ -11,8 +11,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -405,7 +405,15 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                 f"the cache {entry.parent} cannot be written; name another one or convert the "
                 "model beforehand"
             )
-        with _locked(entry, origin.name):
+        lock = FileLock(entry.with_name(f".{entry.name}.lock"))  # released if its holder dies
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logger.info("another process converts or copies %s; waiting for it", origin.name)
+            lock.acquire()
+        except OSError as error:
+            raise checkpoint.unwritable(entry, error) from error
+        try:
             if not _is_current(entry, origin):  # another process may have made it meanwhile
                 checkpoint.discard_partial(entry)
                 if entry.exists():
@@ -421,6 +429,8 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                 except OSError as error:
                     shutil.rmtree(entry, ignore_errors=True)
                     raise checkpoint.unwritable(entry, error) from error
+        finally:
+            lock.release()
     _remove_unused(origin, entry)
     return entry
 
@@ -485,23 +495,6 @@ def _place(origin: Origin, cache_dir: Path) -> Path:
     entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
-
-
-@contextmanager
-def _locked(entry: Path, name: str) -> Iterator[None]:
-    """Hold the lock of a cache entry, which processes share. It is released if its holder dies."""
-    lock = FileLock(entry.with_name(f".{entry.name}.lock"))
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("another process converts or copies %s; waiting for it", name)
-        lock.acquire()
-    except OSError as error:
-        raise checkpoint.unwritable(entry, error) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _converters() -> ModuleType:

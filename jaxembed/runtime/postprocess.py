@@ -112,12 +112,11 @@ def products(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows ot
 
 def cosines(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
     """The cosine similarity of each row with each of the others; 0 if one of them has no values."""
-    lengths = np.outer(
-        *(
-            [np.linalg.norm(values.astype(np.float64)) for values in one.values]
-            for one in (rows, others)
-        )
-    )
+    each = [
+        np.array([np.linalg.norm(values.astype(np.float64)) for values in one.values])
+        for one in (rows, others)
+    ]
+    lengths = np.outer(each[0], each[1])
     found = products(rows, others) / np.where(lengths > 0, lengths, 1.0)
     return np.clip(found, -1.0, 1.0).astype(np.float32)
 

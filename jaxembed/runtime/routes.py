@@ -124,8 +124,7 @@ PlannedEngine = OnDevices | OnHost
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
     """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
     fit."""
-    kind = OnHost if spec.is_static else OnDevices
-    return kind(spec, config, cache_dir)
+    return (OnHost if spec.is_static else OnDevices)(spec, config, cache_dir)
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,8 @@ def load_routes(
     CheckpointError and ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
-    workers, counts = tokenizer_threads(text), dict.fromkeys(planned, (0, 0))
+    workers = tokenizer_threads(text)
+    counts: dict[str, tuple[int, int]] = dict.fromkeys(planned, (0, 0))
 
     def note(route: str, done: int, total: int) -> None:
         """Tell the sums over all engines."""

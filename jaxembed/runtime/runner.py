@@ -338,8 +338,8 @@ class Dispatcher:
         if not request.items:
             raise NoInputs()
         if isinstance(request, MixedRequest):
-            answer = await self._answer_parts(request, partial(self.answer, held=held))
-            return cast(Answer, answer)
+            answer_part = partial(self.answer, held=held)
+            return cast(Answer, await self._answer_parts(request, answer_part))
         runner = self._runners[request.route]
         estimate = runner.processor.estimate(request.inputs(), request.rules)
         with self.admission.admit(request.cost(runner.spec, *estimate), held) as permit:

@@ -23,7 +23,7 @@ from jaxembed.config import PoolLimits, ServerConfig
 from jaxembed.errors import BackendError, ConfigError
 from jaxembed.observability.tracing import Tracer
 from jaxembed.platform.signals import STOP_SIGNALS, leave
-from jaxembed.runtime.diagnostics.history import SAMPLE_S
+from jaxembed.runtime.diagnostics.examine import SAMPLE_S
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.app import Server, create_admin_app, create_app, create_metrics_app
 from jaxembed.server.auth.audit import AuditLog

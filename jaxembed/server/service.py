@@ -7,7 +7,7 @@ from quart import current_app
 from jaxembed.config import ServerConfig
 from jaxembed.observability.tracing import Tracer
 from jaxembed.preprocessing.images.media_fetch import MediaFetcher
-from jaxembed.runtime.diagnostics.history import History
+from jaxembed.runtime.diagnostics.examine import History
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
 from jaxembed.server.registry.models import Models

@@ -19,8 +19,15 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.engine import BucketUse
 from jaxembed.errors import ConfigError, Unanswered
 from jaxembed.platform import cores
-from jaxembed.runtime.diagnostics import history, machine
-from jaxembed.runtime.diagnostics.examine import examine
+from jaxembed.runtime.diagnostics import machine
+from jaxembed.runtime.diagnostics.examine import (
+    WINDOW_S,
+    History,
+    ModelTotals,
+    Moment,
+    Window,
+    examine,
+)
 from jaxembed.runtime.diagnostics.facts import (
     AdmissionFacts,
     BucketFacts,
@@ -37,7 +44,6 @@ from jaxembed.runtime.diagnostics.facts import (
     WindowFacts,
 )
 from jaxembed.runtime.diagnostics.findings import bound_by, findings_of, needed_tokens
-from jaxembed.runtime.diagnostics.history import WINDOW_S, History, ModelTotals, Moment, Window
 from jaxembed.server.registry.models import Models
 from jaxembed.tools.doctor.page import answers_of_state, answers_of_work, model_page
 from jaxembed.tools.doctor.probe import PROBES, ask
@@ -413,7 +419,7 @@ def test_a_bucket_that_first_ran_of_late_counts_whole():
 
 def test_a_history_forgets_what_is_older_than_its_window(monkeypatch):
     clock = iter(range(0, 1000, 25))
-    monkeypatch.setattr(history.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(machine.time, "monotonic", lambda: float(next(clock)))
     some = History()
     for _ in range(6):
         some.note({"a": FakeEmbedder()})

@@ -26,8 +26,7 @@ from jaxembed.config import ServerConfig
 from jaxembed.engine.engine import Engine
 from jaxembed.engine.host import HostEngine
 from jaxembed.errors import BackendError, ConfigError, UnknownPrompt, UnknownRoute
-from jaxembed.runtime.diagnostics.examine import examine
-from jaxembed.runtime.diagnostics.history import History
+from jaxembed.runtime.diagnostics.examine import History, examine
 from jaxembed.server.app import create_app
 from jaxembed.server.registry.models import Models
 

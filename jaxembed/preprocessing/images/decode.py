@@ -191,7 +191,9 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     require("images", "images")
     from PIL import Image  # only models of images need it
 
-    check_parts(data)
+    for parts, _ in enumerate(_parts_of(data), start=1):
+        if parts > MOST_FILE_PARTS:
+            raise InvalidImage(f"the image has over {MOST_FILE_PARTS} parts; save it anew")
     _silence()
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
@@ -240,13 +242,6 @@ def _silence() -> None:
 
 def _shown(data: bytes) -> str:
     return f"a file of {len(data)} bytes that begins with {data[:SHOWN_BYTES]!r}"
-
-
-def check_parts(data: bytes) -> None:
-    """Raise InvalidImage for a file of more parts than real ones have. Others are not looked at."""
-    for parts, _ in enumerate(_parts_of(data), start=1):
-        if parts > MOST_FILE_PARTS:
-            raise InvalidImage(f"the image has over {MOST_FILE_PARTS} parts; save it anew")
 
 
 def tile_pixels(data: bytes) -> int:

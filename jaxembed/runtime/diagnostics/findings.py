@@ -56,11 +56,6 @@ def findings_of(facts: Facts) -> list[Finding]:
     ]
 
 
-def findings_before(setup: Setup) -> list[Finding]:
-    """Apply the rules that need no traffic. Returns the findings, the worst first."""
-    return [*_unused_hardware(setup), *_memory(setup)]
-
-
 def bound_by(facts: Facts) -> Bound:
     """What limited the throughput in the last minute."""
     window, programs = facts.window, facts.programs
@@ -174,8 +169,9 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _unused_hardware(facts: Setup) -> Iterator[Finding]:
-    """Cores, kernels and a dtype that the machine has and the model does not use."""
+def findings_before(facts: Setup) -> Iterator[Finding]:
+    """Apply the rules that need no traffic: cores, kernels and a dtype that the machine has and the
+    model does not use, and memory of a CPU that is slow to use."""
     device, kernels, machine = facts.device, facts.kernels, facts.machine
     if machine.cores == 1 < machine.machine_cores:
         yield Finding(
@@ -184,7 +180,8 @@ def _unused_hardware(facts: Setup) -> Iterator[Finding]:
             "server take turns on it",
             "start it without `taskset`, or give its container more cores (cpuset)",
         )
-    runs_in_xla = device.platform == "cpu" and set(kernels.used.values()) == {"xla"}
+    is_cpu = device.platform == "cpu"
+    runs_in_xla = is_cpu and set(kernels.used.values()) == {"xla"}
     could_do_better = device.dtype == "bfloat16" and device.multiplies_bfloat16
     if runs_in_xla and could_do_better and kernels.not_used.get(NATIVE) != UNSUITED:
         reason = kernels.not_used.get(NATIVE, "the log says why")
@@ -199,27 +196,20 @@ def _unused_hardware(facts: Setup) -> Iterator[Finding]:
             remedy,
         )
     # an accelerator is as fast in float16 as in bfloat16
-    is_slow = device.dtype == "float32" or (device.dtype == "float16" and device.platform == "cpu")
+    is_slow = device.dtype == "float32" or (device.dtype == "float16" and is_cpu)
     if device.dtype_asked and is_slow and device.multiplies_bfloat16:
         yield Finding(
             "bfloat16 would be faster",
             f"{device.dtype_reason}, and {device.name} multiplies bfloat16 natively",
             f"leave out --dtype {device.dtype}; `jaxembed verify` measures what bfloat16 changes",
         )
-
-
-def _memory(facts: Setup) -> Iterator[Finding]:
-    """Memory of a CPU that is slow to use."""
-    machine = facts.machine
-    if facts.device.platform != "cpu":
-        return
-    if machine.not_kept is not None:
+    if is_cpu and machine.not_kept is not None:
         yield Finding(
             "freed memory is not kept for the next batch",
             f"{machine.not_kept}; each batch faults its pages in again",
             "unset GLIBC_TUNABLES, `ulimit -v unlimited`, or run where glibc is 2.33 or later",
         )
-    elif machine.huge_pages in ("never", "off for this process"):
+    elif is_cpu and machine.huge_pages in ("never", "off for this process"):
         yield Finding(
             "huge pages are off",
             f"transparent huge pages: {machine.huge_pages}",

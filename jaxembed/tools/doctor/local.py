@@ -34,4 +34,4 @@ def examine_here(
         max_batch_tokens=plan.max_batch_tokens,
         buckets=[str(bucket) for bucket in plan.grid.buckets],
     )
-    return LocalExamination(findings_before(facts), facts)
+    return LocalExamination(list(findings_before(facts)), facts)
