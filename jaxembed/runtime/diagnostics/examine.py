@@ -1,5 +1,5 @@
-"""Collects the facts of a served model: those of this moment, and the differences of what is counted
-over the last minute. It starts nothing, and holds locks only to copy values."""
+"""Collects the facts of a served model: those of this moment, and the differences of what was
+counted over the last minute. It starts nothing, and holds locks only to copy values."""
 
 import time
 from collections import deque
