@@ -23,8 +23,8 @@ from jaxembed.data.work import Ragged, SparseRows, WorkResult
 from jaxembed.engine.admission import Capacity
 from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.decode import read_image
-from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
 from jaxembed.preprocessing.prompts import Role
+from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import (
     Embeddings,

@@ -26,8 +26,8 @@ from jaxembed.engine.admission import Admission, Capacity, Cost, Held
 from jaxembed.engine.engine import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.preprocessing.late import Chunked
 from jaxembed.preprocessing.text import TextProcessor, TokenPiece
+from jaxembed.preprocessing.windows import Chunked
 from jaxembed.quantise import quantise
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores

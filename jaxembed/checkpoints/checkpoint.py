@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
@@ -384,17 +385,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 def _content_hash(digests: Mapping[str, str], tokenizer: bytes) -> str:
     """What names the content of a checkpoint, from the digests of its parameters by name."""
-    total = hashlib.sha256(tokenizer)
-    for name in sorted(digests):  # sorted: the order of reading does not name another model
-        total.update(digests[name].encode())
-    return total.hexdigest()
+    # sorted: the order of reading does not name another model
+    ordered = "".join(digests[name] for name in sorted(digests))
+    return hashlib.sha256(tokenizer + ordered.encode()).hexdigest()
 
 
 def _file_digests(path: Path) -> dict[str, str]:
     """SHA-256 of the files that `save` writes, by their path within the checkpoint."""
-    files = [path / TOKENIZER, path / MANIFEST]
-    for folder in (PARAMETERS, ROUTE_FOLDERS):
-        files += (path / folder).rglob("*")
+    within = [(path / folder).rglob("*") for folder in (PARAMETERS, ROUTE_FOLDERS)]
+    files = [path / TOKENIZER, path / MANIFEST, *chain.from_iterable(within)]
     digests = {}
     for file in sorted(file for file in files if file.is_file()):
         with file.open("rb") as opened:

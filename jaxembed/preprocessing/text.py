@@ -27,7 +27,6 @@ from jaxembed.errors import (
     InvalidInput,
 )
 from jaxembed.preprocessing.job_threads import JobThreads
-from jaxembed.preprocessing.late import Chunked, Late, encode_chunked, is_linear
 from jaxembed.preprocessing.pairs import Frame, find_frame
 from jaxembed.preprocessing.prompts import default_prompt, default_prompt_name, named_prompt
 from jaxembed.preprocessing.tokenizer import (
@@ -44,7 +43,17 @@ from jaxembed.preprocessing.tokenizer import (
     most_read,
     token_pieces,
 )
-from jaxembed.preprocessing.windows import Divided, Division, Windows, overlap_of, windows
+from jaxembed.preprocessing.windows import (
+    Chunked,
+    Divided,
+    Division,
+    Late,
+    Windows,
+    encode_chunked,
+    is_linear,
+    overlap_of,
+    windows,
+)
 
 # Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
 # byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
@@ -343,8 +352,7 @@ class TextProcessor:
 
     def term_names(self, ids: Sequence[int]) -> list[str]:
         """The tokens with these ids, as the vocabulary spells them; empty where it has none."""
-        name_of = self._tokenizer.file.id_to_token
-        return [name_of(one) or "" for one in ids]
+        return [self._tokenizer.file.id_to_token(one) or "" for one in ids]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each list of ids.

@@ -175,8 +175,9 @@ class LoadedModel(Dispatcher):
     def resident_bytes(self) -> int:
         """The memory that the model takes: of one device, or on a CPU of the host. Parameters and
         programs as planned, and what runs take of the buckets compiled so far."""
-        runs = (one.engine.temporary_bytes for one in self.engines.values())
-        return self._planned_bytes + max(runs)
+        return self._planned_bytes + max(
+            one.engine.temporary_bytes for one in self.engines.values()
+        )
 
     @property
     def ready(self) -> bool:

@@ -12,10 +12,9 @@ from jaxembed.data.keyword_options import described
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import ScoreFunction
 from jaxembed.data.work import Ragged, SparseRows, WorkResult, join_results
-from jaxembed.preprocessing.late import Chunked
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.preprocessing.tokenizer import Side
-from jaxembed.preprocessing.windows import Windows
+from jaxembed.preprocessing.windows import Chunked, Windows
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.runtime.postprocess import rank, scores
 

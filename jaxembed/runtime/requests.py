@@ -19,8 +19,8 @@ from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.processor import Processor
-from jaxembed.preprocessing.late import NO_CHUNKS, pool_slots
 from jaxembed.preprocessing.text import Row, Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.windows import NO_CHUNKS, pool_slots
 from jaxembed.quantise import quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
 from jaxembed.runtime.postprocess import most_active, terms_of_tokens
@@ -122,9 +122,8 @@ class EncodeRequest(Request[Embeddings]):
         if "dense" in values:
             values["dense"] = self._shaped(values["dense"], spec.dense)
         if "tokens" in values:
-            tokens = values["tokens"]
-            encoded = quantise(tokens.values, self.options.output_dtype)
-            values["tokens"] = Ragged(encoded, tokens.offsets)
+            encoded = quantise(values["tokens"].values, self.options.output_dtype)
+            values["tokens"] = Ragged(encoded, values["tokens"].offsets)
         if "multi_vector" in values:
             head, rows = spec.heads["multi_vector"], values["multi_vector"]
             assert isinstance(head, PerToken)
@@ -268,8 +267,7 @@ class ScoreRequest(Request[Scores]):
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
         """The logits, with what it takes to show them as scores."""
-        logits = run.values["logits"]
-        return Scores(logits, spec.labels, spec.score_function, **run.figures)
+        return Scores(run.values["logits"], spec.labels, spec.score_function, **run.figures)
 
 
 @dataclass(frozen=True)

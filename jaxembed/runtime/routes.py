@@ -114,8 +114,7 @@ class OnHost:
         except native.Unavailable as error:
             logger.info("static embeddings run in numpy, slower: %s", error)
             means = numpy_means
-        model = static_model(self._spec, parameters, means)
-        return HostEngine(model, telemetry, name=name)
+        return HostEngine(static_model(self._spec, parameters, means), telemetry, name=name)
 
 
 PlannedEngine = OnDevices | OnHost

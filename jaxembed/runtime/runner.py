@@ -22,10 +22,9 @@ from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
 from jaxembed.observability.tracing import TicketTrace, Trace, current_trace
 from jaxembed.preprocessing.images.processor import Processor
-from jaxembed.preprocessing.late import join_chunked
 from jaxembed.preprocessing.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.preprocessing.tokenizer import SHORT_CHARACTERS, chunks
-from jaxembed.preprocessing.windows import join_windows
+from jaxembed.preprocessing.windows import join_chunked, join_windows
 from jaxembed.runtime.options import Embeddings, Scores
 from jaxembed.runtime.requests import (
     Answer,

@@ -39,8 +39,8 @@ def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
         rows = answer.sparse
         return cosines(rows[[0]], rows[range(1, len(rows))])[0]
     vectors = answer.multi_vector
-    others = Ragged(vectors.values, vectors.offsets[1:])
-    return _means(vectors[0], maxsim(vectors[0], others))
+    sums = maxsim(vectors[0], Ragged(vectors.values, vectors.offsets[1:]))
+    return _means(vectors[0], sums)
 
 
 def compare_outputs(

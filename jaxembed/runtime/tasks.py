@@ -17,7 +17,6 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Tex
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec, Routes, Task
 from jaxembed.errors import EmptyInput, InvalidInput, UnknownRoute, WrongTask
-from jaxembed.preprocessing.late import LEAST_CHUNK
 from jaxembed.preprocessing.prompts import (
     Role,
     prompt_for,
@@ -27,7 +26,7 @@ from jaxembed.preprocessing.prompts import (
 )
 from jaxembed.preprocessing.text import Rules, TextProcessor
 from jaxembed.preprocessing.tokenizer import MOST_READ
-from jaxembed.preprocessing.windows import MOST_WINDOWS
+from jaxembed.preprocessing.windows import LEAST_CHUNK, MOST_WINDOWS
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
 from jaxembed.runtime.options import Asked, EncodeOptions, ScoreOptions
 from jaxembed.runtime.requests import (

@@ -17,9 +17,9 @@ from jaxembed.data.inputs import Text
 from jaxembed.data.spec import DenseLayer
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.preprocessing import late as late_module
-from jaxembed.preprocessing.late import join_texts, plan_windows
+from jaxembed.preprocessing import windows as late_module
 from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.windows import join_texts, plan_windows
 from jaxembed.runtime.options import EncodeOptions
 
 ROOM = LIMIT - 2  # tokens of a text in a window, beside [CLS] and [SEP]

@@ -14,7 +14,7 @@ from quart import Blueprint, Response
 from jaxembed.data.inputs import ChunkedText, ChunkSize, OffsetUnit, Text, Tokens
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.errors import EmptyInput, InvalidInput
-from jaxembed.preprocessing.late import join_texts
+from jaxembed.preprocessing.windows import join_texts
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent

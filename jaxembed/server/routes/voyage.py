@@ -17,8 +17,8 @@ from quart import Blueprint, Response
 from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import IMAGE_ROUTE
 from jaxembed.errors import EmptyInput, InvalidInput
-from jaxembed.preprocessing.late import NO_CHUNKS, join_texts
 from jaxembed.preprocessing.prompts import role_of
+from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
 from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
