@@ -128,7 +128,6 @@ TABLE: dict[str, list[str]] = {
     # the server
     "jaxembed/server/**": [],
     "jaxembed/server/http/connection.py": ["slow"],
-    "jaxembed/server/http/http2.py": ["slow"],
     "jaxembed/server/metrics.py": ["deploy"],
     "jaxembed/server/run.py": ["slow"],
     "jaxembed/server/http/html.py": ["page"],

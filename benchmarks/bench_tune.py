@@ -22,8 +22,8 @@ from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.spec import DType
+from jaxembed.tools.tune.cost import MeasuredModel, load_measured
 from jaxembed.tools.tune.lengths import Lengths
-from jaxembed.tools.tune.model import MeasuredModel, load_measured
 from jaxembed.tools.tune.report import LOADS, draw, table
 from jaxembed.tools.tune.tuning import Budget, Tuning, tune
 

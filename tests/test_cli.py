@@ -21,12 +21,11 @@ from test_keys import table
 from jaxembed.checkpoints import hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli, embed, jobs, loading, serve
+from jaxembed.cli.help import JsonFormatter
 from jaxembed.cli.loading import engine_config
-from jaxembed.cli.logs import JsonFormatter
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
-from jaxembed.cli.server_options import server_config
+from jaxembed.cli.server_options import server_config, spans_url
 from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
-from jaxembed.cli.tracing import spans_url
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
 from jaxembed.errors import (
@@ -38,7 +37,7 @@ from jaxembed.errors import (
     StoreUnreachable,
 )
 from jaxembed.platform import extras
-from jaxembed.server.auth.key_file import digest_of, parse_keys
+from jaxembed.server.auth.keyring import digest_of, parse_keys
 from jaxembed.server.run import listen
 
 TEI_COMMAND_LINE = (

@@ -1,15 +1,23 @@
-"""What a job does, as JSON beside its results: a job goes on only as what it was begun as."""
+"""What a job leaves in its folder: what it does, and the parts of its result.
+
+It goes on only as what it was begun as. A part is a Parquet file of a fixed number of input rows,
+whose footer says whose it is and where the next one begins. A later job may find results there.
+"""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import suppress
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxembed.bulk.destination import Destination
-from jaxembed.bulk.parts import finished_parts
-from jaxembed.bulk.sources import InputFile
+from jaxembed.bulk.row_source import DIGEST_BYTES
+from jaxembed.bulk.sources import InputFile, Place, arrow, parquet
 from jaxembed.errors import ConfigError, JaxembedError
 from jaxembed.platform.files import shown
 
@@ -43,6 +51,139 @@ OPTIONS = {  # what sets a value of a job, by the beginning of its path; the fir
     "computation.model": "--model or --revision",
     "format": "the version of jaxembed",
 }
+
+PART = "part-{:05d}.parquet"
+PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
+FOOTER = b"jaxembed"  # the key in the metadata of a file
+ROW_GROUP_BYTES = 32 * 2**20  # about, before compression
+MOST_SKIPPED_NAMED = 1000  # of a part
+MOST_OF_A_REASON = 100  # of these with the same reason: one bad file must not hide the others
+GROUPS_KEPT = 4  # row groups in memory
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """A row that was left out."""
+
+    row: int
+    where: str  # the file and the line
+    reason: str
+
+
+class Footer(msgspec.Struct, frozen=True):
+    """What the footer of a part says."""
+
+    job: str  # its digest
+    of_texts: str  # what the result of a text depends on
+    part: int
+    rows: int  # in this file
+    end: Place  # where the rows of the next part begin
+    skipped: int
+    skipped_rows: list[Skipped] = []  # at most MOST_SKIPPED_NAMED, MOST_OF_A_REASON of a reason
+
+
+class PartWriter:
+    """Writes one part, in groups of about ROW_GROUP_BYTES, and notes the rows that are left out."""
+
+    def __init__(self, folder: Destination, part: int, schema: Any, outputs: Sequence[str]):
+        """Columns of `outputs` are not compressed: numbers hardly shrink."""
+        leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
+        texts = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
+        self._stack = ExitStack()
+        self._writer = parquet().ParquetWriter(
+            self._stack.enter_context(folder.writing(PART.format(part))),
+            schema,
+            compression={leaf: "zstd" if leaf in texts else "none" for leaf in leaves},
+            use_dictionary=texts,
+            write_statistics=texts,
+        )
+        self._part, self._schema = part, schema
+        self._waiting: list[Any] = []
+        self._rows = self._skipped = 0
+        self._named: list[Skipped] = []
+        self._reasons: Counter[str] = Counter()
+
+    def write(self, rows: Any, skipped: Sequence[Skipped]) -> None:
+        """Append a RecordBatch, and note rows that were left out."""
+        self._waiting.append(rows)
+        self._rows += rows.num_rows
+        if sum(one.nbytes for one in self._waiting) >= ROW_GROUP_BYTES:
+            self._flush()
+        self._skipped += len(skipped)
+        for one in skipped:
+            few = self._reasons[one.reason] < MOST_OF_A_REASON
+            if few and len(self._named) < MOST_SKIPPED_NAMED:
+                self._reasons[one.reason] += 1
+                self._named.append(one)
+
+    def footer(self, job: str, of_texts: str, end: Place) -> Footer:
+        """The footer of the part, once all its rows are written."""
+        return Footer(job, of_texts, self._part, self._rows, end, self._skipped, self._named)
+
+    def finish(self, footer: Footer) -> None:
+        """Write the rest and the footer, and give the file its name."""
+        with self._stack:
+            self._flush()
+            encoded = msgspec.json.encode(footer)
+            self._writer.add_key_value_metadata({FOOTER.decode(): encoded.decode()})
+            self._writer.close()
+
+    def abandon(self) -> None:
+        """Leave nothing of it."""
+        with suppress(_Abandoned, OSError), self._stack:
+            self._writer.close()
+            raise _Abandoned
+
+    def _flush(self) -> None:
+        if self._waiting:
+            table = arrow().Table.from_batches(self._waiting, self._schema)
+            self._writer.write_table(table, row_group_size=max(table.num_rows, 1))
+        self._waiting = []
+
+
+class _Abandoned(Exception):
+    """So that an unfinished file does not take its name."""
+
+
+def _leaves(kind: Any, path: str) -> Iterator[str]:
+    """The columns that Parquet makes of a type, by their paths in a file."""
+    types = arrow().types
+    if types.is_struct(kind):
+        for field in kind:
+            yield from _leaves(field.type, f"{path}.{field.name}")
+    elif types.is_map(kind):
+        yield from _leaves(kind.key_type, f"{path}.key_value.key")
+        yield from _leaves(kind.item_type, f"{path}.key_value.value")
+    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        yield from _leaves(kind.value_type, f"{path}.list.element")
+    else:
+        yield path
+
+
+def finished_parts(folder: Destination) -> list[int]:
+    """The numbers of the parts in a folder."""
+    matches = [PART_NAME.fullmatch(name) for name in folder.names()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+@contextmanager
+def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]:
+    """A part as a ParquetFile, and its footer. Raises ConfigError if it is no part."""
+    name = PART.format(part)
+    with folder.opened(name) as file:
+        try:
+            source = parquet().ParquetFile(file)
+            footer = msgspec.json.decode(source.metadata.metadata[FOOTER], type=Footer)
+        except (arrow().ArrowInvalid, KeyError, TypeError, msgspec.DecodeError, OSError) as error:
+            raise ConfigError(
+                f"{folder}: {name} is no part of a job: {error}; remove it and run again"
+            ) from error
+        yield source, footer
+
+
+def read_footer(folder: Destination, part: int) -> Footer:
+    """The footer of a part. Raises ConfigError if it is no part."""
+    with reading_part(folder, part) as (_, footer):
+        return footer
 
 
 class BulkJob(msgspec.Struct, frozen=True):
@@ -157,3 +298,72 @@ def _named(path: str) -> str:
         if path == beginning or path.startswith(f"{beginning}."):
             return f"{option} ({path})"
     return path
+
+
+class Earlier:
+    """The results of an earlier job, by the digests of their texts or images.
+
+    One takes 40 bytes of memory. Rows are read a row group at a time, so that texts in about the
+    order they had before are found fastest.
+    """
+
+    def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str):
+        """`digest` is the column of digests. Raises ConfigError if the folder has no job, or its
+        results depend on something else."""
+        self._folder = folder
+        self._names = [field.name for field in fields]
+        if read_job(folder).of_texts != of_texts:
+            raise ConfigError(
+                f"--reuse {folder}: its results are of another model or of other options; its "
+                "_job.json has them under `computation`"
+            )
+        digests, groups, rows = [], [], []  # digests are uint64 [n, 2]
+        self._groups: list[tuple[int, int]] = []  # part, row group
+        for part in finished_parts(folder):
+            with reading_part(folder, part) as (source, _):
+                for group in range(source.metadata.num_row_groups):
+                    column = source.read_row_group(group, [digest]).column(digest).combine_chunks()
+                    first, count = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
+                    flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + count]
+                    found = flat.copy().view(np.uint64).reshape(-1, 2)
+                    digests.append(found)
+                    groups.append(np.full(len(found), len(self._groups), np.int32))
+                    rows.append(np.arange(len(found), dtype=np.int32))
+                    self._groups.append((part, group))
+        every = np.concatenate([np.zeros((0, 2), np.uint64), *digests])
+        order = np.lexsort((every[:, 1], every[:, 0]))
+        self._digests = every[order]
+        self._group_of = np.concatenate([np.zeros(0, np.int32), *groups])[order]
+        self._row_of = np.concatenate([np.zeros(0, np.int32), *rows])[order]
+        self._read = lru_cache(GROUPS_KEPT)(self._read_group)
+
+    def find(self, digests: Sequence[bytes]) -> np.ndarray:
+        """The number of each digest here, int64, -1 where there is none."""
+        asked = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+        found = np.full(len(asked), -1, np.int64)
+        at = np.searchsorted(self._digests[:, 0], asked[:, 0])
+        for index, (place, digest) in enumerate(zip(at.tolist(), asked, strict=True)):
+            while place < len(self._digests) and self._digests[place, 0] == digest[0]:
+                if self._digests[place, 1] == digest[1]:
+                    found[index] = place
+                    break
+                place += 1
+        return found
+
+    def take(self, numbers: np.ndarray) -> list[Any]:
+        """The results of these numbers, an Arrow array for each field."""
+        pa = arrow()
+        groups = self._group_of[numbers]
+        tables, order = [], []
+        for group in np.unique(groups).tolist():
+            chosen = np.flatnonzero(groups == group)
+            tables.append(self._read(group).take(pa.array(self._row_of[numbers[chosen]])))
+            order.append(chosen)
+        back = np.argsort(np.concatenate(order))
+        table = pa.concat_tables(tables).take(pa.array(back))
+        return [table.column(name).combine_chunks() for name in self._names]
+
+    def _read_group(self, group: int) -> Any:
+        part, number = self._groups[group]
+        with reading_part(self._folder, part) as (source, _):
+            return source.read_row_group(number, self._names)

@@ -19,11 +19,17 @@ from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import ahead
 from jaxembed.bulk.computations import Computation
 from jaxembed.bulk.destination import Destination, destination
-from jaxembed.bulk.parts import PART, Footer, PartWriter, Skipped, finished_parts, read_footer
-from jaxembed.bulk.reuse import Earlier
-from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs
+from jaxembed.bulk.job import (
+    PART,
+    Earlier,
+    Footer,
+    PartWriter,
+    Skipped,
+    finished_parts,
+    read_footer,
+)
+from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs, RowStream
 from jaxembed.bulk.sources import STANDARD_INPUT, START, Block, Place, arrow, row_name
-from jaxembed.bulk.stream import RowStream
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
 from jaxembed.platform import object_store
 

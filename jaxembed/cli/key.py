@@ -64,7 +64,7 @@ def new_key(name: str, **fields: Any) -> None:
     The entry, which holds the key's digest, goes to standard output, so that it can be appended to
     the key file. The key itself goes to standard error. It is shown this once and stored nowhere.
     """
-    from jaxembed.server.auth.key_file import digest_of, parse_keys
+    from jaxembed.server.auth.keyring import digest_of, parse_keys
 
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     lines = ["[[key]]"]

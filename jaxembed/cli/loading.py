@@ -1,18 +1,21 @@
-"""Loads a model as the flags of a command ask: its source, the settings, and JAX before it.
+"""Loads a model as the flags of a command ask: its source, the settings, and JAX before it; and the
+progress of such long steps on standard error.
 
 `flags` are the values of the flags by name, with underscores.
 """
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import click
 
 from jaxembed import memory
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli.options import POOLING_CHOICES
-from jaxembed.cli.progress import compile_bar
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
@@ -21,6 +24,7 @@ from jaxembed.errors import BackendError, ConfigError, WrongTask
 if TYPE_CHECKING:
     from jaxembed.bulk.row_source import RowSource
     from jaxembed.embedder import Embedder
+logger = logging.getLogger("jaxembed")
 
 
 def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
@@ -177,3 +181,36 @@ def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embe
     source = model_source(model, flags)
     check_task(source.name, hub.describe_model(source).main, task)
     return Embedder.of(load_model(model, flags))
+
+
+def compile_bar() -> Callable[[int, int], None] | None:
+    """What shows a progress bar over the buckets, on a terminal; None elsewhere, where log lines
+    report progress."""
+    if not sys.stderr.isatty():
+        return None
+    from tqdm import tqdm
+
+    bar = tqdm(desc="compile", unit=" buckets", leave=False)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def step_lines() -> Callable[[str, int, int], None]:
+    """What shows the current step: in one line that changes on a terminal, elsewhere in a log line
+    at the start of each step."""
+    terminal = sys.stderr.isatty()
+
+    def show(what: str, done: int, total: int) -> None:
+        count = f", {done} of {total}" if total > 1 else ""
+        if terminal:
+            click.echo(f"\r\033[K{what}{count}", nl=False, err=True)
+        elif done == 1:
+            logger.info("%s%s", what, f", {total} in all" if total > 1 else "")
+
+    return show

@@ -13,8 +13,7 @@ from click.core import ParameterSource
 from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, load_model, model_source
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
-from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config
-from jaxembed.cli.tracing import tracer_of
+from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config, tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.data.spec import Task
 from jaxembed.errors import ConfigError, JaxembedError
@@ -69,8 +68,7 @@ def serve_command(
     from jaxembed.checkpoints.source import DEFAULT_MODEL
     from jaxembed.engine.admission import capacity_of
     from jaxembed.platform import object_store
-    from jaxembed.server.registry.catalog import Catalog
-    from jaxembed.server.registry.models import Models, served_names
+    from jaxembed.server.registry.models import Catalog, Models, served_names
     from jaxembed.server.run import listen, run
 
     models = models or (() if others else (DEFAULT_MODEL,))

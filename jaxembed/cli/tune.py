@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.loading import configure_jax, engine_config, model_source, text_config
+from jaxembed.cli.loading import configure_jax, engine_config, model_source, step_lines, text_config
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     MODEL_FLAG,
@@ -15,7 +15,6 @@ from jaxembed.cli.options import (
     TEXT_OPTIONS,
     FiniteRange,
 )
-from jaxembed.cli.progress import step_lines
 
 
 @click.command("tune", cls=Command, example="jaxembed tune http://127.0.0.1:8080 -o buckets.json")
@@ -88,7 +87,7 @@ def tune_command(
     from jaxembed.bulk.sources import read_texts
     from jaxembed.platform.files import check_output
     from jaxembed.tools.tune import lengths, report
-    from jaxembed.tools.tune.model import load_measured
+    from jaxembed.tools.tune.cost import load_measured
     from jaxembed.tools.tune.tuning import Budget, tune
 
     check_output(

@@ -5,9 +5,8 @@ from typing import Any
 import click
 
 from jaxembed.cli.help import Command
-from jaxembed.cli.loading import configure_jax, engine_config, model_source
+from jaxembed.cli.loading import compile_bar, configure_jax, engine_config, model_source
 from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
-from jaxembed.cli.progress import compile_bar
 from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
 
 

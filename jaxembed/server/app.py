@@ -20,10 +20,8 @@ from jaxembed.server.pipeline.media import MOST_IMAGE_BYTES
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes import (
-    classify,
     cloud,
     cohere,
-    multi,
     openai,
     openapi,
     ops,
@@ -39,9 +37,7 @@ BLUEPRINTS = (
     openai.blueprint,
     voyage.blueprint,
     rerank.blueprint,
-    multi.blueprint,
     cohere.blueprint,
-    classify.blueprint,
     tei.blueprint,
     cloud.blueprint,
     ops.blueprint,

@@ -18,7 +18,7 @@ from dual_sources import picture, png
 from fake_computation import DigestRows, table, vectors_of_digests
 from pdf_sources import pdf
 
-from jaxembed.bulk import image_rows, stream
+from jaxembed.bulk import image_rows, row_source
 from jaxembed.bulk.computations import EmbedRows
 from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
 from jaxembed.bulk.row_source import RowSource
@@ -182,7 +182,7 @@ def test_an_image_file_that_is_too_large_is_left_out(tmp_path, photos, monkeypat
 
 def test_few_bytes_of_images_are_computed_at_a_time(tmp_path, photos, monkeypatch):
     size = (photos / "0.png").stat().st_size
-    monkeypatch.setattr(stream, "IMAGE_BYTES_AT_A_TIME", size + 1)
+    monkeypatch.setattr(row_source, "IMAGE_BYTES_AT_A_TIME", size + 1)
     counts = []
 
     class Counts(DigestImages):

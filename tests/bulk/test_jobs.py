@@ -22,7 +22,7 @@ from fakes import until
 from test_embedder import save_scorer
 
 from jaxembed import Embedder
-from jaxembed.bulk import parts
+from jaxembed.bulk import job as jobs
 from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.row_source import TextRows
@@ -434,8 +434,8 @@ def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monk
             raise OSError(28, "No space left on device")
         return flush(self)
 
-    flush = parts.PartWriter._flush
-    monkeypatch.setattr(parts.PartWriter, "_flush", full)
+    flush = jobs.PartWriter._flush
+    monkeypatch.setattr(jobs.PartWriter, "_flush", full)
     with pytest.raises(ConfigError, match="No space left on device; finished parts stay") as told:
         run(rows_file, tmp_path / "out")
     assert exit_status(told.value) == EXIT_TEMPORARY
@@ -447,7 +447,7 @@ def test_few_rows_wait_in_memory(tmp_path, monkeypatch):
     """However slow writing is, reading does not run ahead of it."""
     source = write_rows(tmp_path / "in.parquet", 2000)
     computation, most = DigestRows(rows_a_call=50), []
-    write = parts.PartWriter.write
+    write = jobs.PartWriter.write
 
     def counted(self, rows, skipped):
         until(lambda: computation.calls >= CALLS_AHEAD)
@@ -456,7 +456,7 @@ def test_few_rows_wait_in_memory(tmp_path, monkeypatch):
         write(self, rows, skipped)
 
     written = [0]
-    monkeypatch.setattr(parts.PartWriter, "write", counted)
+    monkeypatch.setattr(jobs.PartWriter, "write", counted)
     run(source, tmp_path / "out", computation)
     assert max(most) <= 5 * 50
 
@@ -471,7 +471,7 @@ def test_progress_counts_rows_up_to_the_whole_input(tmp_path, rows_file):
 
 
 def test_row_groups_are_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "ROW_GROUP_BYTES", 4000)
+    monkeypatch.setattr(jobs, "ROW_GROUP_BYTES", 4000)
     source = write_rows(tmp_path / "in.parquet", 300)
     run(source, tmp_path / "out")
     meta = pq.read_metadata(tmp_path / "out" / "part-00000.parquet")

@@ -35,7 +35,7 @@ from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing import text as text_module
 from jaxembed.runtime.options import EncodeOptions
 from jaxembed.runtime.routes import plan_engine
-from jaxembed.tools.tune.model import load_measured
+from jaxembed.tools.tune.cost import load_measured
 
 WIDTH, UNKNOWN = 8, WORDS.index("[UNK]")
 TABLE = np.random.default_rng(0).standard_normal((len(WORDS), WIDTH)).astype(np.float32)

@@ -19,8 +19,7 @@ from jaxembed.errors import CheckpointError, ConfigError, Overloaded
 from jaxembed.server.access import duration
 from jaxembed.server.app import create_app, create_metrics_app
 from jaxembed.server.auth import keyring as keyring_module
-from jaxembed.server.auth.key_file import digest_of, parse_keys, read_key_file
-from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.auth.keyring import Keyring, digest_of, parse_keys, read_key_file
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 

@@ -25,8 +25,7 @@ from hypercorn.typing import ConnectionState
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.http import encoding
-from jaxembed.server.http.connection import MOST_HELD, Connection
-from jaxembed.server.http.http2 import MOST_FRAMES, MOST_TABLE, Http2
+from jaxembed.server.http.connection import MOST_FRAMES, MOST_HELD, MOST_TABLE, Connection, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -299,7 +298,7 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.http.http2.MOST_FRAMES", 5)
+    monkeypatch.setattr("jaxembed.server.http.connection.MOST_FRAMES", 5)
     head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):

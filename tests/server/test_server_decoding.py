@@ -20,11 +20,10 @@ from jaxembed.errors import InvalidInput
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.pipeline import decoding
 from jaxembed.server.pipeline.decoding import AT_ONCE, WINDOW, decode
-from jaxembed.server.routes.classify import ClassifyRequest
 from jaxembed.server.routes.cloud import Asked, VertexRequest
 from jaxembed.server.routes.cohere import CohereEmbedRequest
 from jaxembed.server.routes.openai import EmbeddingsRequest
-from jaxembed.server.routes.rerank import DocumentsRequest
+from jaxembed.server.routes.rerank import ClassifyRequest, DocumentsRequest
 from jaxembed.server.routes.tei import (
     DecodeRequest,
     EmbedAllRequest,

@@ -16,7 +16,7 @@ from jaxembed.data.spec import Vocabulary
 from jaxembed.data.work import SparseRows
 from jaxembed.runtime.options import Embeddings, EncodeOptions
 from jaxembed.runtime.requests import TERM_BYTES, TERMS_A_TOKEN, excess_bytes
-from jaxembed.server.routes import multi
+from jaxembed.server.routes import tei
 
 ALL = ["dense", "sparse", "multi_vector"]
 SPARSE = msgspec.structs.replace(SPEC, heads={"sparse": Vocabulary(MAX_TOKENS, DIM)})
@@ -222,7 +222,7 @@ def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
 
 @pytest.mark.parametrize("most", [1, 3, 100])
 def test_embed_sparse_answers_as_tei_in_slices(embedder, monkeypatch, most):
-    monkeypatch.setattr(multi, "SLICE_TERMS", most)
+    monkeypatch.setattr(tei, "SLICE_TERMS", most)
     texts = [*TEXTS, '"', "."]  # unknown, so without terms
     asked = {"inputs": texts, "return_tokens": True}
     response, body = ask(asked, path="/embed_sparse", embedder=embedder.model)
@@ -249,8 +249,8 @@ async def test_no_slice_has_more_terms_than_one_turn_writes():
     row = [np.arange(10_000, dtype=np.int32)], [np.ones(10_000, np.float32)]
     values = {"sparse": SparseRows(10_000, *row)}
     answer = Embeddings(values, np.ones(1, np.int64), 0, 0.0, 0.0, 0.0)
-    parts = [part async for part in multi._terms(answer, None)]
-    assert max(part.count(b"{") for part in parts) == multi.SLICE_TERMS
+    parts = [part async for part in tei._terms(answer, None)]
+    assert max(part.count(b"{") for part in parts) == tei.SLICE_TERMS
     assert len(json.loads(b"".join(parts))[0]) == 10_000
 
 
@@ -321,7 +321,7 @@ def test_an_answer_that_is_too_large_is_refused_and_let_go(embedder, monkeypatch
 
 
 def test_raw_bytes_of_more_inputs_than_a_header_holds_are_refused(embedder, monkeypatch):
-    monkeypatch.setattr(multi, "MOST_COUNTS", 4)
+    monkeypatch.setattr(tei, "MOST_COUNTS", 4)
     octets = {"accept": "application/octet-stream"}
     asked = {"inputs": ["a", "a", "a"]}
     _, body = ask(asked, path="/embed_multi", embedder=embedder.model, headers=octets, status=422)

@@ -32,8 +32,7 @@ from jaxembed.memory import MIB
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.registry import pool as pool_module
-from jaxembed.server.registry.catalog import Catalog
-from jaxembed.server.registry.models import Models, Residence
+from jaxembed.server.registry.models import Catalog, Models, Residence
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.service import Service
 

@@ -13,7 +13,7 @@ from jaxembed.server.pipeline.body import check_count
 from jaxembed.server.pipeline.decoding import decode
 from jaxembed.server.pipeline.fields import NOTHING, unserved
 from jaxembed.server.registry.models import UNSPECIFIED
-from jaxembed.server.routes import classify, cohere, openai, rerank, tei, voyage
+from jaxembed.server.routes import cohere, openai, rerank, tei, voyage
 
 SERVED = {  # what each route takes
     "/v1/embeddings": openai.EmbeddingsRequest,
@@ -29,8 +29,8 @@ SERVED = {  # what each route takes
     "/v1/rerank": rerank.DocumentsRequest,
     "/v2/rerank": rerank.DocumentsRequest,
     "/predict": tei.PredictRequest,
-    "/classify": classify.ClassifyRequest,
-    "/v1/classify": classify.ClassifyRequest,
+    "/classify": rerank.ClassifyRequest,
+    "/v1/classify": rerank.ClassifyRequest,
 }
 SOMETHING = {"anything": ["else"]}
 KINDS = list(dict.fromkeys(SERVED.values()))

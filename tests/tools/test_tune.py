@@ -27,13 +27,20 @@ from jaxembed.models.attention import by_native
 from jaxembed.observability.metrics import Telemetry, exposition
 from jaxembed.tools.tune import lengths as lengths_module
 from jaxembed.tools.tune import traffic as traffic_module
-from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
+from jaxembed.tools.tune.cost import BucketCost, CostTable, MeasuredModel, load_measured, probes
 from jaxembed.tools.tune.lengths import Lengths, of_file, of_server, of_texts
-from jaxembed.tools.tune.model import MeasuredModel, load_measured
 from jaxembed.tools.tune.report import draw, table
 from jaxembed.tools.tune.search import Search, objective
-from jaxembed.tools.tune.traffic import Figures, predict_figures, traffic_of
-from jaxembed.tools.tune.trial import Comparison, GridTrial, Turns, compare, engine_of_all
+from jaxembed.tools.tune.traffic import (
+    Comparison,
+    Figures,
+    GridTrial,
+    Turns,
+    compare,
+    engine_of_all,
+    predict_figures,
+    traffic_of,
+)
 from jaxembed.tools.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
 
 

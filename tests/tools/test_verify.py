@@ -17,18 +17,19 @@ from jaxembed.cli import cli
 from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, ConfigError
 from jaxembed.tools.verify import texts, verification
-from jaxembed.tools.verify.agreement import (
+from jaxembed.tools.verify.reference import run_reference
+from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
+from jaxembed.tools.verify.texts import TEXTS
+from jaxembed.tools.verify.verification import (
     COSINE_BOUNDS,
     Agreement,
+    Verification,
     cosine_distances,
     same_best,
     same_order,
     shared_neighbours,
+    verify_model,
 )
-from jaxembed.tools.verify.reference import run_reference
-from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
-from jaxembed.tools.verify.texts import TEXTS
-from jaxembed.tools.verify.verification import Verification, verify_model
 
 FAKE = Path(__file__).parents[1] / "fake_reference"
 GOLDEN = Path(__file__).parents[1] / "golden"

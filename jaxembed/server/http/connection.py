@@ -1,5 +1,5 @@
 """A client's connection and a request on it: Hypercorn's and Quart's classes with less work for
-each request and with limits on the memory that a client can make it hold. Knows no route.
+each request and with limits on the memory and the work that a client can ask for. Knows no route.
 
 Whatever jaxembed uses of other libraries' private parts is here, which is why pyproject.toml admits
 only the versions of Hypercorn, Quart and h2 that were tested. On Python 3.11 Hypercorn 0.18 and
@@ -16,15 +16,17 @@ and one piece. What of this could go, and after which change of theirs:
   refuses a frame that is too long when its head has come, so that nobody looks at its `_data`.
 - `_close`, `_initiate_server_close`: Hypercorn limits how long a client may take to read the last
   bytes.
-- `Http1`: Hypercorn takes no upgrades.
+- `Http1`, `Http2`: Hypercorn takes no upgrades, tunnels and priorities, and looks at no more than
+  some frames of HTTP/2 at once.
 - `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
   7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
 """
 
 import asyncio
-import contextlib
 import logging
+import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
@@ -32,8 +34,19 @@ from urllib.parse import unquote
 import h11
 import hypercorn.asyncio.run
 import hypercorn.protocol
+from h2.errors import ErrorCodes
+from h2.events import (
+    DataReceived,
+    PriorityUpdated,
+    RemoteSettingsChanged,
+    RequestReceived,
+)
+from h2.events import Event as H2Event
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.events import Closed, Event, RawData
+from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.protocol.h11 import H2ProtocolAssumedError, H11Protocol
 from quart import Request, Response
 from quart.asgi import ASGIHTTPConnection
@@ -47,7 +60,6 @@ from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.observability.tracing import Trace, Tracer, as_current, current_trace
 from jaxembed.server.http.bounded_body import BoundedBody
-from jaxembed.server.http.http2 import Http2
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +76,77 @@ MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
 CLIENT_GONE = "client_disconnected"  # the error of a trace whose client left before its answer
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
+
+MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are handled at once: 140 small frames take h2 10 ms
+# Streams of a connection with something to send. A client that resets streams and reads nothing can
+# have more of them than it may open at a time; Hypercorn fails when there are a thousand.
+MOST_STREAMS = 200
+# Bytes of response headers that are kept to be named by number: the default of RFC 9113, whatever a
+# client allows. All of them are looked through for each response.
+MOST_TABLE = 4 * KIB
+_METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
+_TARGET = re.compile(rb"[!-~]+")
+
+
+class Http2(H2Protocol):
+    """HTTP/2 that refuses tunnels (CONNECT) and heads with bytes that HTTP/1.1 does not allow, and
+    ignores priorities, as RFC 9113, section 5.3.2 allows: Hypercorn keeps those of streams that are
+    never opened."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
+        receive = self.connection.receive_data
+        # lazily: what came before an event is handled when the event is looked at
+        self.connection.receive_data = lambda data: filter(  # pyright: ignore[reportAttributeAccessIssue]
+            self._is_taken, receive(data)
+        )
+
+    async def handle(self, event: Event) -> None:
+        if not isinstance(event, RawData):
+            await super().handle(event)
+            return
+        for first in range(0, len(event.data), MOST_FRAMES):
+            await super().handle(RawData(event.data[first : first + MOST_FRAMES]))
+            await asyncio.sleep(0)  # else no other task would run while there are more
+
+    def _is_taken(self, event: H2Event) -> bool:
+        """Whether Hypercorn is to handle the event; what else there is to do about it is done."""
+        match event:
+            case PriorityUpdated():
+                return False
+            case RemoteSettingsChanged() if self.connection.encoder.header_table_size > MOST_TABLE:
+                self.connection.encoder.header_table_size = MOST_TABLE
+            case RequestReceived() if (
+                self.context.terminated.is_set() or len(self.stream_buffers) >= MOST_STREAMS
+            ):  # to be sent again elsewhere or later
+                self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
+                return False
+            case RequestReceived() if not _is_well_formed(dict(event.headers)):
+                headers = [(b":status", b"400"), (b"content-length", b"0")]
+                with suppress(ProtocolError):  # the client has closed the stream already
+                    self.connection.send_headers(event.stream_id, headers, end_stream=True)
+                return False
+            case DataReceived() if event.stream_id not in self.streams:
+                # the answer is complete: no more of the body is wanted
+                length = event.flow_controlled_length
+                self.connection.acknowledge_received_data(length, event.stream_id)
+                self._reset(event.stream_id, ErrorCodes.NO_ERROR)
+                return False
+        return True
+
+    def _reset(self, stream_id: int, why: ErrorCodes) -> None:
+        with suppress(ProtocolError):  # the client has closed the stream already
+            self.connection.reset_stream(stream_id, why)
+
+
+def _is_well_formed(head: dict[bytes, bytes]) -> bool:
+    method = head[b":method"]
+    return (
+        method.upper() != b"CONNECT"
+        and _METHOD.fullmatch(method) is not None
+        and _TARGET.fullmatch(head[b":path"]) is not None
+    )
 
 
 def use_connections() -> None:
@@ -123,7 +206,7 @@ class Connection(TCPServer):
     def _write_held(self) -> None:
         held, self._held, self._bytes_held = b"".join(self._held), [], 0
         if held:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # the reader sees the close
+            with suppress(ConnectionError, RuntimeError):  # the reader sees the close
                 self.writer.write(held)
 
     async def _initiate_server_close(self) -> None:
@@ -133,7 +216,7 @@ class Connection(TCPServer):
 
     async def _close(self) -> None:
         self._write_held()
-        with contextlib.suppress(TimeoutError):
+        with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
         self.abort()  # or a client that does not read would keep it open for ever

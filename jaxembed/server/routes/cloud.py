@@ -21,20 +21,18 @@ from jaxembed.server.pipeline.body import check_batch, check_count, read_body, r
 from jaxembed.server.pipeline.decoding import AT_ONCE, decode
 from jaxembed.server.pipeline.media import TypedInput
 from jaxembed.server.registry.pool import ModelPool
-from jaxembed.server.routes.multi import (
-    EmbedMultiRequest,
-    EmbedSparseRequest,
-    answer_multi,
-    answer_sparse,
-)
 from jaxembed.server.routes.rerank import DocumentsRequest, answer_jina
 from jaxembed.server.routes.tei import (
+    EmbedMultiRequest,
     EmbedRequest,
+    EmbedSparseRequest,
     PredictRequest,
     RerankRequest,
     answer_embed,
+    answer_multi,
     answer_predict,
     answer_rerank,
+    answer_sparse,
 )
 
 blueprint = Blueprint("hosted", __name__)

@@ -27,10 +27,8 @@ from jaxembed.server.http.html import make_page, page_response
 from jaxembed.server.pipeline.body import PRIORITY
 from jaxembed.server.pipeline.fields import ModelRequest, unserved
 from jaxembed.server.routes import (
-    classify,
     cloud,
     cohere,
-    multi,
     openai,
     ops,
     rerank,
@@ -118,7 +116,7 @@ VECTORS = list[list[float]]
 RERANKS = (tei.RerankRequest, rerank.DocumentsRequest)
 RANKINGS = (list[tei.Rank], rerank.JinaResponse)
 LABELS = (list[rerank.Prediction], list[list[rerank.Prediction]])
-TERMS = list[list[multi.Term]]
+TERMS = list[list[tei.Term]]
 ANY_REQUEST = (*cloud.EMBEDS.values(), *RERANKS, tei.PredictRequest)
 ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
@@ -140,8 +138,8 @@ ROUTES = (
     Route("tei.similarities", "Similarities", tei.SimilarityRequest, list[float]),
     Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
-    Route("multi.embed_sparse", "Weights of terms", multi.EmbedSparseRequest, TERMS),
-    Route("multi.embed_multi", "Vectors to compare token by token", multi.EmbedMultiRequest,
+    Route("tei.embed_sparse", "Weights of terms", tei.EmbedSparseRequest, TERMS),
+    Route("tei.embed_multi", "Vectors to compare token by token", tei.EmbedMultiRequest,
           list[VECTORS], octets=True),
     Route("openai.multi_vector", "Vectors to compare token by token, as Jina",
           openai.EmbeddingsRequest, openai.EmbeddingsResponse),
@@ -157,8 +155,8 @@ ROUTES = (
     Route("cohere.embed_cohere_v1", "Embed, as Cohere's version 1",
           cohere.CohereEmbedRequest,
           (cohere.EmbeddingsFloats, cohere.EmbeddingsByType)),
-    Route("classify.classify", "Labels with scores, as Infinity", classify.ClassifyRequest,
-          classify.ClassifyResponse),
+    Route("rerank.classify", "Labels with scores, as Infinity", rerank.ClassifyRequest,
+          rerank.ClassifyResponse),
     Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
     Route("hosted.invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
           ANY_RESPONSE, octets=True),

@@ -1,10 +1,11 @@
-"""POST /v1/rerank in the words of Jina, or of Voyage, and what the routes that rerank or classify
-share: the bodies to rerank, and lists of scores as JSON. Knows no tokens.
+"""POST /v1/rerank in the words of Jina, or of Voyage, POST /classify in those of Infinity, and what
+the routes that rerank or classify share: the bodies to rerank, and lists of scores as JSON. Knows
+no tokens.
 
 Infinity, vLLM and Cohere's own client for its first version speak Jina's dialect, more or less. So
 do clients of Voyage, but for the answer, unless they say `top_k` or `truncation`: Jina's answer has
 the list of results under both names for them. Cohere takes the same body and gives the same
-results, in another answer.
+results, in another answer. vLLM has a route /classify with another answer (`data[].probs`).
 """
 
 import time
@@ -28,8 +29,13 @@ from jaxembed.server.http.encoding import (
     object_width,
 )
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.answering import Usage, score_documents, usage_of
-from jaxembed.server.pipeline.body import AnyPriority, priority_of, read_body_as
+from jaxembed.server.pipeline.answering import Usage, score_documents, score_inputs, usage_of
+from jaxembed.server.pipeline.body import (
+    AnyPriority,
+    priority_of,
+    read_body_as,
+    read_texts_and_pairs,
+)
 from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, agreed
 from jaxembed.server.pipeline.media import ImageSource, TextOrImage
 
@@ -272,3 +278,52 @@ def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIt
         ]
 
     return json_items(len(found), OBJECT_WIDTH * len(labels), items)
+
+
+class ClassifyRequest(ModelRequest, kw_only=True):
+    """A text, or a list of texts; an item of the list may be a pair, as a list of two.
+
+    Unlike in /predict, `["a", "b"]` are two texts.
+    """
+
+    input: str | list[str | list[str]]
+    model: str | None = None
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    priority: AnyPriority | None = None
+
+
+class ClassifyResponse(msgspec.Struct):
+    """For each input every label, best first, in a list even where there is one input."""
+
+    data: list[list[Prediction]]
+    object: Literal["classify"]
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+@blueprint.post("/classify")
+@blueprint.post("/v1/classify")
+async def classify() -> Response:
+    """Every label of each input with its score. A reranker has one label."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, ClassifyRequest)
+        await meter.find(body.model, "classify")
+        if isinstance(body.input, str):
+            inputs = read_texts_and_pairs([[body.input]], "input", "single")
+        else:
+            groups = [[item] if isinstance(item, str) else item for item in body.input]
+            inputs = read_texts_and_pairs(groups, "input", "batch")
+        options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
+        answer = await score_inputs(meter, inputs, options)
+        rest = {
+            "object": "classify",
+            "id": f"classify-{g.request_id}",
+            "created": int(time.time()),
+            "model": meter.served_name,
+            "usage": usage_of(answer),
+        }
+        data = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="first")
+        return await meter.answer(answer, json_stream(json_answer({"data": data}, rest)))

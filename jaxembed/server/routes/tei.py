@@ -1,4 +1,5 @@
-"""The routes of Text Embeddings Inference 1.9, and its body for /rerank. Knows no devices.
+"""The routes of Text Embeddings Inference 1.9, its body for /rerank, and /embed_multi beside its
+/embed_sparse. Knows no devices.
 
 Unlike in TEI, which serves one model, each body may have a `model`. Bodies of routes that run the
 model may also have a `priority`. The route /rerank is in `cloud.py`, because clients send it Jina's
@@ -6,6 +7,7 @@ body too.
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,8 +18,12 @@ from quart import Blueprint, Response
 from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
-from jaxembed.runtime.options import Asked, EncodeOptions, ScoreOptions
+from jaxembed.quantise import EmbeddingDtype
+from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions, ScoreOptions
+from jaxembed.runtime.postprocess import to_bytes
+from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
+    OCTETS,
     json_list,
     json_matrices,
     json_matrix,
@@ -36,6 +42,7 @@ from jaxembed.server.pipeline.answering import (
 )
 from jaxembed.server.pipeline.body import (
     InputUnion,
+    RequestInputs,
     TypedInputs,
     check_batch,
     priority_of,
@@ -47,9 +54,11 @@ from jaxembed.server.pipeline.decoding import TokenId, mixed
 from jaxembed.server.pipeline.fields import (
     DENSE,
     ModelRequest,
+    TermNames,
     Unserved,
     VectorsRequest,
     asked_dtype,
+    purposes_of,
     with_dtype,
 )
 from jaxembed.server.routes.rerank import (
@@ -80,6 +89,16 @@ OTHER_ROUTES: dict[OutputName, str] = {  # than /embed, which answers dense vect
 }
 
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
+SLICE_TERMS = 2048  # terms that are written before other tasks run
+MOST_COUNTS = 4096  # characters of a header: clients and proxies refuse long ones
+
+# TEI's words, and theirs for the route that it lacks.
+REFUSALS: dict[OutputName, str] = {
+    "sparse": "Model is not an embedding model with SPLADE pooling",
+    "multi_vector": "Model is not an embedding model with several vectors for a text",
+}
+
+_ONE = "this route answers one output; /v1/embeddings and /embeddings take several"
 
 
 class InputsRequest(VectorsRequest, kw_only=True):
@@ -390,3 +409,140 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     labels = json_predictions(answer, raw_scores=bool(body.raw_scores), ties="last")
     encoded = labels if inputs.method == "single" else json_list(labels)
     return await meter.answer(answer, json_stream(encoded))
+
+
+class EmbedSparseRequest(ModelRequest, kw_only=True):
+    """TEI's fields, `input_type`, and how many terms are answered and how."""
+
+    inputs: InputUnion
+    outputs: Annotated[Any, Unserved(_ONE, (["sparse"],))] = None
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    prompt_name: str | None = None
+    input_type: str | None = None
+    max_active_dims: int | None = None
+    return_tokens: bool | None = None
+    model: str | None = None
+    priority: Priority | None = None
+
+
+class EmbedMultiRequest(InputsRequest, kw_only=True):
+    """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
+
+    inputs: TypedInputs
+    outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
+    input_type: str | None = None
+    dimensions: int | None = None
+
+
+class Term(msgspec.Struct, omit_defaults=True):
+    """The number of a term in the vocabulary and its weight; the term itself where asked for."""
+
+    index: int
+    value: float
+    token: str | msgspec.UnsetType = msgspec.UNSET
+
+
+@blueprint.post("/embed_sparse")
+async def embed_sparse() -> Response:
+    """Answer with the weights of each input's terms, those that are not zero, by their index."""
+    with current_meter() as meter:
+        return await answer_sparse(meter, await read_body_as(meter, EmbedSparseRequest))
+
+
+@blueprint.post("/embed_multi")
+async def embed_multi() -> Response:
+    """Answer with the vectors of each input's tokens, for models that compare token by token."""
+    with current_meter() as meter:
+        body = await read_body_as(meter, EmbedMultiRequest)
+        return await answer_multi(meter, body, octets=wants_octets())
+
+
+async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
+    """The response to a body of /embed_sparse, whichever route it came by."""
+    intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
+    answer = await embed_inputs(meter, inputs, intent)
+    names = None
+    if body.return_tokens:
+        names = meter.loaded.tokenized_by(meter.route).term_names
+    return await meter.answer(answer, json_stream(_terms(answer, names)))
+
+
+async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
+    """The response to a body of /embed_multi, whichever route it came by, as `answer_embed`."""
+    intent, inputs = await _accept(
+        meter, body, "multi_vector", asked_dtype(body), dimensions=body.dimensions or None
+    )
+    answer = await embed_inputs(meter, inputs, intent)
+    return with_dtype(await meter.answer(answer, _matrices(answer, octets=octets)), intent)
+
+
+async def _accept(
+    meter: Meter,
+    body: EmbedSparseRequest | EmbedMultiRequest,
+    output: OutputName,
+    dtype: EmbeddingDtype | None = None,
+    **options: Any,
+) -> tuple[Intent, RequestInputs]:
+    """The inputs, accepted by the model of a body, and what the body asks of it: the one output.
+    Raises WrongTask for a model that does not give it."""
+    loaded = await meter.find(body.model, "embed", {output})
+    inputs = read_inputs(body.inputs, field="inputs")
+    if output not in loaded.spec.representations:
+        raise WrongTask(REFUSALS[output])
+    asked = EncodeOptions(
+        outputs=frozenset({output}),
+        prompt_name=body.prompt_name,
+        truncate=body.truncate,
+        truncation_side=SIDES[body.truncation_direction],
+        priority=priority_of(body.priority),
+        **options,
+    )
+    return accept(meter, inputs, Asked(asked, purposes_of(body), dtype=dtype)), inputs
+
+
+async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
+    """A list of Terms for each input, in slices; a long list is divided."""
+    sparse, parts, count = answer.sparse, [b"["], 0
+    for number, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
+        parts.append(b",[" if number else b"[")
+        for start in range(0, len(indices), SLICE_TERMS):
+            part = slice(start, start + SLICE_TERMS)
+            parts += [b"," * bool(start), _json_terms(indices[part], values[part], names)]
+            count += len(indices[part])
+            if count >= SLICE_TERMS:
+                yield b"".join(parts)
+                parts, count = [], 0
+                await asyncio.sleep(0)
+        parts.append(b"]")
+        count += 1
+    yield b"".join([*parts, b"]"])
+
+
+def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None) -> bytes:
+    """The inside of a list of Terms, one or more, written without a dict for each."""
+    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    pairs = zip(indices.tolist(), numbers, strict=True)
+    if names is None:
+        return b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs])
+    shown = zip(pairs, names(indices.tolist()), strict=True)
+    terms = [b'{"index":%d,"value":%b,"token":%b}' % (*p, orjson.dumps(name)) for p, name in shown]
+    return b",".join(terms)
+
+
+async def _matrices(answer: Embeddings, *, octets: bool) -> Response:
+    """The vectors of each input as JSON, or with `octets` the bytes of all, row after row, with the
+    numbers of rows and the width in a header."""
+    vectors = answer.multi_vector
+    if not octets:
+        return await json_stream(json_matrices(vectors))
+    counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
+    if len(counts) > MOST_COUNTS:
+        raise InvalidInput(
+            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and at "
+            f"most {MOST_COUNTS} are sent; send fewer inputs, or accept JSON",
+            field="inputs",
+        )
+    response = Response(to_bytes(vectors.values), content_type=OCTETS)
+    response.headers["x-embedding-shape"] = f"{counts};{vectors.values.shape[1]}"
+    return response

@@ -20,12 +20,20 @@ from jaxembed.errors import ConfigError
 from jaxembed.models import native
 from jaxembed.observability.metrics import row_lengths
 from jaxembed.platform.files import replacing
-from jaxembed.tools.tune.cost import BucketCost, CostTable, probes
+from jaxembed.tools.tune.cost import BucketCost, CostTable, MeasuredModel, probes
 from jaxembed.tools.tune.lengths import Lengths
-from jaxembed.tools.tune.model import MeasuredModel
 from jaxembed.tools.tune.search import WORTH, Search, objective, row_counts
-from jaxembed.tools.tune.traffic import Figures, Traffic, predict_figures, traffic_of
-from jaxembed.tools.tune.trial import Comparison, GridTrial, compare, engine_of_all, median
+from jaxembed.tools.tune.traffic import (
+    Comparison,
+    Figures,
+    GridTrial,
+    Traffic,
+    compare,
+    engine_of_all,
+    median,
+    predict_figures,
+    traffic_of,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed import __version__
-from jaxembed.tools.verify.agreement import NEIGHBOURS, locate
 from jaxembed.tools.verify.texts import InputGroup
-from jaxembed.tools.verify.verification import Verification
+from jaxembed.tools.verify.verification import NEIGHBOURS, Verification, locate
 
 HEADER = (
     "| model | of | task | architecture | outputs | jaxembed, jax | compared with | device "
