@@ -130,7 +130,6 @@ TABLE: dict[str, list[str]] = {
     "jaxembed/server/http/connection.py": ["slow"],
     "jaxembed/server/metrics.py": ["deploy"],
     "jaxembed/server/run.py": ["slow"],
-    "jaxembed/server/http/html.py": ["page"],
     "jaxembed/server/routes/playground.*": ["page"],
     "jaxembed/server/routes/openai.py": ["page"],
     "jaxembed/server/routes/openapi.py": ["page"],

@@ -20,12 +20,11 @@ from test_keys import table
 
 from jaxembed.checkpoints import hub
 from jaxembed.checkpoints.source import ModelSource
-from jaxembed.cli import cli, embed, jobs, loading, serve
-from jaxembed.cli.help import JsonFormatter
+from jaxembed.cli import cli, embed, loading, score, serve
 from jaxembed.cli.loading import engine_config
+from jaxembed.cli.options import EXIT_REFUSED, EXIT_TEMPORARY, JsonFormatter, exit_status
 from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
 from jaxembed.cli.server_options import server_config, spans_url
-from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
 from jaxembed.errors import (
@@ -330,7 +329,7 @@ def test_a_missing_extra_is_named_before_a_model_is_loaded(
     for suffix in ("txt", "jsonl", "parquet", "png", "pdf"):
         (tmp_path / f"a.{suffix}").touch()
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == module else "there")
-    for one, name in ((embed, "load_for_outputs"), (jobs, "load_for_task")):
+    for one, name in ((embed, "load_for_outputs"), (score, "load_for_task")):
         monkeypatch.setattr(one, name, lambda *_, **__: pytest.fail("not refused"))
     told = refusal(*arguments)
     assert f"the extra `{extra}` is needed, and {module} is not installed" in told

@@ -20,8 +20,8 @@ import pytest
 import yaml
 from fake_embedder import FakeEmbedder
 
+from jaxembed.cli.options import EXIT_REFUSED
 from jaxembed.cli.serve import serve_command
-from jaxembed.cli.status import EXIT_REFUSED
 from jaxembed.config import ServerConfig
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.app import create_app

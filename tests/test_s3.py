@@ -20,7 +20,7 @@ from commands import Done
 from fakes import until
 from live_server import served
 
-from jaxembed.cli.status import EXIT_TEMPORARY
+from jaxembed.cli.options import EXIT_TEMPORARY
 
 pytest.importorskip("moto", reason="the extra `deploy` brings moto")
 pytest.importorskip("s3fs", reason="the extra `deploy` brings s3fs")

@@ -129,19 +129,15 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Leave nothing of it."""
-        with suppress(_Abandoned, OSError), self._stack:
+        with suppress(OSError), self._stack:
             self._writer.close()
-            raise _Abandoned
+            raise InterruptedError  # so that the unfinished file does not take its name
 
     def _flush(self) -> None:
         if self._waiting:
             table = arrow().Table.from_batches(self._waiting, self._schema)
             self._writer.write_table(table, row_group_size=max(table.num_rows, 1))
         self._waiting = []
-
-
-class _Abandoned(Exception):
-    """So that an unfinished file does not take its name."""
 
 
 def _leaves(kind: Any, path: str) -> Iterator[str]:

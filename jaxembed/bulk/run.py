@@ -102,7 +102,13 @@ def run_job(
     options or folders that are wrong, InvalidInput for a row that cannot be computed, unless such
     rows are to be skipped, and the errors of the computation.
     """
-    _check_places(rows, out, reuse)
+    if STANDARD_INPUT in rows.inputs:
+        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
+    for name in rows.inputs:
+        if _is_inside(out, name):
+            raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
+    if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
+        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
     source = computation.source
     files = source.files(rows.inputs)
     folder = destination(out)
@@ -121,14 +127,8 @@ def run_job(
     jobs.refuse_others(folder)
     with folder.locked():
         jobs.begin(job, folder)
-        earlier = None
-        if reuse is not None:
-            earlier = Earlier(
-                destination(reuse, make=False),
-                job.of_texts,
-                computation.fields(),
-                source.digest_column,
-            )
+        kept = None if reuse is None else destination(reuse, make=False)
+        earlier = kept and Earlier(kept, job.of_texts, computation.fields(), source.digest_column)
         running = _Run(job, computation, types, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
@@ -146,18 +146,6 @@ def run_job(
             )
         running.complete()
     return running.summary
-
-
-def _check_places(rows: Rows, out: str, reuse: str | None) -> None:
-    """Raise ConfigError for inputs that cannot be read again, and for a folder that is one of them
-    or that of `reuse`."""
-    if STANDARD_INPUT in rows.inputs:
-        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
-    for name in rows.inputs:
-        if _is_inside(out, name):
-            raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
-    if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
-        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
 
 
 def _is_inside(out: str, name: str) -> bool:
@@ -371,10 +359,11 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
     whole = _as_is(values, kind)
     if whole is not None:
         return whole, {}
-    bad: dict[int, str] = {}
-    for index, value in enumerate(values):
-        if _as_is([value], kind) is None:
-            bad[index] = f"has {value!r:.60} as `{name}`, and the column is of {kind}"
+    bad = {
+        index: f"has {value!r:.60} as `{name}`, and the column is of {kind}"
+        for index, value in enumerate(values)
+        if _as_is([value], kind) is None
+    }
     good = [None if index in bad else value for index, value in enumerate(values)]
     return pa.array(good, kind), bad
 

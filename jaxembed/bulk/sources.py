@@ -146,8 +146,7 @@ def read_texts(names: Sequence[str], column: str = "text") -> Iterator[str]:
 
 def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
     for place, block in read_rows(files, [column]):
-        texts = as_list(block.columns[column])
-        for index, text in enumerate(texts):
+        for index, text in enumerate(as_list(block.columns[column])):
             problem = block.bad.get(index) or problem_of(text, column)
             if problem:
                 raise InvalidInput(f"{row_name(files, place, index)} {problem}")
@@ -480,7 +479,7 @@ def _read_csv(
     """The first row names the columns; empty lines are no rows."""
     rows = _csv_rows(file, name)
     header = next(rows, [])
-    places = [_place_of(column, header, name) for column in columns]
+    places = _places_of(columns, header, name)
 
     def parse(row: list[str]) -> Sequence[str]:
         if len(row) != len(header):
@@ -518,14 +517,15 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
                 yield row
 
 
-def _place_of(column: str, header: Sequence[str], name: str) -> int:
-    """Where a column is. Raises ConfigError if it is not there, or not once."""
-    if column not in header:
-        shown = ", ".join(header[:COLUMNS_NAMED]) + ", ..." * (len(header) > COLUMNS_NAMED)
-        raise ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
-    if list(header).count(column) > 1:
-        raise ConfigError(f"{name} has several columns `{column}`; rename all but one")
-    return header.index(column)
+def _places_of(columns: Columns, header: Sequence[str], name: str) -> list[int]:
+    """Where columns are. Raises ConfigError if one is not there, or not once."""
+    for column in columns:
+        if column not in header:
+            shown = ", ".join(header[:COLUMNS_NAMED]) + ", ..." * (len(header) > COLUMNS_NAMED)
+            raise ConfigError(f"{name} has no column `{column}`. It has: {shown or 'none'}")
+        if list(header).count(column) > 1:
+            raise ConfigError(f"{name} has several columns `{column}`; rename all but one")
+    return [header.index(column) for column in columns]
 
 
 def _read_parquet(
@@ -537,8 +537,7 @@ def _read_parquet(
         # else whole columns are read: 700 MB of a file of 600, of which 16 MB are asked for
         how = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
         source = pq.ParquetFile(file, **how)
-    for column in columns:
-        _place_of(column, source.schema_arrow.names, name)
+    _places_of(columns, source.schema_arrow.names, name)
     total, before, groups = source.metadata.num_rows, 0, []
     for group in range(source.metadata.num_row_groups):
         count = source.metadata.row_group(group).num_rows
@@ -596,12 +595,9 @@ def _read_arrow(
     file: ByteStream, name: str, columns: Columns, skip: int, many: int
 ) -> Iterator[Block]:
     source = _arrow_file(file, name)
-    for column in columns:
-        _place_of(column, source.schema.names, name)
-    if hasattr(source, "num_record_batches"):
-        batches = (source.get_batch(k) for k in range(source.num_record_batches))
-    else:
-        batches = iter(source)
+    _places_of(columns, source.schema.names, name)
+    is_file = hasattr(source, "num_record_batches")  # and no stream
+    batches = map(source.get_batch, range(source.num_record_batches)) if is_file else iter(source)
     return _arrow_blocks(batches, name, columns, skip, many, 0, 0)
 
 
@@ -635,8 +631,7 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         with _reading(name):
             schema = parquet().read_schema(file) if suffix == ".parquet" else None
         schema = schema or _arrow_file(file, name).schema
-        for column in columns:
-            _place_of(column, schema.names, name)
+        _places_of(columns, schema.names, name)
         return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix not in (".jsonl", ".ndjson"):
         READERS[suffix](file, name, columns, 0, 1)  # which looks at its header

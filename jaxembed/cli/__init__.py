@@ -10,17 +10,15 @@ import click
 
 from jaxembed import __version__
 from jaxembed.cli.calibrate import calibrate_command
-from jaxembed.cli.classify import classify_command
 from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
 from jaxembed.cli.embed import embed_command
-from jaxembed.cli.help import Group
 from jaxembed.cli.info import info_command
 from jaxembed.cli.key import key_command
 from jaxembed.cli.models import models_command
-from jaxembed.cli.rerank import rerank_command
+from jaxembed.cli.options import Group, exit_status
+from jaxembed.cli.score import classify_command, rerank_command
 from jaxembed.cli.serve import serve_command
-from jaxembed.cli.status import exit_status
 from jaxembed.cli.tune import tune_command
 from jaxembed.cli.verify import verify_command
 from jaxembed.errors import JaxembedError

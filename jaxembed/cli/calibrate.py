@@ -5,9 +5,14 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import load_for_outputs
-from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG, TEXT_OPTIONS
+from jaxembed.cli.options import (
+    ENGINE_OPTIONS,
+    MODEL_OPTIONS,
+    TEXT_COLUMN_FLAG,
+    TEXT_OPTIONS,
+    Command,
+)
 
 logger = logging.getLogger("jaxembed")
 
@@ -52,9 +57,9 @@ def calibrate_command(
     """
     from tqdm import tqdm
 
-    from jaxembed.bulk.calibration import ENOUGH_TEXTS, measure_ranges
     from jaxembed.bulk.row_source import TextRows
     from jaxembed.bulk.sources import read_texts
+    from jaxembed.bulk.vectors import ENOUGH_TEXTS, measure_ranges
     from jaxembed.checkpoints.ranges import check_writable, save_ranges
 
     lines = read_texts(texts, text_column)  # a missing file is reported first

@@ -5,9 +5,8 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import model_source
-from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG
+from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG, Command
 
 
 @click.command(

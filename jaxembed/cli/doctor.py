@@ -4,10 +4,16 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, model_source
-from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, tei_option
-from jaxembed.cli.status import EXIT_FINDINGS, EXIT_HEALTHY, EXIT_REFUSED
+from jaxembed.cli.options import (
+    ENGINE_OPTIONS,
+    EXIT_FINDINGS,
+    EXIT_HEALTHY,
+    EXIT_REFUSED,
+    MODEL_OPTIONS,
+    Command,
+    tei_option,
+)
 from jaxembed.config import ServerConfig
 from jaxembed.errors import Unanswered
 

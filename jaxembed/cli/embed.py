@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 from click.core import ParameterSource
 
-from jaxembed.cli.help import Command
-from jaxembed.cli.jobs import check_folder_job, folder_options, refuse_other_suffix, run_folder
-from jaxembed.cli.loading import load_for_outputs
+from jaxembed.cli.loading import (
+    check_folder_job,
+    folder_options,
+    load_for_outputs,
+    run_folder,
+)
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     JOB_OPTIONS,
@@ -20,6 +23,7 @@ from jaxembed.cli.options import (
     MODEL_OPTIONS,
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
+    Command,
 )
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.errors import ConfigError
@@ -156,8 +160,7 @@ def embed_command(
                 )
         _write_file(load, lines, Path(output), outputs, options)
     else:
-        refuse_other_suffix(output, ".npy, .jsonl or ")
-        check_folder_job(inputs, output)
+        check_folder_job(inputs, output, ".npy, .jsonl or ")
         chosen["id_column"], chosen["keep"] = source.kept_columns(
             inputs, chosen["id_column"], chosen["keep"]
         )
@@ -234,7 +237,7 @@ def _write_file(
     """Embed texts into one file, with a progress bar."""
     from tqdm import tqdm
 
-    from jaxembed.bulk.vector_file import check_vectors_path, embed_file
+    from jaxembed.bulk.vectors import check_vectors_path, embed_file
 
     check_vectors_path(output, outputs)  # before a long load
     embedder = load()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import OWN, Group, section
+from jaxembed.cli.options import OWN, Group, section
 
 KEY_BYTES = 32  # 256 random bits
 KEY_PREFIX = "jx-"  # by which people and scanners of secrets know a key

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jaxembed.cli.help import Command
+from jaxembed.cli.options import Command
 
 if TYPE_CHECKING:
     from jaxembed.tools.known_models import KnownModel, KnownModels
@@ -67,8 +67,7 @@ def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
-    padded = zip(cells, widths, strict=True)
-    return "  ".join(cell.ljust(width) for cell, width in padded).rstrip()
+    return "  ".join(map(str.ljust, cells, widths)).rstrip()
 
 
 def _described(model: "KnownModel", table: "KnownModels") -> str:

@@ -10,9 +10,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, load_model, model_source
-from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS
+from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_OPTIONS, Command
 from jaxembed.cli.server_options import REPOSITORY_OPTIONS, SERVER_OPTIONS, server_config, tracer_of
 from jaxembed.config import PoolLimits
 from jaxembed.data.spec import Task
@@ -133,9 +132,8 @@ def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str
     """The models to serve, each once: those of the command line, or of the variable MODEL_ID where
     the command line names none."""
     source = click.get_current_context().get_parameter_source("model_id")
-    if model and source is ParameterSource.ENVIRONMENT:
-        return tuple(dict.fromkeys(model))
-    return tuple(dict.fromkeys(model + model_id))
+    is_overruled = model and source is ParameterSource.ENVIRONMENT
+    return tuple(dict.fromkeys(model if is_overruled else model + model_id))
 
 
 def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
@@ -179,9 +177,8 @@ def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> 
     given = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
     if given:
         flag = "--" + given[0].replace("_", "-")
-        there = f"there are {len(models)}: {', '.join(models)}"
-        if len(models) < 2:
-            there = "others may be loaded"
+        several = f"there are {len(models)}: {', '.join(models)}"
+        there = several if len(models) > 1 else "others may be loaded"
         raise click.UsageError(
             f"{flag} is for one model, and {there}; " + OF_ONE_MODEL[given[0]].format(flag=flag)
         )

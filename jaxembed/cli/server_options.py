@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from jaxembed.cli.help import section
-from jaxembed.cli.options import FiniteRange, tei_option
+from jaxembed.cli.options import FiniteRange, section, tei_option
 from jaxembed.config import EngineConfig, PoolLimits, ServerConfig
 from jaxembed.errors import ConfigError
 from jaxembed.memory import MIB

@@ -5,7 +5,6 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import configure_jax, engine_config, model_source, step_lines, text_config
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -13,6 +12,7 @@ from jaxembed.cli.options import (
     MODEL_OPTIONS,
     TEXT_COLUMN_FLAG,
     TEXT_OPTIONS,
+    Command,
     FiniteRange,
 )
 

@@ -4,10 +4,15 @@ from typing import Any
 
 import click
 
-from jaxembed.cli.help import Command
 from jaxembed.cli.loading import compile_bar, configure_jax, engine_config, model_source
-from jaxembed.cli.options import ENGINE_OPTIONS, MODEL_OPTIONS, TEXT_COLUMN_FLAG
-from jaxembed.cli.status import EXIT_AGREES, EXIT_DISAGREES
+from jaxembed.cli.options import (
+    ENGINE_OPTIONS,
+    EXIT_AGREES,
+    EXIT_DISAGREES,
+    MODEL_OPTIONS,
+    TEXT_COLUMN_FLAG,
+    Command,
+)
 
 
 @click.command("verify", cls=Command, example="jaxembed verify BAAI/bge-small-en-v1.5")

@@ -16,7 +16,7 @@ from werkzeug.exceptions import BadRequest
 
 from jaxembed.server.auth.permissions import open_account, use_key
 from jaxembed.server.errors import REPOSITORY, Unauthorized
-from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.pipeline.body import discard_body
 from jaxembed.server.service import Service, current_service
 
@@ -100,7 +100,7 @@ class Access:
         if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
             quota = keyring.quota(key)
             g.key_name = key.name
-            if keyring.is_expired(key):
+            if key.is_expired(keyring.now()):
                 quota.refuse("expired")
                 raise Unauthorized(
                     f"the key `{key.name}` has expired: it was valid to {key.expires}"

@@ -16,7 +16,7 @@ from jaxembed.server import access, errors
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
 from jaxembed.server.http.connection import Exchange, Routes
-from jaxembed.server.pipeline.media import MOST_IMAGE_BYTES
+from jaxembed.server.pipeline.body import MOST_IMAGE_BYTES
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes import (
@@ -107,13 +107,15 @@ def create_app(
     """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
     if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
     or of the config. A `tracer` traces the requests."""
-    fetcher = None
-    if config.media_hosts:
-        fetcher = MediaFetcher(
+    fetcher = (
+        MediaFetcher(
             config.media_hosts,
             most_bytes=MOST_IMAGE_BYTES,
             allowed_address=AllowedAddresses(config.media_networks),
         )
+        if config.media_hosts
+        else None
+    )
     service = Service(
         models,
         config,

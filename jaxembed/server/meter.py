@@ -18,7 +18,7 @@ from jaxembed.observability.tracing import Trace, current_trace
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, Scores, Similarities
 from jaxembed.server.auth.permissions import check_name
-from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.registry.models import Residence
 from jaxembed.server.service import Service, current_service
 

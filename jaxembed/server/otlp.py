@@ -168,8 +168,12 @@ class OtlpTracer:
             ).end(self._ns(stage.ended_at))
         name = "HTTP" if method == UNKNOWN_METHOD else method
         span.update_name(name if route is None else f"{name} {route}")
-        facts: dict[str, Any] = {"route": route, "status": trace.status, "error": trace.error}
-        facts["request_id"] = trace.request_id
+        facts: dict[str, Any] = {
+            "route": route,
+            "status": trace.status,
+            "error": trace.error,
+            "request_id": trace.request_id,
+        }
         if trace.model is not None:
             facts |= {"model": trace.model, "lane": trace.lane}
             if trace.task is not None:

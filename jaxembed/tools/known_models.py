@@ -92,9 +92,8 @@ class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _applies(self, word: str, model: KnownModel) -> bool:
         names = (self.languages[code] for code in model.languages)
         facts = (model.type, model.task, *model.outputs, model.kind, model.licence or "", *names)
-        terms = set(model.languages)
-        for text in (model.name, *facts):
-            terms.update([text.lower(), *re.findall(r"\w+", text.lower())])
+        texts = [text.lower() for text in (model.name, *facts)]
+        terms = {*model.languages, *texts, *re.findall(r"\w+", " ".join(texts))}
         sought = word.lower()
         if len(sought) <= SHORT:
             return sought in terms

@@ -9,7 +9,7 @@ import pytest
 
 from jaxembed.bulk import vector_file
 from jaxembed.bulk.sources import read_texts
-from jaxembed.bulk.vector_file import embed_file
+from jaxembed.bulk.vectors import embed_file
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
 
 TEXTS = ["the cat sat", "a dog", "how is the sky", "where is the red train"]

@@ -27,7 +27,7 @@ from jaxembed.bulk.ahead import CALLS_AHEAD
 from jaxembed.bulk.computations import ClassifyRows, EmbedRows, ScoreRows, as_arrow
 from jaxembed.bulk.row_source import TextRows
 from jaxembed.bulk.run import JobProgress, Rows, run_job
-from jaxembed.cli.status import EXIT_TEMPORARY, exit_status
+from jaxembed.cli.options import EXIT_TEMPORARY, exit_status
 from jaxembed.config import EngineConfig
 from jaxembed.data.work import Ragged, SparseRows
 from jaxembed.errors import ConfigError, InvalidInput, JaxembedError, WrongTask

@@ -25,7 +25,7 @@ import converters
 from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.ranges import save_ranges
 from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource, default_cache_dir
-from jaxembed.cli.status import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
+from jaxembed.cli.options import EXIT_REFUSED, EXIT_TEMPORARY, exit_status
 from jaxembed.data.spec import Routes
 from jaxembed.errors import CheckpointError, ConfigError
 

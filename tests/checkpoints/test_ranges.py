@@ -9,7 +9,7 @@ from fake_embedder import NoPrompts
 from test_routes import save_routed
 
 from jaxembed import Embedder
-from jaxembed.bulk.calibration import measure_ranges
+from jaxembed.bulk.vectors import measure_ranges
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.ranges import (
     RANGES,

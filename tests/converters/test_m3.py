@@ -12,7 +12,7 @@ from sparse_matrix import as_dense
 
 from converters import convert, outline, weights
 from converters.features.m3 import SPARSE_FILE, VECTORS_FILE
-from jaxembed.bulk.vector_file import embed_file
+from jaxembed.bulk.vectors import embed_file
 from jaxembed.config import EngineConfig
 from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder

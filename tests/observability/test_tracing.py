@@ -21,7 +21,7 @@ from test_server_run import serving
 from test_static import OF_SENTENCE_TRANSFORMERS
 
 from jaxembed import Embedder
-from jaxembed.cli.help import JsonFormatter, TextFormatter
+from jaxembed.cli.options import JsonFormatter, TextFormatter
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.observability.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
 from jaxembed.server.app import create_app

@@ -11,8 +11,8 @@ from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.app import Server, create_app
-from jaxembed.server.http import bounded_body, connection
-from jaxembed.server.http.bounded_body import COPIES, MOST_UNREAD, BoundedBody
+from jaxembed.server.http import connection
+from jaxembed.server.http.connection import COPIES, MOST_UNREAD, BoundedBody
 from jaxembed.server.pipeline import body as server_body
 from jaxembed.server.registry.models import Models
 
@@ -89,7 +89,7 @@ async def turns(count: int = 5000) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("GET", "/info")])
 async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
-    monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
     client = Client(app, method, path)
     client.reads.clear()  # nor does the answer get away
     async with running(client.ask()) as asking:
@@ -104,7 +104,7 @@ async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, pa
 
 
 async def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
-    monkeypatch.setattr(bounded_body, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
     client = Client(app, "POST", "/nowhere")
     assert await client.ask() == 404
     assert client.received <= 8 * MIB + 4 * len(PIECE)

@@ -173,7 +173,7 @@ async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_ne
 
 
 async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
-    monkeypatch.setattr("jaxembed.server.http.bounded_body.MOST_DISCARDED", 256 * KIB)
+    monkeypatch.setattr("jaxembed.server.http.connection.MOST_DISCARDED", 256 * KIB)
     run_connection = Connection.run
     ended = asyncio.Event()
 

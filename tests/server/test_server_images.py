@@ -13,7 +13,7 @@ from test_server_app import fetch_json
 from test_server_openai import ask
 
 from jaxembed.config import ServerConfig
-from jaxembed.server.pipeline import media
+from jaxembed.server.pipeline import body as bodies
 from jaxembed.server.registry.models import Models
 
 pytest.importorskip("PIL")
@@ -46,7 +46,7 @@ def openai_vectors(answer):
 
 
 def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
-    monkeypatch.setattr(media, "MOST_PIXELS_A_REQUEST", 3000)
+    monkeypatch.setattr(bodies, "MOST_PIXELS_A_REQUEST", 3000)
     refused = post(clip, {"input": URIS, "modality": "image"}, status=400)
     assert "the 2 images have 3424 pixels together, of at most 3000" in str(refused)
 

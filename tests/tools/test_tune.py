@@ -30,7 +30,6 @@ from jaxembed.tools.tune import traffic as traffic_module
 from jaxembed.tools.tune.cost import BucketCost, CostTable, MeasuredModel, load_measured, probes
 from jaxembed.tools.tune.lengths import Lengths, of_file, of_server, of_texts
 from jaxembed.tools.tune.report import draw, table
-from jaxembed.tools.tune.search import Search, objective
 from jaxembed.tools.tune.traffic import (
     Comparison,
     Figures,
@@ -41,7 +40,7 @@ from jaxembed.tools.tune.traffic import (
     predict_figures,
     traffic_of,
 )
-from jaxembed.tools.tune.tuning import Budget, GridResult, Tuning, _Tuner, tune
+from jaxembed.tools.tune.tuning import Budget, GridResult, Search, Tuning, _Tuner, objective, tune
 
 
 def mix(*lengths: int) -> Lengths:

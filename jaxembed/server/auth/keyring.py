@@ -258,7 +258,7 @@ class Keyring:
         self.is_current = True  # whether the keys in use are those of the file as last read
         self.read_at = time.time()  # in seconds since 1970
         self._taken = {digest_of(key.encode()): flag for key, flag in (taken or {}).items()}
-        self._clock, self._now = clock, now
+        self._clock, self.now = clock, now
         self._mark = _mark_of(path)
         self._quotas: dict[str, Quota] = {}
         self._keys: dict[bytes, ApiKey] = {}
@@ -275,10 +275,6 @@ class Keyring:
         digest = digest_of(given)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
-
-    def is_expired(self, key: ApiKey) -> bool:
-        """Whether the key opens nothing any more."""
-        return key.is_expired(self._now())
 
     def quota(self, key: ApiKey) -> Quota:
         """What the key may use and has used."""

@@ -8,7 +8,7 @@ from quart import g, request
 from jaxembed.engine.quota import Account, Quota, Refusal
 from jaxembed.errors import Forbidden
 from jaxembed.server.auth.keyring import ApiKey, some_of
-from jaxembed.server.http.bounded_body import BoundedBody
+from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.registry.models import UNSPECIFIED
 
 LONGEST_NAME = 200  # characters, in a message or the audit log

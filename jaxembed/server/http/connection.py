@@ -25,7 +25,7 @@ and one piece. What of this could go, and after which change of theirs:
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -56,10 +56,10 @@ from quart.wrappers.base import BaseRequestWebsocket
 from quart.wrappers.response import DataBody
 from werkzeug.routing import MapAdapter
 
+from jaxembed.engine.admission import Held
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.observability.tracing import Trace, Tracer, as_current, current_trace
-from jaxembed.server.http.bounded_body import BoundedBody
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,99 @@ MOST_STREAMS = 200
 MOST_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
+
+COPIES = 3  # times its length that a body takes, raw and decoded; up to 5 for texts with emojis
+MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
+MOST_DISCARDED = 256 * MIB  # bytes of a discarded body, after which its client is read no more
+
+
+class BoundedBody:
+    """The body of a request as it arrives: the sender waits while much of it is unread.
+
+    The memory that it will take is charged to `held`, the request's, before it is kept. `discard`
+    throws away what is unread and all that follows. Iterating gives the body in pieces, or raises
+    the error for which it was not kept.
+    """
+
+    def __init__(self, held: Held):
+        self.held = held
+        self.is_received = False  # all that the client has sent
+        self._unread = bytearray()
+        self._refusal: Exception | None = None
+        self._has_news = asyncio.Event()  # bytes, the end or a refusal
+        self._has_room = asyncio.Event()
+        self._is_complete = asyncio.Event()
+        self._discarded: int | None = None  # bytes, after `discard`
+        self._is_answered = asyncio.Event()
+
+    async def receive(self, receive: Callable[[], Awaitable[Any]]) -> None:
+        """Keep the body as it arrives; return when the client is gone."""
+        while (message := await receive())["type"] == "http.request":
+            if data := message.get("body"):
+                await self.put(data)
+            if not message.get("more_body"):
+                self.is_received = True
+                self._is_complete.set()
+                self._has_news.set()
+
+    async def put(self, data: bytes) -> None:
+        """Keep a piece of the body; wait while too many bytes are unread."""
+        if self._discarded is None:
+            try:
+                self.held.charge(COPIES * len(data))
+            except (Overloaded, InvalidInput) as error:
+                self._refusal = error
+                self.discard()
+            else:
+                self._unread += data
+            self._has_news.set()
+        while self._discarded is None and len(self._unread) >= MOST_UNREAD:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if self._discarded is not None:
+            self._discarded += len(data)
+            if self._discarded > MOST_DISCARDED:
+                self._is_complete.set()
+                await self._is_answered.wait()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            if not self._is_complete.is_set():
+                await self._has_news.wait()
+            if self._refusal is not None:
+                raise self._refusal
+            if not self._unread and self._is_complete.is_set():
+                return
+            data = bytes(self._unread)
+            self._unread.clear()
+            self._has_news.clear()
+            self._has_room.set()
+            yield data
+
+    def discard(self) -> None:
+        """Throw away what is unread and what still comes."""
+        if self._discarded is None:
+            self._discarded = 0
+            self._has_room.set()
+            if self._unread:
+                self.held.charge(-COPIES * len(self._unread))
+                self._unread.clear()
+
+    def end_answer(self) -> None:
+        """Discard at once all that still comes: the end of the connection is queued behind it."""
+        if self._discarded is None:
+            self.discard()
+        self._is_answered.set()
+
+    async def end(self, pause_s: float) -> None:
+        """Wait until the client has sent all of a discarded body, or more than will be discarded,
+        or nothing for `pause_s` seconds."""
+        before = None
+        while self._discarded != before and not self._is_complete.is_set():
+            before = self._discarded
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._is_complete.wait()
 
 
 class Http2(H2Protocol):
@@ -351,7 +444,10 @@ class Exchange(ASGIHTTPConnection):
         assert task is not None
         with self.app.capacity.request() as held:
             if not self.scope["path"].startswith("/"):
-                self.scope["path"] = _path_of(self.scope["raw_path"].decode("ascii"))
+                # a whole URL, or a query alone; that of `*` and of nonsense has no route
+                target = self.scope["raw_path"].decode("ascii")
+                _, is_url, rest = target.partition("://")
+                self.scope["path"] = "/" + unquote(rest.partition("/")[2] if is_url else target)
             request = self._create_request_from_scope(send)
             body = self._body = BoundedBody(held)
             request.body = body  # pyright: ignore[reportAttributeAccessIssue]
@@ -437,13 +533,6 @@ class Exchange(ASGIHTTPConnection):
             first += MOST_SENT
         self._body.end_answer()
         await _send_part(send, whole[first:], more=False)
-
-
-def _path_of(target: str) -> str:
-    """The path of a request target that begins with something else: it may be a whole URL, or a
-    query alone. That of `*` and of nonsense has no route."""
-    _, is_url, rest = target.partition("://")
-    return "/" + unquote(rest.partition("/")[2] if is_url else target)
 
 
 async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:

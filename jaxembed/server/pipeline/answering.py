@@ -16,12 +16,14 @@ from jaxembed.runtime.similarity import compare_first, compare_outputs
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.meter import Meter
 from jaxembed.server.pipeline.body import (
+    ImageSource,
     RequestChunks,
     RequestInputs,
     RequestTexts,
     check_batch,
+    read_images,
+    text_or_image,
 )
-from jaxembed.server.pipeline.media import ImageSource, read_images, text_or_image
 
 
 class Usage(msgspec.Struct):

@@ -304,9 +304,9 @@ def _refusal(
         return BadField(words)
     field = _field(place)
     # msgspec says that a name is not among those that a field takes, or that it is no text
-    names: list[str] = []
-    if named and words.startswith(("Invalid enum value", "Expected")):
-        names = _literals(get_type_hints(named).get(field.partition("[")[0]))
+    is_of_name = words.startswith(("Invalid enum value", "Expected"))
+    hints = get_type_hints(named) if named and is_of_name else {}
+    names = _literals(hints.get(field.partition("[")[0]))
     allowed = f"; wanted one of {', '.join(map(repr, names))}" if names else ""
     return BadField(f"{words} - at `{place}`{allowed}", field=field)
 

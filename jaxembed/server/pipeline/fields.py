@@ -155,7 +155,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     relevant_spans: Annotated[Any, Unserved("a document is one", ({"mode": "disabled"},))] = None
 
     def __post_init__(self) -> None:
-        fields, values = _unserved_of(type(self))
+        fields, values = unserved(type(self))
         given = values(self)
         if given.count(None) == len(given):
             return
@@ -166,21 +166,17 @@ class ModelRequest(msgspec.Struct, kw_only=True):
                 )
 
 
-def unserved(kind: type) -> dict[str, Unserved]:
-    """The fields of a body that may only ask for nothing."""
+@lru_cache
+def unserved(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
+    """The fields of a body that may only ask for nothing, and what reads them from a body all at
+    once: about 1 us."""
     hints = get_type_hints(kind, include_extras=True)
-    return {
+    fields = {
         name: rule
         for name, hint in hints.items()
         for rule in getattr(hint, "__metadata__", ())
         if isinstance(rule, Unserved)
     }
-
-
-@lru_cache
-def _unserved_of(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
-    """These fields, and what reads them from a body all at once: about 1 us."""
-    fields = unserved(kind)
     return fields, attrgetter(*fields)
 
 

@@ -17,9 +17,14 @@ from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import json_response, wants_octets
 from jaxembed.server.meter import Meter, current_meter
-from jaxembed.server.pipeline.body import check_batch, check_count, read_body, read_body_as
+from jaxembed.server.pipeline.body import (
+    TypedInput,
+    check_batch,
+    check_count,
+    read_body,
+    read_body_as,
+)
 from jaxembed.server.pipeline.decoding import AT_ONCE, decode
-from jaxembed.server.pipeline.media import TypedInput
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes.rerank import DocumentsRequest, answer_jina
 from jaxembed.server.routes.tei import (

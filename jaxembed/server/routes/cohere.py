@@ -25,13 +25,15 @@ from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
     MOST_CONTENT,
     AnyPriority,
+    ImageSource,
+    ImageUrl,
+    facts_of_images,
     priority_of,
     read_body_as,
     read_inputs,
     too_many_parts,
 )
 from jaxembed.server.pipeline.fields import DENSE, ModelRequest, Unserved, purposes_of, with_choices
-from jaxembed.server.pipeline.media import ImageSource, ImageUrl, facts_of_images
 from jaxembed.server.routes.rerank import DocumentsRequest, Result, rerank_documents
 
 blueprint = Blueprint("cohere", __name__)
@@ -289,8 +291,7 @@ def _vectors(
             return [to_base64(row) for row in rows]
         return quantise(rows, name, ranges)
 
-    count, width = dense.shape
-    return json_items(count, width, items)
+    return json_items(len(dense), dense.shape[1], items)
 
 
 def _meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:

@@ -29,14 +29,17 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
+    ContentItem,
     MixedInputs,
     RequestChunks,
     RequestInputs,
     check_batch,
     check_listed,
+    only_part,
     priority_of,
     read_body_as,
     read_inputs,
+    text_or_image,
 )
 from jaxembed.server.pipeline.fields import (
     DENSE,
@@ -52,7 +55,6 @@ from jaxembed.server.pipeline.fields import (
     purposes_of,
     with_choices,
 )
-from jaxembed.server.pipeline.media import ContentItem, only_part, text_or_image
 
 blueprint = Blueprint("openai", __name__)
 

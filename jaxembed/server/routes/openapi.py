@@ -23,7 +23,6 @@ from jaxembed import __version__
 from jaxembed.data.inputs import Priority
 from jaxembed.server.errors import REPOSITORY, Dialect, dialect_of
 from jaxembed.server.http.encoding import JSON, OCTETS, json_response
-from jaxembed.server.http.html import make_page, page_response
 from jaxembed.server.pipeline.body import PRIORITY
 from jaxembed.server.pipeline.fields import ModelRequest, unserved
 from jaxembed.server.routes import (
@@ -36,6 +35,7 @@ from jaxembed.server.routes import (
     triton,
     voyage,
 )
+from jaxembed.server.routes.playground import page_response
 
 blueprint = Blueprint("openapi", __name__)
 
@@ -59,7 +59,6 @@ PAGE = b"""<!doctype html>
 </body>
 </html>
 """
-SWAGGER_UI = make_page(PAGE, files=True)
 
 PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
@@ -198,7 +197,7 @@ def document(rules: Iterable[Rule]) -> dict:
         kinds, ref_template="#/components/schemas/{name}"
     )
     # Without the fields that a body may have only with values without effect.
-    fields = unserved(ModelRequest)
+    fields, _ = unserved(ModelRequest)
     for schema in components.values():
         properties = schema.get("properties", {})
         for name in fields:
@@ -268,8 +267,10 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
         {"name": name, "in": "path", "required": True, "schema": text}
         for name in re.findall(r"\{(\w+)\}", path)
     ]
-    for name in route.query:
-        parameters.append({"name": name, "in": "query", "schema": text, "allowEmptyValue": True})
+    parameters += [
+        {"name": name, "in": "query", "schema": text, "allowEmptyValue": True}
+        for name in route.query
+    ]
     is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
     if route.request is not None and is_queued:
         choices = text | {"enum": list(get_args(Priority))}
@@ -305,7 +306,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
 @blueprint.get("/docs")
 async def page() -> Response:
     """The page; its links are relative so that it works behind a path prefix."""
-    return page_response(SWAGGER_UI)
+    return page_response(PAGE, files=True)
 
 
 @blueprint.get("/docs/<name>")

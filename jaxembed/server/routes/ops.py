@@ -159,8 +159,7 @@ def _list_models(owner: str | msgspec.UnsetType) -> Response:
 @blueprint.get("/v1/models/<model:name>")
 async def model(name: str) -> Response:
     """One served name."""
-    permitted = check_name(name)
-    found = _model(name, current_service().models, permitted)
+    found = _model(name, current_service().models, check_name(name))
     return json_response(msgspec.json.encode(found))
 
 

@@ -32,12 +32,13 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, score_documents, score_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
+    ImageSource,
+    TextOrImage,
     priority_of,
     read_body_as,
     read_texts_and_pairs,
 )
 from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, agreed
-from jaxembed.server.pipeline.media import ImageSource, TextOrImage
 
 blueprint = Blueprint("rerank", __name__)
 

@@ -462,9 +462,7 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
     """The response to a body of /embed_sparse, whichever route it came by."""
     intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
     answer = await embed_inputs(meter, inputs, intent)
-    names = None
-    if body.return_tokens:
-        names = meter.loaded.tokenized_by(meter.route).term_names
+    names = meter.loaded.tokenized_by(meter.route).term_names if body.return_tokens else None
     return await meter.answer(answer, json_stream(_terms(answer, names)))
 
 

@@ -83,7 +83,6 @@ async def load(name: str) -> Response:
     """Load a model, and answer when it has answered."""
     body, pool = await _body(LoadRequest), current_service().pool
     pinned = _flag(body.parameters, "pinned")
-    note_model(name)
     known = _known(pool.models, name)
     try:
         await pool.load(known, pinned=pinned)
@@ -97,7 +96,6 @@ async def unload(name: str) -> Response:
     """Take a model out of memory, and answer when it is freed. The next request loads it again."""
     body, pool = await _body(LoadRequest), current_service().pool
     _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
-    note_model(name)
     known = _known(pool.models, name)
     await pool.unload(known)
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -107,7 +105,6 @@ async def unload(name: str) -> Response:
 async def alias(alias: str) -> Response:
     """Move a name to another model, which is loaded first."""
     body, pool = await _body(AliasRequest), current_service().pool
-    note_model(body.model)
     known = _known(pool.models, body.model)
     try:
         await pool.move(alias, body.model)
@@ -132,7 +129,8 @@ async def _body(kind: type[Body]) -> Body:
 
 
 def _known(models: Models, name: str) -> KnownModel:
-    """The model of a name, which may not be that of an adapter."""
+    """The model of a name, which may not be that of an adapter, noted for the audit log."""
+    note_model(name)
     if models.draining:
         raise ShuttingDown("the server is shutting down", retry_after_s=5)
     known = models[name]

@@ -31,8 +31,11 @@ from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
     AnyPriority,
+    Content,
     RequestChunks,
     check_batch,
+    facts_of_images,
+    only_part,
     priority_of,
     read_body_as,
     read_inputs,
@@ -51,7 +54,6 @@ from jaxembed.server.pipeline.fields import (
     purposes_of,
     with_choices,
 )
-from jaxembed.server.pipeline.media import Content, facts_of_images, only_part
 
 blueprint = Blueprint("voyage", __name__)
 

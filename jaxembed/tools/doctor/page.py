@@ -139,9 +139,8 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
     of_late = f"the last {window.seconds:.0f} s"
 
     stages = [f"{name} {s.mean_ms:.2f} ms" for name, s in window.stages.items() if s.count]
-    times = [f"no request was answered in {of_late}; --probe sends some"]
-    if stages:
-        times = [f"{', '.join(stages)}: means of {of_late}"]
+    unanswered = f"no request was answered in {of_late}; --probe sends some"
+    times = [f"{', '.join(stages)}: means of {of_late}" if stages else unanswered]
     costs = [bucket for bucket in facts.buckets if bucket.cost_ms is not None]
     if costs:
         least = min(costs, key=lambda bucket: (bucket.tokens, bucket.length))
@@ -149,10 +148,11 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
             f"alone, a short query takes {least.cost_ms:.1f} ms of the device, in {least.name}"
         )
 
-    waits = []
-    for name, lane in facts.lanes.items():
-        oldest = f", the oldest for {lane.oldest_s:.1f} s" if lane.inputs else ""
-        waits.append(f"{name}: {lane.inputs} inputs of {lane.tokens} tokens{oldest}")
+    waits = [
+        f"{name}: {lane.inputs} inputs of {lane.tokens} tokens"
+        + (f", the oldest for {lane.oldest_s:.1f} s" if lane.inputs else "")
+        for name, lane in facts.lanes.items()
+    ]
 
     of_all = window.device_share_of_all
     others = f" ({of_all:.0%} by all models)" if of_all > window.device_share + 0.01 else ""
@@ -205,9 +205,8 @@ def _device_line(device: DeviceFacts) -> str:
 
 
 def _memory_line(machine: MachineFacts) -> str:
-    state = f"kept, in {machine.kept_bytes / 2**30:.1f} GiB of address space"
-    if machine.not_kept is not None:
-        state = f"not kept: {machine.not_kept}"
+    kept = f"kept, in {machine.kept_bytes / 2**30:.1f} GiB of address space"
+    state = kept if machine.not_kept is None else f"not kept: {machine.not_kept}"
     return f"freed memory is {state}; huge pages: {machine.huge_pages or 'unknown'}"
 
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import cast
 
 import numpy as np
 
@@ -95,8 +96,8 @@ class Workbench:
         """
         whole = full_planes(bucket, bucket.length, self.planes)
         times = [
-            milliseconds(self, bucket, self._permits, planes=whole)
-            - milliseconds(self, bucket, self._permits)
+            milliseconds(cast(Replica, self), bucket, self._permits, planes=whole)
+            - milliseconds(cast(Replica, self), bucket, self._permits)
             for _ in range(PAIRS)
         ]
         pairs = bucket.rows * bucket.length * max(bucket.length - SEGMENT, 1)
@@ -104,7 +105,7 @@ class Workbench:
 
     def _time(self, bucket: Bucket) -> float:
         times = self.timings.setdefault(bucket, [])
-        times.append(milliseconds(self, bucket, self._permits))
+        times.append(milliseconds(cast(Replica, self), bucket, self._permits))
         return median(times)
 
 

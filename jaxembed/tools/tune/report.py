@@ -11,11 +11,11 @@ from jaxembed.tools.tune.tuning import GridResult, Tuning
 
 ROWS: dict[str, Callable[[GridResult], float]] = {
     "buckets": lambda side: len(side.grid.buckets),
-    "tokens of the largest": lambda side: side.max_batch_tokens,
-    "ms of the slowest": lambda side: side.slowest_ms,
-    "compile s, cold": lambda side: side.compile_s,
-    "compile s to be ready": lambda side: side.covering_s,
-    "temporary MB": lambda side: side.temporary_bytes / 1e6,
+    "tokens of the largest": lambda side: side.describe()["max_batch_tokens"],
+    "ms of the slowest": lambda side: side.describe()["slowest_ms"],
+    "compile s, cold": lambda side: side.describe()["compile_s"],
+    "compile s to be ready": lambda side: side.describe()["covering_compile_s"],
+    "temporary MB": lambda side: side.describe()["temporary_mb"],
     "full load: tokens/s": lambda side: side.measured.full_tokens_per_s,
     "  predicted": lambda side: side.predicted.full_tokens_per_s,
     "full load: fill": lambda side: side.measured.full_fill,
@@ -50,9 +50,9 @@ def table(tuning: Tuning) -> str:
         cells = (_cell(figure(side)) for side in (tuning.before, tuning.after))
         lines.append(f"{name:24}" + "".join(f"{cell:>10}" for cell in cells))
     lines += ["", "Time after / before, median and range of the rounds:"]
-    rounds = tuning.comparison.by_round
-    for load, median, ratios in zip(LOADS, tuning.comparison.ratios, rounds.T, strict=True):
-        lines.append(f"  {load:28} {median:.3f}  ({ratios.min():.3f} to {ratios.max():.3f})")
+    for load, ratios in zip(LOADS, tuning.comparison.by_round.T, strict=True):
+        figures = f"{np.median(ratios):.3f}  ({ratios.min():.3f} to {ratios.max():.3f})"
+        lines.append(f"  {load:28} {figures}")
     if tuning.is_noisy:
         lines.append("The same grid was now fast and now slow: tune again on a quiet machine.")
     lines.append("")

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import cast
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from jaxembed.engine.batch import HOST_MS, choose_bucket, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.engine import Engine, Seat
 from jaxembed.engine.lanes import WINDOW_BUCKETS
+from jaxembed.engine.replica import Replica
 from jaxembed.engine.ticket import Entry, Ticket
 from jaxembed.engine.turn import DeviceTurn
 from jaxembed.observability.metrics import Telemetry
@@ -147,7 +150,10 @@ def _drain(
     enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
-        window = _window(waiting, enough)[:most]
+        # the first entries that have enough tokens together, or all if they have fewer
+        held = accumulate(entry.length for entry in waiting)
+        count = next((n for n, tokens in enumerate(held, 1) if tokens >= enough), len(waiting))
+        window = waiting[:count][:most]
         bucket = choose_bucket(window, cost)
         batch = place(bucket, window[:1], window[1:], most=most)
         ms += cost[bucket] + HOST_MS
@@ -156,16 +162,6 @@ def _drain(
         rest = [entry for entry in window if entry not in batch_entries]
         waiting = [*rest, *waiting[len(window) :]]
     return ms, padded
-
-
-def _window(waiting: Sequence[Entry], enough: int) -> Sequence[Entry]:
-    """The first entries that have at least `enough` tokens together, or all if they have fewer."""
-    held = 0
-    for count, entry in enumerate(waiting, start=1):
-        held += entry.length
-        if held >= enough:
-            return waiting[:count]
-    return waiting
 
 
 @contextmanager
@@ -185,7 +181,7 @@ def engine_of_all(
     for bucket in every.buckets:
         workbench.compile(bucket)
     engine = Engine(
-        [Seat(workbench, DeviceTurn.for_platform(platform))],
+        [Seat(cast(Replica, workbench), DeviceTurn.for_platform(platform))],
         every,
         widths,
         Telemetry(every.max_length),
@@ -252,16 +248,11 @@ class Comparison:
     after: list[Figures]
 
     @property
-    def ratios(self) -> np.ndarray:
-        """The time of each load relative to before, in the median round.
+    def by_round(self) -> np.ndarray:
+        """The time of each load relative to before in each round, float64 `[rounds, loads]`.
 
         The three loads are full load, requests and lone texts.
         """
-        return np.median(self.by_round, axis=0)
-
-    @property
-    def by_round(self) -> np.ndarray:
-        """The time of each load relative to before in each round, float64 `[rounds, loads]`."""
         rounds = zip(self.after, self.before, strict=True)
         return np.array([after.ratios(before) for after, before in rounds])
 

@@ -1,13 +1,16 @@
-"""Finds the grid of least cost for a length mix: measures, searches, measures the result, tries
-it."""
+"""Finds the grid of least cost for a length mix: measures, searches, measures the result, tries it.
 
+The search adds buckets greedily, then drops and replaces some.
+"""
+
+import heapq
 import json
 import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,6 @@ from jaxembed.observability.metrics import row_lengths
 from jaxembed.platform.files import replacing
 from jaxembed.tools.tune.cost import BucketCost, CostTable, MeasuredModel, probes
 from jaxembed.tools.tune.lengths import Lengths
-from jaxembed.tools.tune.search import WORTH, Search, objective, row_counts
 from jaxembed.tools.tune.traffic import (
     Comparison,
     Figures,
@@ -56,6 +58,113 @@ MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
 NOISY = 1.25  # ratio of the fastest round to the slowest of one grid that shows a busy machine
 NOISE = 1.05  # a load may take this many times as long in one round without a penalty
 
+LOAD_WEIGHTS = (0.5, 0.25, 0.25)  # of full load, requests of several texts, lone texts
+SLACK = 1.01  # the ratio of the time to the grid before that no load may exceed
+PENALTY = 5.0  # added to the objective for each factor e beyond the slack
+WORTH = 0.003  # a bucket that improves the objective by less is not worth compiling
+
+
+def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
+    """Compare the figures of a grid with those before; below 0 is better.
+
+    It is the weighted mean of the logarithms of each load's time relative to before, plus a penalty
+    for each load that takes more than `slack` times as long.
+    """
+    logs = np.log(figures.ratios(before))
+    beyond = np.maximum(logs - np.log(slack), 0.0)
+    return float(logs @ LOAD_WEIGHTS + PENALTY * beyond.sum())
+
+
+def row_counts(most: int) -> list[int]:
+    """Row counts to try, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
+    return sorted({n for k in range(20) for n in (2**k, 3 * 2**k) if n <= most})
+
+
+@dataclass
+class Search:
+    """A search for the set of buckets, out of `candidates`, with the least objective."""
+
+    table: CostTable
+    traffic: Traffic
+    before: Figures  # predicted for the grid in use
+    candidates: Sequence[Bucket]
+    required: Bucket  # a bucket that holds the longest input; it is always chosen
+    affords: Callable[[Iterable[Bucket]], bool]  # whether buckets keep to the compile budget
+    deadline: float  # time.monotonic() at which the search stops with the best set so far
+    most: int | None = None  # sequences in a batch; None: no limit
+    pair_ms: float = 0.0  # as `predict_figures` takes it
+    _scores: dict[frozenset[Bucket], float] = field(default_factory=dict)
+
+    def run(self) -> frozenset[Bucket]:
+        """Search until nothing improves or the deadline passes. Returns the chosen buckets."""
+        chosen = self._grow(frozenset({self.required}))
+        while time.monotonic() < self.deadline:
+            better = self._shift(self._prune(chosen))
+            if better == chosen:
+                break
+            chosen = better
+        return self._prune(chosen)
+
+    def score(self, buckets: frozenset[Bucket]) -> float:
+        """The predicted objective of a set of buckets; the lower, the better."""
+        if buckets not in self._scores:
+            cost = {bucket: self.table.ms(bucket) for bucket in sorted(buckets)}
+            figures = predict_figures(self.traffic, cost, self.most, self.pair_ms)
+            self._scores[buckets] = objective(figures, self.before)
+        return self._scores[buckets]
+
+    def _grow(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
+        """Add the bucket with the largest gain until no gain is worth it.
+
+        A bucket's gain mostly shrinks as others are added. So a heap holds the last known gains,
+        and a gain is computed again only when it leads the heap (lazy greedy search).
+        """
+        gains = [(-np.inf, bucket) for bucket in self.candidates if bucket not in chosen]
+        while gains and time.monotonic() < self.deadline:
+            _, bucket = heapq.heappop(gains)
+            grown = chosen | {bucket}
+            gain = self.score(chosen) - self.score(grown) if self.affords(grown) else 0.0
+            if gain < WORTH:
+                continue
+            if gains and gain < -gains[0][0]:
+                heapq.heappush(gains, (-gain, bucket))
+            else:
+                chosen = grown
+        return chosen
+
+    def _prune(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
+        """Drop the buckets that are not worth compiling beside the others, the slowest first."""
+        for bucket in sorted(chosen - {self.required}, key=self.table.ms, reverse=True):
+            if self.score(chosen - {bucket}) - self.score(chosen) < WORTH:
+                chosen -= {bucket}
+        return chosen
+
+    def _shift(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
+        """Replace each bucket by the neighbour that lowers the objective most, if one does."""
+        for bucket in sorted(chosen - {self.required}):
+            if time.monotonic() > self.deadline:
+                break
+            others = chosen - {bucket}
+            shifted = [others | {near} for near in self._near(bucket) if near not in chosen]
+            best = min((s for s in shifted if self.affords(s)), key=self.score, default=chosen)
+            if self.score(best) < self.score(chosen) - WORTH / 10:
+                chosen = best
+        return chosen
+
+    def _near(self, bucket: Bucket) -> list[Bucket]:
+        """The candidates next to a bucket.
+
+        For its own and both adjacent row lengths, the two whose tokens are closest to the bucket's.
+        """
+        lengths = sorted({b.length for b in self.candidates})
+        place = lengths.index(bucket.length) if bucket.length in lengths else -1
+        neighbours = []
+        for length in lengths[max(place - 1, 0) : place + 2]:
+            rows = [b for b in self.candidates if b.length == length and b != bucket]
+            rows.sort(key=lambda b: abs(np.log(b.tokens / bucket.tokens)))
+            neighbours += rows[:2]
+        return neighbours
+
 
 TuningProgress = Callable[[str, int, int], object]  # step, number done, total number
 
@@ -80,40 +189,19 @@ class GridResult:
     predicted: Figures
     measured: Figures
 
-    @property
-    def compile_s(self) -> float:
-        """Seconds to compile all buckets with nothing cached."""
-        return sum(self.costs[bucket].compile_s for bucket in self.grid.buckets)
-
-    @property
-    def covering_s(self) -> float:
-        """Seconds to compile what a server with --warmup minimal needs to be ready."""
-        return sum(self.costs[bucket].compile_s for bucket in self.grid.covering)
-
-    @property
-    def temporary_bytes(self) -> int:
-        """Device memory that the largest bucket needs besides the parameters."""
-        return max(self.costs[bucket].temporary_bytes for bucket in self.grid.buckets)
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Tokens of the largest bucket."""
-        return max(bucket.tokens for bucket in self.grid.buckets)
-
-    @property
-    def slowest_ms(self) -> float:
-        """Milliseconds of the slowest bucket."""
-        return max(self.costs[bucket].ms for bucket in self.grid.buckets)
-
     def describe(self) -> dict[str, Any]:
         """The grid and its figures as values for JSON."""
+        buckets = self.grid.buckets
+        costs = [self.costs[bucket] for bucket in buckets]
         return {
-            "buckets": [[bucket.rows, bucket.length] for bucket in self.grid.buckets],
-            "max_batch_tokens": self.max_batch_tokens,
-            "compile_s": self.compile_s,
-            "covering_compile_s": self.covering_s,
-            "temporary_mb": self.temporary_bytes / 1e6,
-            "slowest_ms": self.slowest_ms,
+            "buckets": [[bucket.rows, bucket.length] for bucket in buckets],
+            "max_batch_tokens": max(bucket.tokens for bucket in buckets),
+            "compile_s": sum(cost.compile_s for cost in costs),  # with nothing cached
+            # of what a server with --warmup minimal needs to be ready
+            "covering_compile_s": sum(self.costs[one].compile_s for one in self.grid.covering),
+            # device memory of the largest bucket besides the parameters
+            "temporary_mb": max(cost.temporary_bytes for cost in costs) / 1e6,
+            "slowest_ms": max(cost.ms for cost in costs),
             "predicted": self.predicted.describe(),
             "measured": self.measured.describe(),
         }
@@ -152,13 +240,14 @@ class Tuning:
         Raises ConfigError if the file cannot be written.
         """
         side, plan = self.after if self.is_better else self.before, self.model.plan
+        largest = max(bucket.tokens for bucket in side.grid.buckets)
         costs = plan.cost_file
         assert costs is not None  # the null model, which has none, cannot be tuned
         timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
         file = {
             "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
             # no less than before, so that as many tokens may wait
-            "max_batch_tokens": max(side.max_batch_tokens // plan.shards, plan.max_batch_tokens),
+            "max_batch_tokens": max(largest // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
                 **tuned_for(self.model.spec, plan.devices, plan.dtype),
@@ -295,9 +384,8 @@ class _Tuner:
         kernels, limit = self.plan.kernels, self.plan.max_input_tokens
         if kernels.taken:  # kernels were tried in these rows only
             return sorted(in_use)
-        fitting = row_lengths(limit)
-        if kernels.joins:
-            fitting = row_lengths(max(limit, self.most_tokens // self.plan.shards))
+        joined = self.most_tokens // self.plan.shards
+        fitting = row_lengths(max(limit, joined) if kernels.joins else limit)
         if kernels.native:  # it has no attention for other lengths, which are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), limit)

@@ -318,14 +318,13 @@ def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
             "the checkpoint says to cut, and the reference does"
         )
     limit = flag or min(own, MOST_INPUT_TOKENS)
-    if spec.is_static:
-        if flag is not None:
-            raise ConfigError(
-                f"--max-input-length {flag}: the reference cuts static embeddings only as the "
-                "checkpoint says; leave it out"
-            )
-        return limit, config
-    return limit, config if limit == own else replace(config, max_input_tokens=limit)
+    if spec.is_static and flag is not None:
+        raise ConfigError(
+            f"--max-input-length {flag}: the reference cuts static embeddings only as the "
+            "checkpoint says; leave it out"
+        )
+    is_as_served = spec.is_static or limit == own
+    return limit, config if is_as_served else replace(config, max_input_tokens=limit)
 
 
 def _run(
