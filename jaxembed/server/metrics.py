@@ -51,8 +51,56 @@ class _AccessMetrics(Collector):
         self._keyring, self._audit = keyring, audit
 
     def collect(self) -> Iterable[Metric]:
-        if self._keyring is not None:
-            yield from _of_keys(self._keyring)
+        keyring = self._keyring
+        if keyring is not None:
+            quotas = keyring.quotas
+            yield _counter(
+                "jaxembed_key_requests",
+                "Requests that a key opened",
+                [({"key": one.name}, one.requests) for one in quotas],
+            )
+            yield _counter(
+                "jaxembed_key_tokens",
+                "Tokens of a key's requests that were answered",
+                [({"key": one.name}, one.tokens) for one in quotas],
+            )
+            yield _counter(
+                "jaxembed_key_refused",
+                "Requests refused because of what their key may use",
+                [
+                    ({"key": one.name, "reason": reason}, one.refused[reason])
+                    for one in quotas
+                    for reason in REFUSAL_REASONS
+                ],
+            )
+            waiting = GaugeMetricFamily(
+                "jaxembed_key_waiting_inputs",
+                "Inputs of a key admitted and not answered",
+                labels=["key"],
+            )
+            for one in quotas:
+                waiting.add_metric([one.name], one.waiting)
+            yield waiting
+            yield _counter(
+                "jaxembed_unknown_keys",
+                "Requests without a key, or with a wrong one",
+                [({}, keyring.unknown)],
+            )
+            yield _counter(
+                "jaxembed_key_file_reads",
+                "Times that the key file was read again, or could not be",
+                [({"result": "done"}, keyring.done), ({"result": "failed"}, keyring.failed)],
+            )
+            yield GaugeMetricFamily(
+                "jaxembed_key_file_ok",
+                "1 if the key file could be read the last time, 0 while earlier keys are in use",
+                value=float(keyring.is_current),
+            )
+            yield GaugeMetricFamily(
+                "jaxembed_key_file_read_at",
+                "When the keys in use were read, in seconds since 1970",
+                value=keyring.read_at,
+            )
         if self._audit is not None:
             yield _counter(
                 "jaxembed_audit_lines",
@@ -62,55 +110,6 @@ class _AccessMetrics(Collector):
                     ({"result": "lost"}, self._audit.lost),
                 ],
             )
-
-
-def _of_keys(keyring: Keyring) -> Iterable[Metric]:
-    quotas = keyring.quotas
-    yield _counter(
-        "jaxembed_key_requests",
-        "Requests that a key opened",
-        [({"key": one.name}, one.requests) for one in quotas],
-    )
-    yield _counter(
-        "jaxembed_key_tokens",
-        "Tokens of a key's requests that were answered",
-        [({"key": one.name}, one.tokens) for one in quotas],
-    )
-    yield _counter(
-        "jaxembed_key_refused",
-        "Requests refused because of what their key may use",
-        [
-            ({"key": one.name, "reason": reason}, one.refused[reason])
-            for one in quotas
-            for reason in REFUSAL_REASONS
-        ],
-    )
-    waiting = GaugeMetricFamily(
-        "jaxembed_key_waiting_inputs", "Inputs of a key admitted and not answered", labels=["key"]
-    )
-    for one in quotas:
-        waiting.add_metric([one.name], one.waiting)
-    yield waiting
-    yield _counter(
-        "jaxembed_unknown_keys",
-        "Requests without a key, or with a wrong one",
-        [({}, keyring.unknown)],
-    )
-    yield _counter(
-        "jaxembed_key_file_reads",
-        "Times that the key file was read again, or could not be",
-        [({"result": "done"}, keyring.done), ({"result": "failed"}, keyring.failed)],
-    )
-    yield GaugeMetricFamily(
-        "jaxembed_key_file_ok",
-        "1 if the key file could be read the last time, 0 while earlier keys are in use",
-        value=float(keyring.is_current),
-    )
-    yield GaugeMetricFamily(
-        "jaxembed_key_file_read_at",
-        "When the keys in use were read, in seconds since 1970",
-        value=keyring.read_at,
-    )
 
 
 def _counter(name: str, text: str, values: Iterable[tuple[Labels, int | float]]) -> Metric:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jaxembed.bulk import vector_file
+from jaxembed.bulk import vectors as vectors_module
 from jaxembed.bulk.sources import read_texts
 from jaxembed.bulk.vectors import embed_file
 from jaxembed.errors import ConfigError, EmptyInput, InvalidInput
@@ -92,7 +92,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path)
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
-    monkeypatch.setattr(vector_file, "ROWS_A_CALL", 32)  # several chunks at work at once
+    monkeypatch.setattr(vectors_module, "ROWS_A_CALL", 32)  # several chunks at work at once
     texts = [TEXTS[k % 4] for k in range(count)]
     out, steps = tmp_path / name, []
     assert embed_file(embedder, iter(texts), out, on_progress=steps.append) == count
@@ -129,7 +129,7 @@ def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("existing", [True, False])
 def test_a_failure_leaves_what_was_there(embedder, tmp_path, monkeypatch, name, existing):
-    monkeypatch.setattr(vector_file, "ROWS_A_CALL", 2)
+    monkeypatch.setattr(vectors_module, "ROWS_A_CALL", 2)
     out = tmp_path / name
     if existing:
         out.write_text("before")

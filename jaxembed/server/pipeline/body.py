@@ -1,5 +1,5 @@
-"""Reads a JSON body into a Struct, its inputs into `Input`s, and the bytes of their images, into which
-it does not look. Knows no route and no dialect."""
+"""Reads a JSON body into a Struct, its inputs into `Input`s, and the bytes of their images. Knows
+no route and no dialect."""
 
 import asyncio
 import contextlib
