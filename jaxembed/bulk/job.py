@@ -355,8 +355,7 @@ class Earlier:
             chosen = np.flatnonzero(groups == group)
             tables.append(self._read(group).take(pa.array(self._row_of[numbers[chosen]])))
             order.append(chosen)
-        back = np.argsort(np.concatenate(order))
-        table = pa.concat_tables(tables).take(pa.array(back))
+        table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
         return [table.column(name).combine_chunks() for name in self._names]
 
     def _read_group(self, group: int) -> Any:

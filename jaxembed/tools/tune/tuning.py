@@ -288,8 +288,7 @@ def tune(
     started_at = time.monotonic()
     lengths = lengths.cut(model.plan.max_input_tokens)
     tuner = _Tuner(model, lengths, budget, started_at, on_progress)
-    candidate = tuner.find()
-    before, after, comparison = tuner.tried(candidate)
+    before, after, comparison = tuner.tried(tuner.find())
     return Tuning(model, lengths, before, after, comparison, time.monotonic() - started_at)
 
 
