@@ -59,6 +59,7 @@ class Replica:
         self._forward = program.forward
         self._mesh = mesh_of(devices)
         self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
+        self.native_layout = native_layout
         self._twin = float32_twin
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)

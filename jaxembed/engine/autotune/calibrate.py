@@ -112,10 +112,12 @@ class Calibration:
     def _flops(self, *dtypes: DType) -> list[float]:
         """The rates of products on this CPU in FLOP/s: kept by an earlier run, or measured now, in
         turn."""
-        keys = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
+        keys: dict[DType, str] = {one: f"{device_id(self._device)}/{one}" for one in dtypes}
         kept = _kept(self._file)
-        unknown = [dtype for dtype in dtypes if dtype not in self._rates]
-        self._rates |= {d: Rate(kept[keys[d]], sure=True) for d in unknown if keys[d] in kept}
+        unknown: list[DType] = [dtype for dtype in dtypes if dtype not in self._rates]
+        for dtype in unknown:
+            if keys[dtype] in kept:
+                self._rates[dtype] = Rate(kept[keys[dtype]], sure=True)
         unknown = [dtype for dtype in unknown if dtype not in self._rates]
         rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
         for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
