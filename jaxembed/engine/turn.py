@@ -66,7 +66,6 @@ class DeviceTurn:
         self._changed_at = self._served_at = now()
         self._waiting: list[Claim] = []
         self._holding: list[Claim] = []
-        self._free = permits  # number of permits that no claim holds
         self._lock = threading.Lock()
 
     @classmethod
@@ -98,7 +97,6 @@ class DeviceTurn:
                 now = self._advance()
                 claim.took_s += self._shared_s
                 self._holding.remove(claim)
-                self._free += claim.permits
                 if claim.share is not None and claim.expected_s is not None:
                     self._served_at = now
                     # its seconds would include programs of other models, or time in which it hung
@@ -147,19 +145,18 @@ class DeviceTurn:
         itself, all could see another one in front and go on waiting. A claim for more permits than
         are free is not overtaken, or it might never get them, unless it is idle.
         """
-        while self._waiting and self._free:
+        while self._waiting and (free := self._free):
             if any(c.share is not None and c.expected_s is None for c in self._holding):
                 return
-            ready = [c for c in self._waiting if c.permits <= self._free or not c.idle]
+            ready = [c for c in self._waiting if c.permits <= free or not c.idle]
             if not ready:
                 return
             claim = ready[0] if len(ready) == 1 else max(ready, key=methodcaller("urgency"))
-            if claim.permits > self._free:
+            if claim.permits > free:
                 return
             self._advance()
             self._waiting.remove(claim)
             self._holding.append(claim)
-            self._free -= claim.permits
             claim.took_s = -self._shared_s
             if any(holder.share is not claim.share for holder in self._holding):
                 for holder in self._holding:
@@ -176,3 +173,8 @@ class DeviceTurn:
             self._shared_s += (now - self._changed_at) / len(self._holding)
         self._changed_at = now
         return now
+
+    @property
+    def _free(self) -> int:
+        """The number of permits that no claim holds."""
+        return self.permits - sum(claim.permits for claim in self._holding)
