@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 from conftest import tiny_spec
 
+from benchmarks.parameters import random_parameters
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import DenseLayer, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.models import (
-    position_limit,
-    program,
-    random_parameters,
-)
+from jaxembed.models import position_limit, program
 from jaxembed.models.layers import ACTIVATIONS
 from jaxembed.models.tokens import PackedTokens
 
