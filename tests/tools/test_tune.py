@@ -368,9 +368,9 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
     traffic = traffic_of(mix(8), vocabulary, full_tokens=100, seed=0)
     ran, run = set(), opened.workbench.run
 
-    def noted(bucket, *arguments):
+    def noted(bucket, *arguments, **options):
         ran.add(bucket)
-        return run(bucket, *arguments)
+        return run(bucket, *arguments, **options)
 
     monkeypatch.setattr(opened.workbench, "run", noted)
     for bucket in more.buckets:
