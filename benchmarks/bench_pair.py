@@ -69,9 +69,9 @@ class Watch:
         return count
 
     def _noting(self, name: str, run: Callable) -> Callable:
-        def noted(*arguments):
+        def noted(*arguments, **options):
             start = time.perf_counter()
-            answer = run(*arguments)
+            answer = run(*arguments, **options)
             self.runs.append((start, time.perf_counter(), name))
             return answer
 
