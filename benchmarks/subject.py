@@ -314,7 +314,6 @@ def replica(
 
 def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
     """The native kernels that a server would use for the model, if any."""
-
     folder = args.cache_dir or default_cache_dir()
     return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
 

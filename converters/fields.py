@@ -449,7 +449,7 @@ def layers_of_kind(hf: dict[str, Any], kind: str) -> list[int] | None:
     kinds, layers = hf.get("layer_types"), hf["num_hidden_layers"]
     if kinds is None:
         return None
-    if unknown := sorted({str(kind) for kind in kinds} - {GLOBAL_LAYER, LOCAL_LAYER}):
+    if unknown := sorted({*map(str, kinds)} - {GLOBAL_LAYER, LOCAL_LAYER}):
         raise UnsupportedModel(
             f"layer_types {', '.join(unknown)} are not supported; known: {GLOBAL_LAYER}, "
             f"{LOCAL_LAYER}"

@@ -143,7 +143,7 @@ class EngineUnderTest(Engine):
     """An engine of runners of ours; every bucket costs a tenth of a millisecond a token unless
     `costs` says otherwise, and outputs are one wide unless `widths` does."""
 
-    def __init__(self, runners: Iterable["SumRunner"], grid: BucketGrid, turns=None, **options):
+    def __init__(self, runners: Iterable[SumRunner], grid: BucketGrid, turns=None, **options):
         self.telemetry = Telemetry()
         runners = list(runners)
         turns = turns or [DeviceTurn() for _ in runners]

@@ -32,8 +32,8 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
     Raises UnsupportedModel for a pooling that is not supported.
     """
-    key = "classifier_pooling"
-    pooling = chosen(key, hf.get(key, "late"), POOLINGS_OF_CLASSES)
+    name = hf.get("classifier_pooling", "late")
+    pooling = chosen("classifier_pooling", name, POOLINGS_OF_CLASSES)
     return two_layers(
         hf["hidden_size"], labels, "dense", "classifier", activation="gelu", pooling=pooling
     )

@@ -39,8 +39,8 @@ FEED_FORWARDS: dict[str, tuple[Activation, str, bool]] = {
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Read the fields of T5Config from a config.json."""
     require(hf, REQUIRED)
-    key = "feed_forward_proj"
-    activation, dense_act_fn, gated = chosen(key, hf.get(key, "relu"), FEED_FORWARDS)
+    name = hf.get("feed_forward_proj", "relu")
+    activation, dense_act_fn, gated = chosen("feed_forward_proj", name, FEED_FORWARDS)
     # transformers 5 writes what follows from feed_forward_proj, and believes what it reads
     follows = {"dense_act_fn": (dense_act_fn,), "is_gated_act": (gated,)}
     refuse_unless(hf, {"is_decoder": (False,), **follows})

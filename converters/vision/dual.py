@@ -157,7 +157,7 @@ class _Source:
 def is_dual(source: Path) -> bool:
     """Whether a directory holds a model of texts and images."""
     hf = read_optional_json(source / folder_of(source) / "config.json")
-    return hf.get("model_type") in list(CLASSES)
+    return hf.get("model_type") in list(CLASSES)  # a list: it may be of any type
 
 
 def refuse_options(source: Path, options: Options) -> None:

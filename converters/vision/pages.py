@@ -41,7 +41,8 @@ SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with whi
 
 def is_pages(source: Path) -> bool:
     """Whether a directory holds a model that reads pages."""
-    return read_optional_json(source / "config.json").get("model_type") in list(CLASSES)
+    hf = read_optional_json(source / "config.json")
+    return hf.get("model_type") in list(CLASSES)  # a list: it may be of any type
 
 
 def refuse_adapter(folder: Path, base: str) -> None:

@@ -61,8 +61,8 @@ class LocalFolder:
 
 
 class StoreFolder:
-    """A LocalFolder's like in an object store. A file is uploaded under its own name, and seen when
-    it is whole."""
+    """A folder in an object store, with the methods of LocalFolder. A file is uploaded under its
+    own name, and seen when it is whole."""
 
     def __init__(self, url: str):
         self._url = url

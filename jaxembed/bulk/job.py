@@ -131,7 +131,8 @@ class PartWriter:
         """Leave nothing of it."""
         with suppress(OSError), self._stack:
             self._writer.close()
-            raise InterruptedError  # so that the unfinished file does not take its name
+            # an OSError, which is suppressed; so the unfinished file does not take its name
+            raise InterruptedError
 
     def _flush(self) -> None:
         if self._waiting:

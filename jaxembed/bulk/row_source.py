@@ -1,5 +1,5 @@
-"""What the rows of a job hold, texts or images: the kind of an input is its RowSource. And the rows
-of files, as many at a time as asked for, across the blocks that readers give."""
+"""RowSource: what the rows of a job hold, texts or images, and how they are read and embedded.
+RowStream: the rows of some files, as many at a time as asked for."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -33,7 +33,6 @@ ROWS_A_CALL = 1024
 MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token
 DIGEST_BYTES = 16
 IMAGE_BYTES_AT_A_TIME = 64 * 2**20
-
 
 RowInputs = tuple[Any, ...]  # what is computed of one row: its texts, or its image
 

@@ -1,4 +1,4 @@
-"""Describes where a model comes from, and how it is converted. Reads nothing."""
+"""Describes where a model comes from, and how it is converted. Opens no file."""
 
 import re
 from collections.abc import Mapping
@@ -103,8 +103,6 @@ class ModelSource:
 def adapter_folders(given: object) -> dict[str, Path]:
     """The folders of adapters by name, as a caller gave them. Raises CheckpointError for names that
     no request could have, and for what is no folder's path."""
-    if given is None:
-        return {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"adapters are {given!r}, wanted folders by the names of adapters")
     for name, folder in given.items():

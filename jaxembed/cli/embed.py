@@ -217,8 +217,10 @@ def _row_source(
         if _is_given(name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} is for PDF files, and the inputs are files of rows")
-    source = TextRows((text_column,)) if image_column is None else ImageColumn((image_column,))
-    source.files(inputs)
+    if image_column is None:
+        return TextRows((text_column,))
+    source = ImageColumn((image_column,))
+    source.files(inputs)  # refuses without the extra `images`
     return source
 
 

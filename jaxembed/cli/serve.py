@@ -87,8 +87,8 @@ def serve_command(
         try:  # those already loaded compile meanwhile
             loaded.append(load_model(one, flags, capacity=capacity, wait=False))
         except JaxembedError as error:
-            for embedder in loaded:
-                embedder.close(timeout_s=0.0)
+            for other in loaded:
+                other.close(timeout_s=0.0)
             if len(models) == 1:
                 raise
             raise ConfigError(f"{one} cannot be served: {error}") from error

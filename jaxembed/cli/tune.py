@@ -90,9 +90,8 @@ def tune_command(
     from jaxembed.tools.tune.cost import load_measured
     from jaxembed.tools.tune.tuning import Budget, tune
 
-    check_output(
-        output, "--output", [".json"]
-    )  # here and below: report what cannot be read or written before loading
+    # here and below: report what cannot be read or written before loading
+    check_output(output, "--output", [".json"])
     if picture is not None:
         report.check_picture(picture)
     texts = counted = None

@@ -46,7 +46,8 @@ class KeywordOptions:
         keywords = [one.name for one in (*own, *options) if one.kind is one.KEYWORD_ONLY]
 
         def check(given: dict[str, Any]) -> None:
-            if unknown := next((one for one in given if one not in allowed), None):
+            unknown = next((one for one in given if one not in allowed), None)
+            if unknown is not None:
                 similar = get_close_matches(unknown, allowed, 1)
                 hint = f"; did you mean `{similar[0]}`?" if similar else "."
                 raise TypeError(

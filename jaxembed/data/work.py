@@ -140,7 +140,12 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
         fillers = _joined([part.lengths - part.own_tokens for part in parts])
     names = {"ids", *(name for part in parts for name in part.planes)}
     planes = {
-        name: _joined([part.planes.get(name, np.zeros(part.tokens, np.int32)) for part in parts])
+        name: _joined(
+            [
+                part.planes[name] if name in part.planes else np.zeros(part.tokens, np.int32)
+                for part in parts
+            ]
+        )
         for name in PLANES
         if name in names
     }

@@ -260,8 +260,9 @@ class Permit:
 
     def settle(self, tokens: int) -> None:
         """Charge the request for the tokens that its answer says it had, and no others."""
-        with self._admission.capacity.lock:
-            self._charge(tokens, answered=tokens)
+        if self.held.account is not None:
+            with self._admission.capacity.lock:
+                self._charge(tokens, answered=tokens)
 
     def release(self) -> None:
         """Stop counting the request: it is answered, or nobody waits for it."""
@@ -271,7 +272,8 @@ class Permit:
                 self.held.charge(-self.held.bytes)
 
     def _count(self, cost: Cost, *, charges: bool = True) -> None:
-        """Replace the cost counted so far by this one, and the tokens charged so far by its."""
+        """Replace the cost counted so far by this one. With `charges` its tokens also replace those
+        charged so far."""
         admission, capacity = self._admission, self._admission.capacity
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost

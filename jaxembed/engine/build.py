@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -318,10 +318,12 @@ def seats_of(
     ]
 
 
-@cache
+_turns: dict[Device, DeviceTurn] = {}  # `cache` could give two to threads that ask at once
+
+
 def turn_of(device: Device) -> DeviceTurn:
     """The turn of a device. The engines of all models in this process share it."""
-    return DeviceTurn.for_platform(device.platform)
+    return _turns.setdefault(device, DeviceTurn.for_platform(device.platform))
 
 
 def _float32_twin(plan: Plan) -> Bucket | None:
@@ -339,8 +341,9 @@ def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, in
     """The largest number of tokens of an input, and that of a batch on one device.
 
     An input may have as many as the user says, or else the model, and as the longest row of the
-    default grid, to which the model's limit is shortened with a warning. With --buckets it is not:
-    the grid file is checked elsewhere, and holds the longest input of a budget that is not set.
+    default grid, to which the model's limit is shortened with a warning. With --buckets the grid
+    file decides, which is checked elsewhere; a batch without a set budget then has room for the
+    longest input.
     Raises ConfigError if the user's limit exceeds the positions of the model, or that row.
     """
     positions = position_limit(spec)

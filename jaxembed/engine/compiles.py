@@ -123,7 +123,7 @@ def replace_unreadable_programs(folder: Path) -> None:
         elif first.acquire(blocking=False):  # never released, so that it is done and logged once
             removed = 0
             for path in list(folder.glob("*-cache")):
-                try:  # all programs are removed if JAX uses zstandard, if installed
+                try:  # of those that JAX writes with zstandard, where it is installed, none is kept
                     zlib.decompress(path.read_bytes())
                 except (OSError, zlib.error):
                     path.unlink(missing_ok=True)

@@ -165,7 +165,8 @@ class Engine:
         self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
-        self._closing = self._is_traced = False  # whether any request is traced
+        self._closing = False
+        self._is_traced = False  # whether any request was traced
         self._lock = threading.RLock()
         self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # idle threads
         self.warmup = Warmup(
@@ -261,8 +262,9 @@ class Engine:
 
     def snapshot(self) -> EngineState:
         """The state of the engine at this moment."""
-        calls, now = self._watchdog.calls, time.monotonic()
+        calls = self._watchdog.calls
         with self._lock:
+            now = time.monotonic()
             lanes: dict[Priority, LaneState] = {
                 name: LaneState(lane.inputs, lane.tokens, self._lanes.oldest_s(lane, now))
                 for name, lane in self._lanes.lanes.items()
@@ -333,7 +335,7 @@ class Engine:
                 raise BackendError("the engine is closed")
             if self.warmup.error is not None:
                 raise BackendError(NOT_COMPILED)
-            if all(seat.turn.stuck for seat in self.seats):
+            if self.stuck:
                 raise DeviceStuck
             if ticket.entries:
                 self._lanes.add(ticket, priority)

@@ -329,9 +329,8 @@ class Lanes:
             for flow in served:
                 if not flow.inputs:
                     del self._flows[flow.ticket]
-            for (
-                entry
-            ) in batch.entries:  # last, so that `clear` still finds them after an error here
+            # last, so that `clear` still finds them after an error here
+            for entry in batch.entries:
                 del self._waiting[entry.key]
             return batch
         return None

@@ -53,9 +53,9 @@ class Ticket:
         ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
         pixels = work.planes.get("pixels")
         spans = bounds.tolist()
-        fillers = repeat(0) if work.fillers is None else work.fillers.tolist()
-        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=False)
         count = len(work.lengths)
+        fillers = repeat(0, count) if work.fillers is None else work.fillers.tolist()
+        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=True)
         self.work = work
         self.trace = trace
         self.values = empty_result(work, widths)

@@ -198,7 +198,7 @@ class BertLayer(nnx.Module):
             native.takes_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
         )
         takes = takes_up and native.takes_mlp(hidden, out[0], up[0], down[0])
-        if takes and self.residual_norm is None and is_native("mlp"):  # all that follows attention
+        if takes and self.residual_norm is None and is_native("mlp"):  # it does all that follows
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,

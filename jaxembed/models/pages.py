@@ -53,7 +53,7 @@ class Pages(Qwen3):
             seen = replace(
                 tokens,
                 segments=jnp.where(is_patch, tokens.segments, 0),
-                pixels=jnp.where(is_patch[:, :, None], tokens.pixels, 0.0),
+                pixels=jnp.where(at_patch, tokens.pixels, 0.0),
             )
             return jnp.where(at_patch, self.image(seen), words)
 

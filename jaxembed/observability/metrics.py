@@ -80,7 +80,7 @@ class BulkHistogram(Collector):
     """A histogram that counts values when it has many of them, or when it is read: counting each
     one as it comes takes 2 us."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[int | float] | np.ndarray):
+    def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
         """`bounds` are the upper bounds of its buckets, in rising order and without infinity."""
         self.name, self._text = name, text
         self._bounds = np.append(bounds, math.inf)
@@ -98,9 +98,10 @@ class BulkHistogram(Collector):
 
     def observe_many(self, values: Sequence[float]) -> None:
         """Add several values."""
-        self._kept.extend(values)
-        if len(self._kept) >= MOST_KEPT:
-            self._count_kept()
+        if len(self._kept) + len(values) < MOST_KEPT:
+            self._kept.extend(values)
+        else:
+            self._count_kept(values)
 
     def totals(self) -> tuple[int, float]:
         """The number of values and their sum."""
@@ -114,13 +115,17 @@ class BulkHistogram(Collector):
         family.samples.append(Sample(f"{self.name}_created", {}, self._created_at))
         return [family]
 
-    def _count_kept(self) -> tuple[np.ndarray, float]:
-        """Count the values kept, and return how many values each bucket has, and their sum."""
+    def _count_kept(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
+        """Count the values kept and some more, and return how many values each bucket has, and
+        their sum."""
         with self._lock:
-            values = _taken(self._kept)
-            np.add.at(self._counts, np.searchsorted(self._bounds, values, side="left"), 1)
+            values = [*_taken(self._kept), *more]
+            np.add.at(self._counts, self._buckets_of(values), 1)
             self._sum += sum(values)
             return self._counts.copy(), self._sum
+
+    def _buckets_of(self, values: list[float]) -> np.ndarray:
+        return np.searchsorted(self._bounds, values, side="left")
 
 
 def _taken(kept: deque[Observed]) -> list[Observed]:
@@ -180,7 +185,11 @@ class InputSeries(Collector):
         self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
     ) -> None:
         """Add answered inputs, which took the same time to tokenize."""
-        self._kept.extend(zip([tokenization_s] * len(queue_s), queue_s, inference_s, strict=True))
+        columns = [tokenization_s] * len(queue_s), queue_s, inference_s
+        if len(queue_s) >= MOST_KEPT:
+            self._count(*columns)
+            return
+        self._kept.extend(zip(*columns, strict=True))
         if len(self._kept) >= MOST_KEPT:
             self._count_kept()
 
@@ -188,9 +197,12 @@ class InputSeries(Collector):
         with self._lock:
             rows = _taken(self._kept)
         if rows:
-            for stage, seconds in zip(self._stages, zip(*rows, strict=True), strict=True):
-                stage.observe_many(seconds)
-            self._total.observe_many(list(map(sum, rows)))
+            self._count(*zip(*rows, strict=True))
+
+    def _count(self, *columns: Sequence[float]) -> None:
+        for stage, seconds in zip(self._stages, columns, strict=True):
+            stage.observe_many(seconds)
+        self._total.observe_many(list(map(sum, zip(*columns, strict=True))))
 
     def collect(self) -> Iterable[Metric]:
         """All series with the inputs observed until now."""
@@ -206,19 +218,24 @@ class LengthCounts(BulkHistogram):
     """
 
     def __init__(self, most: int):
-        super().__init__("jaxembed_input_tokens", INPUT_LENGTH, np.arange(most))
+        super().__init__("jaxembed_input_tokens", INPUT_LENGTH, ())
+        self._counts = np.zeros(most + 1, np.int64)  # longer inputs count as those of `most` tokens
+
+    def _buckets_of(self, values: list[float]) -> np.ndarray:
+        return np.minimum(values, len(self._counts) - 1).astype(np.int64)
 
     def collect(self) -> Iterable[Metric]:
         """The counts as the histograms of TEI and of ours."""
-        counts, total = self._count_kept()
+        counts, _ = self._count_kept()
         most, upto = len(counts) - 1, np.cumsum(counts)
+        total = float(counts @ np.arange(most + 1))
         powers = [power for power in POWERS[:20] if power <= most]
         for name, bounds in (
             ("te_request_input_length", powers),
             (self.name, row_lengths(most)),
         ):
             yield _histogram_of(
-                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], float(total)
+                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], total
             )
 
 

@@ -196,7 +196,7 @@ class TextProcessor:
         prompted = ((rules.prompt + text.text)[cut] for text in texts)
         read = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
         encoded = zip(texts, read, strict=True)
-        has_spans = rules.prompt and not self._spec.include_prompt
+        has_spans = self._has_spans(rules)
         if self._has_whole_texts and not has_spans and len(texts) == len(inputs):
             # Texts that are ids alone and pooled whole: faster together than one by one.
             special, longest = self._special_ids, most - len(rules.prompt)
@@ -281,7 +281,7 @@ class TextProcessor:
         prompt = rules.prompt
         room = limit - len(before) - len(after)
         division = self._division(room, (prompt, ""), rules, with_query=False)
-        has_spans = rules.prompt and not self._spec.include_prompt
+        has_spans = self._has_spans(rules)
         parts: list[Divided] = []
         encodings: list[Encoding] = []
         try:
@@ -304,7 +304,7 @@ class TextProcessor:
         """Tokenize texts whose chunks are pooled one by one, at most `slots` in a sequence. A text
         over the limit is run in windows where `truncate` is on. Raises what `encode` does, and
         InvalidChunk."""
-        has_spans = rules.prompt and not self._spec.include_prompt
+        has_spans = self._has_spans(rules)
         late = Late(
             self._tokenizer,
             rules.prompt,
@@ -457,12 +457,16 @@ class TextProcessor:
         if self._has_types:
             types = self._within(np.array(encoding.type_ids, np.int32), self.limit, rules.side)
         spans = None
-        if rules.prompt and not self._spec.include_prompt:
+        if self._has_spans(rules):
             spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
         fillers = 0
         if self._spec.filled is not None:
             ids, fillers = _filled(ids, self._spec.filled)
         return Encoding(ids, types, spans, fillers), is_cut
+
+    def _has_spans(self, rules: Rules) -> bool:
+        """Whether texts are pooled without their prompt."""
+        return bool(rules.prompt) and not self._spec.include_prompt
 
     def _checked_words(self, ids: np.ndarray) -> np.ndarray:
         """The ids of a text without the one that the model drops. Raises InvalidInput for the token

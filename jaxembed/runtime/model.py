@@ -114,7 +114,6 @@ class LoadedModel(Dispatcher):
         )
         runners = {route: one.runner for route, one in self.routes.items()}
         super().__init__(runners, admission)
-        self.draining = False
         self.telemetry.show_compiles(compile_events())
         self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
@@ -255,15 +254,18 @@ class LoadedModel(Dispatcher):
             outputs: frozenset[OutputName] = frozenset({one.spec.primary})
             self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
 
+    @property
+    def draining(self) -> bool:
+        """Whether no further request is admitted."""
+        return self.admission.draining
+
     def drain(self) -> None:
         """Admit no further request."""
-        self.draining = True
         self.admission.drain()
 
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish what is queued, stop the threads, and free the parameters and programs, whoever
         still refers to the model."""
-        self.draining = True
         for one in self.routes.values():
             one.runner.close()
         self.admission.close()

@@ -60,20 +60,20 @@ class Access:
     async def begin(self) -> Response | None:
         """Name the request, and refuse it or answer it at once if its head says so: what RFC 9112
         forbids and the libraries let pass, a browser's question before it sends a key, and what
-        `_check_key` refuses. Raises BadRequest."""
+        `_check_key` refuses. Raises BadRequest, and as `_check_key`."""
         if self._service.audit is not None:
             g.started_at = time.monotonic()
             open_account(None)
         name_request()
         headers = request.headers
         host = headers.get("host", "")
-        if HOST.fullmatch(host) is None:  # section 3.2
+        if HOST.fullmatch(host) is None:  # RFC 9112, section 3.2
             raise BadRequest(
                 f"`Host` must be a name or an address, and may have a port after a colon; got "
                 f"`{host[:LONGEST_HOST]}`"
             )
-        # Section 6.3: proxies disagree about which counts, so that a part of the body may pass for
-        # another client's request.
+        # RFC 9112, section 6.3: proxies disagree about which counts, so that a part of the body may
+        # pass for another client's request.
         if "content-length" in headers and "transfer-encoding" in headers:
             g.closes = True
             raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")

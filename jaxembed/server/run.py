@@ -1,5 +1,5 @@
-"""Runs the app on Hypercorn until a signal, then drains, and tells a supervisor such as systemd, by
-the protocol of sd_notify. Knows sockets and signals, but no routes.
+"""Runs the app on Hypercorn until a signal, then drains. Tells a supervisor such as systemd what
+the server does, by the protocol of sd_notify. Knows sockets and signals, but no routes.
 
 To drain is to refuse new requests while those already admitted are answered. Then the server closes
 its connections. A watchdog ends the process if anything keeps it running too long.

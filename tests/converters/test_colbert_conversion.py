@@ -132,9 +132,6 @@ def head_of(spec: ModelSpec) -> PerToken:
     return spec.head
 
 
-PROJECTION = DenseLayer(HIDDEN, WIDTH, bias=False, activation="identity")
-
-
 def stanford(folder: Path, **metadata: Any) -> None:
     write_stanford(folder, {"query_maxlen": 9, "dim": WIDTH} | metadata)
 

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import jax
 import numpy as np
 import pytest
+from fakes import WAIT_S
 
 from jaxembed.engine.compiles import NICENESS, _work, compile_lowered
 
@@ -47,7 +48,7 @@ def test_in_a_process_of_lower_priority_threads_keep_that():
         _work(queue)  # which never ends
 
     threading.Thread(target=work, daemon=True).start()
-    assert compiled.result(10.0).niceness == 19
+    assert compiled.result(WAIT_S).niceness == 19
 
 
 IN_A_PROCESS = """

@@ -7,9 +7,10 @@ import httpx
 import numpy as np
 import psutil
 import pytest
-from conftest import random_parameters, tiny_spec, word_tokenizer
+from conftest import tiny_spec, word_tokenizer
 from live_server import served
 
+from benchmarks.parameters import random_parameters
 from jaxembed.checkpoints import checkpoint
 
 pytestmark = pytest.mark.slow

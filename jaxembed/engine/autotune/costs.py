@@ -119,7 +119,7 @@ class BucketCosts:
             timings, failures = self._timings.get(bucket, []), self._failures[bucket]
             if failures >= MOST_FAILURES or len(timings) >= TIMINGS or sum(timings) >= TIMED_MS:
                 continue
-            if timings or self.usable[bucket] / self.drift <= LONG_RUN_MS:
+            if timings or self._ms_of(bucket) <= LONG_RUN_MS:
                 untimed.append((failures, len(timings), bucket.tokens, bucket))
         return min(untimed, key=lambda one: one[:3])[3] if untimed else None
 

@@ -38,9 +38,9 @@ class Warmup:
         """Prepare `workers` threads; `start` starts them.
 
         `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the length
-        of the oldest waiting sequence that no compiled bucket holds, or None: its bucket is next.
-        With `full`, every bucket must be compiled to be ready, otherwise only the
-        covering ones. `idle_s` returns for how long the device has been idle: once the model is
+        of the oldest waiting sequence that no compiled bucket holds, or None; a bucket that holds
+        it is compiled next. With `full`, every bucket must be compiled to be ready, otherwise only
+        the covering ones. `idle_s` returns for how long the device has been idle: once the model is
         ready and in use, a single thread continues, with pauses. `on_progress` is called with the
         number of buckets done and the total, `on_failure` with the error of a required bucket, and
         `on_finish` when all are done.
@@ -141,8 +141,6 @@ class Warmup:
         a required one. Report the progress, and the end after the last."""
         name, total = self._name, self._total
         with self._lock:
-            self._done += 1
-            done = self._done
             if error is None:
                 self.compiled.append(bucket)
             compiled = len(self.compiled)
@@ -163,6 +161,9 @@ class Warmup:
         if became_ready:
             logger.info("%s: ready: %d of %d buckets in %.1f s", name, compiled, total, elapsed)
             self._ready.set()
+        with self._lock:  # last: who counts the last bucket reports the end
+            self._done += 1
+            done = self._done
         try:
             self._on_progress(done, total)
         except Exception:  # a progress bar on a closed terminal must not stop the compilation

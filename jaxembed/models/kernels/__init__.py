@@ -2,7 +2,7 @@
 
 XLA's own attention is `attention.by_xla`; these stand in for it where a probe has found them right
 and faster. None is imported before it is looked for. None takes a bias or a soft cap: models with
-either use XLA's in all layers.
+either use XLA's in all layers. And what kernels need to know of segments: where they start and end.
 """
 
 from collections.abc import Callable

@@ -152,7 +152,8 @@ def linear(
     bias: Float[Array, " width"] | None,
     end: str = "linear",
     *,
-    norm: tuple[Array, Array, Array, float] | None = None,
+    norm: tuple[Float[Array, "... out"], Float[Array, " out"], Float[Array, " out"], float]
+    | None = None,
     dtype: str = "float32",
     adapters: AdapterOperands | None = None,
 ) -> Float[Array, "... out"]:

@@ -85,7 +85,9 @@ def load_library(cache_dir: Path) -> None:
     global _library, _build
     reasons: list[str] = []
     with _loading:
-        for build in () if _library is not None else _runnable():  # the fastest first
+        if _library is not None:
+            return
+        for build in _runnable():  # the fastest first
             try:
                 library = _opened(build, cache_dir)
                 if library.jaxembed_prepare():
@@ -98,11 +100,10 @@ def load_library(cache_dir: Path) -> None:
             else:
                 _library, _build = library, build
                 return
-        if _library is None:
-            raise Unavailable(
-                "; ".join(dict.fromkeys(reasons))
-                or "this CPU has no AVX512_BF16, or the system does not say so"
-            )
+        raise Unavailable(
+            "; ".join(dict.fromkeys(reasons))
+            or "this CPU has no AVX512_BF16, or the system does not say so"
+        )
 
 
 def load_means(cache_dir: Path) -> NativeMeans:

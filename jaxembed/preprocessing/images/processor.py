@@ -46,7 +46,7 @@ class ImageProcessor:
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
         """Decode and resize images in the calling thread. Raises InvalidImage for the first at
         fault, and InvalidInput for an input that is none."""
-        held = [0] * len(inputs)  # of those at fault, whose turn comes after those before them
+        held = [0] * len(inputs)  # bytes; of an input at fault none: it is refused in its turn
         for number, item in enumerate(inputs):
             with suppress(InvalidInput):
                 held[number] = self._bytes(item) if isinstance(item, Image) else 0

@@ -234,9 +234,11 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
         reason = "the device multiplies bfloat16 natively"
     else:
         reason = "bfloat16 is not faster on this device"
-    multiplies_bfloat16 = has_avx512_bf16() if plan.platform == "cpu" else False
-    if plan.platform != "cpu" and plan.devices:
-        multiplies_bfloat16 = Calibration(plan.devices[0]).native_dtype() == "bfloat16"
+    if plan.platform == "cpu":
+        multiplies_bfloat16 = has_avx512_bf16()
+    else:
+        native = Calibration(plan.devices[0]).native_dtype() if plan.devices else None
+        multiplies_bfloat16 = native == "bfloat16"
     return DeviceFacts(
         name=plan.device_name,
         platform=plan.platform,

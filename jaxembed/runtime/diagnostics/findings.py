@@ -41,7 +41,7 @@ QUEUE_FLAGS = {
 }
 
 
-Setup = Facts | LocalFacts  # of which the rules before traffic read what both have
+Setup = Facts | LocalFacts  # rules that need no traffic read what both have
 
 
 def findings_of(facts: Facts) -> list[Finding]:

@@ -1,5 +1,5 @@
 """The steps of every request that a model runs, after `Meter.find` has found the model: accept the
-inputs and work out what is meant, and run it. `Meter.answer` makes the response."""
+inputs and work out what is meant, and run it. `Meter.answer` times and counts the response."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -349,7 +349,9 @@ def read_inputs(
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", "int")
-        source = item.source if isinstance(item, MediaObject | TypedInput) else item
+        source: Any = item  # most are texts
+        if not isinstance(item, str) and isinstance(item, (MediaObject, TypedInput)):
+            source = item.source
         if are_images and isinstance(source, str):
             source = ImageSource(source)
         if not (source.text if isinstance(source, ImageSource) else source):

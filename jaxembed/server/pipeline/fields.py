@@ -188,7 +188,7 @@ def _shown(value: object) -> str:
 
 def agreed(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
     """For each group of fields that mean the same to different clients their one value; None where
-    all are unset, which a number of 0 is too.
+    all are unset; a number of 0 counts as unset.
 
     Raises InvalidInput if they differ.
     """

@@ -99,8 +99,8 @@ ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "te
 class Route:
     """The bodies of a handler's requests and responses.
 
-    `response` is a type for JSON, a media type for anything else, or None. Of several types a body
-    has one: msgspec has no union of Structs without a tag.
+    `response` is a type for JSON, a media type for anything else, or None. A tuple lists the
+    types of which a body has one: msgspec has no union of Structs without a tag.
     """
 
     endpoint: str  # `<blueprint>.<handler>`; the handler's decorators have the paths

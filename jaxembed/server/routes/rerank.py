@@ -248,7 +248,7 @@ def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
 
 
-def json_ranks(
+async def json_ranks(
     answer: Scores,
     item: Callable[[int, Any], dict],
     texts: Sequence[str] | None = None,
@@ -265,10 +265,11 @@ def json_ranks(
     def items(start: int, stop: int) -> list[dict]:
         return [item(i, found[i]) for i in order[start:stop]]
 
-    return json_items(len(order), object_width(texts or ()), items)
+    async for part in json_items(len(order), object_width(texts or ()), items):
+        yield part
 
 
-def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
+async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
     """The inside of a JSON list: for each input the list of its labels, best first."""
     found, labels = answer.shown(raw_scores), answer.labels
 
@@ -278,7 +279,8 @@ def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIt
             for i in range(start, stop)
         ]
 
-    return json_items(len(found), OBJECT_WIDTH * len(labels), items)
+    async for part in json_items(len(found), OBJECT_WIDTH * len(labels), items):
+        yield part
 
 
 class ClassifyRequest(ModelRequest, kw_only=True):

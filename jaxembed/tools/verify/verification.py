@@ -223,9 +223,9 @@ def verify_model(
 ) -> Verification:
     """Compare a model with sentence-transformers, on our texts and on `texts`.
 
-    `on_progress` is called while buckets compile, with the number done and the
-    total. Only one model is in memory at a time. Raises ConfigError or CheckpointError if the
-    comparison is not possible.
+    `on_progress` is called while buckets compile, with the number done and the total. Only one
+    model is in memory at a time. Raises ConfigError or CheckpointError if the comparison is not
+    possible.
     """
     started = time.monotonic()
     check_installed()
