@@ -103,6 +103,8 @@ class ModelSource:
 def adapter_folders(given: object) -> dict[str, Path]:
     """The folders of adapters by name, as a caller gave them. Raises CheckpointError for names that
     no request could have, and for what is no folder's path."""
+    if given is None:
+        return {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"adapters are {given!r}, wanted folders by the names of adapters")
     for name, folder in given.items():
