@@ -88,7 +88,7 @@ def apart(pair: Pair, lengths: list[int]) -> tuple[float, float]:
     return max(of_hidden), max(of_logits)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("pooling", [pytest.param("cls", marks=pytest.mark.slow), "mean"])
 def test_ragged_packed_rows_agree_below_and_beyond_the_window(pooling, pair_of, note):
     pair = pair_of(4, 2048, classifier_pooling=pooling)
     hidden, logits = apart(pair, LENGTHS)

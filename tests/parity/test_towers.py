@@ -224,7 +224,9 @@ SIZES: dict[tuple[str, str], dict[str, Any]] = {
 }
 # Towers of which the first layers are a size too, the tower differing from it by its depth alone.
 DEEP = {
+    ("mpnet", "768x12"): 2,
     ("nomic_bert", "768x12"): 2,
+    ("gte", "768x12"): 2,
     ("jina_bert_code", "768x12"): 2,
     ("deberta", "768x12"): 2,
     ("eurobert", "768x12"): 2,

@@ -54,7 +54,7 @@ class ServedModel(msgspec.Struct):
     stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
     parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
     object: Literal["model"] = "model"
-    owned_by: str | msgspec.UnsetType = msgspec.UNSET
+    owned_by: str | msgspec.UnsetType = "jaxembed"
 
 
 class ModelList(msgspec.Struct):
