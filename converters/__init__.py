@@ -1,4 +1,4 @@
-"""Converts a Hugging Face directory to a checkpoint. Uses no network and runs no model code."""
+"""Converts a Hugging Face directory to a checkpoint, without network and without model code."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,15 +38,15 @@ def convert(
     splade: bool = False,
     progress: ConversionProgress = show_progress,
 ) -> ModelSpec:
-    """Convert the model in the directory `source` to a checkpoint at `out`, and return its spec; of
-    a model with several routes that of the main one.
+    """Convert the model in the directory `source` to a checkpoint at `out`, and return the spec of
+    its main route.
 
-    `name` and `revision` are noted in the checkpoint as its source. `dense_path` is the folder of a
-    Dense module to use instead of the one in modules.json. `adapters` are folders of low-rank
+    `name` and `revision` are stored in the checkpoint as its source. `dense_path` is the folder of
+    a Dense module that replaces the one in modules.json. `adapters` are folders of low-rank
     adapters by the names that they get. With `splade` a masked language model without modules.json
-    becomes a sparse encoder. `progress` yields the steps that it is given. Raises UnsupportedModel
-    for a model that we cannot run, ConversionError for tensors that do not fit, and CheckpointError
-    for other problems; then nothing is written.
+    becomes a sparse encoder. `progress` gets the steps and yields them, to show progress. Raises
+    UnsupportedModel for a model that jaxembed cannot run, ConversionError for tensors that do not
+    fit, and CheckpointError for other problems; then nothing is written.
     """
     checkpoint.refuse_occupied(out)
     routes, default = outline_routes(
@@ -72,12 +72,12 @@ def outline_routes(
     adapters: Mapping[str, str | Path] | None = None,
     splade: bool = False,
 ) -> tuple[dict[str, Outline], str | None]:
-    """Describe the checkpoint that `convert` would write, without reading weights: each route and
-    the name of the default one, as in `Routes`.
+    """Describe the checkpoint that `convert` would write, without reading weights. Return the
+    outline of each route, and the name of the default route or None, as in `Routes`.
 
-    The weights need not be in `source`, except static embeddings, which nothing else describes, but
-    those of adapters in their folders. The arguments and the errors are those of `convert`, except
-    errors of the weights.
+    `source` needs no weights, except static embeddings, whose shape no config has; the folders of
+    adapters need theirs. The arguments are those of `convert`, and so are the errors, except those
+    for weights.
     """
     try:
         if not source.is_dir():
@@ -95,18 +95,18 @@ def outline_routes(
 
 
 def outline(source: Path, **options: Any) -> Outline:
-    """Describe a model of one route, as `outline_routes` does."""
+    """Describe a model that has one route, as `outline_routes` does; `options` are its options."""
     (model,) = outline_routes(source, **options)[0].values()
     return model
 
 
 def weight_folders(source: Path, dense_path: str | None = None) -> list[str]:
-    """The folders within the source that hold weights; needs only its JSON files."""
+    """Return the folders within `source` that hold weights. Reads only JSON files."""
     return _reader_of(source).weight_folders(source, dense_path)
 
 
 def folders_read(source: Path) -> list[str]:
-    """The folders of which `outline_routes` needs the weights: those of static models. Needs only
+    """Return the folders whose weights `outline_routes` reads: those of static models. Reads only
     JSON files."""
     return _reader_of(source).folders_read(source)
 

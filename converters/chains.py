@@ -1,4 +1,4 @@
-"""Reads models that are a chain of modules, or several behind a Router, as most are."""
+"""Reads models that are a chain of modules, or several chains behind a Router, as most are."""
 
 import logging
 from dataclasses import replace
@@ -27,15 +27,16 @@ from jaxembed.models import position_limit, tower_class
 
 logger = logging.getLogger(__name__)
 
-# The uses of a model, named by transformers' class for each. These are the keys under which
-# auto_map names code that a model brings along.
+# The uses of a model, by transformers' class for each. auto_map in config.json names the model's
+# own code under these keys.
 EMBEDDER = "AutoModel"
 CLASSIFIER = "AutoModelForSequenceClassification"
 GENERATOR = "AutoModelForCausalLM"
-MASKED_LM = "AutoModelForMaskedLM"  # whose logits become the weights of terms
+MASKED_LM = "AutoModelForMaskedLM"  # its logits become term weights
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
+    """Describe each route of a model; return them with the name of the default route."""
     router = heads.router_of(source)
     if router is None:
         return {"": _outline(source, options, "")}, ""
@@ -51,18 +52,18 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
             f"{source} has the routes {', '.join(router.routes)}; leave it out"
         )
     routes = {route: _outline(source, options, route) for route in router.routes}
-    if own := [route for route, model in routes.items() if model.built_in]:
+    if bad := [route for route, model in routes.items() if model.built_in]:
         raise UnsupportedModel(
-            f"{source}: its route {own[0]} has adapters, and a model with several routes takes none"
+            f"{source}: its route {bad[0]} has adapters, and a model with several routes takes none"
         )
     check_comparable(source, routes)
     return routes, router.default
 
 
 def _outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe one route of a model, or a model without routes."""
+    """Describe one route of a model; the route of a model without a Router is ""."""
     if options.splade:
-        # refused: modules that do something else, or a class that is no masked language model
+        # refuse modules of other kinds, and classes that are not masked language models
         kinds = heads.kinds_of(source, route)
         if kinds and not {"splade", "static_terms"} & {*kinds}:
             raise UnsupportedModel(
@@ -86,12 +87,12 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
 
 
 def _tower_outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe a model with a tower, or such a route of a model."""
+    """Describe a model with a backbone, which is not static, or such a route of a model."""
     folder = source / heads.tower_folder(source, route)
     family, hf = _family(folder)
     is_late = not route and not options.splade and late_interaction.is_late(source)
     use = EMBEDDER if is_late else MASKED_LM if options.splade else _use(source, family, hf, route)
-    # Code for the tower changes every use; code for other uses is ignored.
+    # The model's own code for the backbone changes every use; that for other uses is ignored.
     for key in dict.fromkeys((EMBEDDER, use)):
         code = (hf.get("auto_map") or {}).get(key)
         if code is not None and code not in family.own_code.get(use, ()):
@@ -99,7 +100,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
                 f"the model brings its own code (auto_map, {key}: {code}), which is never run"
             )
     config = family.config(hf)
-    try:  # null may have led to a field of another type
+    try:  # a null in config.json may have become a field of a wrong type
         typed = msgspec.convert(config, tower_class(family.architecture).Config)
     except msgspec.ValidationError as error:
         raise CheckpointError(
@@ -121,7 +122,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         hf,
         architecture=family.architecture,
         token_types=tokenizer.gives_types(tower, hf),
-        max_input_tokens=1,  # until the tower says how many it has positions for
+        max_input_tokens=1,  # replaced below by `limit`
     )
     limit = heads.token_limit(tower, position_limit(spec), late=is_late)
     text = tokenizer.read_tokenizer(
@@ -135,16 +136,18 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
     if words is not None:
         spec = late_interaction.with_interaction(spec, words, text, tower)
     tensors = replace(family, rules=(*family.rules, *family.config_rules(hf), *layout.rules))
-    own = family.built_in(hf)
-    model = Outline(source, tensors, layout, spec, text, own)
-    return with_adapters(model, options.adapters) if options.adapters or own else model
+    built_in = family.built_in(hf)
+    model = Outline(source, tensors, layout, spec, text, built_in)
+    return with_adapters(model, options.adapters) if options.adapters or built_in else model
 
 
 def _family(tower: Path) -> tuple[Family, dict[str, Any]]:
-    """The converter of the config.json in a folder, and that config, checked, with what the family
-    reads of other files. Raises CheckpointError if there is none, and UnsupportedModel for a
-    model_type without a converter, whose fields may be others, and for a class that the family
-    does not convert."""
+    """Return the family that converts the config.json in a folder, and that config, checked, with
+    the fields that the family reads from other files.
+
+    Raises CheckpointError if there is no config.json, and UnsupportedModel for an adapter, for an
+    unknown model_type or class, and for quantized weights.
+    """
     adapter = tower / "adapter_config.json"
     if adapter.is_file():
         base = heads.read_optional_json(adapter).get("base_model_name_or_path")
@@ -176,11 +179,10 @@ def _family(tower: Path) -> tuple[Family, dict[str, Any]]:
 
 
 def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
-    """The use of a model: EMBEDDER or MASKED_LM if modules.json pools hidden states or logits, else
-    that of the class in config.json.
+    """Return the use of a model. It is EMBEDDER or MASKED_LM if modules.json pools hidden states or
+    logits, else the use of the class in config.json.
 
-    Raises UnsupportedModel if both are missing, because a classifier would be taken for an
-    embedder.
+    Raises UnsupportedModel if neither is there: a classifier must not pass for an embedder.
     """
     kinds = heads.kinds_of(source, route)
     if "pooling" in kinds:
@@ -208,7 +210,7 @@ def _layout(
     use: str,
     route: str,
 ) -> Layout:
-    """Read what follows the tower: pooling, modules, labels and template, according to the use."""
+    """Read what follows the backbone, for this use: pooling, modules, labels and template."""
     if use == EMBEDDER:
         return heads.read_layout(source, config["hidden_size"], options.dense_path, route)
     options.refuse_dense_path(source)

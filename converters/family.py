@@ -1,5 +1,5 @@
-"""What a family of models is to the converter, everything that differs from family to family, and
-which family converts a model. Families are loaded when they are needed."""
+"""Defines a family of models: all that the converter does differently from family to family. Finds
+the family of a config, whose module is imported when it is needed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,71 +11,72 @@ from converters import weights
 from converters.weights import Rule, Tensor
 from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
 
-Fields = dict[str, Any]  # the content of a config.json, or the fields of a tower's config
+Fields = dict[str, Any]  # the content of a config.json, or the fields of a backbone's config
 
 
-# A head and the rules for its tensors: that with which a family scores, and that of its masked
-# language models.
+# A head and the rules for its tensors: one for logits of labels, one for the logits of a masked
+# language model.
 Scorer = tuple[Pooled, tuple[Rule, ...]]
 TermHead = tuple[Vocabulary, tuple[Rule, ...]]
 
 
 @dataclass(frozen=True)
 class Reranker:
-    """The published rerankers of a family, whose checkpoints do not contain their template."""
+    """The published rerankers of a family, whose checkpoints lack their template."""
 
-    name: str  # lower case, within the name of the model
-    quote: str  # or within its README.md
+    name: str  # a part of their names, in lower case
+    quote: str  # or a part of their README.md
     template: PairTemplate
-    answers: tuple[str, str] = ("yes", "no")  # the tokens whose logits are subtracted
+    answers: tuple[str, str] = ("yes", "no")  # tokens; the score is the difference of their logits
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """The adapters of Jina v3, one for each task, beside every weight: two tensors hold all."""
+    """Adapters among the model's own tensors, as in Jina v3: one for each task. Beside every weight
+    two tensors stack the factors of all of them."""
 
     names: tuple[str, ...]
     rank: int
     scale: float
-    prompts: Mapping[str, str]  # by the names of the adapters
+    prompts: Mapping[str, str]  # by names of adapters
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRules:
     """How the tensors of a model become parameters."""
 
-    rules: Sequence[Rule] = ()  # for the parameters; of a family, those of its tower
-    ignored: Sequence[str] = ()  # patterns of tensors without a use
-    prefixes: Sequence[str] = ()  # dropped from the front of a tensor's name, one after the other
-    renames: Mapping[str, str] = field(default_factory=dict)  # what endings of a name become
+    rules: Sequence[Rule] = ()  # for the parameters; a family has those of its backbone
+    ignored: Sequence[str] = ()  # patterns of names of unused tensors
+    prefixes: Sequence[str] = ()  # that are removed from a tensor's name, one after the other
+    renames: Mapping[str, str] = field(default_factory=dict)  # by endings of names
     find: Callable[[Path], dict[str, Tensor]] = weights.find  # the tensors of a folder, by name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(TensorRules):
-    """A family of models. Functions of `hf` are given the content of config.json; they raise
-    UnsupportedModel for what is not run, and CheckpointError for what is missing or makes no
-    sense."""
+    """A family of models. Its functions get the content of config.json as `hf`. They raise
+    UnsupportedModel for what is not supported, and CheckpointError for missing or inconsistent
+    fields."""
 
-    architecture: str  # of the tower, a key of ARCHITECTURES in jaxembed.models
-    classes: tuple[str, ...]  # of transformers, those that embed
-    config: Callable[[Fields], Fields]  # hf -> the fields of the tower's config
+    architecture: str  # of the backbone, a key of ARCHITECTURES in jaxembed.models
+    classes: tuple[str, ...]  # classes of transformers that embed
+    config: Callable[[Fields], Fields]  # hf -> the fields of the backbone's config
     classifiers: tuple[str, ...] = ()  # classes that score, with the head of `classifier`
     classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> their head
-    generators: tuple[str, ...] = ()  # classes of language models, of which some are rerankers
-    # hf, the tower's config, ids of yes and no -> the head of a reranker that is a generator
+    generators: tuple[str, ...] = ()  # classes of language models, some of which are rerankers
+    # hf, the backbone's config, ids of yes and no -> the head of a reranker that is a generator
     score_head: Callable[[Fields, Fields, int, int], Scorer] | None = None
-    reranker: Reranker | None = None  # the published ones, whose template is known
-    masked_lm: Callable[[Fields], TermHead] | None = None  # hf -> the head whose logits weigh terms
-    sparse_classes: tuple[str, ...] = ()  # of `classes`, whose classifier of tokens weighs terms
-    # code that the tower computes alike, by the use for which auto_map names it
+    reranker: Reranker | None = None  # the published ones
+    masked_lm: Callable[[Fields], TermHead] | None = None  # hf -> the head of term weights
+    sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
+    # a model's own code that the backbone reproduces, by its key in auto_map
     own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # of one in VARIANTS: whether hf, whose model_type is another's, is of this one
+    # for a family in VARIANTS: whether hf, with another's model_type, is of this one
     is_variant: Callable[[Fields], bool] = lambda hf: False
-    # hf, the folder -> hf with what only the weights tell
+    # hf, the folder -> hf with fields that only the weights tell
     completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
     config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
-    built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> adapters of the model
+    built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> own adapters
 
 
 CONVERTERS: dict[str, str] = {
@@ -110,12 +111,12 @@ VARIANTS = {"bert": "converters.families.jina_bert", "xlm-roberta": "converters.
 
 
 def family_of_type(kind: str) -> Family:
-    """The family of a model_type, of which a config may be a variant."""
+    """Return the family of a model_type of CONVERTERS. Variants are not considered."""
     return import_module(CONVERTERS[kind]).FAMILY
 
 
 def family_of(hf: dict[str, Any]) -> Family:
-    """The family of a config, whose model_type is one of CONVERTERS."""
+    """Return the family of a config whose model_type is in CONVERTERS: a variant or its own."""
     kind = hf["model_type"]
     if kind in VARIANTS:
         variant: Family = import_module(VARIANTS[kind]).FAMILY

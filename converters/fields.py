@@ -1,7 +1,7 @@
-"""The fields of config.json and its like: their types and bounds, which are checked first, and how
-those are read that several families have.
+"""The types and bounds of fields of config.json and similar files, their check, and readers of the
+fields that several families have.
 
-Whether values fit each other, and which of them a tower runs, only the family knows.
+Each family itself checks whether values fit each other and its backbone supports them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,29 +29,25 @@ HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "swish": "silu",
 }
 
-_MOST = 2**24  # of widths, heads, tokens and rows of tables
-_MOST_LAYERS = 1000
-_MAX_FACTOR = 1_000_000  # of positions: float32 has seven digits
+_MAX_SIZE = 2**24  # of widths, heads, tokens and rows of tables
+_MAX_LAYERS = 1000
+_MAX_FACTOR = 1_000_000  # of position scaling: float32 has seven digits
 _LARGEST = 1e30  # of numbers: float32 ends at 3.4e38, and factors are multiplied
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """What a field may hold, in words and as a type for msgspec; of an object perhaps its fields.
+    """What a field may hold. With `null` that includes null, which each family handles itself."""
 
-    With `null` it may hold that too: families know what it means to them, or say what they lack.
-    """
-
-    wanted: str
-    type: Any
+    wanted: str  # for messages
+    type: Any  # for msgspec
+    # of an object, perhaps the types of its fields
     fields: Mapping[str, "FieldType"] = field(default_factory=dict)
     null: bool = True
 
 
-def _whole(least: int, most: int) -> FieldType:
-    return FieldType(
-        f"a whole number from {least} to {most}", Annotated[int, Meta(ge=least, le=most)]
-    )
+def _whole(low: int, high: int) -> FieldType:
+    return FieldType(f"a whole number from {low} to {high}", Annotated[int, Meta(ge=low, le=high)])
 
 
 def _not_null(kind: FieldType) -> FieldType:
@@ -61,8 +57,8 @@ def _not_null(kind: FieldType) -> FieldType:
 _FINITE = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 _OVER_0 = Annotated[float, Meta(gt=0, le=_LARGEST)]
 
-_SIZE, _COUNT, _COUNT_OR_NONE = _whole(1, _MOST), _whole(0, _MOST), _whole(-1, _MOST)
-_LAYERS = _whole(1, _MOST_LAYERS)
+_SIZE, _COUNT, _COUNT_OR_NONE = _whole(1, _MAX_SIZE), _whole(0, _MAX_SIZE), _whole(-1, _MAX_SIZE)
+_LAYERS = _whole(1, _MAX_LAYERS)
 _NUMBER = FieldType("a finite number", _FINITE)
 _POSITIVE = FieldType("a number over 0", _OVER_0)
 _NOT_NEGATIVE = FieldType("a number of at least 0", Annotated[float, Meta(ge=0, le=_LARGEST)])
@@ -285,8 +281,8 @@ MODULE_FIELDS = {
     "word_embedding_dimension": _SIZE,
 }
 
-# Of the models that compare texts token by token: of config_sentence_transformers.json as PyLate
-# writes it, and of the transformer's config of sentence-transformers' own form.
+# Of multi-vector models: of config_sentence_transformers.json as PyLate writes it, and of the
+# transformer's config as sentence-transformers writes it.
 EXPANSION_FIELDS = {
     "attend": _SWITCH,
     "length": _SIZE,
@@ -323,7 +319,7 @@ ARTIFACT_FIELDS = {
     "similarity": _NAME,
 }
 
-# Of files whose name says what they hold.
+# Of other files, by name.
 FIELDS_BY_FILE = {
     "config_sentence_transformers.json": {
         "activation_fn": _NAME,
@@ -379,9 +375,11 @@ ADAPTER_FIELDS = {
 def check_fields(
     where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""
 ) -> None:
-    """Raise CheckpointError for the first field that holds another type, or a number beyond its
-    bounds. `where` names the file; fields that are not among `types` are not looked at. `prefix` is
-    the name of the field that holds these, with a dot."""
+    """Raise CheckpointError for the first of the `values` with a wrong type or out of bounds.
+
+    `types` are by field; other fields are ignored. The message names the file `where`. `prefix` is
+    the name of the field that contains `values`, with a dot.
+    """
     for key, kind in types.items():
         value = values.get(key)
         if key not in values or (value is None and kind.null):
@@ -397,37 +395,38 @@ def check_fields(
 
 
 def require(hf: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raise CheckpointError, naming every key that has no integer, unless all keys have one."""
+    """Raise CheckpointError unless all keys have integers. The message names those without."""
     missing = [key for key in keys if not isinstance(hf.get(key), int)]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
 
 
 def given(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are there and not null."""
+    """Return the fields that are not null."""
     return {key: value for key, value in hf.items() if value is not None}
 
 
 def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
-    """Raise UnsupportedModel, which names all that is known, for a value that is not among it."""
+    """Raise UnsupportedModel unless the value is one of `known`. The message lists these, and calls
+    the value `what`."""
     if value not in known:
         names = ", ".join(map(str, known))
         raise UnsupportedModel(f"{what} {value!r} is not supported; known: {names}")
 
 
 def chosen(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
-    """The entry of a table. Raises UnsupportedModel as `refuse_unknown` does."""
+    """Return the value of `name` in a table. Raises as `refuse_unknown`."""
     refuse_unknown(what, name, table)
     return table[name]
 
 
 def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
-    """The activation that a key names. Raises UnsupportedModel for one that we do not have."""
+    """Return the activation that the field `key` names. Raises as `refuse_unknown`."""
     return chosen(key, hf.get(key, default), HF_ACTIVATIONS)
 
 
 def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> Any:
-    """The value of a field that has two names; `default` if it has neither.
+    """Return the value of a field that has two names, or `default` if neither is there.
 
     Raises CheckpointError if both are there and differ.
     """
@@ -441,10 +440,10 @@ def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> 
 
 
 def layers_of_kind(hf: dict[str, Any], kind: str) -> list[int] | None:
-    """The numbers of the layers that layer_types says are of this kind; None if it is missing, as
-    transformers 4 leaves it out.
+    """Return the numbers of the layers whose entry in layer_types is `kind`; None without
+    layer_types, which transformers 4 does not write.
 
-    Raises UnsupportedModel for an unknown kind, and CheckpointError unless each layer has one.
+    Raises UnsupportedModel for an unknown kind, and CheckpointError unless each layer has an entry.
     """
     kinds, layers = hf.get("layer_types"), hf["num_hidden_layers"]
     if kinds is None:
@@ -456,12 +455,12 @@ def layers_of_kind(hf: dict[str, Any], kind: str) -> list[int] | None:
         )
     if len(kinds) != layers:
         raise CheckpointError(f"{len(kinds)} layer_types for num_hidden_layers {layers}")
-    return [number for number, one in enumerate(kinds) if one == kind]
+    return [number for number, listed in enumerate(kinds) if listed == kind]
 
 
 def even_head_width(hidden: int, heads: int) -> int:
-    """The width of a head, whose pairs of elements are rotated. Raises CheckpointError if `hidden`
-    is no even width for each head."""
+    """Return the width of an attention head. It must be even, because rotary embedding rotates
+    pairs of elements. Raises CheckpointError if `hidden` does not split into such heads."""
     width, rest = divmod(hidden, heads)
     if rest or width % 2:
         raise CheckpointError(
@@ -471,7 +470,7 @@ def even_head_width(hidden: int, heads: int) -> int:
 
 
 def refuse_unless(hf: dict[str, Any], supported: Mapping[str, Sequence[Any]]) -> None:
-    """Raise UnsupportedModel, naming the field, for a value that is not among the supported ones.
+    """Raise UnsupportedModel for the first field whose value is not among the supported ones.
 
     A missing field is supported.
     """

@@ -1,7 +1,6 @@
-"""Reads the sentence-transformers files of an embedder: pooling, later modules, prompts, limits.
+"""Reads the sentence-transformers files of a model: modules, pooling, prompts and limits.
 
-Both old and new spellings are read. A setting that has no code here is refused by name, never
-dropped.
+Both old and new spellings are read. A setting that is not supported raises an error that names it.
 """
 
 import json
@@ -39,7 +38,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-# sentence-transformers has moved its modules; a model keeps the name it was saved with.
+# sentence-transformers has moved its modules; a model keeps the path it was saved with.
 MODULES = {
     "sentence_transformers.models.Transformer": "transformer",
     "sentence_transformers.base.modules.transformer.Transformer": "transformer",
@@ -68,7 +67,7 @@ MODULES = {
     "sentence_transformers.sparse_encoder.models.SpladePooling": "splade",
     "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling": "splade",
 }
-# Modules of a model's own code that do what one above does, with the code of its tower.
+# Modules of a model's own code that do what one above does: its kind, and the backbone's code.
 OWN_MODULES = {
     "custom_st.Transformer": (
         "transformer",
@@ -112,7 +111,7 @@ TRANSFORMER_CONFIGS = (
     "sentence_xlnet_config.json",
 )
 
-# Arguments for torch or the loader that change no number we compute.
+# Arguments for torch or the loader that do not change the results.
 HARMLESS_ARGS = {
     "add_pooling_layer",
     "attn_implementation",
@@ -130,7 +129,7 @@ HARMLESS_ARGS = {
     "unpad_inputs",
 }
 
-FILL_MASK = "fill-mask"  # the task of a transformer whose logits SpladePooling takes
+FILL_MASK = "fill-mask"  # the task of a transformer whose logits SpladePooling gets
 TRANSFORMER_TASKS = (
     "feature-extraction",
     "sequence-classification",
@@ -149,20 +148,20 @@ HUGE = 1_000_000  # transformers writes 1e30 for "no limit"
 class ModuleEntry:
     """One entry of modules.json."""
 
-    kind: str
-    path: str
+    kind: str  # a value of MODULES
+    path: str  # its folder within the source
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a model around its tower, and how its inputs are prepared."""
+    """The parts of a model besides its backbone, and how its inputs are prepared."""
 
     tower: str  # folder of the transformer within the source; "" is the source itself
     heads: dict[OutputName, Head]  # as in ModelSpec
     rules: tuple[Rule, ...] = ()  # for the parameters of the heads
-    folders: tuple[str, ...] = ()  # of modules that have weights of their own
+    folders: tuple[str, ...] = ()  # of modules with weights, within the source
     files: tuple[str, ...] = ()  # torch files of heads; their tensors are `<file>/<name>`
-    ignored: tuple[str, ...] = ()  # tensors beside the tower's that are not used
+    ignored: tuple[str, ...] = ()  # patterns of further tensors that are not used
     labels: tuple[str, ...] = ()
     score_function: ScoreFunction = "softmax"
     template: PairTemplate | None = None
@@ -175,10 +174,11 @@ class Layout:
 def read_layout(
     source: Path, hidden_size: int, dense_path: str | None = None, route: str = ""
 ) -> Layout:
-    """Read modules.json and all it names. Without one: mean pooling, as sentence-transformers does.
+    """Read the layout of an embedder from modules.json and the files that it names. Without it the
+    pooling is the mean, as in sentence-transformers.
 
-    `dense_path` takes the place of the path of the only Dense module. `route` is that of the chain
-    to read of a Router.
+    `dense_path` replaces the path of the only Dense module. `route` names the chain of a Router.
+    Raises UnsupportedModel for other models and settings, and CheckpointError for wrong files.
     """
     modules, include_prompt = modules_of(source, route), True
     pooling: Sequence[Pooling] = MEAN
@@ -215,7 +215,7 @@ def read_layout(
                     f"{', '.join(POOLING_NAMES)}"
                 )
             pooling = [POOLING_NAMES[mode] for mode in modes]
-        else:  # no flag is mean to sentence-transformers
+        else:  # without a flag sentence-transformers takes the mean
             pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
         include_prompt = bool(config.get("include_prompt", True))
     refuse_chat_template(source / modules[0].path)
@@ -232,12 +232,12 @@ def pooled_layout(
     hidden_size: int,
     dense_path: str | None,
 ) -> Layout:
-    """The layout of an embedder with these modules after its pooling, and its prompts."""
+    """Return the layout of an embedder with these `later` modules after its pooling."""
     later = _with_dense_path(source, later, dense_path)
     layers = tuple(layer_of(source / module.path, module.kind) for module in later)
     check_widths(layers, hidden_size * len(pooling))
     prompts, default_prompt_name = read_prompts(source)
-    dense = [(n, one.path) for n, one in enumerate(later) if isinstance(layers[n], DenseLayer)]
+    dense = [(n, entry.path) for n, entry in enumerate(later) if isinstance(layers[n], DenseLayer)]
     rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
     return Layout(
         tower=tower.path,
@@ -250,31 +250,32 @@ def pooled_layout(
 
 
 def parameter_of(head: OutputName, number: int, name: str) -> str:
-    """The name that a parameter of module `number` of a head has in a checkpoint."""
+    """Return the name in a checkpoint of a parameter of module `number` of a head."""
     return f"heads.{head}.modules.{number}.{name}"
 
 
 def dense_rules(head: OutputName, number: int, layer: Module, tensor: str) -> list[Rule]:
-    """The rules for the tensors of a linear layer, which is module `number` of a head."""
+    """Return the rules for the linear layer that is module `number` of a head. `tensor` is the name
+    of its tensors without ".weight" and ".bias"."""
     kernel = Rule(f"{tensor}.weight", parameter_of(head, number, "kernel"), transpose)
     bias = Rule(f"{tensor}.bias", parameter_of(head, number, "bias"))
     return [kernel, bias] if isinstance(layer, DenseLayer) and layer.bias else [kernel]
 
 
 def kinds_of(source: Path, route: str = "") -> list[str]:
-    """The kinds of the modules, or of those of one route: values of MODULES. Without modules.json
-    there are none."""
+    """Return the kinds of the modules of a model or a route, which are values of MODULES; empty
+    without modules.json."""
     return [module.kind for module in modules_of(source, route) or ()]
 
 
 def tower_folder(source: Path, route: str = "") -> str:
-    """Where the transformer lies within the source; "" is the source itself."""
+    """Return the folder of the transformer within the source; "" is the source itself."""
     modules = modules_of(source, route)
     return modules[0].path if modules else ""
 
 
 def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
-    """The folders within a source of modules that hold weights; needs only its JSON files."""
+    """Return the folders within a source of modules with weights. Reads only JSON files."""
     folders: list[str] = []
     for route in routes_of(source):
         modules = modules_of(source, route)
@@ -282,16 +283,18 @@ def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
             folders.append("")
             continue
         later = _with_dense_path(source, modules[1:], dense_path)
-        folders += [modules[0].path, *(one.path for one in later if one.kind == "dense")]
+        folders += [modules[0].path, *(entry.path for entry in later if entry.kind == "dense")]
     return list(dict.fromkeys(folders))
 
 
 def token_limit(
     tower: Path, positions: int | None, otherwise: int | None = None, *, late: bool = False
 ) -> int:
-    """The most tokens of an input: max_seq_length, else model_max_length, else the table's size,
-    else `otherwise`. `late` is as in `transformer_config`. Raises CheckpointError if there is
-    none."""
+    """Return the maximum number of tokens of an input: max_seq_length, else model_max_length, else
+    `positions`, else `otherwise`. It is at most `positions`, the size of the table of positions.
+
+    `late` is as in `transformer_config`. Raises CheckpointError for a limit below 1, or none.
+    """
     limits = {
         "max_seq_length": transformer_config(tower, late=late).get("max_seq_length"),
         "model_max_length": read_optional_json(tower / "tokenizer_config.json").get(
@@ -316,10 +319,10 @@ def token_limit(
 
 
 def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
-    """sentence_bert_config.json under any of its names; empty if there is none.
+    """Read sentence_bert_config.json under any of its names; empty if there is none.
 
-    Raises UnsupportedModel if it asks for what we do not do; of the lengths of queries and
-    documents with `late`, for models that compare texts token by token, it does not.
+    Raises UnsupportedModel for a setting that is not supported. `late` is for multi-vector models,
+    for which lengths and query expansion are supported.
     """
     paths = (tower / name for name in TRANSFORMER_CONFIGS)
     path = next((path for path in paths if path.is_file()), None)
@@ -329,23 +332,23 @@ def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
     task = config.get("transformer_task") or TRANSFORMER_TASKS[0]
     refuse_unknown(f"{path}: transformer_task", task, TRANSFORMER_TASKS)
     lengths = () if late else ("query_length", "document_length", "query_expansion")
-    asked = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
+    refused = [name for name in (*lengths, "processing_kwargs") if config.get(name)]
     for name in ("model", "tokenizer", "config"):
         for key in (f"{name}_args", f"{name}_kwargs", "processor_kwargs"):
-            asked += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
-    if asked:
-        raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(asked)))}")
+            refused += [f"{key}.{arg}" for arg in config.get(key) or {} if arg not in HARMLESS_ARGS]
+    if refused:
+        raise UnsupportedModel(f"{path}: not supported: {', '.join(sorted(set(refused)))}")
     return config
 
 
 def modalities(tower: Path, *, late: bool = False) -> set[str]:
-    """The forms of input that sentence-transformers gives to the model; versions before 6.0 do not
-    write them. With "message" among them, texts are put into the chat template."""
+    """Return the kinds of input that the model takes, such as "text"; sentence-transformers before
+    6.0 does not write them. "message" means that texts are put into the chat template."""
     return set(transformer_config(tower, late=late).get("modality_config") or ())
 
 
 def refuse_chat_template(tower: Path, *, late: bool = False) -> None:
-    """Raise UnsupportedModel for an embedder that puts its texts into a chat template."""
+    """Raise UnsupportedModel if an embedder puts its texts into a chat template."""
     if "message" in modalities(tower, late=late):
         raise UnsupportedModel(
             f"{tower}: texts are put into a chat template (modality_config has message), which is "
@@ -354,8 +357,8 @@ def refuse_chat_template(tower: Path, *, late: bool = False) -> None:
 
 
 def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
-    """The JSON object in a file, whose fields must have these `types` besides those that
-    FIELDS_BY_FILE has; an empty one if there is no such file."""
+    """Read the JSON object in a file; empty if there is no file. Raises CheckpointError if it is
+    damaged, or a field does not have its type of `types` or FIELDS_BY_FILE."""
     if not path.is_file():
         return {}
     content = _json(path)
@@ -368,12 +371,13 @@ def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None)
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # the second for brackets without end
+    except (ValueError, RecursionError) as error:  # the second: nested too deeply
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def router_of(source: Path) -> Router | None:
-    """The Router that modules.json begins with; None for a model of one chain of modules."""
+    """Return the Router that modules.json begins with; None for a model of one chain of modules.
+    Raises CheckpointError, and as `read_router`."""
     listed = listed_modules(source)
     if not listed or listed[0][0] not in ROUTERS:
         return None
@@ -385,14 +389,14 @@ def router_of(source: Path) -> Router | None:
 
 
 def routes_of(source: Path) -> list[str]:
-    """The names of the routes; the only one of a model without a Router has none."""
+    """Return the names of the routes; [""] for a model without a Router."""
     router = router_of(source)
     return [""] if router is None else list(router.routes)
 
 
 def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
-    """The entries of modules.json in order, or the modules of one route, after a check of their
-    kinds; None without the file."""
+    """Return the modules of a model, or of one route, in order; None without modules.json. Raises
+    UnsupportedModel for an unknown kind, and for a chain that is not supported."""
     path, listed = source / "modules.json", listed_modules(source)
     router = router_of(source) if route else None
     if router is not None:
@@ -421,7 +425,8 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
 
 
 def listed_modules(source: Path) -> Listed | None:
-    """The type and the folder of each entry of modules.json; None without the file."""
+    """Return the type and the folder of each entry of modules.json; None without the file. Raises
+    CheckpointError if it is damaged, or a folder lies outside the model."""
     path = source / "modules.json"
     if not path.is_file():
         return None
@@ -435,6 +440,8 @@ def listed_modules(source: Path) -> Listed | None:
 
 
 def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
+    """Return the entry for a type and a folder in modules.json, whose path is `path`. Raises
+    UnsupportedModel for an unknown type."""
     own, code = OWN_MODULES.get(kind, (None, None))
     if own is not None:
         hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
@@ -452,7 +459,7 @@ def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
 
 
 def _check_within(path: Path, folder: str) -> None:
-    """Raise CheckpointError for a module, named in the file `path`, outside the model's folder."""
+    """Raise CheckpointError if a folder in the file `path` lies outside the model."""
     if Path(folder).is_absolute() or ".." in Path(folder).parts:
         raise CheckpointError(f"{path}: path {folder!r} leads outside the model")
 
@@ -460,6 +467,8 @@ def _check_within(path: Path, folder: str) -> None:
 def _with_dense_path(
     source: Path, modules: list[ModuleEntry], dense_path: str | None
 ) -> list[ModuleEntry]:
+    """Replace the path of the only Dense module, unless `dense_path` is None. Raises
+    CheckpointError unless there is one Dense module."""
     if dense_path is None:
         return modules
     dense = [module for module in modules if module.kind == "dense"]
@@ -473,7 +482,8 @@ def _with_dense_path(
 
 
 def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
-    """A Dense or Normalize module. `applied_to` is what sentence-transformers calls its input."""
+    """Read a Dense or Normalize module. `applied_to` is the name of its input in
+    sentence-transformers. Raises UnsupportedModel and CheckpointError."""
     config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, applied_to):
@@ -485,7 +495,7 @@ def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") ->
     missing = [k for k in ("in_features", "out_features") if not isinstance(config.get(k), int)]
     if missing:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    # absent means Tanh to sentence-transformers
+    # the default of sentence-transformers is Tanh
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     layer = DenseLayer(
         in_features=config["in_features"],
@@ -500,12 +510,13 @@ def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") ->
 
 
 def module_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a module, checked; empty if there is none."""
+    """Read the config.json of a module; empty if there is none. Raises as `read_optional_json`."""
     return read_optional_json(folder / "config.json", MODULE_FIELDS)
 
 
 def check_widths(layers: tuple[Module, ...], width: int) -> None:
-    """Raise CheckpointError if a Dense module does not take what the one before it gives."""
+    """Raise CheckpointError if a Dense module does not take vectors of the width before it. `width`
+    is that of the first vector."""
     for layer in layers:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
@@ -518,10 +529,10 @@ def check_widths(layers: tuple[Module, ...], width: int) -> None:
 def read_prompts(
     source: Path, wanted: str = "SentenceTransformer"
 ) -> tuple[dict[str, str], str | None]:
-    """The prompts of config_sentence_transformers.json, and the name of the default one.
+    """Read config_sentence_transformers.json: the prompts by name, and the name of the default one.
 
-    `wanted` is the class of sentence-transformers that the modules make. Raises UnsupportedModel
-    for another one, and CheckpointError for an unknown default.
+    `wanted` is the class of sentence-transformers that the file must name, if any. Raises
+    UnsupportedModel for another class, and CheckpointError for an unknown default.
     """
     path = source / MODEL_CONFIG
     config = read_optional_json(path)
@@ -534,10 +545,10 @@ def read_prompts(
             "for `dimensions` in the request"
         )
     prompts = {str(name): text or "" for name, text in (config.get("prompts") or {}).items()}
-    for route in filter(None, routes_of(source)):  # a prompt names it, as in sentence-transformers
+    for route in filter(None, routes_of(source)):  # a prompt's name selects it
         prompts.setdefault(route, "")
     default = config.get("default_prompt_name")
-    if default in ("query", "document"):  # which sentence-transformers has, empty, in any model
+    if default in ("query", "document"):  # sentence-transformers gives all models these
         prompts.setdefault(default, "")
     if default is not None and default not in prompts:
         known = ", ".join(prompts) or "none"

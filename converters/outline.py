@@ -1,4 +1,4 @@
-"""What a model is before its weights are read, and what reads the folders of one kind."""
+"""Describes a model before its weights are read (Outline), and what reads its folder (Reader)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,17 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 @dataclass(frozen=True)
 class Options:
-    """What `convert` is asked for, as its arguments say."""
+    """The arguments of `convert` that choose how a model is converted."""
 
-    name: str  # of the model; the path of its folder where none is given
+    name: str  # of the model; by default the path of its folder
     revision: str | None = None
     dense_path: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
     splade: bool = False
 
     def refuse_dense_path(self, source: Path, why: str = "has none") -> None:
-        """Raise CheckpointError for a dense path, which the model in `source` does not take."""
+        """Raise CheckpointError if a dense path is given: the model in `source` takes none. `why`
+        follows its name in the message."""
         if self.dense_path is not None:
             raise CheckpointError(
                 f"dense path {self.dense_path!r} takes the place of a Dense module, and {source} "
@@ -33,23 +34,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Factors:
-    """Two small matrices whose product an adapter adds to a weight: scale * up . down."""
+    """The two matrices of a low-rank adapter for one weight, to which it adds scale * up . down."""
 
-    down: Tensor  # [rank, in]; of a table in is its number of rows
+    down: Tensor  # [rank, in]; of an embedding table `in` is its number of rows
     up: Tensor  # [out, rank]
     scale: float
 
     @property
     def rank(self) -> int:
-        """The number of columns between the two."""
+        """The number of rows of down, and of columns of up."""
         return self.down.shape[0]
 
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter that is not read yet: its factors, by the name that rules give the weight.
+    """An adapter that is not read yet. Its factors are by the name of their weight in rules.
 
-    `copies` are weights of the base model that were saved with it.
+    `copies` are weights of the base model that were saved with the adapter.
     """
 
     name: str
@@ -62,32 +63,32 @@ class Outline:
     """A model as its small files describe it, without its weights."""
 
     source: Path
-    tensors: TensorRules  # with the rules for all parameters, without those of adapters
+    tensors: TensorRules  # the rules for all parameters, except those of adapters
     layout: Layout
-    spec: ModelSpec  # without content hash; its dtype is that of config.json, or float32
+    spec: ModelSpec  # without content hash; the dtype is of config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
-    built_in: BuiltIn | None = None  # adapters among the model's own tensors; they come first
-    adapters: tuple[AdapterSource, ...] = ()  # further ones, in the order of their numbers
+    built_in: BuiltIn | None = None  # adapters among its own tensors; their numbers come first
+    adapters: tuple[AdapterSource, ...] = ()  # others, in the order of their numbers
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads the folders of one kind of model."""
+    """The functions that read the folders of one kind of model."""
 
     recognises: Callable[[Path], bool]
-    # the model of each route, and the name of the default one, as in `Routes`
+    # folder, options -> the outline of each route, and the name of the default one
     outlines: Callable[[Path, Options], tuple[dict[str, Outline], str | None]]
-    # folder, dense path -> the folders within that hold weights; needs only JSON files
+    # folder, dense path -> the folders within that hold weights; reads only JSON files
     weight_folders: Callable[[Path, str | None], list[str]] = module_folders
-    # those of them whose weights `outlines` needs
+    # folder -> those of them whose weights `outlines` reads
     folders_read: Callable[[Path], list[str]] = lambda source: []
 
 
 def spec_of(
     options: Options, layout: Layout, config: dict[str, Any], hf: Mapping[str, Any], **fields: Any
 ) -> ModelSpec:
-    """The spec of a model with this layout, whose tower has this config, and with more `fields`.
-    `hf`, the content of config.json, may name its dtype."""
+    """Return the spec of a model with this layout, this `config` of its backbone and more `fields`.
+    `hf` is the content of config.json, which may name the dtype."""
     dtype: Any = hf.get("dtype") or hf.get("torch_dtype")  # the keys of transformers 5 and 4
     return ModelSpec(
         config=config,
@@ -108,13 +109,14 @@ def spec_of(
 
 
 def check_comparable(source: Path, routes: Mapping[str, Outline]) -> None:
-    """Raise UnsupportedModel for routes whose outputs differ in kind or width."""
+    """Raise UnsupportedModel if the primary outputs of routes differ in kind or width: such vectors
+    cannot be compared."""
     outputs = {route: model.spec.primary for route, model in routes.items()}
     widths = {route: model.spec.dim for route, model in routes.items()}
-    for problem, found in (
+    for problem, values in (
         ("its routes give different outputs", outputs),
         ("the vectors of its routes differ in width", widths),
     ):
-        if len(set(found.values())) > 1:
-            shown = ", ".join(f"{value} of {route}" for route, value in found.items())
+        if len(set(values.values())) > 1:
+            shown = ", ".join(f"{value} of {route}" for route, value in values.items())
             raise UnsupportedModel(f"{source}: {problem}: {shown}; they are never compared")

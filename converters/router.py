@@ -1,6 +1,6 @@
-"""Reads what a sentence-transformers Router says: the modules of each route, and the default route.
+"""Reads a Router of sentence-transformers: the modules of each route, and the default route.
 
-Routes are told apart by the task of a text, such as "query"; no other way of routing is read.
+A route must be chosen by the task of a text, such as "query". Other routing is not supported.
 """
 
 import ast
@@ -22,7 +22,7 @@ ROUTERS = {
 }
 _PARAMETERS = {"default_route", "allow_empty_key", "route_mappings"}
 
-# A route of such a name is taken by what an input is, whatever the task.
+# A route with one of these names is chosen by the kind of an input, not by a task.
 MODALITIES = {"text", "image", "audio", "video", "message"}
 
 Listed = list[tuple[str, str]]  # the type and the folder of each module
@@ -30,45 +30,47 @@ Listed = list[tuple[str, str]]  # the type and the folder of each module
 
 @dataclass(frozen=True)
 class Router:
-    """The modules of each route, in order, and the route of a text that names none."""
+    """The modules of each route in order, and the route of a text that names none."""
 
     routes: dict[str, Listed]
     default: str | None
 
 
 def plain_type(kind: str) -> str:
-    """The type of a module as modules.json has it: a Router may write `models.Pooling.Pooling` for
-    `models.Pooling`."""
-    before, _, name = kind.rpartition(".")
-    return before if before.endswith(f".{name}") else kind
+    """Return the type of a module as modules.json writes it: `models.Pooling`, where a Router may
+    write `models.Pooling.Pooling`."""
+    parent, _, name = kind.rpartition(".")
+    return parent if parent.endswith(f".{name}") else kind
 
 
 def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed) -> Router:
-    """The routes of a Router in the `folder` of a model, each with the modules after the Router.
+    """Read the routes of a Router. Each has its own modules and then the `later` ones, which follow
+    the Router.
 
-    `config` is the content of the file `path`. Raises UnsupportedModel for routes that are not
-    chosen by a task alone, for a Router within one, and for what no code here honours;
-    CheckpointError for a damaged file.
+    `config` is the content of the file `path`, and `folder` is that of the Router within the model.
+    Raises UnsupportedModel for routes that are not chosen by a task alone, for a Router within a
+    route, and for other settings or names that are not supported; CheckpointError for a damaged
+    file.
     """
     try:
         types, structure = dict(config["types"]), dict(config["structure"])
-        given = {key: value for key, value in dict(config["parameters"]).items() if value}
+        parameters = {key: value for key, value in dict(config["parameters"]).items() if value}
         routes: dict[str, Listed] = {
-            name: [(plain_type(types[one]), str(PurePosixPath(folder, one))) for one in modules]
+            name: [(plain_type(types[key]), str(PurePosixPath(folder, key))) for key in modules]
             for name, modules in structure.items()
         }
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged: wanted types, structure and parameters of a Router"
         ) from error
-    if unknown := sorted(set(given) - _PARAMETERS):
+    if unknown := sorted(set(parameters) - _PARAMETERS):
         raise UnsupportedModel(f"{path}: not supported: {', '.join(unknown)}")
     for name, modules in routes.items():
         if any(kind in ROUTERS for kind, _ in modules):
             raise UnsupportedModel(f"{path}: route {name!r} has a Router of its own")
     # the task by which route_mappings chooses each route; others are chosen by their name
     tasks: dict[str, str] = {}
-    for key, route in (given.get("route_mappings") or {}).items():
+    for key, route in (parameters.get("route_mappings") or {}).items():
         try:
             task, modality = ast.literal_eval(key)
         except (ValueError, SyntaxError, TypeError) as error:
@@ -87,7 +89,7 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
     names = [tasks.get(name, name) for name in routes]
     if len(set(names)) < len(names):
         raise UnsupportedModel(f"{path}: two routes are of one task: {_shown(names)}")
-    default = given.get("default_route")
+    default = parameters.get("default_route")
     if default is None and config["parameters"].get("allow_empty_key", True):
         default = next(iter(routes), None)
     if not routes or (default is not None and default not in routes):

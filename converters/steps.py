@@ -1,4 +1,4 @@
-"""Plans and runs the conversion of a model's weights to parameters."""
+"""Plans and runs the conversion of a model's tensors to parameters."""
 
 import logging
 import sys
@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0  # between two log lines of a conversion
 
+# Gets all steps, and yields each one when it is to run.
 ConversionProgress = Callable[[Sequence[Step]], Iterable[Step]]
 
 
@@ -40,7 +41,9 @@ def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def contents(model: Outline, progress: ConversionProgress) -> Contents:
-    """What a checkpoint is made of; the parameters are read as they are taken."""
+    """Return the contents of a checkpoint. Its parameters are an iterator that reads and converts
+    each when it is taken. Raises ConversionError for tensors that do not fit, CheckpointError for
+    files that cannot be read."""
     source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
     tower = base.find(source / layout.tower)
     tensors = weights.canonical(spec.source, tower, base.prefixes, base.renames)
@@ -57,11 +60,11 @@ def contents(model: Outline, progress: ConversionProgress) -> Contents:
     ignored = [*base.ignored, *layout.ignored]
     steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
     steps += plan_adapters(spec.source, base.rules, tensors, shapes, sources, spec.adapters)
-    steps.sort(key=lambda step: step.size)  # as plan_steps says
+    steps.sort(key=lambda step: step.size)  # smallest first, as in plan_steps
     elements: Counter[str] = Counter()
     for step in steps:
         elements[step.dtype] += step.size
-    # that of most elements: a module may be saved in a wider dtype than the tower
+    # the dtype of most elements: a module may have a wider dtype than the backbone
     dtype = cast(DType, elements.most_common(1)[0][0])
     spec = msgspec.structs.replace(spec, dtype=dtype)
     params = ((step.target, step.read()) for step in progress(steps))

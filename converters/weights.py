@@ -1,6 +1,6 @@
-"""Reads tensors by name and converts them to parameters by rules. Knows no architecture.
+"""Reads tensors by name and converts them to parameters by rules.
 
-It is strict both ways: every parameter must be filled, and every tensor must be used or ignored.
+Every parameter must be filled, and every tensor must be used or ignored.
 """
 
 import json
@@ -38,7 +38,7 @@ SAFETENSORS_DTYPES = {
     "I32": "int32",
     "I64": "int64",
 }
-# Also read, for the rules that say so: no parameter has one of these dtypes.
+# Dtypes of source tensors that only some transforms take. No parameter has one of these.
 OTHER_DTYPES = {"float64": np.float64, "int8": np.int8, "int32": np.int32, "int64": np.int64}
 READ_DTYPES: dict[str, Any] = NUMPY_DTYPES | OTHER_DTYPES
 
@@ -49,24 +49,24 @@ MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the source that is not read yet."""
+    """A source tensor that is not read yet."""
 
     name: str
-    dtype: str  # a key of READ_DTYPES, or else the file's own name of it
+    dtype: str  # a key of READ_DTYPES, or the file's name of another dtype
     shape: Shape
     read: Callable[[], np.ndarray]  # not to be called after `free`
-    free: Callable[[], None] = lambda: None  # nothing, if it is read from its file at each call
+    free: Callable[[], None] = lambda: None  # releases its memory, if it has any
 
 
 @dataclass(frozen=True)
 class Transform:
-    """A function that makes a parameter of source tensors, with a check of their shapes."""
+    """A function that makes a parameter from source tensors, with a check of their shapes."""
 
     apply: Callable[..., np.ndarray]
-    misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # reasons why a shape is not possible
+    misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # parameter's shape -> problems
     dtype: DType | None = None  # of the parameter; None: that of the sources
     takes: Collection[str] = tuple(NUMPY_DTYPES)  # dtypes of the sources
-    by_column: bool = False  # whether a column of the parameter is a row of one source, or scaled
+    by_column: bool = False  # whether each column is a row of one source, perhaps scaled
 
 
 def _transpose(array: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ def _transpose(array: np.ndarray) -> np.ndarray:
 
 
 def shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    """Check sources that must have this shape."""
+    """Return a problem for each source that does not have this shape."""
     return [
         f"{source.name}: wanted shape {shape}, got {source.shape}"
         for source in sources
@@ -83,11 +83,13 @@ def shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 
 def _transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+    """Return a problem for each source that does not have this shape after transposition."""
     return shaped(sources, shape[::-1])
 
 
 def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    """Check parts that are concatenated; they may have different lengths, as grouped heads have."""
+    """Return a problem unless the sources have this shape when they are concatenated. Their lengths
+    may differ, as with grouped key heads."""
     same_width = all(source.shape[1:] == shape[1:] for source in sources)
     if same_width and sum(sum(source.shape[:1]) for source in sources) == shape[0]:
         return []
@@ -114,8 +116,8 @@ one_plus = Transform(  # bfloat16 would lose bits of the weight
 
 
 def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
-    """A transform from some rows of a vector or a table, from `start` to before `stop`; with
-    `turned` to a weight whose columns they are."""
+    """Return a transform that takes the rows from `start` to before `stop` of a vector or a table;
+    with `turned` they become the columns of a weight."""
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
         wanted = shape[::-1] if turned else shape
@@ -129,7 +131,7 @@ def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
 
 
 def reshaped(*shape: int) -> Transform:
-    """A transform to this shape, with the values in the same order."""
+    """Return a transform that reshapes a tensor, with its values in the same order."""
 
     def misfits(sources: Sequence[Tensor], wanted: Shape) -> list[str]:
         same = all(math.prod(source.shape) == math.prod(wanted) for source in sources)
@@ -139,20 +141,20 @@ def reshaped(*shape: int) -> Transform:
 
 
 def transposed_over(divisor: float) -> Transform:
-    """A transform to a float32 weight `[in, out]` that is divided by a number."""
+    """Return a transform that transposes a tensor and divides it: a float32 weight `[in, out]`."""
     return Transform(lambda x: _transpose(x).astype(np.float32) / divisor, _transposed, "float32")
 
 
 def padded(size: int, total: int) -> Transform:
-    """A transform from a vector `[size]` to one `[total]`, which ends in zeros."""
+    """Return a transform that pads a vector `[size]` with zeros to `[total]`."""
     return Transform(
         lambda x: np.pad(x, (0, total - size)), lambda sources, _: shaped(sources, (size,))
     )
 
 
 def transposed_padded(rows: int, columns: int) -> Transform:
-    """A transform from a table `[rows, width]` to a weight `[width, columns]`, whose columns after
-    those of the rows are zero."""
+    """Return a transform that transposes a table `[rows, width]`, and pads it with columns of zeros
+    to a weight `[width, columns]`."""
     return Transform(
         lambda table: np.pad(table.T, ((0, 0), (0, columns - rows))),
         lambda sources, shape: shaped(sources, (rows, shape[0])),
@@ -160,15 +162,15 @@ def transposed_padded(rows: int, columns: int) -> Transform:
 
 
 def zeros(total: int) -> Transform:
-    """A transform from no tensor to a vector of so many zeros, for a bias that a model has not."""
+    """Return a transform from no tensor to `total` zeros, for a bias that a model lacks."""
     return Transform(lambda: np.zeros(total, np.float32), lambda sources, _: [], dtype="float32")
 
 
 def difference_of_rows(true_id: int, false_id: int) -> Transform:
-    """A transform from a table `[vocab, hidden]` to a float32 weight `[hidden, 1]`.
+    """Return a transform from a table `[vocab, hidden]` to a float32 weight `[hidden, 1]`.
 
-    The weight is the difference of two rows, so that its product is logit(true_id) -
-    logit(false_id).
+    The weight is the difference of two rows of the table. So its product with a hidden state is
+    logit(true_id) - logit(false_id).
     """
 
     def apply(table: np.ndarray) -> np.ndarray:
@@ -188,10 +190,10 @@ def difference_of_rows(true_id: int, false_id: int) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a parameter is made: names of source tensors, its own name, and the transform.
+    """How a parameter is made: the names of its source tensors, its own name, and the transform.
 
-    `{i}` in the names stands for the number of every layer. Of several rules for a parameter, the
-    first is used whose tensors are all there, or else the first.
+    `{i}` in the names stands for the number of each layer. If a parameter has several rules, the
+    first one whose source tensors all exist is used, or else the first one.
     """
 
     sources: str | tuple[str, ...]
@@ -201,7 +203,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Step:
-    """The conversion of one parameter, with its source tensors."""
+    """The conversion of one parameter from its source tensors."""
 
     sources: tuple[Tensor, ...]
     target: str  # name of the parameter
@@ -220,7 +222,7 @@ class Step:
         return math.prod(self.shape)
 
     def read(self) -> np.ndarray:
-        """Read the sources and return the parameter. Frees sources that no later step reads."""
+        """Read the sources, free those that no later step reads, and return the parameter."""
         arrays = [source.read() for source in self.sources]
         for source in self.last_of:
             source.free()
@@ -234,12 +236,13 @@ def plan_steps(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
 ) -> list[Step]:
-    """Plan a step for every parameter, without reading tensors. Frees tensors that no step needs.
+    """Plan a step for every parameter, without reading tensors. Free tensors that no step needs.
 
-    `ignored` are patterns of tensor names, `tensors` are by name, and `shapes` are those of all
-    parameters. The smallest parameter comes first: the tensors of a torch file are freed as they
-    are read, so little of the file is in memory when the largest tensor is copied. Raises
-    ConversionError, which lists every missing, unused and wrongly shaped tensor.
+    `ignored` are patterns of names of unused tensors. `tensors` are by name, and so are `shapes`,
+    those of all parameters. The smallest parameter comes first: the tensors of a torch file are
+    freed as they are read, so that little of the file is in memory when the largest tensor is
+    copied. Raises ConversionError, which lists every tensor that is missing or unused, or has a
+    wrong shape or dtype.
     """
     expanded_rules = choose(expand(rules, shapes), tensors)
     source_names = {name for rule in expanded_rules for name in rule.sources}
@@ -285,7 +288,7 @@ def plan_steps(
 
 
 def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """Yield the rules of each parameter; `{i}` becomes each layer that has the parameter."""
+    """Yield the rules of the parameters in `shapes`. `{i}` becomes each layer that has one."""
     numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
@@ -297,12 +300,12 @@ def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]
 
 
 def choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
-    """One rule for each parameter."""
+    """Return one rule for each parameter: the first whose sources all exist, else the first."""
     by_target: dict[str, list[Rule]] = {}
     for rule in rules:
         by_target.setdefault(rule.target, []).append(rule)
     return [
-        next((one for one in same if all(name in tensors for name in one.sources)), same[0])
+        next((rule for rule in same if all(name in tensors for name in rule.sources)), same[0])
         for same in by_target.values()
     ]
 
@@ -315,8 +318,8 @@ def canonical(
 ) -> dict[str, Tensor]:
     """Rename tensors to the names that rules use.
 
-    Each of `prefixes` is removed, and endings in `renames` are replaced. Raises ConversionError if
-    two tensors get the same name.
+    Each of `prefixes` is removed, and each ending in `renames` is replaced. Raises ConversionError
+    for `model` if two tensors get the same name.
     """
     tensors_by_name: dict[str, Tensor] = {}
     problems = []
@@ -336,7 +339,7 @@ def canonical(
 
 
 def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors to `folder/name`, so that several folders can share one plan."""
+    """Rename tensors to `folder/name`, so that tensors of several folders can share one plan."""
     return {
         f"{folder}/{name}": replace(tensor, name=f"{folder}/{tensor.name}")
         for name, tensor in tensors.items()
@@ -344,10 +347,10 @@ def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find(folder: Path) -> dict[str, Tensor]:
-    """Find the tensors of a folder, by name: those of safetensors, or else of a torch file.
+    """Find the tensors of a folder, by name: those of its safetensors files, or else torch files.
 
-    Of safetensors only names, dtypes and shapes are read; a torch file is loaded. Raises
-    CheckpointError if there are no weights, a file is damaged, or torch is missing or too old.
+    Of safetensors files only the headers are read; a torch file is loaded. Raises CheckpointError
+    if there are no weights, a file is damaged, or torch is missing or too old.
     """
     for name, reader in (("model.safetensors", safetensors_of), ("pytorch_model.bin", torch_file)):
         tensors: dict[str, Tensor] = {}
@@ -362,7 +365,8 @@ def find(folder: Path) -> dict[str, Tensor]:
 
 
 def _files(folder: Path, name: str) -> list[Path]:
-    """The file of this name, or the shards that its index names; empty if there is neither."""
+    """Return the file of this name, or the shards that its index names; empty if there is neither.
+    Raises CheckpointError if the index is damaged or shards are missing."""
     index = folder / f"{name}.index.json"
     if (folder / name).is_file():
         return [folder / name]
@@ -381,9 +385,10 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def safetensors_of(path: Path) -> dict[str, Tensor]:
-    """Read the header of a safetensors file. Raises CheckpointError if it is damaged."""
-    # not by safe_open: it maps the file, whose pages would count as our memory in addition to the
-    # copies of them, and its numpy version has no bfloat16
+    """Return the tensors of a safetensors file by name, from its header. Raises CheckpointError if
+    the file is damaged."""
+    # safe_open is not used: it maps the file, whose pages would count as memory of this process in
+    # addition to their copies, and its numpy version lacks bfloat16
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -407,7 +412,7 @@ class _Entry(msgspec.Struct):
 
 
 def _tensor(path: Path, name: str, base: int, entry: _Entry) -> Tensor:
-    """Make a tensor of an entry of the header; its data start at `base` in the file.
+    """Make a tensor from an entry of the header. The data of the file begin at the offset `base`.
 
     Raises ValueError if the entry does not fit the file.
     """
@@ -429,9 +434,10 @@ def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
 
 
 def torch_file(path: Path) -> dict[str, Tensor]:
-    """Load a torch file. Raises CheckpointError if it is damaged, or without a recent torch."""
+    """Load a torch file and return its tensors by name. Raises CheckpointError if it is damaged, or
+    torch is missing or older than LEAST_TORCH."""
     try:
-        torch = import_module("torch")  # no dependency of ours, because only old models need it
+        torch = import_module("torch")  # not a dependency: only old models need it
     except ImportError as error:
         raise CheckpointError(
             f"{path} is a torch file and torch is not installed; install it for the conversion "

@@ -1,4 +1,5 @@
-"""Embeds and ranks on JAX/XLA. Public names load on first use: importing starts no device."""
+"""Embedding and reranking on JAX/XLA. Public names load on first use: importing starts no
+device."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name on its first use. Raises ImportError if its module lacks it."""
     if name in _PUBLIC:
         try:
             return getattr(import_module(_PUBLIC[name]), name)

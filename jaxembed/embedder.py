@@ -1,4 +1,4 @@
-"""The library: a model from texts to vectors or scores.
+"""The library's API: a model that computes vectors or scores of texts and images.
 
 embedder = Embedder("sentence-transformers/all-MiniLM-L6-v2")
 vectors = embedder.encode(["a text", "another"])  # float32 [2, 384]
@@ -64,7 +64,8 @@ class Embedder:
     `model` is a directory (Hugging Face's or a converted checkpoint), the URL of a checkpoint in an
     object store, a hub id, or None for all-MiniLM-L6-v2. `revision`, `offline`, `token`,
     `dense_path`, `adapters`, `pooling` and `cache_dir` are those of ModelSource, the other
-    arguments those of LoadedModel, and so are the errors. Each method has a twin for event loops.
+    arguments those of LoadedModel, and so are the errors. Methods that compute have a variant for
+    event loops, with `_async` at the end of the name.
     """
 
     def __init__(
@@ -109,16 +110,17 @@ class Embedder:
 
     @classmethod
     def of(cls, model: LoadedModel) -> Self:
-        """An Embedder of a model that is loaded already."""
+        """Make an Embedder of a model that is loaded already."""
         embedder = cls.__new__(cls)
         embedder.model = model
         return embedder
 
-    # A call is written once, as a coroutine that awaits its steps. Those of a _BlockingEmbedder are
-    # done when they are awaited, so that the call needs no event loop: `_finish` runs it.
+    # Each call is written once, as a coroutine that awaits its steps. The steps of a
+    # _BlockingEmbedder never suspend, so `_finish` can run the coroutine without an event loop.
 
     @cached_property
     def _blocking(self) -> "Embedder":
+        """This model in an Embedder whose steps block the calling thread."""
         return _BlockingEmbedder.of(self.model)
 
     async def _run(self, request: Request[Answer]) -> Answer:
@@ -126,11 +128,11 @@ class Embedder:
         return await self.model.run_async(request)
 
     async def _read(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a call that reads files."""
+        """Run a call that reads files, without blocking the event loop."""
         return await asyncio.to_thread(call, *arguments)
 
     async def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Make a call that takes a core for a while."""
+        """Run a call that takes a core for a while, without blocking the event loop."""
         return await self.model.runner.off_loop(call, *arguments)
 
     def __enter__(self) -> Self:
@@ -141,12 +143,12 @@ class Embedder:
 
     @property
     def name(self) -> str:
-        """The name of the model, as it was given."""
+        """The name of the model: the argument `model`, or the default model's."""
         return self.model.name
 
     @property
     def spec(self) -> ModelSpec:
-        """What the checkpoint says of itself; of several routes the main one."""
+        """The specification of the checkpoint; of several routes the main one's."""
         return self.model.spec
 
     @property
@@ -166,30 +168,31 @@ class Embedder:
 
     @property
     def ready(self) -> bool:
-        """Whether every request has a compiled bucket and the device answers."""
+        """Whether every bucket that requests need is compiled and the device answers."""
         return self.model.ready
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises the error of the compiler for a bucket that is needed."""
+        """Block until ready. Raises TimeoutError after `timeout_s` seconds, the compiler's error
+        for a bucket that is needed, and BackendError if the model is closed."""
         self.model.wait_ready(timeout_s)
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish what is queued, stop the threads, and free the memory of the model."""
+        """Finish the queued work, stop the threads, and free the memory of the model."""
         self.model.close(timeout_s)
 
     @encode_options
     def encode(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
-        """float32 `[n, dim]`, or `[dim]` for a single text. Normalised if the checkpoint says so.
+        """Return the dense vectors of texts, float32 `[n, dim]`, or `[dim]` for a single string.
+        They are normalised if the checkpoint says so.
 
-        Of a model of texts and images `images` has the images to encode after the texts: each a
-        path, the bytes of a file, an image of Pillow or an array of colours, uint8
-        `[height, width, 3]`. Images may also be among the texts, but a string is a text there.
-        Prompts are for texts alone.
+        `images` follow the texts, for a model that takes both: each is a path, the bytes of a file,
+        a Pillow image or RGB values, uint8 `[height, width, 3]`. Images may also be among `texts`,
+        but there a string is a text. Prompts are for texts alone.
 
-        With another `output_dtype` than "float" the array is as `quantise` gives it. Raises the
-        errors of InvalidInput and BackendError, and TypeError for an unknown option.
+        With an `output_dtype` other than "float" the vectors are quantized as by `quantise`. Raises
+        the errors of InvalidInput and BackendError, and TypeError for an unknown option.
         """
         return _finish(self._blocking.encode_async(texts, images=images, **options))
 
@@ -229,16 +232,16 @@ class Embedder:
         images: Any = None,
         **options,
     ) -> dict[OutputName, Any]:
-        """Several representations of each text from one pass, by name: of "dense" float32
-        `[n, dim]`, of "sparse" SparseRows with a row for each text, of "multi_vector" a Ragged with
-        an array `[vectors, width]` for each.
+        """Return several representations of each text from one pass, by name: "dense" as float32
+        `[n, dim]`, "sparse" as SparseRows with a row for each text, "multi_vector" as a Ragged with
+        an array `[vectors, width]` for each text.
 
-        They are what `encode`, `encode_sparse` and `encode_multi` give alone. `images` follow the
-        texts, as of `encode`. Raises WrongTask for an output that the model does not give:
-        `spec.representations` has them all.
+        They equal the results of `encode`, `encode_sparse` and `encode_multi`. `images` follow the
+        texts, as in `encode`. Raises WrongTask for an output that is not in `spec.representations`,
+        and as `encode`.
         """
-        asked = {"images": images, **options}
-        return _finish(self._blocking.encode_outputs_async(texts, outputs, **asked))
+        arguments = {"images": images, **options}
+        return _finish(self._blocking.encode_outputs_async(texts, outputs, **arguments))
 
     @output_options
     async def encode_outputs_async(
@@ -257,13 +260,14 @@ class Embedder:
                 f"Given: {', '.join(map(str, unknown)) or 'none'}",
                 field="outputs",
             )
-        role, asked = options.pop("role", None), {"outputs": frozenset(outputs), **options}
-        return dict((await self._embed(texts, images, role, asked)).values)
+        role, merged = options.pop("role", None), {"outputs": frozenset(outputs), **options}
+        return dict((await self._embed(texts, images, role, merged)).values)
 
     @output_options
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
-        """The weights of the vocabulary's terms in each text, a row for each; `to_scipy` makes a
-        matrix of them. Otherwise as `encode_outputs`."""
+        """Return the sparse embedding of each text, the weights of vocabulary terms, as a row of
+        SparseRows; its `to_scipy` makes a matrix. Options and errors are those of
+        `encode_outputs`."""
         return _finish(self._blocking.encode_sparse_async(texts, **options))
 
     @output_options
@@ -275,8 +279,9 @@ class Embedder:
     def encode_multi(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> Ragged:
-        """The vectors of each text, and of each of `images`, to compare token by token, float32
-        `[vectors, width]`. Otherwise as `encode_outputs`."""
+        """Return the multi-vector embedding of each text, and then of each of `images`, to compare
+        token by token: float32 `[vectors, width]`. Options and errors are those of
+        `encode_outputs`."""
         return _finish(self._blocking.encode_multi_async(texts, images=images, **options))
 
     @output_options
@@ -284,22 +289,24 @@ class Embedder:
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> Ragged:
         """`encode_multi` without blocking the event loop."""
-        found = await self.encode_outputs_async(texts, ("multi_vector",), images=images, **options)
-        return found["multi_vector"]
+        by_name = await self.encode_outputs_async(
+            texts, ("multi_vector",), images=images, **options
+        )
+        return by_name["multi_vector"]
 
     @chunk_options
     def encode_chunks(
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
-        """Late chunking: for each text a vector of each of its chunks, pooled from the tokens of
-        the whole text, so that they know their context.
+        """Encode by late chunking: return for each text a vector of each of its chunks, pooled from
+        the tokens of the whole text, so that the vector reflects the context.
 
-        A list of strings is one text, whose chunks these are; neighbours are joined by a space
-        where there is no white space between them. One over the model's limit is run in windows, or
-        with `truncate` False refused.
+        A list of strings is one text, and its strings are the chunks: neighbours without white
+        space between them are joined by a space. A text over the model's limit is run in windows,
+        or refused if `truncate` is False.
 
-        Raises the errors of InvalidInput, which has no late chunking for models that pool otherwise
-        than by the mean, and of BackendError.
+        Raises the errors of InvalidInput, also for a model whose pooling is not the mean, and of
+        BackendError; and TypeError for a text that is one string.
         """
         return _finish(self._blocking.encode_chunks_async(texts, **options))
 
@@ -310,7 +317,7 @@ class Embedder:
         """`encode_chunks` without blocking the event loop."""
         if any(isinstance(text, str) for text in texts):
             raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
-        listed = [one if isinstance(one, ChunkedText) else join_texts(one) for one in texts]
+        listed = [text if isinstance(text, ChunkedText) else join_texts(text) for text in texts]
         request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
         answer = await self._run(request)
         chunked = answer.chunked or NO_CHUNKS
@@ -331,18 +338,18 @@ class Embedder:
         raw_scores: bool = False,
         **options,
     ) -> list[Ranked]:
-        """The documents that answer the query best, best first; equal ones in the order given.
+        """Score documents against a query, and return them best first, `top_n` of them at most.
+        Equal scores keep the order given. For a model that reads pages the documents are `images`,
+        as in `encode`.
 
-        Of a model that reads pages the documents are `images`, as `encode` takes them.
-
-        Scores are from 0 to 1, with `raw_scores` the model's logits. An embedding model compares
-        its outputs for the query and for each document. The score is the cosine of dense vectors,
-        from -1 to 1, the product of weights of terms, or of several vectors a text a mean of
-        cosines, whose raw score is the sum. Raises WrongTask for a classifier, and the errors of
-        InvalidInput and BackendError.
+        A reranker's scores are from 0 to 1; with `raw_scores` they are its logits. An embedding
+        model compares its outputs for the query and for each document: the score is the cosine of
+        dense vectors, from -1 to 1, the inner product of sparse embeddings, or the mean of cosines
+        of multi-vector embeddings, whose raw score is the sum. Raises WrongTask for a classifier,
+        and the errors of InvalidInput and BackendError.
         """
-        asked = {"images": images, "top_n": top_n, "raw_scores": raw_scores, **options}
-        return _finish(self._blocking.rerank_async(query, documents, **asked))
+        arguments = {"images": images, "top_n": top_n, "raw_scores": raw_scores, **options}
+        return _finish(self._blocking.rerank_async(query, documents, **arguments))
 
     @rerank_options
     async def rerank_async(
@@ -357,22 +364,22 @@ class Embedder:
     ) -> list[Ranked]:
         """`rerank` without blocking the event loop."""
         check_positive("top_n", top_n)
-        asked, tasks = ScoreOptions(**options), self.model.tasks
+        settings, tasks = ScoreOptions(**options), self.model.tasks
         listed = await self._inputs(documents, images)
         if self.spec.task == "embed":
-            of_query, of_documents, weights = tasks.compare(query, listed, asked)
+            of_query, of_documents, weights = tasks.compare(query, listed, settings)
             both = await self._run(of_query), await self._run(of_documents)
-            found = await self._compute(compare_outputs, *both, weights, listed)
+            scored = await self._compute(compare_outputs, *both, weights, listed)
         else:
-            found = await self._run(tasks.rerank(query, listed, asked))
-        return found.ranked(raw_scores)[:top_n]
+            scored = await self._run(tasks.rerank(query, listed, settings))
+        return scored.ranked(raw_scores)[:top_n]
 
     @score_options
     def score(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
-        """The score of each pair of a query and a document, float32 `[n]`: those of `rerank`, in
-        the order given."""
+        """Return the score of each pair of a query and a document, float32 `[n]`, in the order
+        given. Scores, options and errors are those of `rerank`."""
         return _finish(self._blocking.score_async(pairs, raw_scores=raw_scores, **options))
 
     @score_options
@@ -380,31 +387,32 @@ class Embedder:
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
         """`score` without blocking the event loop."""
-        asked, tasks = ScoreOptions(**options), self.model.tasks
+        settings, tasks = ScoreOptions(**options), self.model.tasks
         if self.spec.task != "embed":
             check_task(self.name, self.spec, "rerank")
-            answer = await self._run(tasks.score([Pair(*pair) for pair in pairs], asked))
+            answer = await self._run(tasks.score([Pair(*pair) for pair in pairs], settings))
             return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
-        of_queries, of_documents, weights, numbers = tasks.compare_pairs(pairs, asked)
+        of_queries, of_documents, weights, query_numbers = tasks.compare_pairs(pairs, settings)
         try:
             queries = await self._run(of_queries)
         except InvalidInput as error:
             if error.index is None:
                 raise
             # The index of the first pair with the query.
-            raise error.at(numbers.index(error.index), error.field or "query") from error
+            raise error.at(query_numbers.index(error.index), error.field or "query") from error
         both, texts = (queries, await self._run(of_documents)), [text for _, text in pairs]
         compare = partial(compare_pairs, raw_scores=raw_scores)
-        return await self._compute(compare, *both, weights, texts, numbers)
+        return await self._compute(compare, *both, weights, texts, query_numbers)
 
     @score_options
     def classify(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
-        """Every label of each text, or pair of texts, best first.
+        """Return every label of each text, or pair of texts, with its score, best first.
 
-        The checkpoint says whether scores add up to one or stand alone; with `raw_scores` they are
-        the model's logits. Otherwise as `rerank`.
+        The checkpoint says whether the scores of a text add up to 1 or are independent; with
+        `raw_scores` they are the model's logits. Raises WrongTask for another kind of model, and
+        the errors of InvalidInput and BackendError.
         """
         return _finish(self._blocking.classify_async(inputs, raw_scores=raw_scores, **options))
 
@@ -423,13 +431,13 @@ class Embedder:
         outputs: Collection[str],
         **options,
     ) -> WorkResult:
-        """Several outputs of the model in one pass, by name: of `dense` and `logits` float32
-        `[n, width]`, of `tokens` an array `[length, width]` for each input.
+        """Return several outputs of the model from one pass, by name: `dense` and `logits` as
+        float32 `[n, width]`, `tokens` as an array `[length, width]` for each input.
 
-        They are as the heads of the model give them: not normalised, and no scores. A classifier's
-        `dense` is the vector that its pooling gives, before the layers that make logits. Prompts
-        are for embedding models. Raises InvalidInput for outputs that the model does not have
-        (`spec.widths` has them all), and the errors of InvalidInput and BackendError.
+        They are the direct outputs of the model's heads: vectors are not normalised, and logits are
+        not scores. A classifier's `dense` is the vector that its pooling gives, before the layers
+        that make logits. Prompts are for embedding models. Raises the errors of InvalidInput, also
+        for an output that is not in `spec.widths`, and of BackendError.
         """
         return _finish(self._blocking.compute_async(inputs, outputs, **options))
 
@@ -441,28 +449,29 @@ class Embedder:
         **options,
     ) -> WorkResult:
         """`compute` without blocking the event loop."""
-        listed, asked = _texts_and_pairs(inputs), EncodeOptions(**options)
-        return await self._run(self.model.tasks.compute(listed, outputs, asked))
+        listed, settings = _texts_and_pairs(inputs), EncodeOptions(**options)
+        return await self._run(self.model.tasks.compute(listed, outputs, settings))
 
     async def _encode(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> np.ndarray:
+        """Return dense vectors as `encode` does, of texts that may have a role."""
         dense = (await self._embed(texts, images, role, options)).dense
         return dense[0] if isinstance(texts, str) and images is None else dense
 
     async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
-        """The texts, and the images among them and after them, which are read. Raises TypeError for
-        an image that is in no list."""
+        """Return the texts and the images among them, and then `images`, which are read from their
+        files. Raises TypeError if `images` is a single image, and as `read_image`."""
         listed = [texts] if isinstance(texts, str) else list(texts)
-        if images is None and all(isinstance(one, str) for one in listed):
+        if images is None and all(isinstance(item, str) for item in listed):
             return listed
         after = () if images is None else images
-        is_one = isinstance(after, str | bytes | PathLike | np.ndarray)
-        if is_one or not isinstance(after, Iterable):
+        is_single = isinstance(after, str | bytes | PathLike | np.ndarray)
+        if is_single or not isinstance(after, Iterable):
             raise TypeError("images is a list of images, not one")
         return await self._read(
             lambda: [
-                *(one if isinstance(one, str) else read_image(one) for one in listed),
+                *(item if isinstance(item, str) else read_image(item) for item in listed),
                 *map(read_image, after),
             ]
         )
@@ -470,13 +479,13 @@ class Embedder:
     async def _embed(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> Embeddings:
-        """The answer for texts, which may have a role, and images after them."""
-        asked = EncodeOptions(**options) if options else NO_OPTIONS
+        """Run texts, which may have a role, and the images after them; return the embeddings."""
+        settings = EncodeOptions(**options) if options else NO_OPTIONS
         listed = await self._inputs(texts, images)
         if role is not None:
-            asked = self.model.tasks.for_role(role, asked)
-        inputs = [Text(one) if isinstance(one, str) else one for one in listed]
-        return await self._run(self.model.tasks.embed(inputs, asked))
+            settings = self.model.tasks.for_role(role, settings)
+        inputs = [Text(item) if isinstance(item, str) else item for item in listed]
+        return await self._run(self.model.tasks.embed(inputs, settings))
 
 
 class _BlockingEmbedder(Embedder):
@@ -492,7 +501,7 @@ class _BlockingEmbedder(Embedder):
 
 
 def _finish(call: Coroutine[Any, Any, T]) -> T:
-    """The result of a call of a _BlockingEmbedder."""
+    """Run a coroutine of a _BlockingEmbedder to its end, and return the result."""
     try:
         call.send(None)
     except StopIteration as done:
@@ -501,5 +510,6 @@ def _finish(call: Coroutine[Any, Any, T]) -> T:
 
 
 def _texts_and_pairs(inputs: str | Sequence[TextOrPair]) -> list[Text | Pair]:
+    """Convert strings to Text, and tuples of two strings to Pair."""
     listed = [inputs] if isinstance(inputs, str) else inputs
-    return [Text(one) if isinstance(one, str) else Pair(*one) for one in listed]
+    return [Text(item) if isinstance(item, str) else Pair(*item) for item in listed]

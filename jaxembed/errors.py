@@ -6,33 +6,33 @@ JaxembedError
   * CheckpointError         a model directory, hub id or checkpoint that cannot be used
       - HubUnreachable      a hub that gives no answer
       - StoreUnreachable    an object store that gives no answer
-      - UnsupportedModel    an architecture, module or activation we have no code for
+      - UnsupportedModel    an architecture, module or activation that is not supported
       - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
   * InvalidInput            the request is wrong
       - EmptyInput          a text, a query or a list of token ids with nothing in it
           - NoInputs        a request with nothing to do
       - InputTooLong        more tokens than the limit, and truncation is off
       - TooManySpans        more spans of one input than a row of a batch has slots
-      - InvalidImage        a file that is no image, or one that is not decoded
-      - InvalidChunk        a chunk of a text that is no range of it, or has no tokens
+      - InvalidImage        a file that is no image, or an image that cannot be decoded
+      - InvalidChunk        a chunk that is not a range of its text, or has no tokens
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of texts that is not one of the known ones
-      - UnknownRoute        no route of the model is meant, or none that it has
+      - UnknownRoute        a route that the model lacks, or none where one is needed
       - BatchTooLarge       more inputs than one request may carry
-      - RequestTooLarge     more tokens or bytes than one request may bring
+      - RequestTooLarge     more tokens or bytes than one request may have
       - UnknownModel        a model that is not served here
-      - MediaUrlError       a URL of a file that may not or cannot be fetched
+      - MediaUrlError       a URL whose file may not be fetched, or does not arrive
   * WrongTask               a task this kind of model cannot do
   * TokenizerError          the tokenizer refused the text
   * Forbidden               a model or a route that an API key may not use
   * Overloaded              the queue is full; try again after `retry_after_s`
-      - QuotaExceeded       a key has used what it may; try again after `retry_after_s`
+      - QuotaExceeded       an API key has used its quota; try again after `retry_after_s`
       - ShuttingDown        the server drains and admits nothing more
   * BackendError            the device failed on this request
       - NotFinite           a result holds NaN or infinity even when run alone
-      - DeviceStuck         no device of the model returns from the call it is in
-      - ModelUnavailable    a model that is not in memory and could not be loaded, or not yet
+      - DeviceStuck         all devices of the model hang in a call
+      - ModelUnavailable    a model that is not in memory, and could not be loaded in time
       - NoRoom              a model for which there is no memory
   * Cancelled               nobody waits for the result any more
 """
@@ -40,8 +40,8 @@ JaxembedError
 from collections.abc import Sequence
 from typing import Self
 
-# What ends a thread or the process. Any other BaseException that a call into an extension raises,
-# such as a panic of Rust, is an error like an Exception.
+# The exceptions that end a thread or the process. Any other BaseException that an extension raises,
+# such as a Rust panic, is handled like an Exception.
 INTERRUPTS = (GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
@@ -50,7 +50,8 @@ class JaxembedError(Exception):
 
 
 class ConfigError(JaxembedError):
-    """A setting cannot be honoured. The message says what was wanted, what came and what to do."""
+    """A setting cannot be honoured. The message says what was wanted, what was given and what to
+    do."""
 
 
 class Unanswered(ConfigError):
@@ -66,7 +67,7 @@ class HubUnreachable(CheckpointError):
 
 
 class StoreUnreachable(CheckpointError):
-    """An object store could not be asked, or its answer was an error of its own."""
+    """An object store does not answer, or answers with an internal error."""
 
 
 class UnsupportedModel(CheckpointError):
@@ -95,7 +96,7 @@ class InvalidInput(JaxembedError):
         self.index = index
 
     def at(self, index: int | None, field: str | None = None) -> Self:
-        """The same error with this index, and if one is given with this field."""
+        """Return a copy of this error with this index, and with `field` if one is given."""
         error = type(self).__new__(type(self), *self.args)
         error.__dict__.update(self.__dict__, index=index, field=field or self.field)
         return error
@@ -132,7 +133,7 @@ class InputTooLong(InvalidInput):
 
 
 class TooManySpans(InvalidInput):
-    """An input with `got` spans to pool, where `limit` is the most."""
+    """An input has `got` spans to pool, and `limit` is the most."""
 
     def __init__(self, limit: int, got: int, index: int | None = None):
         super().__init__(
@@ -143,11 +144,12 @@ class TooManySpans(InvalidInput):
 
 
 class InvalidImage(InvalidInput):
-    """A file is not an image that is decoded. The message says what came and what was wanted."""
+    """A file is not an image that can be decoded. The message says what was given and wanted."""
 
 
 class InvalidChunk(InvalidInput):
-    """The chunk number `chunk` of an input is wrong. `reason` says why: it follows its name."""
+    """A chunk of an input is wrong. `chunk` is its index, and `reason` continues "chunk 0 ..." in
+    the message."""
 
     def __init__(self, chunk: int, reason: str):
         super().__init__(f"chunk {chunk} {reason}")
@@ -171,7 +173,7 @@ class BareTokenIds(InvalidInput):
 
 
 class UnknownPrompt(InvalidInput):
-    """The checkpoint has no prompt `name`. `available` are the names that it has."""
+    """The checkpoint has no prompt `name`. `available` are the names of its prompts."""
 
     def __init__(self, name: str, available: Sequence[str]):
         known = ", ".join(available) or "it has none"
@@ -190,8 +192,8 @@ class UnknownPurpose(InvalidInput):
 
 
 class UnknownRoute(InvalidInput):
-    """The model has several routes, `available`, and none of them is `asked` for; None if the
-    request names none and the model has no default one."""
+    """A request asks for the route `asked`, which is not one of the model's routes, `available`.
+    None: the request asks for none, and the model has no default route."""
 
     def __init__(self, asked: str | None, available: Sequence[str], field: str = "prompt_name"):
         names = ", ".join(filter(None, available)) or "no routes"
@@ -210,14 +212,14 @@ class RequestTooLarge(InvalidInput):
 
 
 class UnknownModel(InvalidInput):
-    """The server does not have this model. The message names those that it has."""
+    """The server does not have this model. The message names the models that it has."""
 
 
 class MediaUrlError(InvalidInput):
     """A URL of a file, such as a picture, may not be fetched, or its file does not arrive.
 
-    `source` says which: the URL or its host. `rule` says what was refused or failed, and nothing
-    of what answered there: clients must not learn through the server what they cannot reach.
+    `source` names the URL or its host. `rule` says what was refused or failed, but nothing of the
+    answer: clients must not learn through the server what they cannot reach themselves.
     """
 
     def __init__(self, source: str, rule: str, index: int | None = None):
@@ -235,11 +237,11 @@ class TokenizerError(JaxembedError):
 
 
 class Forbidden(JaxembedError):
-    """An API key may not use this model or this route. The message names the key, by its name."""
+    """An API key may not use this model or this route. The message has the name of the key."""
 
 
 class Overloaded(JaxembedError):
-    """The queue is full. Nothing of the request was kept; try again in `retry_after_s` seconds."""
+    """The queue is full, and the request was discarded. Try again in `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: int = 1):
         super().__init__(message)
@@ -247,7 +249,7 @@ class Overloaded(JaxembedError):
 
 
 class QuotaExceeded(Overloaded):
-    """A key has used its requests or tokens of this minute, or too many of its inputs wait."""
+    """An API key has used its requests or tokens of this minute, or too many of its inputs wait."""
 
 
 class ShuttingDown(Overloaded):
@@ -255,7 +257,7 @@ class ShuttingDown(Overloaded):
 
 
 class BackendError(JaxembedError):
-    """The device failed on this request. The message has no internal details; the log has them."""
+    """The device failed on this request. Internal details are in the log, not in the message."""
 
 
 class NotFinite(BackendError):
@@ -273,11 +275,11 @@ class DeviceStuck(BackendError):
 
 
 class ModelUnavailable(BackendError):
-    """A model is not in memory, and could not be loaded, or not in the time that requests wait."""
+    """A model is not in memory, and loading it failed or takes longer than requests wait."""
 
 
 class NoRoom(BackendError):
-    """A model takes more memory than models may, beside those that must stay."""
+    """A model needs more memory than is left for models beside those that cannot be evicted."""
 
 
 class Cancelled(JaxembedError):

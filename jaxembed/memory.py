@@ -1,6 +1,6 @@
 """Keeps freed memory in huge pages for XLA's next run, or returns it to the system. glibc only.
 
-XLA allocates the temporaries of a CPU program, 10 to 100 MB in one block, anew at every run. glibc
+At every run XLA allocates the temporaries of a CPU program anew, 10 to 100 MB in one block. glibc
 maps and unmaps such a block each time, and the page faults take a tenth to a third of the run.
 """
 
@@ -18,23 +18,23 @@ from typing import Any
 KIB = 1024
 MIB = 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-# Larger blocks of other heaps get mappings of their own, which go back to the system when they are
-# freed: the end of such a heap, of up to 64 MB, never does.
+# A larger block of another heap gets a separate mapping, which returns to the system when the block
+# is freed: the end of such a heap, of up to 64 MB, never does.
 MMAP_THRESHOLD = 4 * MIB
 ADAPTED_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
 MMAP_MAX = 65536  # glibc's default
-HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default, and a limit, as `in_kept_heap` may try them all
-SPARE_BYTES = 64 * MIB  # of the heap, left to other threads while `trim` holds the rest
+HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default; a limit, because `in_kept_heap` may try all
+SPARE_BYTES = 64 * MIB  # of the heap, left for other threads while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-GROWTH_BYTES = 128 * MIB  # what a server may grow by before it returns freed memory
+GROWTH_BYTES = 128 * MIB  # growth of a process after which Trimmer returns freed memory
 STATM = Path("/proc/self/statm")
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CGROUP_FILES = "memory.max", "memory.current"
-PROBE = 4 * MIB  # larger than any free block below the kept heap; its pages are not touched
+PROBE = 4 * MIB  # bytes: larger than any free block below the kept heap; never written to
 
 
 class _MallocInfo(ctypes.Structure):
-    """struct mallinfo2 of malloc.h, whose last field is the free top of the main thread's heap."""
+    """struct mallinfo2 of malloc.h. Its last field is the free top of the main thread's heap."""
 
     _fields_ = (("others", ctypes.c_size_t * 9), ("keepcost", ctypes.c_size_t))
 
@@ -45,9 +45,9 @@ kept = range(0)  # addresses of the heap that `keep` made for the whole process
 def keep() -> bool:
     """Make the main thread's heap large, in huge pages, and keep memory that is freed there.
 
-    The heap takes address space of half the machine's memory, and memory only as it is used. This
+    The heap takes address space of half the machine's memory, but memory only as it is used. This
     changes the whole process for good, so a program may call it at its start, but a library must
-    not. Returns whether freed memory is kept; `reason_not_kept` says why if it is not.
+    not. Returns whether freed memory is kept; if not, `reason_not_kept` says why.
     """
     global kept
     if kept:
@@ -58,7 +58,7 @@ def keep() -> bool:
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     libc.mallopt(M_ARENA_MAX, min(HEAPS_A_CORE * (os.cpu_count() or 1), MOST_HEAPS))
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-    libc.mallopt(M_MMAP_MAX, 0)  # allocate in the heap, not in a mapping of its own
+    libc.mallopt(M_MMAP_MAX, 0)  # allocate in the heap, not in a separate mapping
     start = libc.malloc(size)
     libc.mallopt(M_MMAP_MAX, MMAP_MAX)
     if start is None:
@@ -66,7 +66,7 @@ def keep() -> bool:
     libc.mallopt(M_TRIM_THRESHOLD, -1)
     _advise(libc, start, size, mmap.MADV_HUGEPAGE)
     libc.free(start)
-    if not _is_kept(libc, range(start, start + size)):  # the block got a mapping of its own
+    if not _is_kept(libc, range(start, start + size)):  # the block got a separate mapping
         libc.mallopt(M_MMAP_THRESHOLD, ADAPTED_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, 2 * ADAPTED_THRESHOLD)
         return False
@@ -75,7 +75,7 @@ def keep() -> bool:
 
 
 def reason_not_kept() -> str | None:
-    """The reason why freed memory is not kept, for people; None if it is kept."""
+    """Return a message that says why freed memory is not kept; None if it is kept."""
     if kept:
         return None
     if _glibc() is None:
@@ -86,7 +86,8 @@ def reason_not_kept() -> str | None:
 
 
 def _is_counted() -> bool:
-    """Whether address space is limited by ulimit, or counted as memory (vm.overcommit_memory=2)."""
+    """Return whether address space is limited by ulimit, or counted as memory
+    (vm.overcommit_memory=2)."""
     import resource  # not available on Windows
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -101,9 +102,9 @@ def _is_counted() -> bool:
 def in_kept_heap(work: Callable[[], object]) -> None:
     """Call `work` in a thread that allocates from the heap that `keep` made, and wait for it.
 
-    glibc gives each new thread a heap of its own; when it has its maximum of heaps, it starts again
-    with the main thread's. So this starts threads until one has that heap. A single heap for all
-    threads would be simpler, but tokenizing in two threads would take three times as long.
+    glibc gives each new thread another heap; when it has its maximum of heaps, it starts again with
+    the main thread's. So this starts threads until one has that heap. A single heap for all threads
+    would be simpler, but tokenizing in two threads would take three times as long.
     """
     libc = _glibc()
     if libc is None or not kept or _is_kept(libc, kept):
@@ -119,7 +120,7 @@ def in_kept_heap(work: Callable[[], object]) -> None:
         if threading.current_thread() in inside:
             work()
         else:
-            heap_found.wait()  # glibc gives a heap that is free again to the next thread
+            heap_found.wait()  # if this thread ended, the next one would get its heap
 
     for _ in range(2 * MOST_HEAPS):
         threading.Thread(target=attempt, name=threading.current_thread().name, daemon=True).start()
@@ -136,8 +137,8 @@ def in_kept_heap(work: Callable[[], object]) -> None:
 def trim() -> None:
     """Return freed memory to the system.
 
-    glibc keeps freed memory that lies below memory in use: 700 MB after loading a model of 1.2 GB,
-    and 20 to 40 MB after each compilation.
+    Without this glibc keeps freed memory that lies below memory in use: 700 MB after loading a
+    model of 1.2 GB, and 20 to 40 MB after each compilation.
     """
     libc = _glibc()
     if libc is None:
@@ -156,48 +157,48 @@ def trim() -> None:
 
 class Trimmer:
     """Returns freed memory to the system when the process has grown by GROWTH_BYTES since it last
-    did, such as by a burst of large images."""
+    did, for example by a burst of large images."""
 
     def __init__(self) -> None:
-        self._least = resident_bytes()
+        self._baseline = resident_bytes()
 
     def run(self) -> None:
-        """Look at the memory of the process. Call it while nothing runs: a thread that allocates
-        waits meanwhile, for some 0.1 s at most."""
+        """Return freed memory if the process has grown enough. Call this while nothing runs: a
+        thread that allocates waits meanwhile, for about 0.1 s at most."""
         now = resident_bytes()
-        if now is None or self._least is None:
+        if now is None or self._baseline is None:
             return
-        if now > self._least + GROWTH_BYTES:
-            gc.collect()  # what refused requests held may be in cycles
+        if now > self._baseline + GROWTH_BYTES:
+            gc.collect()  # memory of refused requests may be in reference cycles
             trim()
-            self._least = resident_bytes()
+            self._baseline = resident_bytes()
         else:
-            self._least = min(now, self._least)
+            self._baseline = min(now, self._baseline)
 
 
 def resident_bytes() -> int | None:
-    """The memory of the process that is in use now. None if the system does not say."""
+    """Return the resident memory of the process in bytes; None if the system does not say."""
     with suppress(OSError, ValueError, IndexError):
         return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
     return None
 
 
 def available_bytes() -> int | None:
-    """The memory that the process may still take: of the machine, and of its control group. None
-    if the system does not say."""
-    found = []
+    """Return how many more bytes of memory the process may take: of what is free on the machine,
+    and within its control group. None if the system does not say."""
+    limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = MEMINFO.read_text().splitlines()
-        (line,) = [one for one in lines if one.startswith("MemAvailable:")]
-        found.append(int(line.split()[1]) * KIB)
+        (line,) = [text for text in lines if text.startswith("MemAvailable:")]
+        limits.append(int(line.split()[1]) * KIB)
     with suppress(OSError, ValueError):  # "max" is no limit
         limit, used = (int((CGROUP / name).read_text()) for name in CGROUP_FILES)
-        found.append(max(limit - used, 0))
-    return min(found, default=None)
+        limits.append(max(limit - used, 0))
+    return min(limits, default=None)
 
 
 def _glibc() -> Any:
-    """The C library if it is glibc 2.33 or later, else None."""
+    """Return the C library if it is glibc 2.33 or later, else None."""
     libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "mallinfo2"):  # musl and older glibc lack it
         return None
@@ -210,14 +211,15 @@ def _glibc() -> Any:
 
 
 def _is_kept(libc: Any, heap: range) -> bool:
-    """Whether this thread allocates from the heap at these addresses."""
+    """Return whether this thread allocates from the heap at these addresses."""
     block = libc.malloc(PROBE)
     libc.free(block)
     return block is not None and block in heap
 
 
 def _advise(libc: Any, start: int, size: int, advice: int) -> None:
-    """Call madvise for the whole pages in this range. A refusal by the system is ignored."""
+    """Call madvise with `advice` for the whole pages within `size` bytes from `start`. Ignores a
+    refusal by the system."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     libc.madvise(first, last - first, advice)

@@ -1,8 +1,8 @@
-"""Encodes float32 vectors in fewer bytes, as sentence-transformers does. Uses no device.
+"""Encodes float32 vectors in fewer bytes, as sentence-transformers does.
 
 The formulas and the order of the bits are those of `quantize_embeddings` in sentence-transformers
-from 5.2 on (`util/quantization.py`), so that either side can read what the other wrote. Vectors are
-cut and normalised before.
+from 5.2 on (`util/quantization.py`), so that each can read what the other wrote. Vectors are
+truncated and normalised before.
 """
 
 from typing import Literal, get_args
@@ -16,12 +16,13 @@ EmbeddingDtype = Literal["float", "float16", "int8", "uint8", "binary", "ubinary
 DTYPES: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
 
 STEPS = 255  # between the lowest and the highest of the 256 values of a byte
-INFINITE_HALF = 65520  # halfway between the largest float16, 65504, and what would be the next
+INFINITE_HALF = 65520  # rounds to infinity in float16, whose largest value is 65504
 NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
 
 
 def embedding_dtype(value: object, field: str = "output_dtype") -> EmbeddingDtype:
-    """The dtype of this name. Raises InvalidInput, which names the field, for any other value."""
+    """Check that a value is the name of a dtype, and return it. Raises InvalidInput, for the
+    request's `field`, if it is not."""
     for dtype in DTYPES:
         if value == dtype:
             return dtype
@@ -35,16 +36,16 @@ def quantise(
     dtype: EmbeddingDtype,
     ranges: Float[np.ndarray, "2 dim"] | None = None,
 ) -> Shaped[np.ndarray, "rows width"]:
-    """The float32 vectors as `dtype`, C-contiguous; `float` leaves them as they are.
+    """Encode float32 vectors as `dtype`, C-contiguous; `float` leaves them as they are.
 
-    `float16` rounds to the nearest. `uint8` is floor(255 (x - low) / (high - low)) within 0 to 255,
-    and `int8` is that less 128. `ubinary` has a bit for each dimension, 1 where x > 0: the first
-    dimension in the highest bit of the first byte, the last byte filled up with zeros, so that
-    `width` is dim / 8 rounded up. `binary` is those bytes less 128, as int8.
+    `float16` rounds to the nearest value. `uint8` is floor(255 (x - low) / (high - low)), limited
+    to 0 to 255, and `int8` is that minus 128. `ubinary` has a bit for each dimension, which is 1
+    where x > 0: the first dimension is the highest bit of the first byte, and zeros fill up the
+    last byte, so that `width` is dim / 8 rounded up. `binary` is these bytes minus 128, as int8.
 
-    `ranges` are the lowest and the highest value of each dimension, of vectors cut and normalised
-    alike. Raises ValueError where `dtype` needs ranges and there are none, and InvalidInput for a
-    value that float16 cannot hold.
+    `ranges` are the lowest and the highest value of each dimension, of vectors that were truncated
+    and normalised in the same way. Raises ValueError if `dtype` needs ranges and there are none,
+    and InvalidInput for a value that float16 cannot hold.
     """
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     match dtype:
@@ -71,8 +72,8 @@ def quantise(
 
 
 def _levels(vectors: np.ndarray, ranges: np.ndarray | None) -> np.ndarray:
-    """Whole numbers from 0 to 255 as float32, by where a value lies in the range of its dimension.
-    A dimension that never varied has steps of 1."""
+    """Map each value to its level in the range of its dimension: whole numbers from 0 to 255, as
+    float32. A dimension that never varied has steps of 1. Raises ValueError without ranges."""
     if ranges is None:
         raise ValueError("int8 and uint8 need ranges")
     low, high = ranges.astype(np.float32, copy=False)

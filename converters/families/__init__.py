@@ -1,1 +1,1 @@
-"""A file for each model type."""
+"""One module for each family of models."""

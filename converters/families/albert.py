@@ -10,7 +10,7 @@ from converters.weights import Rule, concatenate, concatenate_transposed, transp
 from jaxembed.errors import CheckpointError
 
 MAPPING = "encoder.embedding_hidden_mapping_in"
-DEFAULTS = {  # of transformers, where they are not BERT's
+DEFAULTS = {  # of transformers, where they differ from BERT's
     "embedding_size": 128,
     "hidden_act": "gelu_new",
     "num_hidden_groups": 1,
@@ -19,7 +19,8 @@ DEFAULTS = {  # of transformers, where they are not BERT's
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json, with the order in which layers run."""
+    """Convert config.json `hf` to BertConfig fields. `layer_order` numbers the layers in the order
+    of their runs. Raises UnsupportedModel and CheckpointError."""
     hf = DEFAULTS | hf
     require(hf, ("embedding_size", "num_hidden_groups", "inner_group_num"))
     fields = bert.config(hf)
@@ -29,16 +30,17 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             f"config.json: num_hidden_groups is {groups}; wanted 1 to {runs} groups, which is "
             "num_hidden_layers"
         )
-    first = [int(run / (runs / groups)) * inner for run in range(runs)]  # as transformers rounds it
+    # the first layer of each run's group, rounded as in transformers
+    first_layers = [int(run / (runs / groups)) * inner for run in range(runs)]
     return fields | {
         "num_layers": groups * inner,
         "embedding_size": hf["embedding_size"],
-        "layer_order": [layer + n for layer in first for n in range(inner)],
+        "layer_order": [layer + n for layer in first_layers for n in range(inner)],
     }
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """The rules for the layers of each group."""
+    """Return the tensor rules of all layers, numbered across the groups."""
     hf = DEFAULTS | hf
     inner = hf["inner_group_num"]
     return [
@@ -52,6 +54,7 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
 
 
 def _layer_rules(layer: str, target: str) -> list[Rule]:
+    """Return the rules of one layer: `layer` prefixes its tensors, `target` its parameters."""
     attention = f"{layer}.attention"
     parts = [f"{attention}.{part}" for part in ("query", "key", "value")]
     return [
@@ -79,12 +82,12 @@ FAMILY = Family(
     classes=("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining"),
     classifiers=("AlbertForSequenceClassification",),
     prefixes=("albert.",),
-    rules=(  # of the embeddings; config_rules has those of the layers
+    rules=(  # of the embeddings; config_rules returns those of the layers
         *(rule for rule in bert.FAMILY.rules if rule.target.startswith("tower.embeddings.")),
         Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
         Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
     ),
-    # The heads of training are not used, nor the pooler and the classifier for embeddings.
+    # The training heads are never used; the pooler and the classifier not for embeddings.
     ignored=(
         "embeddings.position_ids",
         "pooler.*",
@@ -95,7 +98,7 @@ FAMILY = Family(
     config=config,
     config_rules=config_rules,
     classifier=bert.two_layer_classifier("pooler", "classifier"),
-    masked_lm=transforming(  # AlbertMLMHead, to the width of the embeddings
+    masked_lm=transforming(  # AlbertMLMHead; it projects to the width of the embeddings
         defaults=DEFAULTS,
         features="embedding_size",
         dense="predictions.dense",

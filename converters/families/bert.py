@@ -1,4 +1,4 @@
-"""Converts BERT from transformers: its config, and the rules for its tensors."""
+"""Converts BERT from transformers: its config, classifier and tensor rules."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ REQUIRED = (
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     require(hf, REQUIRED)
     positions = hf.get("position_embedding_type") or "absolute"
     refuse_unknown("position_embedding_type", positions, ("absolute",))
@@ -60,11 +60,9 @@ def two_layers(
     activation: Activation = "tanh",
     pooling: Pooling = "cls",
 ) -> Scorer:
-    """A head of two dense layers: second(activation(first(pooled hidden state))).
-
-    `width` is that of the hidden state. `first` and `second` are the tensors' names without
-    ".weight" and ".bias".
-    """
+    """Return a head of two dense layers, second(activation(first(pooled))), and its tensor rules.
+    `width` is the dimension of hidden states, `labels` the number of logits. `first` and
+    `second` are tensor names without ".weight" and ".bias"."""
     layers = (
         DenseLayer(in_features=width, out_features=width, activation=activation),
         DenseLayer(in_features=width, out_features=labels, activation="identity"),
@@ -79,8 +77,8 @@ def two_layers(
 def two_layer_classifier(
     first: str, second: str, activation: Activation = "tanh", width: str = "hidden_size"
 ) -> Callable[[Fields, int], Scorer]:
-    """The `classifier` of a family: `two_layers` on the first token. `width` is a key of the
-    config."""
+    """Return a function for `Family.classifier` that calls `two_layers` with CLS pooling. `width`
+    is the key of the hidden size in config.json."""
     return lambda hf, labels: two_layers(hf[width], labels, first, second, activation=activation)
 
 

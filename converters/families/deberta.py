@@ -13,8 +13,9 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 
 def projected(norm_eps: float) -> Transform:
-    """A transform from a table, perhaps the scale and shift of its norm, and a linear layer, to the
-    float32 table of what the layer makes of each row."""
+    """Return a Transform that applies an optional norm and a linear layer to a table, in float32.
+    The sources are the table `[rows, width]`, the norm's scale and shift or neither, and the
+    weight `[width, width]` and bias of the linear layer. `norm_eps` is the norm's epsilon."""
 
     def apply(table: np.ndarray, *rest: np.ndarray) -> np.ndarray:
         *norm, weight, bias = (array.astype(np.float64) for array in rest)
@@ -38,7 +39,7 @@ def projected(norm_eps: float) -> Transform:
     return Transform(apply, misfits, dtype="float32")
 
 
-# a convolution's weight is [out, in, tokens]
+# from a convolution's weight [out, in, tokens] to a kernel [tokens * in, out]
 unfold = Transform(
     lambda weight: np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(-1, len(weight))),
     lambda sources, shape: shaped(sources, (shape[1], shape[1], shape[0] // shape[1])),
@@ -53,22 +54,23 @@ TABLE_NORM = ("encoder.LayerNorm.weight", "encoder.LayerNorm.bias")
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of DebertaConfig from a config.json."""
+    """Convert config.json `hf` to DebertaConfig fields. Raises UnsupportedModel and
+    CheckpointError."""
     require(hf, bert.REQUIRED)
     width, heads = hf["hidden_size"], hf["num_attention_heads"]
     if width % heads:
         raise CheckpointError(
             f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
-    # widths that differ from the tower's, where transformers would read them
-    for key, only in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
-        if hf.get(key, only) != only:
-            raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {only} here")
+    # keys by which transformers would make parts of another width
+    for key, required in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
+        if hf.get(key, required) != required:
+            raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {required} here")
     if not hf.get("relative_attention", False):
         raise UnsupportedModel(
             "relative_attention=False is not supported: DeBERTa runs with relative positions"
         )
-    terms = _names(hf.get("pos_att_type") or ())  # relative ones of a score
+    terms = _names(hf.get("pos_att_type") or ())  # relative terms of scores
     if not terms or set(terms) - {CONTENT_TO_POSITION, POSITION_TO_CONTENT}:
         raise UnsupportedModel(
             f"pos_att_type {hf.get('pos_att_type')!r} is not supported; known: c2p, p2c, c2p|p2c"
@@ -77,25 +79,25 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
         )
-    # buckets on either side, or 0, and the distance from which on all are alike
+    # the buckets on either side (0: none), and the distance from which on all share the last place
     buckets = max(hf.get("position_buckets", -1), 0)
-    furthest = hf.get("max_relative_positions", -1)
-    furthest = furthest if furthest >= 1 else hf["max_position_embeddings"]
-    if buckets and not 2 <= buckets < 2 * (furthest - 1):
+    max_distance = hf.get("max_relative_positions", -1)
+    max_distance = max_distance if max_distance >= 1 else hf["max_position_embeddings"]
+    if buckets and not 2 <= buckets < 2 * (max_distance - 1):
         raise CheckpointError(
             f"position_buckets is {buckets}, wanted at least 2 and less than twice the largest "
-            f"distance, {furthest - 1}, which max_relative_positions gives"
+            f"distance, {max_distance - 1}, which max_relative_positions gives"
         )
-    convolution = {}  # beside the first layer
-    tokens = hf.get("conv_kernel_size") or 0
-    if tokens > 0:
-        if tokens % 2 == 0:
-            raise UnsupportedModel(f"conv_kernel_size {tokens} is not supported: it must be odd")
+    convolution = {}  # fields of the convolution beside the first layer
+    conv_size = hf.get("conv_kernel_size") or 0
+    if conv_size > 0:
+        if conv_size % 2 == 0:
+            raise UnsupportedModel(f"conv_kernel_size {conv_size} is not supported: it must be odd")
         if hf.get("conv_groups", 1) != 1:
             raise UnsupportedModel(f"conv_groups {hf['conv_groups']} is not supported; known: 1")
-        plain = hf.get("conv_act", "tanh") == "tanh"
-        activation = "tanh" if plain else activation_of(hf, "conv_act")
-        convolution = {"conv_width": tokens, "conv_activation": activation}
+        is_tanh = hf.get("conv_act", "tanh") == "tanh"
+        activation = "tanh" if is_tanh else activation_of(hf, "conv_act")
+        convolution = {"conv_width": conv_size, "conv_activation": activation}
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,
@@ -109,7 +111,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "embedding_size": hf.get("embedding_size", width),
         "absolute_positions": bool(hf.get("position_biased_input", True)),
         "buckets": buckets,
-        "max_distance": furthest,
+        "max_distance": max_distance,
         "content_to_position": CONTENT_TO_POSITION in terms,
         "position_to_content": POSITION_TO_CONTENT in terms,
         **convolution,
@@ -117,15 +119,15 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """The rules for the relative keys and queries of each layer, projections of one table, whose
-    sources depend on the config."""
-    named = "{}" if hf.get("share_att_key", False) else "pos_{}_proj"
+    """Return the rules for the relative keys and queries of each layer. Each projects one table.
+    `hf` says with which weights, and whether the table is normalized."""
+    proj = "{}" if hf.get("share_att_key", False) else "pos_{}_proj"
     is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
     table = (RELATIVE_TABLE, *(TABLE_NORM if is_normed else ()))
     transform = projected(float(hf.get("layer_norm_eps", 1e-7)))
     return [
         Rule(
-            (*table, *(f"{bert.SELF}.{named.format(part)}.{kind}" for kind in ("weight", "bias"))),
+            (*table, *(f"{bert.SELF}.{proj.format(part)}.{kind}" for kind in ("weight", "bias"))),
             f"{bert.TARGET}.attention.relative_{part}",
             transform,
         )
@@ -134,7 +136,7 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
 
 
 def _names(value: Any) -> list[str]:
-    """The names in a string with bars between them, as transformers 4 writes it, or in a list."""
+    """Return lower-case names, from a list or from a string that separates them by "|"."""
     names = value.split("|") if isinstance(value, str) else value
     return [str(name).strip().lower() for name in names]
 
@@ -160,8 +162,8 @@ FAMILY = Family(
         Rule(f"{CONV}.LayerNorm.weight", "tower.convolution.norm.scale"),
         Rule(f"{CONV}.LayerNorm.bias", "tower.convolution.norm.bias"),
     ),
-    # The heads of training are not used, nor the pooler for embeddings. Published models have a
-    # table of positions also where none are added.
+    # The training heads are never used, the pooler not for embeddings. Published models store a
+    # position table even if position_biased_input is false.
     ignored=(
         "embeddings.position_ids",
         "embeddings.position_embeddings.weight",

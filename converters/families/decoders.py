@@ -42,12 +42,12 @@ def decoder_config(
     activation: str = "hidden_act",
     norm_eps: float = 1e-6,
 ) -> dict[str, Any]:
-    """Read the fields of Qwen3Config that all decoders have.
+    """Return the fields of Qwen3Config that all decoders have.
 
-    `rope` are the fields of the rotary positions, if they are not those of `rope_fields`;
-    `activation` is the key of the activation, `norm_eps` the default of rms_norm_eps. Raises
-    UnsupportedModel for settings that we do not run, and CheckpointError for missing or
-    inconsistent ones.
+    `head_width` is the dimension of a head, `rope` has the fields of the rotary positions (None:
+    those of `rope_fields`), `activation` is the activation's key, and `norm_eps` the default of
+    rms_norm_eps. Raises UnsupportedModel for settings that jaxembed does not run, and
+    CheckpointError for missing or inconsistent ones.
     """
     require(hf, REQUIRED)
     if head_width % 2:
@@ -77,12 +77,13 @@ def decoder_config(
 
 
 def head_width_of(hf: dict[str, Any]) -> int:
-    """head_dim, or an equal share of hidden_size. Raises CheckpointError if there is none."""
+    """Return the dimension of a head: head_dim, else hidden_size / num_attention_heads. Raises
+    CheckpointError if one of the latter is missing or, without head_dim, they do not divide."""
     require(hf, ("hidden_size", "num_attention_heads"))
-    width, rest = divmod(hf["hidden_size"], hf["num_attention_heads"])
+    width, remainder = divmod(hf["hidden_size"], hf["num_attention_heads"])
     if hf.get("head_dim"):
         return hf["head_dim"]
-    if rest:
+    if remainder:
         raise CheckpointError(
             f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
             f"{hf['num_attention_heads']}"
@@ -91,10 +92,8 @@ def head_width_of(hf: dict[str, Any]) -> int:
 
 
 def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
-    """Whether config.json asks for causal attention; `otherwise` if it does not say.
-
-    Two keys may say so. Raises CheckpointError if they contradict each other.
-    """
+    """Return whether config.json asks for causal attention; `otherwise` if it does not say. The
+    keys are is_causal and use_bidirectional_attention. Raises CheckpointError if both are true."""
     causal, both_ways = hf.get("is_causal"), hf.get("use_bidirectional_attention")
     if causal and both_ways:
         raise CheckpointError(
@@ -108,13 +107,14 @@ def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:
 def window_fields(
     hf: dict[str, Any], window: Any, layers: Sequence[int], causal: bool
 ) -> dict[str, Any]:
-    """Read local_layers and local_reach, from layer_types or else the family's own `layers`.
+    """Return local_layers and local_reach of Qwen3Config; empty if no layer has a window.
 
-    `window` is the size of the window, None if there is none. Raises UnsupportedModel for an
-    unknown layer type, and CheckpointError for inconsistent fields.
+    The layers with a window are those of layer_types, else `layers`. `window` is sliding_window, in
+    tokens. Raises UnsupportedModel for an unknown layer type, and CheckpointError for a missing
+    window or layer_types of another length.
     """
-    named = layers_of_kind(hf, LOCAL_LAYER)
-    layers = layers if named is None else named
+    stated_layers = layers_of_kind(hf, LOCAL_LAYER)
+    layers = layers if stated_layers is None else stated_layers
     if not layers:
         return {}
     if not window:
@@ -122,38 +122,37 @@ def window_fields(
             f"sliding_window is {window!r}, wanted a whole number over 0 for the layers with a "
             "window"
         )
-    # in transformers a causal window holds the token itself, a bidirectional one reaches that far
+    # transformers' causal window includes the token itself; a bidirectional one is the reach
     return {"local_layers": list(layers), "local_reach": window - 1 if causal else window}
 
 
 def last_token_classifier(
     hf: dict[str, Any], labels: int, pooling: Pooling = "lasttoken"
 ) -> Scorer:
-    """The head of transformers' GenericForSequenceClassification: one layer on the last token."""
+    """Return the head of transformers' GenericForSequenceClassification, and its tensor rules. It
+    is one linear layer from the pooled hidden state to `labels` logits."""
     kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
-    return Pooled((pooling,), (_row_head(hf, labels),)), (kernel,)
+    return Pooled((pooling,), (_logit_layer(hf, labels),)), (kernel,)
 
 
 def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """A head that gives logit(true_id) - logit(false_id) at the last token.
-
-    `hf` is the content of config.json, `config` that of the tower. Only these two rows of the
-    language model's head are converted.
-    """
+    """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
+    `hf` is the content of config.json, `config` that of the backbone. Only the rows of the two
+    ids are converted from the language model's head."""
     rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
     difference = difference_of_rows(true_id, false_id)
     kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
-    return Pooled(("lasttoken",), (_row_head(config, 1),)), (kernel,)
+    return Pooled(("lasttoken",), (_logit_layer(config, 1),)), (kernel,)
 
 
-def _row_head(config: dict[str, Any], labels: int) -> DenseLayer:
-    """A layer from the hidden state to the logits, without bias."""
+def _logit_layer(config: dict[str, Any], labels: int) -> DenseLayer:
+    """Return a linear layer without bias, from the hidden state to `labels` logits."""
     return DenseLayer(
         in_features=config["hidden_size"], out_features=labels, bias=False, activation="identity"
     )
 
 
-# A family of decoders, but for its classes and config.
+# Makes a Family of decoders; callers add its classes and config.
 decoder_family = partial(
     Family,
     architecture="qwen3",

@@ -19,10 +19,8 @@ NORM_EPS = 1e-12  # fixed in transformers' code; configs cannot change it
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json.
-
-    With sinusoidal_pos_embds the weights hold the table of positions like a learned one.
-    """
+    """Convert config.json `hf` to BertConfig fields. A model with sinusoidal_pos_embds stores its
+    position table like a learned one. Raises UnsupportedModel and CheckpointError."""
     require(hf, REQUIRED)
     if hf.get("pruned_heads"):
         raise UnsupportedModel(f"pruned_heads={hf['pruned_heads']} is not supported")
@@ -42,7 +40,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """The head of DistilBertForMaskedLM: BERT's, with other names."""
+    """Return the head of DistilBertForMaskedLM and its rules: BERT's, with other tensor names.
+    Raises UnsupportedModel for an unknown activation."""
     return term_head(
         hf,
         transform_layers(hf["dim"], activation_of(hf, "activation"), NORM_EPS),

@@ -10,7 +10,7 @@ from converters.weights import Rule, transpose
 
 DEFAULTS = {"embedding_size": 128}  # of transformers
 
-# Of the head for multiple choice, which is not run; another value asks for another head than ours.
+# Keys of the multiple-choice head, which is not run, and the values that jaxembed supports.
 SUMMARY = {
     "summary_type": ("first",),
     "summary_use_proj": (True,),
@@ -19,13 +19,14 @@ SUMMARY = {
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json, with the width of the embeddings."""
+    """Convert config.json `hf` to BertConfig fields. embedding_size is None if it equals
+    hidden_size. Raises UnsupportedModel and CheckpointError."""
     hf = DEFAULTS | hf
     require(hf, ("embedding_size",))
     refuse_unless(hf, SUMMARY)
     fields = bert.config(hf)
-    projected = hf["embedding_size"] != fields["hidden_size"]
-    return fields | {"embedding_size": hf["embedding_size"] if projected else None}
+    is_projected = hf["embedding_size"] != fields["hidden_size"]
+    return fields | {"embedding_size": hf["embedding_size"] if is_projected else None}
 
 
 FAMILY = Family(
@@ -39,7 +40,7 @@ FAMILY = Family(
         Rule("embeddings_project.weight", "tower.embeddings.projection.kernel", transpose),
         Rule("embeddings_project.bias", "tower.embeddings.projection.bias"),
     ),
-    # The heads of discriminator and generator are not used, nor the classifier for embeddings.
+    # The heads are not used for embeddings.
     ignored=(
         "embeddings.position_ids",
         "discriminator_predictions.*",
@@ -50,7 +51,7 @@ FAMILY = Family(
     ),
     config=config,
     classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj", "gelu"),
-    masked_lm=transforming(  # of a generator, to the width of the embeddings
+    masked_lm=transforming(  # a generator's head; it projects to the width of the embeddings
         "gelu",
         defaults=DEFAULTS,
         features="embedding_size",

@@ -10,28 +10,26 @@ from converters.fields import chosen
 from jaxembed.data.spec import Pooling
 from jaxembed.errors import UnsupportedModel
 
-_SOURCES = ("", *(f"EuroBERT/EuroBERT-{size}--" for size in ("210m", "610m", "2.1B")))
+_REPOS = ("", *(f"EuroBERT/EuroBERT-{size}--" for size in ("210m", "610m", "2.1B")))
 _MODEL, _CLASSIFIER = (
-    tuple(f"{source}modeling_eurobert.EuroBert{name}" for source in _SOURCES)
+    tuple(f"{repo}modeling_eurobert.EuroBert{name}" for repo in _REPOS)
     for name in ("Model", "ForSequenceClassification")
 )
 
-# "late", the mean of each token's logits, would need the layers of the head before its pooling
+# without "late", the mean of the logits of all tokens: it would run the head before the pooling
 POOLINGS_OF_CLASSES: dict[str, Pooling] = {"bos": "cls", "mean": "mean"}
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if hf.get("is_causal"):
         raise UnsupportedModel("is_causal=true is not supported: EuroBERT is an encoder")
     return llama_config({"rms_norm_eps": 1e-5} | hf, False)
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of EuroBertForSequenceClassification: classifier(gelu(dense(pooled))).
-
-    Raises UnsupportedModel for a pooling that is not supported.
-    """
+    """Return the head of EuroBertForSequenceClassification and its tensor rules. It computes
+    classifier(gelu(dense(pooled))). Raises UnsupportedModel for an unknown pooling."""
     name = hf.get("classifier_pooling", "late")
     pooling = chosen("classifier_pooling", name, POOLINGS_OF_CLASSES)
     return two_layers(

@@ -9,7 +9,7 @@ from jaxembed.errors import UnsupportedModel
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if hf.get("use_bidirectional_attention"):
         raise UnsupportedModel(
             "use_bidirectional_attention is not supported in Gemma 2, where transformers applies "
@@ -18,8 +18,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     cap = hf.get("attn_logit_softcapping", 50.0)
     causal = is_causal(hf, True)
     fields = gemma_config(hf, causal) | {"qk_norm": False}
-    layers = range(0, hf["num_hidden_layers"], 2)
-    fields |= window_fields(hf, hf.get("sliding_window", 4096), layers, causal)
+    window_layers = range(0, hf["num_hidden_layers"], 2)
+    fields |= window_fields(hf, hf.get("sliding_window", 4096), window_layers, causal)
     return fields if cap is None else fields | {"score_cap": float(cap)}
 
 
@@ -27,8 +27,8 @@ FAMILY = decoder_family(
     classes=("Gemma2Model",),
     classifiers=("Gemma2ForSequenceClassification",),
     generators=("Gemma2ForCausalLM",),
-    rules=gemma3.FAMILY.rules,  # of which those of head norms are for Gemma 3
+    rules=gemma3.FAMILY.rules,  # those of head norms apply only to Gemma 3
     config=config,
-    # logits have a soft cap unless the config says null
-    score_head=lambda hf, *given: gemma3.score_head({"final_logit_softcapping": 30.0} | hf, *given),
+    # a missing key means a soft cap of the logits; null means none
+    score_head=lambda hf, *rest: gemma3.score_head({"final_logit_softcapping": 30.0} | hf, *rest),
 )

@@ -22,36 +22,37 @@ from jaxembed.errors import UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-HEAD_WIDTH = 256  # default of every Gemma, whatever its hidden_size
+HEAD_WIDTH = 256  # default head_dim of every Gemma
+# keys of n: every n-th layer has no window
 EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if hf.get("attn_logit_softcapping") is not None:
         raise UnsupportedModel(
             f"attn_logit_softcapping {hf['attn_logit_softcapping']} is not supported in Gemma 3"
         )
     causal = is_causal(hf, True)
-    # the angles of global and local layers; rope_scaling of transformers 4 is for the former
+    # global and local layers have separate angles; transformers 4 scales only the global ones
     by_kind = rope_by_layers(hf)
     width = hf.get("head_dim") or HEAD_WIDTH
-    everywhere = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
-    rope = read_parameters(hf, width, everywhere, hf.get("rope_theta", 1e6))
-    near = by_kind.get(LOCAL_LAYER) or {}
-    local = read_parameters(hf, width, near, hf.get("rope_local_base_freq", 1e4))
+    global_rope = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
+    rope = read_parameters(hf, width, global_rope, hf.get("rope_theta", 1e6))
+    windowed = by_kind.get(LOCAL_LAYER) or {}
+    local = read_parameters(hf, width, windowed, hf.get("rope_local_base_freq", 1e4))
     if local["rope_scaling"] is not None:
         raise UnsupportedModel(
-            f"rope_parameters.{LOCAL_LAYER} {near} are not supported: angles of layers with a "
+            f"rope_parameters.{LOCAL_LAYER} {windowed} are not supported: angles of layers with a "
             "window are not scaled"
         )
     fields = gemma_config(hf, causal, rope=rope | {"local_theta": local["rope_theta"]})
-    # all layers but every n-th one have a window
+    # all layers but every period-th have a window
     window = hf.get("sliding_window", 4096)
-    every = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
-    layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % every]
-    windows = window_fields(hf, window, layers, causal)
-    if windows and hf.get("use_bidirectional_attention"):  # half of it on either side
+    period = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
+    window_layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % period]
+    windows = window_fields(hf, window, window_layers, causal)
+    if windows and hf.get("use_bidirectional_attention"):  # half of the window is on either side
         if window % 2:
             logger.warning(
                 "sliding_window %d is odd: an older transformers may have saved half of what it "
@@ -66,7 +67,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def gemma_config(
     hf: dict[str, Any], causal: bool, rope: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The fields of Qwen3Config that are alike in every Gemma."""
+    """Return the fields of Qwen3Config that all Gemma families read alike. `rope` and the errors
+    are as in `decoder_config`."""
     width, bias = hf.get("head_dim") or HEAD_WIDTH, bool(hf.get("attention_bias", False))
     scalar = hf.get("query_pre_attn_scalar", 256)
     activation = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -83,10 +85,9 @@ def gemma_config(
 
 
 def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
-    """A head that gives logit(true_id) - logit(false_id) at the last token.
-
-    Raises UnsupportedModel if logits have a soft cap, because then it is no product.
-    """
+    """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
+    The arguments are as in `answer_head`. Raises UnsupportedModel if logits have a soft cap:
+    their difference is then not linear in the hidden state."""
     if hf.get("final_logit_softcapping") is not None:
         raise UnsupportedModel(
             f"final_logit_softcapping {hf['final_logit_softcapping']} is not supported in a "
@@ -101,7 +102,7 @@ FAMILY = decoder_family(
     generators=("Gemma3ForCausalLM",),
     rules=(
         *(rule for rule in qwen3.FAMILY.rules if not rule.target.endswith(".scale")),
-        # Norms multiply by one more than their weight, and there are two around each block.
+        # Norms multiply by 1 + weight. Each block has one before it and one after it.
         Rule(f"{LAYER}.input_layernorm.weight", f"{TARGET}.attention_norm.scale", one_plus),
         Rule(
             f"{LAYER}.post_attention_layernorm.weight",

@@ -1,7 +1,7 @@
 """Converts GTE ("new"): BERT with rotary positions and a gated MLP.
 
-It reads the config of Alibaba's own code, which Snowflake uses too, and that of transformers 5. The
-tensors' names are the same.
+It reads two forms of config.json: that of Alibaba's own code, which Snowflake uses too, and that of
+transformers 5. Both name tensors alike.
 """
 
 from typing import Any
@@ -20,19 +20,19 @@ from converters.weights import (
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# The class that gte-multilingual-base names: its classifier of tokens gives the sparse weights.
+# Classes whose token classifier gives the sparse weights, as gte-multilingual-base names one.
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
 
-# The model's own code, which is never run: the tower does the same.
+# The models' own code, which is never run: the backbone does the same.
 _ALIBABA = ("modeling.New", "Alibaba-NLP/new-impl--modeling.New")
 _NAMES = (*_ALIBABA, "modeling_hf_alibaba_nlp_gte.Gte")
-_TOWERS = tuple(f"{name}Model" for name in _NAMES)
+_MODELS = tuple(f"{name}Model" for name in _NAMES)
 
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention"
 TARGET = "tower.layers.{i}"
 
-# The values that the tower runs of switches of Alibaba's code.
+# Switches of Alibaba's code, and the values that the backbone runs.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", None),
     "layer_norm_type": ("layer_norm", None),
@@ -43,7 +43,7 @@ NTK = "ntk"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     architectures = set(hf.get("architectures") or ())
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
@@ -62,11 +62,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     if is_ntk:
         if scaling.get("mixed_b") is not None:
             raise UnsupportedModel(f"rope_scaling.mixed_b {scaling['mixed_b']} is not supported")
-        # checked as that of a linear kind, which it is but for its numbers
+        # rope_fields checks it as linear scaling, from which only its numbers differ
         linear = {key: value for key, value in scaling.items() if key != "mixed_b"}
         hf = hf | {"rope_scaling": linear | {"type": "linear", "rope_type": "linear"}}
     rope = rope_fields(hf, width)
-    if is_ntk:  # which scales texts of every length: its table is built for the scaled length
+    if is_ntk:  # it scales short texts too: Alibaba's code builds its table for the scaled length
         factor = rope["rope_scaling"]["factor"]
         rope["rope_theta"] *= factor
         rope["rope_scaling"] = {"kind": "linear", "factor": factor ** (2 / width)}
@@ -87,9 +87,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """NewLMPredictionHead, a dense layer with the activation, a norm, and the decoder; or
-    transformers' GteLMHead, which has GELU, whatever hidden_act is, and another name of the
-    norm."""
+    """Return the head of NewForMaskedLM or GteForMaskedLM, and its tensor rules. It is a dense
+    layer with an activation, a norm and the decoder. GteForMaskedLM always uses GELU and names
+    the norm differently. Raises UnsupportedModel for an unknown activation."""
     return transforming(
         None if hf["model_type"] == "new" else "gelu",
         dense="lm_head.dense",
@@ -104,12 +104,12 @@ FAMILY = Family(
     classifiers=("NewForSequenceClassification", "GteForSequenceClassification"),
     sparse_classes=SPARSE,
     own_code={
-        "AutoModel": _TOWERS,
+        "AutoModel": _MODELS,
         "AutoModelForSequenceClassification": (
-            *_TOWERS,
+            *_MODELS,
             *(f"{name}ForSequenceClassification" for name in _NAMES),
         ),
-        "AutoModelForMaskedLM": (*_TOWERS, *(f"{name}ForMaskedLM" for name in _NAMES)),
+        "AutoModelForMaskedLM": (*_MODELS, *(f"{name}ForMaskedLM" for name in _NAMES)),
     },
     prefixes=("new.", "gte."),
     rules=(

@@ -10,35 +10,35 @@ from converters.fields import refuse_unknown
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError
 
-# The models' own code, which is never run: the tower does the same.
-_PLACES = (
+# The models' own code, which is never run: the backbone does the same.
+_REPOS = (
     "",
     "jinaai/jina-reranker-v2-base-multilingual--",
     "jinaai/xlm-roberta-flash-implementation--",
 )
-_TOWERS = (
-    *(f"{place}modeling_xlm_roberta.XLMRobertaModel" for place in _PLACES),
-    *(f"{place}modeling_lora.XLMRobertaLoRA" for place in _PLACES),
+_MODELS = (
+    *(f"{repo}modeling_xlm_roberta.XLMRobertaModel" for repo in _REPOS),
+    *(f"{repo}modeling_lora.XLMRobertaLoRA" for repo in _REPOS),
 )
-_SCORER = "modeling_xlm_roberta.XLMRobertaForSequenceClassification"
+_CLASSIFIER = "modeling_xlm_roberta.XLMRobertaForSequenceClassification"
 
 LAYER = "encoder.layers.{i}"
 TARGET = "tower.layers.{i}"
 
-THETA = 20000.0
+THETA = 20000.0  # default base of the rotary angles
 
 
 def is_flash(hf: dict[str, Any]) -> bool:
-    """Whether a config of XLM-RoBERTa is of this family, whose tensors have other names."""
+    """Return whether a config of XLM-RoBERTa is of this family, which names tensors differently."""
     codes = hf.get("auto_map") or {}
     own = any(str(code).endswith("XLMRobertaFlashConfig") for code in codes.values())
     return own or hf.get("position_embedding_type") == "rotary"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
-    native = hf.get("model_type") == "jina_embeddings_v3"
-    kind = "rotary" if native else hf.get("position_embedding_type") or "absolute"
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
+    is_native = hf.get("model_type") == "jina_embeddings_v3"
+    kind = "rotary" if is_native else hf.get("position_embedding_type") or "absolute"
     refuse_unknown("position_embedding_type", kind, ("rotary", "absolute"))
     plain = hf | {"position_embedding_type": "absolute"}
     if kind == "absolute":
@@ -49,10 +49,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def built_in(hf: dict[str, Any]) -> BuiltIn | None:
-    """The adapters that the model's own tensors hold; None without any.
-
-    Raises CheckpointError if config.json does not say what they are.
-    """
+    """Return the adapters that the model's own tensors hold; None if it has none. Raises
+    CheckpointError if config.json has no lora_rank or no lora_alpha."""
     names = hf.get("lora_adaptations")
     if not names:
         return None
@@ -81,10 +79,10 @@ FAMILY = Family(
         "JinaEmbeddingsV3ForSequenceClassification",
     ),
     own_code={
-        "AutoModel": _TOWERS,
+        "AutoModel": _MODELS,
         "AutoModelForSequenceClassification": (
-            *_TOWERS,
-            *(f"{place}{_SCORER}" for place in _PLACES),
+            *_MODELS,
+            *(f"{repo}{_CLASSIFIER}" for repo in _REPOS),
         ),
     },
     prefixes=("roberta.",),

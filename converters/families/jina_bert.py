@@ -1,7 +1,7 @@
 """Converts JinaBERT v2, its code variant and jina-reranker-v1: BERT with ALiBi and a gated MLP.
 
-Their configs name BERT. The code variant, jina-embeddings-v2-base-code, has norms of queries and
-keys, one more norm in each layer, and other names.
+Their configs have BERT's model_type. The code variant, jina-embeddings-v2-base-code, has norms of
+queries and keys, one more norm in each layer, and other tensor names.
 """
 
 from pathlib import Path
@@ -12,18 +12,19 @@ from converters.family import Family
 from converters.fields import refuse_unless
 from converters.weights import Rule, safetensors_of, swap_halves_transposed, transpose
 
-VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")  # repositories of code
+# the code repositories: of the plain models, of the code variant
+VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")
 
-# The models' own code, which is never run: the tower does the same.
-_PLACES = ("", *(f"jinaai/{variant}--" for variant in VARIANTS))
-_TOWERS = tuple(f"{place}modeling_bert.JinaBertModel" for place in _PLACES)
-_SCORER = "modeling_bert.JinaBertForSequenceClassification"
+# The models' own code, which is never run: the backbone does the same.
+_REPOS = ("", *(f"jinaai/{variant}--" for variant in VARIANTS))
+_MODELS = tuple(f"{repo}modeling_bert.JinaBertModel" for repo in _REPOS)
+_CLASSIFIER = "modeling_bert.JinaBertForSequenceClassification"
 
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention.self"
 TARGET = "tower.layers.{i}"
 
-# The values that the tower runs of switches of the models' own code, and where they are missing.
+# Switches of the models' own code, and the values that the backbone runs; below, their defaults.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("alibi",),
     "feed_forward_type": ("geglu",),
@@ -33,17 +34,16 @@ ABSENT = {"position_embedding_type": "absolute", "feed_forward_type": "original"
 
 
 def is_jina_bert(hf: dict[str, Any]) -> bool:
-    """Whether a config of BERT is of this family, whose tensors have other names."""
+    """Return whether a config of BERT is of this family, which names tensors differently."""
     codes, classes = hf.get("auto_map") or {}, hf.get("architectures") or ()
     own = any("JinaBert" in str(name) for name in (*codes.values(), *classes))
     return own or hf.get("position_embedding_type") == "alibi"
 
 
 def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The config with the variant that the weights show, if it names none and they are there.
-
-    A model that was tuned and saved again names its code as a file beside it.
-    """
+    """Return the config, with the variant that model.safetensors shows if the config names none. A
+    model that was tuned and saved again names its code as a file without the variant. Raises
+    CheckpointError if model.safetensors is damaged."""
     file = folder / "model.safetensors"
     if _named_variants(hf) or not file.is_file():
         return hf
@@ -52,9 +52,9 @@ def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     refuse_unless(ABSENT | hf, SWITCHES)
-    # the gate has an activation of its own, so that hidden_act is not read
+    # geglu sets the activation, so that hidden_act is not read
     fields = bert.config(hf | {"position_embedding_type": "absolute", "hidden_act": "gelu"})
     has_more_norms = VARIANTS[1] in _named_variants(hf)
     return fields | {
@@ -67,23 +67,23 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """The rules for the MLP, which the two variants name in their own ways."""
-    first, last, norm = "mlp.gated_layers", "mlp.wo", "mlp.layernorm"
-    halves = transpose
+    """Return the rules for the MLP and its norm, whose tensor names depend on the variant."""
+    gate_up, down, norm = "mlp.gated_layers", "mlp.wo", "mlp.layernorm"
+    transform = transpose
     if VARIANTS[1] in _named_variants(hf):
-        first, last, norm = "mlp.up_gated_layer", "mlp.down_layer", "layer_norm_2"
-        halves = swap_halves_transposed  # the second half is the gate
+        gate_up, down, norm = "mlp.up_gated_layer", "mlp.down_layer", "layer_norm_2"
+        transform = swap_halves_transposed  # the second half is the gate
     return [
-        Rule(f"{LAYER}.{first}.weight", f"{TARGET}.mlp.gate_up.kernel", halves),
-        Rule(f"{LAYER}.{last}.weight", f"{TARGET}.mlp.down.kernel", transpose),
-        Rule(f"{LAYER}.{last}.bias", f"{TARGET}.mlp.down.bias"),
+        Rule(f"{LAYER}.{gate_up}.weight", f"{TARGET}.mlp.gate_up.kernel", transform),
+        Rule(f"{LAYER}.{down}.weight", f"{TARGET}.mlp.down.kernel", transpose),
+        Rule(f"{LAYER}.{down}.bias", f"{TARGET}.mlp.down.bias"),
         Rule(f"{LAYER}.{norm}.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.{norm}.bias", f"{TARGET}.mlp_norm.bias"),
     ]
 
 
 def _named_variants(hf: dict[str, Any]) -> list[str]:
-    """Those of VARIANTS that the config names, as the place of its code or where it came from."""
+    """Return those of VARIANTS that the config names, in _name_or_path or auto_map."""
     names = (hf.get("_name_or_path"), *(hf.get("auto_map") or {}).values())
     return [variant for variant in VARIANTS if any(variant in str(name) for name in names)]
 
@@ -93,10 +93,10 @@ FAMILY = Family(
     classes=("JinaBertModel", "JinaBertForMaskedLM"),
     classifiers=("JinaBertForSequenceClassification",),
     own_code={
-        "AutoModel": _TOWERS,
+        "AutoModel": _MODELS,
         "AutoModelForSequenceClassification": (
-            *_TOWERS,
-            *(f"{place}{_SCORER}" for place in _PLACES),
+            *_MODELS,
+            *(f"{repo}{_CLASSIFIER}" for repo in _REPOS),
         ),
     },
     prefixes=bert.FAMILY.prefixes,

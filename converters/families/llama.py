@@ -1,7 +1,7 @@
 """Converts Llama from transformers 4 and 5, and NVIDIA's bidirectional Llama, `llama_bidirec`.
 
-The tower is Qwen3's without head norms. The own code of llama_bidirec is Llama's but for the mask,
-the pooling of its classifier and a temperature.
+The backbone is Qwen3's without norms of query and key heads. The own code of llama_bidirec differs
+from Llama in the attention mask, the pooling of its classifier and a temperature.
 """
 
 from dataclasses import replace
@@ -26,14 +26,15 @@ POOLINGS_OF_SCORES: dict[str, Pooling] = {"avg": "mean", "cls": "cls", "last": "
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     has_own_code = "AutoModel" in (hf.get("auto_map") or {})
     return llama_config(hf, is_causal(hf, not (has_own_code or _is_bidirectional(hf))))
 
 
 def llama_config(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """The fields of Qwen3Config of Llama and of what is built like it."""
-    key_heads = hf.get("num_key_value_heads")  # older configs have none: as many as heads
+    """Return the fields of Qwen3Config of Llama and of families that are built like it. The errors
+    are those of `decoder_config`."""
+    key_heads = hf.get("num_key_value_heads")  # missing in older configs: one for each head
     hf = hf | {"num_key_value_heads": key_heads or hf.get("num_attention_heads")}
     bias = bool(hf.get("attention_bias", False))
     return decoder_config(hf, head_width_of(hf), causal=causal) | {
@@ -45,11 +46,9 @@ def llama_config(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of LlamaForSequenceClassification: one layer on the last token; or that of
-    LlamaBidirectionalForSequenceClassification: score(pooled) / temperature.
-
-    Raises UnsupportedModel for a pooling that is not supported.
-    """
+    """Return the classification head and its tensor rules. For Llama it is one linear layer on the
+    last token, for llama_bidirec score(pooled) / temperature. Raises UnsupportedModel for an
+    unknown pooling, and CheckpointError for a temperature of 0."""
     if not _is_bidirectional(hf):
         return last_token_classifier(hf, labels)
     pooling = chosen("pooling", hf.get("pooling", "avg"), POOLINGS_OF_SCORES)
@@ -78,7 +77,7 @@ FAMILY = decoder_family(
     config=config,
     classifier=classifier,
     # The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
-    # model's. The cut is before the colon, as a token may hold it and the first letter after it.
+    # model's. `second` has the colon, because a token may hold it and the letter after it.
     reranker=Reranker(
         name="llama-nemotron-rerank",
         quote="question:{query} \\n \\n passage:{passage}",

@@ -7,16 +7,16 @@ from converters.families.mistral import mistral_windows
 from converters.families.rope import ORIGINAL, rope_fields, rope_parameters
 from jaxembed.errors import CheckpointError
 
-HEAD_WIDTH = 128  # default of every Ministral 3, whatever its hidden_size
+HEAD_WIDTH = 128  # default head_dim of every Ministral 3
 BETA = "llama_4_scaling_beta"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         raise CheckpointError("config.json lacks rope_parameters, which Ministral 3 needs")
     causal, width = is_causal(hf, True), hf.get("head_dim") or HEAD_WIDTH
-    # of Ministral 3 alone: its growth, and a second copy of max_position_embeddings
+    # keys that only Ministral 3 has: the growth, and a copy of max_position_embeddings
     rope = rope_fields(hf, width, ignored=(BETA, "max_position_embeddings", ORIGINAL))
     fields = decoder_config(hf, width, causal=causal, rope=rope, norm_eps=1e-5)
     fields |= mistral_windows(hf, causal, hf.get("sliding_window"))

@@ -8,23 +8,24 @@ from jaxembed.errors import UnsupportedModel
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     causal = is_causal(hf, True)
     fields = llama_config(hf, causal) | {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
     return fields | mistral_windows(hf, causal, hf.get("sliding_window", 4096))
 
 
 def mistral_windows(hf: dict[str, Any], causal: bool, window: Any) -> dict[str, Any]:
-    """The window of every layer, unless `window` is None. Raises UnsupportedModel for layer_types
-    that say otherwise: transformers' classes do not read them."""
+    """Return the window fields of Qwen3Config for a window of `window` tokens in every layer. With
+    None there is none. Raises UnsupportedModel if layer_types says otherwise (transformers'
+    classes do not read it), and CheckpointError as `window_fields`."""
     layers = range(0 if window is None else hf["num_hidden_layers"])
-    everywhere = window_fields(hf | {"layer_types": None}, window, layers, causal)
-    if window_fields(hf, window, layers, causal) != everywhere:
+    fields = window_fields(hf | {"layer_types": None}, window, layers, causal)
+    if window_fields(hf, window, layers, causal) != fields:
         raise UnsupportedModel(
             f"layer_types of {hf['model_type']} are not supported beside sliding_window {window}: "
             "every layer has the window"
         )
-    return everywhere
+    return fields
 
 
 FAMILY = decoder_family(

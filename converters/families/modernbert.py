@@ -31,7 +31,7 @@ REQUIRED = (
     "max_position_embeddings",
 )
 
-# The keys and defaults of transformers 4.
+# The base of the rotary angles by layer type: its key and default in transformers 4.
 THETAS = {
     GLOBAL_LAYER: ("global_rope_theta", 160_000.0),
     LOCAL_LAYER: ("local_rope_theta", 10_000.0),
@@ -39,7 +39,8 @@ THETAS = {
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of ModernBertConfig from a config.json."""
+    """Convert config.json `hf` to ModernBertConfig fields. Raises UnsupportedModel and
+    CheckpointError."""
     require(hf, REQUIRED)
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
         if hf.get(flag):
@@ -49,9 +50,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
     global_theta = _theta(hf, GLOBAL_LAYER, None)
     global_layers = layers_of_kind(hf, GLOBAL_LAYER)
-    if global_layers is None:  # in transformers 4 they are every n-th layer
-        every = hf.get("global_attn_every_n_layers", 3)
-        global_layers = list(range(0, hf["num_hidden_layers"], every))
+    if global_layers is None:  # as in transformers 4
+        period = hf.get("global_attn_every_n_layers", 3)
+        global_layers = list(range(0, hf["num_hidden_layers"], period))
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
@@ -72,10 +73,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
-    """The head of ModernBertForSequenceClassification: out(norm(activation(dense(pooled)))).
-
-    Raises UnsupportedModel for a pooling or an activation that is not supported.
-    """
+    """Return the head of ModernBertForSequenceClassification and its tensor rules. It computes
+    classifier(norm(activation(dense(pooled)))). Raises UnsupportedModel for an unknown pooling
+    or activation."""
     pooling = hf.get("classifier_pooling", "cls")
     refuse_unknown("classifier_pooling", pooling, ("cls", "mean"))
     dense, norm = _prediction_head(hf)
@@ -90,7 +90,9 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
 
 
 def masked_lm(hf: dict[str, Any]) -> TermHead:
-    """The head of ModernBertForMaskedLM: decoder(norm(activation(dense(hidden state))))."""
+    """Return the head of ModernBertForMaskedLM and its tensor rules. It computes
+    decoder(norm(activation(dense(hidden state)))). Raises UnsupportedModel for an unknown
+    activation."""
     return term_head(
         hf,
         _prediction_head(hf),
@@ -103,7 +105,7 @@ def masked_lm(hf: dict[str, Any]) -> TermHead:
 
 
 def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
-    """ModernBertPredictionHead, which classifiers and masked language models have."""
+    """Return the layers of ModernBertPredictionHead, which classifiers and masked LMs share."""
     width = hf["hidden_size"]
     dense = DenseLayer(
         in_features=width,
@@ -120,12 +122,9 @@ def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
 
 
 def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
-    """The RoPE theta (base of the rotary position embeddings) of layers of type `kind`.
-
-    If the config has no value, it is the default of transformers; if the value is null, it is
-    `otherwise`. Raises UnsupportedModel for other kinds or settings of RoPE, and CheckpointError if
-    the result is not a positive number.
-    """
+    """Return the RoPE theta (base of the rotary angles) of layers of type `kind`. A missing value
+    is the default of transformers, and null is `otherwise`. Raises UnsupportedModel for other
+    settings of RoPE, and CheckpointError if the value and `otherwise` are None."""
     key, default = THETAS[kind]
     parameters = dict(rope_by_layers(hf).get(kind) or {})
     theta = parameters.pop("rope_theta", hf.get(key, default))

@@ -9,15 +9,15 @@ from converters.weights import Rule, concatenate, concatenate_transposed, transp
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 # Fixed in transformers' code; configs cannot change them.
-PAD_ID = 1  # positions count from it, whatever pad_token_id says
+PAD_ID = 1  # positions start after it, whatever pad_token_id says
 BUCKETS = 32
-REACH = 128  # from this distance on the bucket stays the same
+REACH = 128  # distances from here on share the last bucket
 
 SELF = f"{bert.LAYER}.attention.attn"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     fields = bert.config(hf)
     buckets = hf.get("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:

@@ -1,7 +1,7 @@
 """Converts NomicBERT v1 and v1.5: BERT with rotary positions and a gated MLP.
 
-It reads the config of the model's own code, that of transformers 5, and those that have both. The
-tensors' names are the same.
+It reads the config.json of the model's own code, that of transformers 5, and files with the keys of
+both. All name tensors alike.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from converters.weights import Rule, concatenate, concatenate_transposed, transp
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# The model's own code, which is never run: the tower does the same.
-_PLACES = ("", "nomic-ai/nomic-bert-2048--")
+# The models' own code, which is never run: the backbone does the same.
+_REPOS = ("", "nomic-ai/nomic-bert-2048--")
 
 LAYER = "encoder.layers.{i}"
 TARGET = "tower.layers.{i}"
 
-# By the field of BertConfig: the key of the model's own code, and that of transformers.
+# The keys of each BertConfig field: in the config of the model's own code, and in transformers.
 SIZES = {
     "vocab_size": ("vocab_size", "vocab_size"),
     "hidden_size": ("n_embd", "hidden_size"),
@@ -29,10 +29,10 @@ SIZES = {
     "intermediate_size": ("n_inner", "intermediate_size"),
 }
 
-# Of these the largest counts: rotary positions have no table, and trained ones are fewer.
+# max_positions is the largest of these, because rotary positions have no table that limits them.
 LENGTHS = ("n_positions", "max_position_embeddings", "max_trained_positions")
 
-# The values that the tower runs of switches of the model's own code.
+# Switches of the model's own code, and the values that the backbone runs.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "prenorm": (False,),
     "causal": (False,),
@@ -49,21 +49,21 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 
 GATED_ACTIVATIONS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
 
-TRAINED = 2048  # tokens of the longest text of the training, where max_trained_positions is missing
+TRAINED = 2048  # default of max_trained_positions, in tokens
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of BertConfig from a config.json."""
+    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     refuse_unless(hf, SWITCHES)
     sizes = _sizes(hf)
     multiple = hf.get("pad_vocab_size_multiple") or 1
     # the activation of the gate, which the model's own code names together with the gate
-    gated = hf.get("activation_function")
-    named = "silu" if gated is None else chosen("activation_function", gated, GATED_ACTIVATIONS)
-    activation = activation_of(hf, "hidden_act", named)
-    if gated is not None and activation != named:
+    gate = hf.get("activation_function")
+    gate_act = "silu" if gate is None else chosen("activation_function", gate, GATED_ACTIVATIONS)
+    activation = activation_of(hf, "hidden_act", gate_act)
+    if gate is not None and activation != gate_act:
         raise CheckpointError(
-            f"config.json: activation_function is {gated!r} and hidden_act {hf['hidden_act']!r}, "
+            f"config.json: activation_function is {gate!r} and hidden_act {hf['hidden_act']!r}, "
             "which are one setting"
         )
     # the base of the rotary angles, and how they are scaled
@@ -77,8 +77,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             "are one setting"
         )
     if factor is not None:
-        # the base grows with the length of a text over max_trained_positions; the model's own code
-        # keeps that base for later, shorter texts too
+        # the base grows with the length of a text beyond max_trained_positions; the model's own
+        # code keeps that base even for later, shorter texts
         if rope["rope_scaling"] is not None:
             raise UnsupportedModel(
                 f"rotary_scaling_factor {factor} beside rope_parameters of kind "
@@ -101,6 +101,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:
+    """Return the fields of BertConfig that SIZES lists. Raises CheckpointError for missing or
+    contradictory ones, UnsupportedModel for another head_dim."""
     sizes = {field: either(hf, *keys) for field, keys in SIZES.items()}
     missing = [" or ".join(dict.fromkeys(SIZES[field])) for field in SIZES if not sizes[field]]
     if not any(isinstance(hf.get(key), int) for key in LENGTHS):
@@ -116,7 +118,9 @@ FAMILY = Family(
     architecture=bert.FAMILY.architecture,
     classes=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"),
     classifiers=("NomicBertForSequenceClassification",),
-    own_code={"AutoModel": tuple(f"{p}modeling_hf_nomic_bert.NomicBertModel" for p in _PLACES)},
+    own_code={
+        "AutoModel": tuple(f"{repo}modeling_hf_nomic_bert.NomicBertModel" for repo in _REPOS)
+    },
     prefixes=("bert.", "nomic_bert."),
     rules=(
         Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),

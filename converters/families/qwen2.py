@@ -1,4 +1,4 @@
-"""Converts Qwen2 from transformers 4 and 5: Qwen3's tower with biases instead of head norms.
+"""Converts Qwen2 from transformers 4 and 5: Qwen3's backbone with biases, not head norms.
 
 It also converts gte-Qwen2 and stella, whose own code is Qwen2 without the causal mask.
 """
@@ -12,8 +12,8 @@ from jaxembed.data.spec import PairTemplate
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
-    # models with their own code (auto_map) are not causal by default; stella's config lacks the key
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
+    # models with their own code (auto_map) are bidirectional by default; stella lacks is_causal
     causal = is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {}))
     return (
         decoder_config(hf, head_width_of(hf), causal=causal)
@@ -30,11 +30,11 @@ FAMILY = decoder_family(
     classes=("Qwen2Model",),
     classifiers=("Qwen2ForSequenceClassification",),
     generators=("Qwen2ForCausalLM",),
-    # The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which is never run: the tower does the same.
+    # The code of Alibaba-NLP/gte-Qwen2-1.5B-instruct, which is never run: the backbone is alike.
     own_code={"AutoModel": ("modeling_qwen.Qwen2Model",)},
     config=config,
-    # From mixedbread's mxbai_rerank_v2.py. An instruction would be a part of its own, whose end
-    # could join a token with what follows it here, so that the template takes none.
+    # From mixedbread's mxbai_rerank_v2.py, which tokenizes an instruction by itself. Here a token
+    # could span its end, so that the template takes none.
     reranker=Reranker(
         name="mxbai-rerank",
         quote="You are a search relevance expert who evaluates how well documents match search "

@@ -6,11 +6,11 @@ from converters.families.decoders import decoder_config, decoder_family, is_caus
 from converters.family import Reranker
 from jaxembed.data.spec import PairTemplate
 
-HEAD_WIDTH = 128  # default of every Qwen3, whatever its hidden_size
+HEAD_WIDTH = 128  # default head_dim of every Qwen3
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of Qwen3Config from a config.json."""
+    """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, True)
     fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
     return (
@@ -25,10 +25,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """The windows of Qwen: only with use_sliding_window, in the layers from max_window_layers on.
-
-    transformers 5 writes layer_types.
-    """
+    """Return the window fields of Qwen3Config; empty without use_sliding_window. The layers with a
+    window are those of layer_types, which transformers 5 writes, or else those from
+    max_window_layers on. The errors are those of `window_fields`."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
     return window_fields(hf, window, range(first, hf["num_hidden_layers"]), causal)

@@ -11,7 +11,8 @@ _NAMES = ("Camembert", "Roberta", "XLMRoberta")
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read BertConfig's fields from a config.json, with the pad id that positions start from."""
+    """Convert config.json `hf` to BertConfig fields. Positions start after `pad_id`. Raises
+    UnsupportedModel and CheckpointError."""
     fields = bert.config(hf)
     pad = hf.get("pad_token_id", 1)
     if pad is None or not 0 <= pad < fields["max_positions"] - 1:
@@ -29,7 +30,7 @@ FAMILY = Family(
     prefixes=("roberta.",),
     renames=bert.FAMILY.renames,
     rules=bert.FAMILY.rules,
-    # The training heads and the pooler are not used for embeddings, and the pooler not for scores.
+    # The heads and the pooler are not used for embeddings; scores do not use the pooler either.
     ignored=(
         "embeddings.position_ids",
         "pooler.dense.*",
@@ -39,7 +40,7 @@ FAMILY = Family(
     ),
     config=config,
     classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj"),
-    masked_lm=transforming(  # RobertaLMHead, whose activation is GELU, whatever hidden_act is
+    masked_lm=transforming(  # RobertaLMHead: GELU, whatever hidden_act is
         "gelu",
         dense="lm_head.dense",
         norms=("lm_head.layer_norm",),

@@ -24,7 +24,8 @@ SELF = f"{LAYER}.0.SelfAttention"
 MLP = f"{LAYER}.1.DenseReluDense"
 TARGET = "tower.layers.{i}"
 
-# One table under two names. It takes no adapter: of PEFT's, that of `shared` changes nothing.
+# For the embedding table, which files store under two names. This copy of `identity` refuses
+# adapters of the table, because PEFT's adapter of `shared` changes nothing.
 shared_table = Transform(identity.apply, identity.misfits)
 
 REQUIRED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
@@ -37,13 +38,13 @@ FEED_FORWARDS: dict[str, tuple[Activation, str, bool]] = {
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Read the fields of T5Config from a config.json."""
+    """Convert config.json `hf` to T5Config fields. Raises UnsupportedModel, CheckpointError."""
     require(hf, REQUIRED)
     name = hf.get("feed_forward_proj", "relu")
     activation, dense_act_fn, gated = chosen("feed_forward_proj", name, FEED_FORWARDS)
-    # transformers 5 writes what follows from feed_forward_proj, and believes what it reads
-    follows = {"dense_act_fn": (dense_act_fn,), "is_gated_act": (gated,)}
-    refuse_unless(hf, {"is_decoder": (False,), **follows})
+    # transformers 5 also writes these two, which follow from feed_forward_proj, and trusts them
+    derived = {"dense_act_fn": (dense_act_fn,), "is_gated_act": (gated,)}
+    refuse_unless(hf, {"is_decoder": (False,), **derived})
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["d_model"],
@@ -51,7 +52,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "num_heads": hf["num_heads"],
         "head_width": hf["d_kv"],
         "intermediate_size": hf["d_ff"],
-        "bias_reach": _distances(hf)[1],
+        "bias_reach": _bucket_settings(hf)[1],
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-6)),
         "activation": activation,
         "gated": gated,
@@ -59,27 +60,28 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """The rules for what the config says how to convert: the biases, and the queries' scale."""
-    first = SELF.replace("{i}", "0")  # whose biases all layers take
-    heads = (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight")
+    """Return the rules that depend on the config: biases by distance, and scaled queries."""
+    first_layer = SELF.replace("{i}", "0")  # all layers share its biases
+    projections = (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight")
     return [
         Rule(
-            f"{first}.relative_attention_bias.weight",
+            f"{first_layer}.relative_attention_bias.weight",
             "tower.distance.bias",
-            by_distance(*_distances(hf)),
+            by_distance(*_bucket_settings(hf)),
         ),
-        Rule(heads, f"{TARGET}.attention.qkv.kernel", with_scaled_queries(hf["d_kv"] ** 0.5)),
+        Rule(projections, f"{TARGET}.attention.qkv.kernel", with_scaled_queries(hf["d_kv"] ** 0.5)),
     ]
 
 
 def bucket(
     distance: Int[np.ndarray, " distances"], buckets: int, reach: int
 ) -> Int[np.ndarray, " distances"]:
-    """The bucket of a distance, from the position of the query to that of the key.
+    """Return the buckets of distances, each the key's position minus the query's.
 
-    Small distances have a bucket each, larger ones share them, and from `reach` on all have the
-    last one of their side. Raffel et al. 2020, arXiv:1910.10683. The values are those of
-    relative_position_bucket in transformers' MPNet and T5.
+    The second half of the buckets is for keys after the query. On each side small distances have a
+    bucket each, larger ones share them, and all from `reach` on share the last. Raffel et al. 2020,
+    arXiv:1910.10683. The values are those of relative_position_bucket in transformers' MPNet and
+    T5.
     """
     side = buckets // 2
     exact = side // 2
@@ -90,8 +92,8 @@ def bucket(
 
 
 def by_distance(buckets: int, reach: int) -> Transform:
-    """A transform from the biases of buckets, `[buckets, heads]`, to those of distances, `[heads, 2
-    * reach + 1]`, from -reach to reach."""
+    """Return a Transform from biases of buckets `[buckets, heads]` to biases of distances. The
+    result is `[heads, 2 * reach + 1]`, for distances from -reach to reach."""
 
     def apply(table: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(table[bucket(np.arange(-reach, reach + 1), buckets, reach)].T)
@@ -100,11 +102,9 @@ def by_distance(buckets: int, reach: int) -> Transform:
 
 
 def with_scaled_queries(scale: float) -> Transform:
-    """`concatenate_transposed` of queries, keys and values, with queries times `scale`.
-
-    T5 does not divide scores by the root of the heads' width: the queries undo it. The weight is
-    float32 unless the scale is a power of two, by which no bit is lost.
-    """
+    """Return a Transform like `concatenate_transposed` that multiplies the queries by `scale`. This
+    undoes the division of scores by sqrt(head width), which T5 lacks. The result is float32
+    unless `scale` is a power of two, by which no bit is lost."""
     dtype = None if math.frexp(scale)[0] == 0.5 else "float32"
 
     def apply(*arrays: np.ndarray) -> np.ndarray:
@@ -114,8 +114,9 @@ def with_scaled_queries(scale: float) -> Transform:
     return Transform(apply, concatenate_transposed.misfits, dtype, by_column=True)
 
 
-def _distances(hf: dict[str, Any]) -> tuple[int, int]:
-    """The number of buckets of distances, and the distance from which on the last is taken."""
+def _bucket_settings(hf: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of buckets, and the distance from which on all share the last one. Raises
+    CheckpointError if either is too small."""
     buckets = hf.get("relative_attention_num_buckets", 32)
     reach = hf.get("relative_attention_max_distance", 128)
     if buckets < 4:

@@ -1,5 +1,5 @@
-"""Converts low-rank adapters, as PEFT and sentence-transformers save them, by the rules of their
-base model."""
+"""Converts low-rank adapters by the rules of their base model: those that PEFT and
+sentence-transformers save, and those among the base model's own tensors."""
 
 import math
 import re
@@ -46,13 +46,13 @@ PEFT_PREFIX = "base_model.model."
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
 
-# Names that hold the name of an adapter too, such as `lora_A.default.weight`.
+# Matches names with the name of an adapter, as in memory: `lora_A.default.weight`.
 _IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
 
 PARAMETRIZED = ".parametrizations.weight.0."  # in names of tensors of built-in adapters
 
-# Fields of adapter_config.json whose value changes nothing that is computed, or that are read here.
-# Any other field must be unset: what it asks for has no code.
+# Fields of adapter_config.json that are read here, and those that do not change the results.
+# Any other field must be unset, because it is not supported.
 READ = {"peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
 HARMLESS = {
     "auto_mapping",
@@ -75,12 +75,12 @@ HARMLESS = {
     "task_type",
 }
 _LARGEST = 65504.0  # the largest float16
-INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # those that leave the base as it is
+INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # these do not change the base
 
 
 def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
-    """The outline with its built-in adapters and those in `folders`, by name, of which names,
-    shapes and ranks are known now. Raises UnsupportedModel, ConversionError and CheckpointError."""
+    """Return the outline with its built-in adapters and those in `folders`, by name. Reads no
+    tensors. Raises UnsupportedModel, ConversionError and CheckpointError."""
     spec, own, rules = model.spec, model.built_in, model.tensors.rules
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
@@ -92,33 +92,34 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
                 f"{dict(spec.heads)}; an adapter is served with the pooling and modules of the "
                 "model"
             )
-    found = [_layer_ranks(source, model.tensors, shapes) for source in sources]
+    adapters = [_layer_ranks(source, model.tensors, shapes) for source in sources]
     prompts = spec.prompts
-    if own is not None:  # with as many columns in each weight
+    if own is not None:  # each has its rank for every weight
         ranks = {
             _layer(rule): own.rank * len(rule.sources)
             for rule in expand(rules, shapes)
             if _is_adaptable(rule)
         }
-        found = [*(Adapter(name, ranks) for name in own.names), *found]
+        adapters = [*(Adapter(name, ranks) for name in own.names), *adapters]
         prompts = {**own.prompts, **prompts}
-    if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+    if twice := [name for name, n in Counter(one.name for one in adapters).items() if n > 1]:
         raise CheckpointError(f"the model has an adapter {twice[0]} already; give it another name")
-    spec = msgspec.structs.replace(spec, adapters=tuple(found), prompts=prompts)
+    spec = msgspec.structs.replace(spec, adapters=tuple(adapters), prompts=prompts)
     return replace(model, adapters=sources, spec=spec)
 
 
 def without_built_in(
     model: str, own: BuiltIn, ignored: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[AdapterSource]]:
-    """The tensors that are no part of built-in adapters, and these adapters.
+    """Split off the built-in adapters `own`. Return the other tensors by name, and these adapters.
 
-    Raises ConversionError for tensors of other shapes, and if a weight has none.
+    `ignored` are patterns of names of unused weights. Raises ConversionError for `model` if a
+    weight has no stack of factors for its adapters, or one of a wrong shape.
     """
     endings = (f"{PARAMETRIZED}lora_A", f"{PARAMETRIZED}lora_B")
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
     stems = dict.fromkeys(name.split(PARAMETRIZED)[0] for name in tensors if name not in rest)
-    found: list[dict[str, Factors]] = [{} for _ in own.names]
+    by_adapter: list[dict[str, Factors]] = [{} for _ in own.names]
     problems = []
     for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", ignored)):
         first, second = (tensors.get(stem + ending) for ending in endings)
@@ -129,37 +130,39 @@ def without_built_in(
             continue
         assert first is not None
         assert second is not None
-        for number, factors in enumerate(found):
-            down, up = (_nth(one, number, transposed=table) for one in (first, second))
+        for number, factors in enumerate(by_adapter):
+            down, up = (_matrix(stack, number, transposed=table) for stack in (first, second))
             factors[f"{stem}.weight"] = Factors(down, up, own.scale)
     if problems:
         raise ConversionError(model, problems)
     return rest, [
-        AdapterSource(name, factors, {}) for name, factors in zip(own.names, found, strict=True)
+        AdapterSource(name, factors, {})
+        for name, factors in zip(own.names, by_adapter, strict=True)
     ]
 
 
 def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
-    """Whether a tensor is there and has a matrix for each adapter, with the rank in this axis."""
+    """Whether a tensor is there and stacks a matrix for each adapter, with the rank at `axis`."""
     shape = () if tensor is None else tensor.shape
     return len(shape) == 3 and shape[0] == len(own.names) and shape[axis] == own.rank
 
 
-def _nth(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
-    """One matrix of a stack, as a tensor of its own."""
-    shape, turn = tensor.shape[1:], np.transpose if transposed else np.asarray
+def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
+    """Return one matrix of a stack as a Tensor, transposed if asked for."""
+    shape, convert = tensor.shape[1:], np.transpose if transposed else np.asarray
     return Tensor(
         f"{tensor.name}[{number}]",
         tensor.dtype,
         shape[::-1] if transposed else shape,
-        lambda: turn(tensor.read()[number]),
+        lambda: convert(tensor.read()[number]),
     )
 
 
 def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
-    """Read an adapter's config and the names of its tensors; `base` are the base model's rules.
+    """Read an adapter's config, and names and shapes of its tensors. `base` has the base's rules.
 
-    Raises UnsupportedModel for what is not run, and CheckpointError if files are missing.
+    Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that
+    are no pairs of factors, and CheckpointError if files are missing or damaged.
     """
     folder = folder / tower_folder(folder) if modules_of(folder) else folder
     if not (folder / CONFIG).is_file():
@@ -176,19 +179,19 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
         else:
             stems.setdefault(f"{stem}.weight", {})[part] = tensor
     problems = [
-        f"adapter {name}: {one.name} has "
+        f"adapter {name}: {tensor.name} has "
         + (
             "a name that PEFT gives it in memory; save the adapter with save_pretrained"
-            if _IN_MEMORY.search(one.name)
+            if _IN_MEMORY.search(tensor.name)
             else "no partner, or is no part of a low-rank adapter"
         )
         for parts in stems.values()
-        for one in parts.values()
+        for tensor in parts.values()
         if not _is_low_rank(parts)
     ]
     if problems:
         raise ConversionError(str(folder), problems)
-    scales = {stem: _scale(config, stem, one["down"].shape[0]) for stem, one in stems.items()}
+    scales = {stem: _scale(config, stem, parts["down"].shape[0]) for stem, parts in stems.items()}
     factors = {
         stem: Factors(
             _bounded(name, parts["down"]), _bounded(name, parts["up"], scales[stem]), scales[stem]
@@ -204,21 +207,21 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
 
 
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
-    """The columns that the adapter has in each layer.
+    """Return the adapter with its number of columns in each layer, the sum of its weights' ranks.
 
     `base` and `shapes` are those of the whole model. Raises ConversionError, which lists every
-    weight that has no layer or whose layer takes no adapter.
+    weight that has no layer or whose layer takes no adapter; CheckpointError if no layer changes.
     """
     ranks: dict[str, int] = {}
     known: set[str] = set()
     problems = []
     for rule in expand(base.rules, shapes):
-        found = [name for name in rule.sources if name in source.factors]
-        known.update(found)
-        if found and not _is_adaptable(rule):
-            problems += [f"adapter {source.name}: {one} takes no adapter" for one in found]
-        elif found:
-            ranks[_layer(rule)] = sum(source.factors[one].rank for one in found)
+        changed = [name for name in rule.sources if name in source.factors]
+        known.update(changed)
+        if changed and not _is_adaptable(rule):
+            problems += [f"adapter {source.name}: {name} takes no adapter" for name in changed]
+        elif changed:
+            ranks[_layer(rule)] = sum(source.factors[name].rank for name in changed)
     problems += [
         f"adapter {source.name}: unused: {source.factors[name].down.name}"
         for name in source.factors
@@ -239,27 +242,28 @@ def plan_adapters(
     sources: Sequence[AdapterSource],
     ranks: Sequence[Adapter],
 ) -> list[Step]:
-    """Plan the parameters of all adapters, whose order is that of their numbers.
+    """Plan the steps that make the parameters of all adapters.
 
-    `tensors` are those of the base model, of which only shapes are used; `ranks` are the adapters
-    in the spec. Raises ConversionError, which lists every factor that does not fit its weight.
+    `sources` and `ranks`, the adapters of the spec, are in the order of their numbers. `tensors`
+    are those of the base model; only copies saved with an adapter are compared with their values.
+    Raises ConversionError, which lists every factor or copy that does not fit its weight.
     """
     problems: list[str] = []
     for source in sources:  # weights that were saved with an adapter, and are the base model's
         for name, copy in source.copies.items():
-            base, of = tensors.get(name), f"adapter {source.name}:"
+            base, prefix = tensors.get(name), f"adapter {source.name}:"
             if base is None:
-                problems.append(f"{of} unused: {copy.name}")
+                problems.append(f"{prefix} unused: {copy.name}")
             elif copy.shape != base.shape or not np.array_equal(copy.read(), base.read()):
-                problems.append(f"{of} {copy.name} differs from the model's own {base.name}")
+                problems.append(f"{prefix} {copy.name} differs from the model's own {base.name}")
     chosen_rules = choose(expand(rules, shapes), tensors)
     layers = {_layer(rule): rule.sources for rule in chosen_rules if _is_adaptable(rule)}
     for source, adapter in zip(sources, ranks, strict=True):
         for layer, names in layers.items():
-            found = sum(source.factors[one].rank for one in names if one in source.factors)
-            if found != (wanted := adapter.ranks.get(layer, 0)):
+            rank = sum(source.factors[name].rank for name in names if name in source.factors)
+            if rank != (wanted := adapter.ranks.get(layer, 0)):
                 problems.append(
-                    f"adapter {source.name}: wanted rank {wanted} for {layer}, got {found}"
+                    f"adapter {source.name}: wanted rank {wanted} for {layer}, got {rank}"
                 )
     steps: list[Step] = []
     for rule in chosen_rules:
@@ -271,13 +275,13 @@ def plan_adapters(
                 if name in source.factors
             ]
             weights = [tensors[name].shape for name in rule.sources]
-            if rule.transform is identity:  # a table: its rows are what goes in
+            if rule.transform is identity:  # an embedding table: its rows are the inputs
                 weights = [shape[::-1] for shape in weights]
-            for position, one in parts:
+            for position, pair in parts:
                 outputs, inputs = weights[position]
                 for tensor, wanted in (
-                    (one.down, (one.rank, inputs)),
-                    (one.up, (outputs, one.rank)),
+                    (pair.down, (pair.rank, inputs)),
+                    (pair.up, (outputs, pair.rank)),
                 ):
                     if tensor.shape != wanted:
                         problems.append(
@@ -296,24 +300,25 @@ def plan_adapters(
 
 
 def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int]) -> Iterator[Step]:
-    """The steps of the two parameters beside a layer. `parts` are in the order of their columns,
-    each with the position of its weight among the rule's sources."""
+    """Yield the steps of a layer's two adapter parameters, down and up. `parts` are the factors in
+    the order of their columns, each with the position of its weight among the rule's sources.
+    `outputs` are the numbers of outputs of these sources."""
     layer, kind = rule.target.rsplit(".", 1)
     width = len(owners_of([one.rank for _, one in parts]))
     transform = transpose if rule.transform is identity else rule.transform
 
     def down(*downs: np.ndarray) -> np.ndarray:
-        """All down factors as float32 `[in, width]`, side by side."""
-        columns = np.concatenate([one.astype(np.float32).T for one in downs], axis=1)
+        """Return all down factors side by side, padded with zeros, as float32 `[in, width]`."""
+        columns = np.concatenate([factor.astype(np.float32).T for factor in downs], axis=1)
         return np.pad(columns, ((0, 0), (0, width - columns.shape[1])))
 
     def up(*ups: np.ndarray) -> np.ndarray:
-        """All up factors, scaled, as float32 `[width, out]`, below each other: each in the columns
-        of its own weight, where the transform of the layer puts that."""
+        """Return all up factors below each other, scaled and padded with zeros, as float32
+        `[width, out]`. Each fills the columns where the layer's transform puts its weight."""
         rows = []
-        for (position, one), factor in zip(parts, ups, strict=True):
+        for (position, pair), factor in zip(parts, ups, strict=True):
             blocks = [np.zeros((size, factor.shape[1]), np.float32) for size in outputs]
-            blocks[position] = factor.astype(np.float32) * np.float32(one.scale)
+            blocks[position] = factor.astype(np.float32) * np.float32(pair.scale)
             rows.append(transform.apply(*blocks))
         joined = np.concatenate(rows)
         return np.pad(joined, ((0, width - len(joined)), (0, 0)))
@@ -323,13 +328,13 @@ def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int])
         (f"down.{kind}", down, (inputs, width)),
         ("up.kernel", up, (width, sum(outputs))),
     ):
-        sources = tuple(one.down if apply is down else one.up for _, one in parts)
+        sources = tuple(pair.down if apply is down else pair.up for _, pair in parts)
         made = Transform(apply, lambda sources, shape: [], dtype="float32")
         yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
 
 
 def _config(name: str, path: Path) -> dict[str, Any]:
-    """Read an adapter's config. Raises UnsupportedModel for what is not run, by its field."""
+    """Read an adapter's config. Raises UnsupportedModel for unknown settings, CheckpointError."""
     try:
         config = read_optional_json(path, ADAPTER_FIELDS)
     except CheckpointError as error:
@@ -356,17 +361,17 @@ def _config(name: str, path: Path) -> dict[str, Any]:
 
 
 def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
-    """The factor of an adapter's product, as PEFT computes it."""
+    """Return the factor of an adapter's product for the weight `stem`, as PEFT computes it."""
     layer, patterns = stem.removesuffix(".weight"), config.get("alpha_pattern") or {}
-    own = (patterns[one] for one in patterns if re.match(rf"(.*\.)?({one})$", layer))
-    alpha = next(own, config.get("lora_alpha", 8))  # 8: PEFT's default
+    alphas = (patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", layer))
+    alpha = next(alphas, config.get("lora_alpha", 8))  # 8: PEFT's default
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
-    """The tensor, which raises CheckpointError when it is read if a value times `scale` is not
-    within what every dtype of the models can hold. The product of all adapters is computed for
-    every batch, so that such a value could reach sequences without this adapter."""
+    """Return the tensor with a check: reading it raises CheckpointError if a value times `scale`
+    exceeds _LARGEST, which every dtype of a model can hold. The product of all adapters is
+    computed for every batch, so that such a value could reach sequences without this one."""
 
     def read() -> np.ndarray:
         array = tensor.read()
@@ -382,7 +387,7 @@ def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(original: str) -> tuple[str, str]:
-    """The layer of a tensor, and which part it is: down, up or a copy of the base's weight."""
+    """Return the layer of a tensor, and its part: "down", "up", "copy" (of the base), "unknown"."""
     name = original.removeprefix(PEFT_PREFIX)
     if _IN_MEMORY.search(name):
         return original, "unknown"
@@ -394,6 +399,7 @@ def _split(original: str) -> tuple[str, str]:
 
 
 def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:
+    """Whether the tensors of a weight are two factors that fit each other."""
     if parts.keys() != {"down", "up"}:
         return False
     down, up = parts["down"].shape, parts["up"].shape
@@ -401,12 +407,13 @@ def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:
 
 
 def _layer(rule: Rule) -> str:
+    """Return the name of the layer that has the rule's parameter."""
     return rule.target.rpartition(".")[0]
 
 
 def _is_adaptable(rule: Rule) -> bool:
-    """Whether the rule makes a weight of the tower that an adapter can stand beside: each output of
-    a source has a column of its own, or it is a table that stays as it is."""
+    """Whether the rule makes a backbone weight that can have an adapter: either each output of a
+    source is one column of the weight, or it is an embedding table without a transform."""
     layer, _, kind = rule.target.rpartition(".")
     by_column = kind == "kernel" and rule.transform.by_column
     is_table = kind == "embedding" and rule.transform is identity

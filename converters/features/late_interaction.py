@@ -1,5 +1,5 @@
-"""Reads models that compare texts token by token (ColBERT), as Stanford's code, PyLate and
-sentence-transformers save them: their markers, lengths, expansion and skipped tokens."""
+"""Reads multi-vector models (ColBERT), which compare texts token by token, as Stanford's code,
+PyLate and sentence-transformers save them: markers, lengths, query expansion, skipped tokens."""
 
 import logging
 import string
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 STANFORD = "HF_ColBERT"  # among the architectures in config.json
 STANFORD_FILE = "artifact.metadata"
 STANFORD_PROJECTION = "linear.weight"
-PYLATE, SENTENCE_TRANSFORMERS = "ColBERT", "MultiVectorEncoder"  # its model_type
+PYLATE, SENTENCE_TRANSFORMERS = "ColBERT", "MultiVectorEncoder"  # values of model_type
 PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "skiplist_words")
 
-# What the formats mean where they do not say: ColBERTConfig of Stanford's colbert 0.2, and
+# Defaults of the formats: of ColBERTConfig in Stanford's colbert 0.2, and of
 # pylate.models.ColBERT.
 QUERY_LENGTH = 32
 STANFORD_DOCUMENT_LENGTH, PYLATE_DOCUMENT_LENGTH = 220, 180
@@ -54,32 +54,32 @@ STANFORD_MARKERS = ("[unused0]", "[unused1]")
 PYLATE_MARKERS = {"query": "[Q] ", "document": "[D] "}
 PUNCTUATION = tuple(string.punctuation)
 
-SIMILARITIES = (None, "cosine", "dot", "maxsim", "meanmaxsim")  # which MaxSim serves
-SHORTEST_TEXT = 4  # a token of text, a marker, and a special token on either side
-MASK_TOKENS = ("[MASK]", "<mask>")  # of tokenizer classes whose files do not name it
+SIMILARITIES = (None, "cosine", "dot", "maxsim", "meanmaxsim")  # all of them are served by MaxSim
+SHORTEST_TEXT = 4  # tokens: one of text, a marker, and a special token on either side
+MASK_TOKENS = ("[MASK]", "<mask>")  # where the files of the tokenizer name none
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a checkpoint says of its encoding, in words that its tokenizer makes ids of.
+    """How a checkpoint tokenizes texts, with tokens as text: `with_interaction` finds their ids.
 
-    A length that is None is the limit of the model. `prompts` are put before a text. `prefixes`
-    hold the marker of each role; None: a prompt may begin with one.
+    A length of None is the limit of the model. `prompts` are put before a text. `prefixes` hold the
+    marker of each role; if they are None, a prompt may begin with a marker.
     """
 
     prompts: Mapping[str, str]
     prefixes: Mapping[str, str] | None
     query_length: int | None
     document_length: int | None
-    fills_to: int | None = None  # None: queries are not filled up
-    filler: str | None = None  # None: the mask token
-    attended: bool = False
-    skipped: tuple[str, ...] = ()
+    fills_to: int | None = None  # tokens that queries are filled up to; None: no filling
+    filler: str | None = None  # the augmentation token; None: the mask token
+    attended: bool = False  # whether tokens attend to augmentation tokens
+    skipped: tuple[str, ...] = ()  # tokens of documents without a vector
     default_prompt_name: str | None = None
 
 
 def is_late(source: Path) -> bool:
-    """Whether a model compares texts token by token, by its small files."""
+    """Whether a model compares texts token by token, according to its config files."""
     config = heads.read_optional_json(source / MODEL_CONFIG)
     kind = config.get("model_type")
     if kind in (PYLATE, SENTENCE_TRANSFORMERS):
@@ -93,9 +93,9 @@ def is_late(source: Path) -> bool:
 
 
 def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
-    """What follows the tower, and how texts are tokenized. modules.json wins where there is one.
+    """Read what follows the backbone, and how texts are tokenized. modules.json wins if it exists.
 
-    Raises UnsupportedModel for what is not served, by its name.
+    Raises UnsupportedModel, which names what is not supported, and CheckpointError.
     """
     if heads.listed_modules(source) is None:
         return _stanford(source, hidden_size)
@@ -147,22 +147,23 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
             folders.append(module.path)
         layers.append(layer)
     if not native:
-        layers.append(NormalizeLayer())  # which PyLate does without a module
+        layers.append(NormalizeLayer())  # PyLate normalizes without a module
     heads.check_widths(tuple(layers), hidden_size)
     layout = Layout(
         tower=modules[0].path,
         heads={"multi_vector": PerToken(tuple(layers))},
         rules=tuple(rules),
         folders=tuple(folders),
-        ignored=(STANFORD_PROJECTION,),  # of a repository that has both forms
+        ignored=(STANFORD_PROJECTION,),  # in repositories that have both formats
         lowercase=bool(transformer.get("do_lower_case")),
     )
     return layout, words
 
 
 def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Path) -> ModelSpec:
-    """The spec with the ids of markers, filler and skipped tokens, and its limits. `folder` holds
-    the files of the tokenizer."""
+    """Return the spec with the ids of markers, augmentation and skipped tokens, and with limits of
+    tokens. `tokenizer` is the content of tokenizer.json, and `folder` has the tokenizer's files.
+    Raises CheckpointError and UnsupportedModel."""
     vocabulary = Tokenizer.from_str(tokenizer.decode())
     prompts = dict(words.prompts)
     markers: dict[str, int | None] = {}
@@ -216,6 +217,7 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
 
 
 def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
+    """Read the layout and the words of a model that Stanford's code saved."""
     path = source / STANFORD_FILE
     config = given(heads.read_optional_json(path, ARTIFACT_FIELDS))
     _refuse_similarity(path, config.get("similarity"))
@@ -245,8 +247,9 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
 
 
 def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None) -> Words:
-    """What the settings say; `native` is the transformer's config of sentence-transformers' own
-    form, which has some of them."""
+    """Return the words that PyLate's `settings` give; or those of sentence-transformers, where
+    `native` is the transformer's config, which has some of them. `native` is None for PyLate.
+    Raises CheckpointError and UnsupportedModel."""
     settings = given(settings)
     saved = {str(name): text or "" for name, text in (settings.get("prompts") or {}).items()}
     default = settings.get("default_prompt_name")
@@ -281,7 +284,7 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
                 f"{source}: query_length {length} is less than the {filled} tokens that "
                 "query_expansion fills queries up to"
             )
-        return replace(  # "fixed" fills queries up to its length and cuts them there
+        return replace(  # "fixed" also truncates queries to its length
             words,
             query_length=filled if strategy == "fixed" else length,
             fills_to=filled,
@@ -308,8 +311,8 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
 
 
 def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
-    """The id of the token that a prefix is or begins with, and the text after it; None, and the
-    prefix where there is no such token, which sentence-transformers takes for text."""
+    """Return the id of the token that a prefix is or begins with, and the text after it. Without
+    such a token return None and the prefix, which sentence-transformers takes for text."""
     if not prefix.strip():
         return None, ""
     for token in (prefix, prefix.split(None, 1)[0]):
@@ -320,9 +323,8 @@ def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
 
 
 def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
-    """The id of the added token that a prompt begins with, and the text after it; None, and the
-    prompt where it begins with another one. sentence-transformers tokenizes both as text, which
-    gives the same ids."""
+    """Return the id of the added token that a prompt begins with, and the text after it; else None
+    and the prompt. sentence-transformers tokenizes both as text, which gives the same ids."""
     added = [token.content for token in vocabulary.get_added_tokens_decoder().values()]
     leading = max((token for token in added if prompt.startswith(token)), key=len, default=None)
     if leading is None:
@@ -331,7 +333,8 @@ def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str
 
 
 def _length(folder: Path, length: int | None, positions: int | None) -> int:
-    """The most tokens of a role's texts."""
+    """Return the maximum number of tokens of a role's texts: `length`, or the model's limit, and at
+    most `positions`. Raises CheckpointError if it is below SHORTEST_TEXT."""
     if length is None:
         length = heads.token_limit(folder, positions, late=True)
     if length < SHORTEST_TEXT:
@@ -348,7 +351,8 @@ def _length(folder: Path, length: int | None, positions: int | None) -> int:
 
 
 def _filler(folder: Path, vocabulary: Tokenizer) -> str:
-    """The mask token, else the end token, as in PyLate."""
+    """Return the token that fills queries up: the mask token, else the end token, as in PyLate.
+    Raises CheckpointError if no file names one."""
     for name in ("mask_token", "eos_token"):
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             stated = heads.read_optional_json(folder / file, TOKENIZER_FIELDS)
@@ -364,6 +368,7 @@ def _filler(folder: Path, vocabulary: Tokenizer) -> str:
 
 
 def _refuse_similarity(path: Path, name: str | None) -> None:
+    """Raise UnsupportedModel for a similarity other than MaxSim."""
     if (None if name is None else name.lower()) not in SIMILARITIES:
         known = ", ".join(filter(None, SIMILARITIES))
         raise UnsupportedModel(f"{path}: similarity {name!r} is not supported; known: {known}")

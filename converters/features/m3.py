@@ -1,8 +1,8 @@
-"""Adds the further heads of an embedder: those of BGE-M3, and the sparse one of gte-multilingual.
+"""Adds token heads to an embedder: the two of BGE-M3, and the sparse one of gte-multilingual.
 
-BGE-M3 keeps the weights of its two heads in files of their own, which no config names; where both
-are there they are read, as FlagEmbedding does. One without the other is refused: it is a part of a
-copy. Chen et al. 2024, arXiv:2402.03216.
+BGE-M3 keeps the weights of its two heads in separate files, which no config names. They are read if
+both are there, as FlagEmbedding does. One without the other is an error, because the copy of the
+model is incomplete. Chen et al. 2024, arXiv:2402.03216.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from jaxembed.errors import UnsupportedModel
 SPARSE_FILE, VECTORS_FILE = "sparse_linear.pt", "colbert_linear.pt"
 FILES = (SPARSE_FILE, VECTORS_FILE)
 
-# Tokens that are no terms, by their names in tokenizer_config.json and what XLM-R calls them.
+# Tokens without a term weight: their names in tokenizer_config.json, and the tokens of XLM-R.
 _NO_TERMS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
@@ -34,11 +34,11 @@ def with_token_heads(
     sparse: Collection[str],
     tokenizer: bytes,
 ) -> Layout:
-    """The layout of an embedder with the heads that its files hold beside the one that pools.
+    """Return the layout of an embedder with the token heads that its files hold.
 
-    `width` is that of hidden states. `sparse` are the family's classes of a model whose classifier
-    of tokens gives their weights. Raises UnsupportedModel for one of BGE-M3's files without the
-    other.
+    `width` is that of hidden states. `sparse` are the family's classes whose token classifier is a
+    head of term weights. `tokenizer` is the content of tokenizer.json. Raises UnsupportedModel for
+    one of BGE-M3's files without the other.
     """
     if "dense" not in layout.heads:
         return layout
@@ -68,6 +68,8 @@ def with_token_heads(
 def _with_weights(
     layout: Layout, layer: DenseLayer, tensors: str, tower: Path, tokenizer: bytes
 ) -> Layout:
+    """Add a head of term weights: the linear `layer`, whose tensors have the prefix `tensors`.
+    `tower` is the folder of the tokenizer's config."""
     parsed = Tokenizer.from_str(tokenizer.decode())
     ids = set()
     for name, usual in _NO_TERMS.items():
@@ -82,5 +84,6 @@ def _with_weights(
 
 
 def _rules(head: OutputName, tensors: str) -> tuple[Rule, Rule]:
+    """Return the rules for the linear layer of a head, whose tensors have the prefix `tensors`."""
     kernel = Rule(f"{tensors}weight", parameter_of(head, 0, "kernel"), transpose)
     return kernel, Rule(f"{tensors}bias", parameter_of(head, 0, "bias"))

@@ -1,5 +1,5 @@
-"""Reads what scores, cross-encoders, classifiers and language models that rerank: labels, templates
-of pairs, and how logits become scores."""
+"""Reads models that score (cross-encoders, classifiers and language models that rerank): labels,
+templates of pairs, and how logits become scores."""
 
 import logging
 from pathlib import Path
@@ -28,12 +28,13 @@ ROLES = {"system": "{instruction}", "query": "{query}", "document": "{document}"
 SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
-    "torch.nn.modules.linear.Identity": None,  # logits, where the library is asked: by the labels
+    "torch.nn.modules.linear.Identity": None,  # raw logits there; here the labels decide
 }
 
 
 def labels_of(hf: dict[str, Any]) -> tuple[str, ...]:
-    """id2label in the order of the ids, which are strings; LABEL_0 and so on where it is absent."""
+    """Return the labels of id2label in the order of their ids; LABEL_0 and so on without it. Raises
+    CheckpointError unless the ids are 0, 1, ..."""
     named = hf.get("id2label")
     if not named:
         return tuple(f"LABEL_{n}" for n in range(hf.get("num_labels") or 2))  # 2: transformers'
@@ -53,7 +54,8 @@ def scores_layout(
     labels: tuple[str, ...],
     template: PairTemplate | None = None,
 ) -> Layout:
-    """The layout of a model that scores: a reranker has one label, a classifier several."""
+    """Return the layout of a model that scores: a reranker has one label, a classifier several.
+    Raises UnsupportedModel for settings that are not supported."""
     folder, (logits, rules) = heads.tower_folder(source), scorer
     tower, padding = source / folder, hf.get("pad_token_id")
     path = tower / "tokenizer.json"
@@ -103,27 +105,28 @@ def scores_layout(
 def reranker_layout(
     source: Path, name: str, family: Family, hf: dict[str, Any], config: dict[str, Any]
 ) -> Layout:
-    """The layout of a language model that answers yes or no. Raises UnsupportedModel for a model
-    that is not known to be one.
+    """Return the layout of a language model that reranks by answering yes or no: with a LogitScore
+    module of sentence-transformers, or one of the published rerankers of its family.
 
-    It has sentence-transformers' LogitScore module, or is one of its family's rerankers.
+    `config` is that of the backbone. Raises UnsupportedModel for another model, and CheckpointError
+    if the ids of the answers are wrong or missing.
     """
     tower = source / heads.tower_folder(source)
     template = template_of(source, name, family)
     entries = heads.modules_of(source) or ()
-    judged = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
-    if judged is not None:
-        said = read_optional_json(judged / "config.json")
-        answers: Any = said.get("true_token_id"), said.get("false_token_id")
+    module = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
+    if module is not None:
+        settings = read_optional_json(module / "config.json")
+        answers: Any = settings.get("true_token_id"), settings.get("false_token_id")
         if answers[1] is None:
             raise UnsupportedModel(
-                f"{judged}: LogitScore without false_token_id is not supported; known: the "
+                f"{module}: LogitScore without false_token_id is not supported; known: the "
                 "difference of two logits"
             )
         terms = config["vocab_size"]
-        if not all(isinstance(one, int) and 0 <= one < terms for one in answers):
+        if not all(isinstance(token, int) and 0 <= token < terms for token in answers):
             raise CheckpointError(
-                f"{judged}: true_token_id and false_token_id are {answers[0]!r} and "
+                f"{module}: true_token_id and false_token_id are {answers[0]!r} and "
                 f"{answers[1]!r}, wanted two ids below {terms}"
             )
         if template is None and "message" in heads.modalities(tower):
@@ -152,11 +155,12 @@ def reranker_layout(
 
 
 def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
-    """The template of pairs: the chat template of the model, or that of its family, or None.
+    """Return the template of pairs: the model's chat template, else that of its family's published
+    rerankers if the model is one of them, else None.
 
-    A model that wants a template gives near-random scores without one, and so does one that is
-    given another's: being called a reranker is not enough. Raises UnsupportedModel if the model
-    has a chat template for pairs that cannot be cut, and its family has none for it.
+    A name like "reranker" is not enough for that: scores are near random without a model's template
+    and with another one. Raises UnsupportedModel if the model has a chat template for pairs that
+    cannot be split, and its family has none for it.
     """
     tower = source / heads.tower_folder(source)
     plain = heads.modalities(tower) == {"text"}
@@ -177,7 +181,7 @@ def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
 
 
 def _published(source: Path, name: str, family: Family) -> Reranker | None:
-    """The family's rerankers, if this is one of them."""
+    """Return the family's rerankers if this model is one of them, else None."""
     published = family.reranker
     if published is None:
         return None
@@ -192,7 +196,7 @@ def pair_template(tower: Path) -> PairTemplate | None:
     """Read the chat template of a model's directory as a PairTemplate.
 
     Returns None if there is no template, or if it takes no query and document. Raises
-    UnsupportedModel if it takes them but cannot be cut at places where tokens always end.
+    UnsupportedModel if it takes them but cannot be split where tokens always end.
     """
     path = tower / "chat_template.jinja"
     if path.is_file():
@@ -204,7 +208,7 @@ def pair_template(tower: Path) -> PairTemplate | None:
     full, plain = _render(source, *ROLES), _render(source, "query", "document")
     if "{query}" not in plain or "{document}" not in plain:
         return None
-    # no other token crosses an added one
+    # tokens always end at an added token
     added = read_optional_json(tower / "tokenizer.json").get("added_tokens") or ()
     specials = tuple(token["content"] for token in added)
     template = _cut(full, plain, specials)
@@ -217,7 +221,7 @@ def pair_template(tower: Path) -> PairTemplate | None:
 
 
 def _render(source: str, *roles: str) -> str:
-    """Render the template with a message of each role; empty if it does not take them."""
+    """Render the template with one message for each role; empty if that fails."""
     environment = ImmutableSandboxedEnvironment(  # with the settings of transformers
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -231,9 +235,10 @@ def _render(source: str, *roles: str) -> str:
 
 
 def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
-    """Cut a rendered template into the parts of a PairTemplate; None if it is not possible.
+    """Split a rendered template into the parts of a PairTemplate; None if it is not possible.
 
-    `full` has all three placeholders; `plain` has the template's own instruction instead.
+    `full` has all three placeholders. `plain` has the template's own instruction instead of that
+    placeholder.
     """
     if any(full.count(placeholder) != 1 for placeholder in ROLES.values()):
         return None

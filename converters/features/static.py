@@ -1,13 +1,13 @@
 """Converts static models: embeddings of sentence-transformers and model2vec, and query encoders.
 
-Nearly every repository of model2vec has a modules.json too, which names a StaticEmbedding. Then the
-rules of sentence-transformers hold: every token counts, nothing is cut unless tokenizer.json says
-so, and modules.json says what is normalised. Without modules.json those of model2vec hold: the
-unknown token is dropped, and texts are cut by characters and tokens.
+Nearly every repository of model2vec has a modules.json with a StaticEmbedding. Then the rules of
+sentence-transformers hold: every token counts, texts are truncated only if tokenizer.json says so,
+and modules.json says whether vectors are normalized. Without modules.json the rules of model2vec
+hold: the unknown token is dropped, and texts are truncated by characters and tokens.
 
-The query encoders are those of sparse models, sentence-transformers' SparseStaticEmbedding: one
-weight for each term that a text has. The weights are a tensor, or a JSON object by token, in which
-a token that is not there weighs nothing.
+Query encoders are the SparseStaticEmbedding of sentence-transformers, for sparse models: one weight
+for each term of a text. The weights are a tensor, or a JSON object by token, in which a missing
+token has the weight 0.
 """
 
 import json
@@ -42,7 +42,7 @@ INTEGERS = ("int32", "int64")  # of a mapping
 OF_MODEL2VEC = ("embeddings", "mapping", "weights")  # the first is always there
 
 WEIGHT = "weight"  # the tensor of a query encoder: one value a term
-KNOWN = {"frozen", "path"}  # of the config.json of a query encoder; the first is about training
+KNOWN = {"frozen", "path"}  # in config.json of a query encoder; the first is about training
 
 column = Transform(
     lambda values: values[:, None], lambda sources, shape: shaped(sources, shape[:1])
@@ -58,7 +58,7 @@ def holds_static(source: Path, route: str = "") -> bool:
 
 def static_outline(source: Path, options: Options, route: str) -> Outline:
     """Describe a static model. Reads the names and shapes of its tensors, because no config has
-    them. Raises CheckpointError."""
+    them. Raises CheckpointError, UnsupportedModel and ConversionError."""
     modules = heads.modules_of(source, route)
     if modules is not None and modules[0].kind == "static_terms":
         return _terms_outline(source, options, modules[0].path)
@@ -70,7 +70,7 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
         layout = heads.pooled_layout(
             source, modules[0], heads.MEAN, modules[1:], width, options.dense_path
         )
-        # tokenizer.json itself may cut, which sentence-transformers leaves on
+        # sentence-transformers keeps the truncation that tokenizer.json sets
         truncation = json.loads(text).get("truncation") or {}
         if truncation.get("direction", "Right") != "Right":
             raise UnsupportedModel(
@@ -79,17 +79,17 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
             )
         limit = int(truncation.get("max_length", NO_LIMIT))
     else:
-        # by the rules of model2vec, with what config.json asks for
+        # the rules of model2vec, with the settings of config.json
         hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
         if hf.get("head_config"):
             raise UnsupportedModel(
                 f"{source}: a classifier on static embeddings (head_config) is not supported"
             )
         options.refuse_dense_path(source)
-        cut = hf.get("max_length", MODEL2VEC_LIMIT)
-        if cut is not None and (not isinstance(cut, int) or isinstance(cut, bool) or cut < 1):
+        cap = hf.get("max_length", MODEL2VEC_LIMIT)
+        if cap is not None and (not isinstance(cap, int) or isinstance(cap, bool) or cap < 1):
             raise CheckpointError(
-                f"max_length is {cut!r} in {source / 'config.json'}, wanted 1 or more"
+                f"max_length is {cap!r} in {source / 'config.json'}, wanted 1 or more"
             )
         parsed = Tokenizer.from_str(text.decode())
         model = json.loads(parsed.to_str())["model"]
@@ -100,15 +100,15 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
             unknown = None if token is None else parsed.token_to_id(token)
         lengths = [len(token) for token in parsed.get_vocab()]
         config["dropped_id"] = unknown
-        config["characters_per_token"] = None if cut is None else int(np.median(lengths))
+        config["characters_per_token"] = None if cap is None else int(np.median(lengths))
         later = (NormalizeLayer(),) if hf.get("normalize") else ()
         layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
-        limit = NO_LIMIT if cut is None else cut
+        limit = NO_LIMIT if cap is None else cap
     return _outline_of_table(source, options, layout, rule, config, text, limit)
 
 
 def _terms_outline(source: Path, options: Options, inside: str) -> Outline:
-    """Describe a static query encoder, which lies in the folder `inside`."""
+    """Describe a static query encoder, which is in the folder `inside` of `source`."""
     options.refuse_dense_path(source)
     folder = source / inside
     tensor = _find_terms(folder).get(WEIGHT)
@@ -134,8 +134,8 @@ def _outline_of_table(
     limit: int,
     find: Callable[[Path], dict[str, Tensor]] = weights.find,
 ) -> Outline:
-    """The outline of a model whose tower is a table, which `rule` makes of the tensors that `find`
-    finds. `text` is its tokenizer."""
+    """Return the outline of a static model. `rule` makes its table from the tensors that `find`
+    returns, `text` is the content of its tokenizer.json, and `limit` is in tokens."""
     spec = spec_of(
         options,
         layout,
@@ -145,7 +145,7 @@ def _outline_of_table(
         token_types=False,
         max_input_tokens=limit,
     )
-    # Static models take no special tokens around a text. ByteLevel stays, which adds nothing and
+    # Static models take no special tokens around a text. ByteLevel stays: it adds none, and
     # trims offsets.
     content = json.loads(text)
     if (content.get("post_processor") or {}).get("type") != "ByteLevel":
@@ -156,8 +156,8 @@ def _outline_of_table(
 
 
 def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:
-    """The rule for the table, its number of tokens and its width. Raises ConversionError if its
-    tensor is missing, or is no table."""
+    """Return the rule for the table of token vectors, its number of tokens and its width. Raises
+    ConversionError if its tensor is missing or has not two axes."""
     if OF_SENTENCE_TRANSFORMERS in tensors:
         names: tuple[str, ...] = (OF_SENTENCE_TRANSFORMERS,)
     elif OF_MODEL2VEC[0] in tensors:
@@ -175,21 +175,21 @@ def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:
 
 
 def _folded(names: tuple[str, ...]) -> Transform:
-    """A transform from model2vec's tensors to one float32 row a token: `embeddings[mapping] *
-    weights`, as sentence-transformers folds them."""
+    """Return a transform from model2vec's tensors `names` to a table with one float32 row for each
+    token: `embeddings[mapping] * weights`, as sentence-transformers folds them."""
 
     def apply(*arrays: np.ndarray) -> np.ndarray:
-        given = dict(zip(names, arrays, strict=True))
-        table = given[names[0]].astype(np.float32)
-        if "mapping" in given:
-            mapping = given["mapping"]
+        by_name = dict(zip(names, arrays, strict=True))
+        table = by_name[names[0]].astype(np.float32)
+        if "mapping" in by_name:
+            mapping = by_name["mapping"]
             if mapping.min(initial=0) < 0 or mapping.max(initial=0) >= len(table):
                 raise CheckpointError(
                     f"mapping has row {mapping.max()}, embeddings only {len(table)} rows"
                 )
             table = table[mapping]
-        if "weights" in given:
-            table = (table * given["weights"][:, None]).astype(np.float32)
+        if "weights" in by_name:
+            table = (table * by_name["weights"][:, None]).astype(np.float32)
         return table
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
@@ -204,8 +204,8 @@ def _folded(names: tuple[str, ...]) -> Transform:
 
 
 def _find_terms(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a static query encoder: those of its weights, or one made of its JSON file.
-    Raises CheckpointError, and UnsupportedModel for settings that are not known."""
+    """Return the tensors of a static query encoder: those of its weights file, or one that is made
+    of its JSON file. Raises CheckpointError, and UnsupportedModel for unknown settings."""
     config = heads.module_config(folder)
     if unknown := sorted(set(config) - KNOWN):
         raise UnsupportedModel(
@@ -218,15 +218,15 @@ def _find_terms(folder: Path) -> dict[str, Tensor]:
     path = folder / name
     if not path.is_file():
         path = folder.parent / name
-    given = heads.read_optional_json(path)
-    if not given:
+    weight_of = heads.read_optional_json(path)
+    if not weight_of:
         raise CheckpointError(f"{folder}: its weights, {name}, are not there or empty")
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)
     ids = Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True)
     values = np.zeros(len(ids), np.float32)  # in the order of the tokens' ids
-    for token, weight in given.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight):
+    for token, weight in weight_of.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight):
             raise CheckpointError(
                 f"{path}: the weight of {token!r} is {json.dumps(weight)[:50]}, wanted a finite "
                 "number"

@@ -1,4 +1,4 @@
-"""Reads sparse encoders: a masked language model's head, and how its logits become weights."""
+"""Reads sparse encoders: the head of a masked language model, and how its logits become weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,8 +36,8 @@ CHOICES = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "
 def transform_layers(
     width: int, activation: Activation, eps: float, *, features: int | None = None
 ) -> tuple[DenseLayer, LayerNormLayer]:
-    """The layers before the decoder of BERT and its relatives, from hidden states of `width` to as
-    many `features`, or others."""
+    """Return the layers before the decoder of models like BERT: a dense layer from `width` to
+    `features`, which defaults to `width`, and a layer norm."""
     features = features or width
     dense = DenseLayer(in_features=width, out_features=features, activation=activation)
     return dense, LayerNormLayer(features=features, eps=eps)
@@ -54,19 +54,19 @@ def term_head(
     tied: str = "embeddings.word_embeddings.weight",
     bias: bool = True,
 ) -> TermHead:
-    """The head of a masked language model with these layers before its decoder.
+    """Return the head of a masked language model with these layers before its decoder, and rules.
 
-    `dense`, `norms` and `decoder` are the tensors' names without ".weight" and ".bias", of which a
-    norm may have several. Unless tie_word_embeddings is false, the decoder's bias may have one of
-    the names `biases` too, and the table `tied` is the decoder where none is stored. Without `bias`
-    the decoder has none.
+    `dense`, `norms` and `decoder` are names of tensors without ".weight" and ".bias"; `norms` are
+    alternatives. Unless tie_word_embeddings is false, `biases` are further names of the decoder's
+    bias, and the table `tied` is the decoder if none is stored. With `bias` False the decoder has
+    no bias.
     """
     terms, total = hf["vocab_size"], padded_terms(hf["vocab_size"])
     head = Vocabulary(terms, layers[1].features, layers)
     tables, names = [f"{decoder}.weight"], [f"{decoder}.bias"]
     if hf.get("tie_word_embeddings") is not False:
         tables.append(tied)
-        names = [*biases, *names]  # one and the same; else only the decoder's own is added
+        names = [*biases, *names]  # one and the same; an untied decoder adds its own alone
     table = transposed_padded(terms, total)
     rules = [*dense_rules("sparse", 0, layers[0], dense)]
     for norm in norms:
@@ -89,11 +89,11 @@ def transforming(
     features: str = "hidden_size",
     **tensors: Any,
 ) -> Callable[[Fields], TermHead]:
-    """The `masked_lm` of a family like BERT: a dense layer with the activation, a norm, and the
-    decoder.
+    """Return the `masked_lm` function of a family like BERT. Its head is a dense layer with an
+    activation, a layer norm and the decoder.
 
-    Without an `activation` it is that of hidden_act. `defaults` are those of config.json, and
-    `features` is the key of the decoder's width there. `tensors` are as in `term_head`.
+    Without `activation` hidden_act is read. `defaults` are default fields of config.json, and
+    `features` is the key of the decoder's width there. `tensors` are arguments of `term_head`.
     """
 
     def masked_lm(hf: Fields) -> TermHead:
@@ -110,8 +110,9 @@ def transforming(
 
 
 def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
-    """The layout of a sparse encoder. Without modules.json it takes the maximum over the tokens, as
-    sentence-transformers does. Raises UnsupportedModel and CheckpointError."""
+    """Return the layout of a sparse encoder whose head and rules are `found`. Without modules.json
+    it takes the maximum over the tokens, as sentence-transformers does. Raises UnsupportedModel and
+    CheckpointError."""
     modules = modules_of(source, route)
     (head, rules), folder = found, ""
     if modules is not None:
@@ -140,13 +141,13 @@ def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
 
 
 def sparse_layout(source: Path, folder: str, head: Vocabulary) -> Layout:
-    """The layout of a model that gives weights of terms by a head, with the settings of
-    config_sentence_transformers.json. `folder` is that of its weights."""
+    """Return the layout of a model with a head of term weights, and with the settings of
+    config_sentence_transformers.json. `folder` has the weights of the model."""
     prompts, default_prompt_name = read_prompts(source, SPARSE_ENCODER)
-    most = read_optional_json(source / MODEL_CONFIG).get("max_active_dims")
+    max_active = read_optional_json(source / MODEL_CONFIG).get("max_active_dims")
     return Layout(
         tower=folder,
-        heads={"sparse": msgspec.structs.replace(head, max_active=most)},
+        heads={"sparse": msgspec.structs.replace(head, max_active=max_active)},
         prompts=prompts,
         default_prompt_name=default_prompt_name,
     )

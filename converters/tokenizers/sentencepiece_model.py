@@ -1,9 +1,9 @@
-"""Builds tokenizer.json where there is only a SentencePiece model, and compares the two on texts.
+"""Builds tokenizer.json from a SentencePiece model, and checks on texts that their ids agree.
 
-It is not left to transformers: what version 5 builds has other ids than training had. It leaves
-out DeBERTa's normalization and ALBERT's way with numbers, puts a space after each of ALBERT's
-symbols, and none before Mistral's texts. The rules of each class of tokenizer are those of
-transformers 4, with which the models were trained and published.
+transformers 5 is not used, because it builds tokenizers with other ids than the training had. It
+leaves out DeBERTa's normalization and ALBERT's treatment of numbers, puts a space after each of
+ALBERT's symbols, and none before Mistral's texts. The rules of each tokenizer class are those of
+transformers 4.
 """
 
 import random
@@ -35,17 +35,17 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 SPACE = "▁"  # what SentencePiece writes for a space
 
-# The numbers of sentencepiece_model.proto.
+# Enum values of sentencepiece_model.proto.
 UNIGRAM_MODEL, BPE_MODEL = 1, 2  # kinds of models
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of pieces
 
-AVOIDED = 100  # what transformers' AlbertConverter takes from a score
+AVOIDED = 100  # subtracted from a score, as in transformers' AlbertConverter
 
-COMPARED = 200  # texts
-DRAWN = 10  # pieces on each side of a text's middle one
+COMPARED = 200  # number of texts
+DRAWN = 10  # pieces on each side of the middle one of a random text
 
 # The first texts: normalization, spaces, case, accents, numbers, unknown characters, bytes. None
-# has a character three times: ".", ".." and "..", "." have one score, and rounding decides.
+# has three dots or the like in a row: ".", ".." and "..", "." score alike, and rounding decides.
 FIXED_TEXTS = (
     "",
     " ",
@@ -63,7 +63,7 @@ FIXED_TEXTS = (
     "def f(x):\n    return x  # <0x0A>",
 )
 
-PLACES = ("$A", "|", "$B")  # of a template, which are no tokens
+PLACES = ("$A", "|", "$B")  # parts of a template that are not tokens: first text, bar, second text
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -72,11 +72,11 @@ ADVICE = "save one with tokenizer.json"
 
 @dataclass(frozen=True)
 class Family:
-    """How a class of tokenizers makes ids of the pieces of its SentencePiece model.
+    """How a class of tokenizers maps the pieces of its SentencePiece model to ids.
 
     The vocabulary is `before`, then the pieces without the first `dropped`, then `extra_ids` more.
-    `template` is a text between special tokens, and after the bar what a second text adds; `:1` is
-    a token type. `tokens` are the special tokens where tokenizer_config.json names no others.
+    `template` has the special tokens around a text, $A, and after the bar what a second text, $B,
+    adds; `:1` is a token type. `tokens` are the default special tokens.
     """
 
     file: str
@@ -84,11 +84,11 @@ class Family:
     tokens: Mapping[str, str]
     before: tuple[str, ...] = ()
     dropped: int = 0
-    extra_ids: int = 0  # <extra_id_0> and so on, of which the first is last
-    lowercase: bool | None = None  # the default of do_lower_case; None: it has no such switch
+    extra_ids: int = 0  # <extra_id_0> and so on, in descending order
+    lowercase: bool | None = None  # the default of do_lower_case; None: no such switch
     is_albert: bool = False  # replaces quotes and accents; no piece ends with a digit and a comma
-    has_ends: bool = False  # the switches add_bos_token and add_eos_token
-    has_legacy: bool = False  # the switch legacy: a space before each part of a text, or the first
+    has_ends: bool = False  # has the switches add_bos_token and add_eos_token
+    has_legacy: bool = False  # has legacy: a space before each part of a text, or the first
 
 
 _CLS_SEP = "cls $A sep | $B:1 sep:1"
@@ -144,7 +144,7 @@ FAMILIES = {
     ),
 }
 
-# The classes that transformers takes if none is named; for Mistral's, the one that models name.
+# The default classes of transformers by model_type; for Mistral's, the one that models name.
 CLASSES_BY_TYPE = {
     "albert": "AlbertTokenizer",
     "camembert": "CamembertTokenizer",
@@ -165,49 +165,49 @@ CLASSES_BY_TYPE = {
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a folder's files say of its tokenizer."""
+    """What the files in a model's folder say about its tokenizer."""
 
     folder: Path
     path: Path  # of the SentencePiece model
     family: Family
     config: Mapping[str, Any]  # tokenizer_config.json; special_tokens_map.json for what it lacks
     proto: Any  # the ModelProto of sentencepiece_model.proto
-    # whether a space is put before a text that has none, and not before each part of it that
-    # special tokens divide
+    # whether only the first part of a text gets a space before it, where special tokens divide it
     prefixes_once: bool
-    lowers: bool
+    lowers: bool  # whether texts become lower case
     keeps_accents: bool
     extra_ids: Sequence[str]
-    stated_ids: Mapping[str, int]  # of added tokens, which files say beside the model
+    stated_ids: Mapping[str, int]  # of added tokens, as the JSON files state them
 
     def id_of(self, number: int) -> int:
-        """The id of the piece that has this number in the SentencePiece model."""
+        """Return the id of the piece with this number in the SentencePiece model."""
         if number == self.proto.trainer_spec.unk_id and self.family.before:
             return self.family.before.index(self.family.tokens["unk"])
         return len(self.family.before) + number - self.family.dropped
 
     def token(self, name: str) -> str | dict[str, Any] | None:
-        """A special token, perhaps with its flags, by its name."""
+        """Return the special token `name` (bos, eos, ...), perhaps with its flags, or None."""
         return self.config.get(f"{name}_token", self.family.tokens.get(name))
 
     @property
     def template(self) -> list[tuple[str, int]]:
-        """The family's template as tokens and texts with their token types, and a bar."""
-        filled = []
-        for word in self.family.template.split():
-            name, _, kind = word.partition(":")
+        """The family's template: pairs of a special token, "$A", "$B" or "|" and its token type.
+        "bos" and "eos" are left out if the files switch them off."""
+        template = []
+        for part in self.family.template.split():
+            name, _, kind = part.partition(":")
             if name in PLACES:
-                filled.append((name, int(kind or 0)))
+                template.append((name, int(kind or 0)))
             elif not self.family.has_ends or self.config.get(f"add_{name}_token"):
                 token = self.token(name)
                 content = token["content"] if isinstance(token, dict) else token
-                filled.append((content, int(kind or 0)))
-        return filled
+                template.append((content, int(kind or 0)))
+        return template
 
 
 def class_name(folder: Path) -> str | None:
-    """The class of the tokenizer in a folder, without "Fast": the one that its files name, or the
-    one of its model type where they name none."""
+    """Return the class of a folder's tokenizer, without "Fast"; None if it is unknown. The files
+    name it, else the model type implies it. Raises CheckpointError for invalid files."""
     types = {key: CONFIG_FIELDS[key] for key in ("model_type", "tokenizer_class")}
     config = read_optional_json(folder / "config.json", types)
     named = read_optional_json(folder / "tokenizer_config.json").get("tokenizer_class")
@@ -218,24 +218,24 @@ def class_name(folder: Path) -> str | None:
 
 
 def build_from_sentencepiece(folder: Path) -> bytes:
-    """Build the content of a tokenizer.json from the SentencePiece model in a folder.
+    """Return a tokenizer.json that is built from the SentencePiece model in a folder.
 
-    Raises UnsupportedModel for a class without a rule here and for what the result would not
-    follow, and CheckpointError if a package is missing, if the model is damaged, if files
-    contradict each other, or if the result differs from SentencePiece on any compared text.
+    Raises UnsupportedModel for an unknown class or unsupported settings, and CheckpointError if a
+    package is missing, if files are damaged or contradict each other, or if the result differs from
+    SentencePiece on a compared text.
     """
-    files = _read(folder)
+    files = _read_files(folder)
     spec, pieces = files.proto.normalizer_spec, files.proto.pieces
     if files.family.is_albert:
-        # its authors cut these pieces again; transformers' AlbertConverter lowers their scores
+        # its authors split these pieces again; transformers' AlbertConverter lowers their scores
         for piece in pieces:
             if piece.piece[-1:] == "," and piece.piece[-2:-1].isdigit():
                 piece.score -= AVOIDED
     if files.prefixes_once:
         spec.add_dummy_prefix = False
-    tokenizer = Tokenizer(_model(files))
-    tokenizer.normalizer = _normalizer(files)
-    # what cuts a text into words, whose pieces are found sooner; nothing if pieces span words
+    tokenizer = Tokenizer(_build_model(files))
+    tokenizer.normalizer = _build_normalizer(files)
+    # splits a text into words, which is faster; not if pieces span words
     if files.prefixes_once:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
             SPACE, prepend_scheme="first", split=False
@@ -247,7 +247,7 @@ def build_from_sentencepiece(folder: Path) -> bytes:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
     special = _special_tokens(files)
-    # what is found in a text before the rest is cut into pieces
+    # the tokens that are found in a text before the rest is split into pieces
     tokenizer.add_special_tokens(special)
     for content, number in files.stated_ids.items():
         if (wanted := tokenizer.token_to_id(content)) != number:
@@ -256,7 +256,7 @@ def build_from_sentencepiece(folder: Path) -> bytes:
                 f"{'a special token' if wanted is None else wanted}; {ADVICE}"
             )
     known = {token.content for token in special}
-    if files.proto.trainer_spec.model_type == BPE_MODEL:  # others find these as their best pieces
+    if files.proto.trainer_spec.model_type == BPE_MODEL:  # unigram models find these as pieces
         symbols = [one.piece for one in pieces if one.type == USER_DEFINED]
         tokenizer.add_tokens(
             [AddedToken(one, normalized=True) for one in symbols if one not in known]
@@ -272,13 +272,12 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=parts[:bar], pair=parts[:bar] + parts[bar + 1 :], special_tokens=list(ids.items())
     )
-    _compare(files, tokenizer, known)
+    _check_ids(files, tokenizer, known)
     return tokenizer.to_str().encode()
 
 
-def _read(folder: Path) -> TokenizerFiles:
-    """Read the files of a tokenizer. Raises UnsupportedModel for what the result would not follow,
-    or would have to guess."""
+def _read_files(folder: Path) -> TokenizerFiles:
+    """Read the files of a tokenizer. Raises as `build_from_sentencepiece` does."""
     name = class_name(folder)
     if name not in FAMILIES:
         raise UnsupportedModel(
@@ -293,7 +292,7 @@ def _read(folder: Path) -> TokenizerFiles:
     check_fields(f"the tokenizer in {folder}", config, TOKENIZER_FIELDS)
     path = folder / family.file
     try:
-        # no dependencies of ours, because only models without tokenizer.json need them
+        # optional packages, because only models without tokenizer.json need them
         pieces = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
         proto = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     except ImportError as error:
@@ -344,7 +343,8 @@ def _read(folder: Path) -> TokenizerFiles:
     )
 
 
-def _model(files: TokenizerFiles) -> Unigram | BPE:
+def _build_model(files: TokenizerFiles) -> Unigram | BPE:
+    """Return the tokenizers library's model of the pieces, with the family's vocabulary."""
     family, trainer = files.family, files.proto.trainer_spec
     vocabulary = [
         *((name, 0.0) for name in family.before),
@@ -354,22 +354,22 @@ def _model(files: TokenizerFiles) -> Unigram | BPE:
     unknown = files.id_of(trainer.unk_id)
     if trainer.model_type == UNIGRAM_MODEL:
         return Unigram(vocabulary, unk_id=unknown, byte_fallback=trainer.byte_fallback)
-    # the pairs of pieces that SentencePiece joins, in its order: by the score of the result
-    normal = [one for one in files.proto.pieces if one.type == NORMAL]
-    pieces = [one.piece for one in sorted(normal, key=lambda one: -one.score)]
+    # the merges of SentencePiece, in its order: by the score of the merged piece
+    normal = [piece for piece in files.proto.pieces if piece.type == NORMAL]
+    pieces = [piece.piece for piece in sorted(normal, key=lambda piece: -piece.score)]
     names = set(pieces)
-    cuts = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
+    splits = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
     return BPE(
         {name: number for number, (name, _) in enumerate(vocabulary)},
-        [(left, right) for left, right in cuts if left in names and right in names],
+        [(left, right) for left, right in splits if left in names and right in names],
         unk_token=vocabulary[unknown][0],
         fuse_unk=True,
         byte_fallback=trainer.byte_fallback,
     )
 
 
-def _normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
-    """The steps from a text to what is cut into pieces, which has SPACE for each space."""
+def _build_normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
+    """Return the normalization before a text is split into pieces; spaces become SPACE."""
     spec = files.proto.normalizer_spec
     steps = []
     if files.family.is_albert:
@@ -389,7 +389,7 @@ def _normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
 
 
 def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
-    """The special tokens of the model and of the files, in the order of the ids that files say."""
+    """Return the special tokens of the model and the files, ordered by the ids in the files."""
     config = files.config
     more = config.get("additional_special_tokens", config.get("extra_special_tokens", []))
     pieces = files.proto.pieces[files.family.dropped :]
@@ -400,62 +400,61 @@ def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
         *(more.values() if isinstance(more, dict) else more),
         *(one for one in config.get("added_tokens_decoder", {}).values() if one.get("special")),
     ]
-    found: dict[str, AddedToken] = {}
+    by_content: dict[str, AddedToken] = {}
     for token in tokens:
         fields = {"content": token} if isinstance(token, str) else token
         content = fields["content"]
-        if isinstance(token, dict) or content not in found:
+        if isinstance(token, dict) or content not in by_content:
             flags = {name: fields.get(name, False) for name in ("lstrip", "rstrip", "single_word")}
-            found[content] = AddedToken(content, special=True, normalized=False, **flags)
+            by_content[content] = AddedToken(content, special=True, normalized=False, **flags)
     ids = files.stated_ids
-    last = max(ids.values(), default=0)
-    return sorted(found.values(), key=lambda one: ids.get(one.content, last + 1))
+    largest = max(ids.values(), default=0)
+    return sorted(by_content.values(), key=lambda one: ids.get(one.content, largest + 1))
 
 
-def _compare(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> None:
-    """Raise CheckpointError if a text has other ids than SentencePiece and the family give it."""
+def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> None:
+    """Raise CheckpointError if the tokenizer's ids differ from SentencePiece's on a text.
+    SentencePiece gets each text as the family prepares it."""
     tokens = [token for token, _ in files.template]
     text_at, bar = tokens.index("$A"), tokens.index("|")
-    first = [tokenizer.token_to_id(token) for token in tokens[:text_at]]
-    last = [tokenizer.token_to_id(token) for token in tokens[text_at + 1 : bar]]
+    ids_before = [tokenizer.token_to_id(token) for token in tokens[:text_at]]
+    ids_after = [tokenizer.token_to_id(token) for token in tokens[text_at + 1 : bar]]
     library = import_module("sentencepiece")
     pieces = library.SentencePieceProcessor(model_proto=files.proto.SerializeToString())
-    for text in _texts(files, special):
-        given = text  # as the family hands it to SentencePiece
+    for text in _sample_texts(files, special):
+        prepared = text
         if files.family.is_albert:
-            given = given.replace("``", '"').replace("''", '"')
+            prepared = prepared.replace("``", '"').replace("''", '"')
         if not files.keeps_accents:
-            # marks as StripAccents knows them, not those with a combining class as at the authors':
-            # so are the published tokenizer.json, and the difference is none in Latin script
-            given = unicodedata.normalize("NFKD", given)
-            given = "".join(one for one in given if unicodedata.category(one)[0] != "M")
+            # Removes marks, as the published tokenizer.json does. The authors remove what has a
+            # combining class, which is the same in Latin script.
+            prepared = unicodedata.normalize("NFKD", prepared)
+            prepared = "".join(char for char in prepared if unicodedata.category(char)[0] != "M")
         if files.lowers:
-            given = "".join(one.lower() for one in given)
-        if files.prefixes_once and given and given[0] not in (" ", SPACE):
-            given = SPACE + given
-        ids = [files.id_of(number) for number in pieces.encode(given)]
-        if tokenizer.encode(text).ids != [*first, *ids, *last]:
+            prepared = "".join(char.lower() for char in prepared)
+        if files.prefixes_once and prepared and prepared[0] not in (" ", SPACE):
+            prepared = SPACE + prepared
+        ids = [files.id_of(number) for number in pieces.encode(prepared)]
+        if tokenizer.encode(text).ids != [*ids_before, *ids, *ids_after]:
             raise CheckpointError(
                 f"{files.path}: the tokenizer made of it differs from SentencePiece on {text!r}; "
                 f"{ADVICE}"
             )
 
 
-def _texts(files: TokenizerFiles, special: set[str]) -> list[str]:
-    """Texts to compare, without special tokens: fixed ones, and drawn ones of the model's pieces.
-
-    No drawn piece begins with an accent, which would stand on the piece before, perhaps as its
-    second one: there the tokenizers library normalizes otherwise than SentencePiece.
-    """
+def _sample_texts(files: TokenizerFiles, special: set[str]) -> list[str]:
+    """Return texts without special tokens: FIXED_TEXTS, and random ones of the model's pieces. No
+    piece of a random text begins with an accent: the tokenizers library normalizes a second
+    accent on a letter unlike SentencePiece."""
     draw = random.Random(0)
     pieces = [one for one in files.proto.pieces if unicodedata.category(one.piece[0])[0] != "M"]
     names = [one.piece for one in pieces if one.type == NORMAL]
     symbols = [one.piece for one in pieces if one.type == USER_DEFINED] or names
-    drawn = [
+    random_texts = [
         "".join(
             (*draw.choices(names, k=DRAWN), draw.choice(symbols), *draw.choices(names, k=DRAWN))
         )
         for _ in range(COMPARED - len(FIXED_TEXTS))
     ]
-    texts = [*FIXED_TEXTS, *(text.replace(SPACE, " ") for text in drawn)]
+    texts = [*FIXED_TEXTS, *(text.replace(SPACE, " ") for text in random_texts)]
     return [text for text in texts if not any(token in text for token in special)]

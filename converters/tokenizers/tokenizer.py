@@ -1,4 +1,4 @@
-"""Reads a model's tokenizer.json, or builds one. Knows nothing of weights."""
+"""Reads a model's tokenizer.json, or builds one."""
 
 import json
 import logging
@@ -16,12 +16,12 @@ from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Files of which a tokenizer can be built without tokenizer.json.
+# Files from which a tokenizer can be built without tokenizer.json.
 VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
 # The classes whose model_input_names have token_type_ids in transformers 5. Its TokenizersBackend
-# has no types; a PreTrainedTokenizerFast saved by transformers 4, which had them, becomes one too.
-# This is what sentence-transformers' CrossEncoder scores.
+# has none; it also loads a PreTrainedTokenizerFast of transformers 4, which had them. CrossEncoder
+# of sentence-transformers scores with these inputs.
 WITH_TYPES = {
     "BertTokenizer",
     "ConvBertTokenizer",
@@ -36,24 +36,24 @@ WITH_TYPES = {
     "SqueezeBertTokenizer",
 }
 
-# The model types for which transformers takes one of these classes if none is named.
+# The model types whose default class in transformers is one of these.
 TYPED_BY_DEFAULT = {"bert", "deberta-v2", "electra", "nomic_bert"}
 
 
 def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
-    """Read the tokenizer of a model's folder, as the content of a tokenizer.json.
+    """Return the content of a model's tokenizer.json, which is built if the folder has none.
 
-    The stored file is returned unchanged unless a step must be added: `lowercase` texts, or an end
-    token that tokenizer_config.json asks for. Raises CheckpointError if there is no usable
-    tokenizer, or if it has ids of `vocab_size` or more.
+    A stored file is unchanged unless a step must be added: `lowercase` texts, or an end token that
+    tokenizer_config.json asks for. Raises CheckpointError if there is no usable tokenizer or if it
+    has ids of `vocab_size` or more, and UnsupportedModel if a SentencePiece model is unsupported.
     """
     path = folder / "tokenizer.json"
     stored = path.read_bytes() if path.is_file() else _build(folder)
     if lowercase:  # sentence-transformers' do_lower_case
         parse_tokenizer(stored, f"the tokenizer in {folder}")
         content = json.loads(stored)
-        steps = _steps(content.get("normalizer"))
-        # with a lowering BertNormalizer, a Lowercase before it would change no code point's result
+        steps = _normalizer_steps(content.get("normalizer"))
+        # a Lowercase before a BertNormalizer that lowercases would change nothing
         if not any(
             step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
             for step in steps
@@ -61,7 +61,7 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
             first = {"type": "Lowercase"}
             content["normalizer"] = {"type": "Sequence", "normalizers": [first, *steps]}
             stored = json.dumps(content, ensure_ascii=False).encode()
-    stored = _ended(folder, stored)
+    stored = _with_end_token(folder, stored)
     tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
@@ -70,7 +70,7 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
             "embeddings; remove the added tokens that the model never learnt"
         )
     lowers = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
-    for step in _steps(json.loads(stored).get("normalizer")):
+    for step in _normalizer_steps(json.loads(stored).get("normalizer")):
         if step["type"] == "BertNormalizer" and lowers is not None and step["lowercase"] != lowers:
             logger.warning(
                 "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
@@ -83,17 +83,17 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
 
 
 def special_token(folder: Path, name: str, otherwise: str | None = None) -> str | None:
-    """A token that tokenizer_config.json names; None where it names none and there is no other."""
+    """Return the token under `name` in tokenizer_config.json; `otherwise` if it is missing. Raises
+    CheckpointError for an invalid file."""
     token = read_optional_json(folder / "tokenizer_config.json").get(name, otherwise)
     token = token.get("content") if isinstance(token, dict) else token
     return None if token is None else str(token)
 
 
 def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
-    """Whether the model gets the tokenizer's token types; otherwise they are zeros.
-
-    This depends on model_input_names in tokenizer_config.json, or else on the tokenizer's class.
-    """
+    """Return whether the model gets the tokenizer's token types; otherwise they are zeros.
+    model_input_names in tokenizer_config.json says so, or the tokenizer's class, or the
+    model_type."""
     config = read_optional_json(folder / "tokenizer_config.json")
     names = config.get("model_input_names")
     if names is not None:
@@ -105,10 +105,8 @@ def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
 
 
 def _build(folder: Path) -> bytes:
-    """Build a tokenizer.json, of a SentencePiece model or with transformers.
-
-    Raises CheckpointError if that is not possible.
-    """
+    """Build a tokenizer.json, from a SentencePiece model or with transformers. Raises
+    CheckpointError and UnsupportedModel if that is not possible."""
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
     logger.info("%s has no tokenizer.json: building it", folder)
@@ -130,45 +128,43 @@ def _build(folder: Path) -> bytes:
         ) from error
 
 
-def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a normalizer, which may be a sequence, a single step or None."""
+def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer, which may be a sequence, a single step or None."""
     if normalizer is None:
         return []
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
-def _ended(folder: Path, stored: bytes) -> bytes:
-    """Append the end token if tokenizer_config.json has add_eos_token and tokenizer.json does not.
-
-    This is so in gte-Qwen2, whose own code appends the token. Raises CheckpointError if it cannot
-    be appended.
-    """
+def _with_end_token(folder: Path, stored: bytes) -> bytes:
+    """Return `stored` with an end token after each text, if add_eos_token asks for it. gte-Qwen2
+    needs this, whose own code appends the token. Raises CheckpointError if it cannot be
+    appended."""
     config = read_optional_json(folder / "tokenizer_config.json")
     if config.get("add_eos_token") is not True:
         return stored
     token = str(special_token(folder, "eos_token"))
     tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
-    number = tokenizer.token_to_id(token)
-    if number is None:
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
         raise CheckpointError(f"add_eos_token is set in {folder}, and there is no token {token!r}")
     ids = tokenizer.encode("a").ids
-    if ids[-1:] == [number]:
+    if ids[-1:] == [token_id]:
         return stored
     first, second = (
         [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
         for text in "AB"
     )
-    ending = {
+    end_step = {
         "type": "TemplateProcessing",
         "single": first,
         "pair": first + second,
-        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]}},
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
     }
     content = json.loads(stored)
     steps = [content["post_processor"]] if content.get("post_processor") else []
-    content["post_processor"] = {"type": "Sequence", "processors": [*steps, ending]}
+    content["post_processor"] = {"type": "Sequence", "processors": [*steps, end_step]}
     ended = json.dumps(content, ensure_ascii=False).encode()
-    if parse_tokenizer(ended, f"the tokenizer in {folder}").encode("a").ids != [*ids, number]:
+    if parse_tokenizer(ended, f"the tokenizer in {folder}").encode("a").ids != [*ids, token_id]:
         raise CheckpointError(
             f"add_eos_token is set in {folder}, and {token} cannot follow what tokenizer.json "
             "puts around a text; save it with a post-processor that does both"

@@ -1,1 +1,1 @@
-"""Models of texts and images, and of pages."""
+"""Converters of models that embed texts and images, or pages."""

@@ -1,4 +1,4 @@
-"""Converts ColPali, which reads pages: PaliGemma, and a projection of each token."""
+"""Converts ColPali, which embeds pages: PaliGemma and a projection of each token."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ from converters.vision.dual import (
 from converters.vision.pages import FILLERS, PageWords, page_outline, read_part
 from converters.weights import Rule, one_plus
 
-# What transformers takes where a part does not say; sizes must be there.
+# transformers' defaults for missing fields of a part; sizes have none here.
 GEMMA_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
 IMAGE_SIZES = (*TOWER_SIZES, "image_size", "patch_size")
 VISION_TOWER_DEFAULTS: dict[str, Any] = {
@@ -41,32 +41,33 @@ VISION_TOWER_DEFAULTS: dict[str, Any] = {
 IMAGE_TOKEN_ID = 256000
 QUERY_PREFIX = "Question: "
 
-GEMMA_RULES = [  # those of other decoders, but norms multiply by one more than their weight
+GEMMA_RULES = [  # the rules of other decoders, but norms multiply by 1 + weight
     Rule(rule.sources, rule.target, one_plus) if rule.target.endswith("norm.scale") else rule
     for rule in qwen3.FAMILY.rules
 ]
 
 
 def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
-    """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
+    """Return the outline of the model in the folder `source`, whose config.json is `hf`. Raises
+    UnsupportedModel and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     text = GEMMA_DEFAULTS | read_part(
         source, "text_config", vlm.get("text_config") or {}, ["gemma"]
     )
     require(text, REQUIRED)
-    seen = vlm.get("vision_config") or {}
+    vision = vlm.get("vision_config") or {}
     image = VISION_TOWER_DEFAULTS | read_part(
-        source, "vision_config", seen, ["siglip_vision_model"]
+        source, "vision_config", vision, ["siglip_vision_model"]
     )
     require(image, IMAGE_SIZES)
     rules = image_rules(source, image, SIGLIP)
     rows, columns = rules.grid
     sizes = image | {"max_position_embeddings": rows * columns}
-    of_images = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
+    image_config = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
     image_id = either(vlm, "image_token_id", "image_token_index", IMAGE_TOKEN_ID)
-    # the fields of Qwen3Config of the first Gemma, whose tokens all see each other
-    if text.get("hidden_act", "gelu") == "gelu":  # of old files, which meant the approximation
+    # the fields of Qwen3Config for the first Gemma; attention is bidirectional
+    if text.get("hidden_act", "gelu") == "gelu":  # old files mean the tanh approximation
         text |= {"hidden_act": "gelu_pytorch_tanh"}
     bias = bool(text.get("attention_bias", False))
     config = decoder_config(text, text.get("head_dim") or HEAD_WIDTH, causal=False) | {
@@ -75,14 +76,14 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         "qk_norm": False,
         "embedding_scale": text["hidden_size"] ** 0.5,
         "overflows_float16": True,
-        "image": {key: value for key, value in vars(of_images).items() if value is not None},
+        "image": {key: value for key, value in vars(image_config).items() if value is not None},
         "image_token_id": image_id,
     }
     words = PageWords(source, text["vocab_size"])
-    asked = read_optional_json(source / "processor_config.json")
-    prompt = asked.get("query_prefix", QUERY_PREFIX)
-    before, pad = words.special("bos_token"), words.special("pad_token")
-    page = before + asked.get("visual_prompt_prefix", "Describe the image.") + "\n"
+    processor = read_optional_json(source / "processor_config.json")
+    prompt = processor.get("query_prefix", QUERY_PREFIX)
+    bos, pad = words.special("bos_token"), words.special("pad_token")
+    page = bos + processor.get("visual_prompt_prefix", "Describe the image.") + "\n"
     rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
     tensors = TensorRules(
         rules=(
@@ -103,5 +104,5 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         prompt=prompt,
         limit=rows * columns + len(rules.after),
         tensors=tensors,
-        tokenizer=words.framed(before, pad * FILLERS + "\n", prompt),
+        tokenizer=words.framed(bos, pad * FILLERS + "\n", prompt),
     )

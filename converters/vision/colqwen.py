@@ -1,6 +1,6 @@
-"""Converts ColQwen2, which reads pages: Qwen2-VL or Qwen2.5-VL, and a projection of each token.
+"""Converts ColQwen2, which embeds pages: Qwen2-VL or Qwen2.5-VL, and a projection of each token.
 
-First the language model and the words around pages, then the tower of images.
+The language model and the texts around pages come first, then the image encoder.
 """
 
 import math
@@ -40,7 +40,7 @@ from jaxembed.preprocessing.images.prepare import MOST_ASPECT
 
 SECOND, SECOND_AND_HALF = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
 
-# What transformers takes where vision_config names no value.
+# transformers' defaults for missing fields of vision_config.
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     SECOND: {
         "depth": 32,
@@ -66,10 +66,10 @@ SHARED_DEFAULTS = {
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
 }
-FRAMES = 2  # of an image, which are both the image
+FRAMES = 2  # an image is a video of two equal frames
 AXIAL_THETA = 10_000.0
 
-# What transformers takes where a file names no value.
+# transformers' defaults for missing fields of the language model.
 LM_DEFAULTS: dict[str, Any] = {
     "vocab_size": 152064,
     "hidden_size": 8192,
@@ -90,7 +90,8 @@ PAGE_TEXT = (
 
 
 def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
-    """Describe a model. Raises UnsupportedModel for what is not supported, and CheckpointError."""
+    """Return the outline of the model in the folder `source`, whose config.json is `hf`. Raises
+    UnsupportedModel and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
     kind = vlm.get("model_type", SECOND)
@@ -106,9 +107,9 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
     config = text | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
     words = PageWords(source, text["vocab_size"])
-    asked = read_optional_json(source / "processor_config.json")
-    # how pages are prepared, and what stands around them, where one token stands for the image
-    page = words.ids(asked.get("visual_prompt_prefix") or PAGE_TEXT)
+    processor = read_optional_json(source / "processor_config.json")
+    # how images are prepared, and the text of a page, in which one token stands for the image
+    page = words.ids(processor.get("visual_prompt_prefix") or PAGE_TEXT)
     rules = read_rules(processor_fields(source), seen["patch_size"])
     if rules.area is None or rules.merge != seen["spatial_merge_size"]:
         raise CheckpointError(
@@ -124,7 +125,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     rules = msgspec.structs.replace(
         rules, token_id=image_id, before=tuple(page[:at]), after=tuple(page[at + 1 :])
     )
-    prompt = asked.get("query_prefix") or QUERY_PREFIX
+    prompt = processor.get("query_prefix") or QUERY_PREFIX
     limit, positions = most_tokens(rules), text["max_positions"]
     if limit > positions:
         raise CheckpointError(
@@ -153,26 +154,28 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
 
 
 def most_tokens(rules: ImageRules) -> int:
-    """The most tokens of a page. Long and narrow images have more than the area says, because
-    their shorter side is a token at least."""
+    """Return the maximum number of tokens of a page, with the text around the image. Long and
+    narrow images exceed the maximum area: their shorter side has at least one token."""
     assert rules.area is not None
-    least, most = (pixels / rules.token_side**2 for pixels in rules.area)
+    min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
     aspect = math.sqrt(MOST_ASPECT)
-    grown = (math.sqrt(least) / aspect + 1) * (math.sqrt(least) * aspect + 1)
-    of_image = max(most, math.sqrt(most) * aspect, grown)
-    return len(rules.before) + math.floor(of_image) + len(rules.after)
+    # of an image that is enlarged to the minimum area, with its sides rounded up
+    enlarged = (math.sqrt(min_tokens) / aspect + 1) * (math.sqrt(min_tokens) * aspect + 1)
+    in_image = max(max_tokens, math.sqrt(max_tokens) * aspect, enlarged)
+    return len(rules.before) + math.floor(in_image) + len(rules.after)
 
 
 def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str, Any]:
-    """The config of one part; that of texts may lie around it, in old files."""
+    """Return the checked config of the part `key`, which is text_config or vision_config. Old files
+    have the fields of text_config in `vlm` itself. `kind` is the model_type of `vlm`."""
     fields = vlm if key == "text_config" and vlm.get(key) is None else vlm.get(key) or {}
     return read_part(source, key, fields, [kind, f"{kind}_{key.removesuffix('_config')}"])
 
 
-def _text_config(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of Qwen3Config of Qwen2-VL's language model, whose angles are those of the time,
-    the row and the column of a token."""
-    hf = {**LM_DEFAULTS, **given}
+def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of Qwen3Config for the text_config of Qwen2-VL. Rotary angles follow a
+    token's time, row and column. Raises UnsupportedModel and CheckpointError."""
+    hf = {**LM_DEFAULTS, **stated}
     parameters = dict(rope_parameters(hf))
     if parameters.get("rope_type", parameters.get("type")) == "mrope":
         parameters["rope_type"] = "default"
@@ -198,24 +201,22 @@ def _text_config(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Read the fields of QwenVisionConfig from a vision_config, whose defaults are filled in.
-
-    Raises UnsupportedModel for settings that we do not run, and CheckpointError for inconsistent
-    ones.
-    """
+    """Return the fields of QwenVisionConfig for a vision_config with its defaults filled in. `kind`
+    is a key of VISION_DEFAULTS. Raises UnsupportedModel for settings that jaxembed does not run,
+    and CheckpointError for inconsistent ones."""
     fields = dict(hf)
     dim = fields["embed_dim" if kind == SECOND else "hidden_size"]
-    for name, only in (("in_channels", 3), ("temporal_patch_size", FRAMES)):
-        refuse_unknown(name, fields[name], (only,))
+    for name, required in (("in_channels", 3), ("temporal_patch_size", FRAMES)):
+        refuse_unknown(name, fields[name], (required,))
     if dim % (4 * fields["num_heads"]):
         raise CheckpointError(
             f"the tower of images is {dim} wide; wanted a multiple of 4 * num_heads, which is "
             f"{4 * fields['num_heads']}, to rotate pairs by row and by column"
         )
     rope = fields.get("rope_parameters") or {}
-    angles = rope.get("rope_type", "axial")
-    if angles != "axial":
-        raise UnsupportedModel(f"rope_type {angles!r} of images is not supported; known: axial")
+    rope_type = rope.get("rope_type", "axial")
+    if rope_type != "axial":
+        raise UnsupportedModel(f"rope_type {rope_type!r} of images is not supported; known: axial")
     config = {
         "hidden_size": dim,
         "num_layers": fields["depth"],
@@ -243,7 +244,7 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def vision_rules(source: str, target: str) -> list[Rule]:
-    """The rules of the tower whose tensors begin with `source`, for the parameters of `target`."""
+    """Return the image encoder's rules: `source` prefixes tensors, `target` parameters."""
     block, layer = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
     gated = [f"{block}.mlp.{name}_proj" for name in ("gate", "up")]
     names = {
@@ -266,15 +267,15 @@ def vision_rules(source: str, target: str) -> list[Rule]:
         *(Rule(f"{old}.weight", f"{new}.scale") for old, new in norms.items()),
         *(Rule(f"{old}.bias", f"{new}.bias") for old, new in (names | norms).items()),
         Rule(
-            tuple(f"{one}.weight" for one in gated),
+            tuple(f"{name}.weight" for name in gated),
             f"{layer}.mlp.gate_up.kernel",
             concatenate_transposed,
         ),
-        Rule(tuple(f"{one}.bias" for one in gated), f"{layer}.mlp.gate_up.bias", concatenate),
+        Rule(tuple(f"{name}.bias" for name in gated), f"{layer}.mlp.gate_up.bias", concatenate),
     ]
 
 
-still_kernel = Transform(  # of the sum of all frames, which bfloat16 would round
+still_kernel = Transform(  # sums over the equal frames; bfloat16 would round the sum
     lambda array: np.ascontiguousarray(
         array.astype(np.float32).sum(axis=2).transpose(2, 3, 1, 0).reshape(-1, len(array))
     ),

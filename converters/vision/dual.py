@@ -1,6 +1,6 @@
 """Converts models that put texts and images into one space: CLIP, SigLIP and SigLIP2.
 
-Each half, a tower and its head, becomes a route of the checkpoint. Both are read from one file.
+Each half, an encoder and its head, becomes a route of the checkpoint.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ from jaxembed.models.clip import CLASS_ID, ClipConfig
 
 CLIP, SIGLIP, SIGLIP2 = "clip", "siglip", "siglip2"
 CLASSES = {CLIP: ("CLIPModel",), SIGLIP: ("SiglipModel",), SIGLIP2: ("Siglip2Model",)}
-DUAL_MODULES = {  # of sentence-transformers, for both halves together
+DUAL_MODULES = {  # modules of sentence-transformers that hold both halves
     "sentence_transformers.models.CLIPModel",
     "sentence_transformers.sentence_transformer.modules.clip_model.CLIPModel",
 }
@@ -70,7 +70,7 @@ NORMALIZE = {
     "sentence_transformers.sentence_transformer.modules.normalize.Normalize",
 }
 
-# What transformers takes where config.json names no value.
+# transformers' defaults for missing fields.
 SIGLIP_TEXT: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -124,26 +124,27 @@ IMAGE_DEFAULTS = {
     SIGLIP2: {**SIGLIP_IMAGE, "num_patches": 256},
 }
 TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OLD_EOS = 2  # of OpenAI's files: the end is the token with the largest id
+OLD_EOS = 2  # in OpenAI's files, where the token with the largest id ends texts
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What is read of a model before its halves are told apart."""
+    """The config.json of a model, which both halves share."""
 
     folder: Path
-    tower: str  # the folder within the source
-    kind: str  # one of CLASSES
-    hf: Mapping[str, Any]
-    normalizes: bool
+    tower: str  # path of `folder` within the source
+    kind: str  # a key of CLASSES
+    hf: Mapping[str, Any]  # config.json
+    normalizes: bool  # whether vectors get length one
 
     def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of a half with transformers' defaults. What old files call `..._dict` comes
-        first there, with its own defaults."""
+        """Return the config of the half `key`, with transformers' `defaults` filled in. In old
+        files `<key>_dict` with its defaults takes precedence. Raises CheckpointError for missing
+        or inconsistent sizes."""
         path = str(self.folder / "config.json")
         stated, older = (given(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
-        for one in (stated, older):
-            check_fields(f"{path}, {key}", one, CONFIG_FIELDS)
+        for part in (stated, older):
+            check_fields(f"{path}, {key}", part, CONFIG_FIELDS)
         fields = {**defaults, **({**stated, **defaults, **older} if older else stated)}
         require(fields, TOWER_SIZES)
         if fields["hidden_size"] % fields["num_attention_heads"]:
@@ -155,9 +156,9 @@ class _Source:
 
 
 def is_dual(source: Path) -> bool:
-    """Whether a directory holds a model of texts and images."""
+    """Return whether the folder `source` holds a model of texts and images."""
     hf = read_optional_json(source / folder_of(source) / "config.json")
-    return hf.get("model_type") in list(CLASSES)  # a list: it may be of any type
+    return hf.get("model_type") in list(CLASSES)  # a list: model_type may be unhashable
 
 
 def refuse_options(source: Path, options: Options) -> None:
@@ -175,7 +176,8 @@ def refuse_options(source: Path, options: Options) -> None:
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
-    """Both halves, of which that of images has no tokenizer."""
+    """Return the outlines by route, and the default route. The image half has no tokenizer. Raises
+    UnsupportedModel and CheckpointError."""
     refuse_options(source, options)
     folder = source / folder_of(source)
     path, hf = folder / "config.json", read_optional_json(folder / "config.json")
@@ -188,16 +190,16 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
                 f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
             )
     kinds = [kind for kind, _ in listed_modules(source) or ()]
-    known = {*kinds[1:]} <= NORMALIZE and not {*kinds[:1]} & NORMALIZE
-    if not known or (not kinds and (source / "modules.json").is_file()):
+    is_known = {*kinds[1:]} <= NORMALIZE and not {*kinds[:1]} & NORMALIZE
+    if not is_known or (not kinds and (source / "modules.json").is_file()):
         raise UnsupportedModel(
             f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
             "texts and images are not supported; wanted one, then perhaps Normalize"
         )
-    # vectors are scaled to length one as modules.json says, and without one they are
+    # normalized if modules.json lists Normalize, or if there is no modules.json
     model = _Source(folder, folder_of(source), kind, hf, len(kinds) != 1)
     halves: dict[str, Outline] = {}
-    for route, half in ((TEXT_ROUTE, _text), (IMAGE_ROUTE, _image)):
+    for route, half in ((TEXT_ROUTE, _text_half), (IMAGE_ROUTE, _image_half)):
         tensors, config, head, tokenizer, further = half(model)
         prompts, default = read_prompts(source)
         layout = Layout(model.tower, {"dense": head}, prompts=prompts, default_prompt_name=default)
@@ -210,16 +212,17 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     return halves, TEXT_ROUTE
 
 
+# of a half; the bytes are tokenizer.json, the dict has further fields of the spec
 _Parts = tuple[TensorRules, ClipConfig, Head, bytes, dict[str, Any]]
 
 
-def _text(model: _Source) -> _Parts:
-    """The half of texts. Its vector is made of the last token: the end of a text, which CLIP's
-    tokens all lead to, or of SigLIP's padding."""
+def _text_half(model: _Source) -> _Parts:
+    """Read the half of texts, whose vector comes from the last token. That token ends the text
+    (CLIP) or its padding (SigLIP)."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
     config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
-    # SigLIP was trained on small letters, whatever its tokenizer.json says
+    # SigLIP was trained on lower case, whatever its tokenizer.json says
     lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
     limit = token_limit(model.folder, config.max_positions)
@@ -230,27 +233,26 @@ def _text(model: _Source) -> _Parts:
         projection, tensor = _projection(model, config), "text_projection"
     else:
         folder, parsed = model.folder, Tokenizer.from_str(tokenizer.decode())
-        name = special_token(folder, "eos_token")
-        if name is not None:
-            _check_end(folder, tokenizer, parsed.token_to_id(name))
-        # SigLIP was not trained on texts that begin with a token of their own, nor on ones that
-        # are filled up on the left
+        eos_token = special_token(folder, "eos_token")
+        if eos_token is not None:
+            _check_end(folder, tokenizer, parsed.token_to_id(eos_token))
+        # SigLIP was trained without a begin token and with padding on the right
         side = read_optional_json(folder / "tokenizer_config.json").get("padding_side")
         if side is not None:
             refuse_unknown(f"{folder}: padding_side", side, ("right",))
-        begin = special_token(folder, "bos_token")
-        if begin is not None and parsed.encode("a").tokens[:1] == [begin]:
-            raise UnsupportedModel(f"{folder}: texts that begin with {begin} are not supported")
+        bos_token = special_token(folder, "bos_token")
+        if bos_token is not None and parsed.encode("a").tokens[:1] == [bos_token]:
+            raise UnsupportedModel(f"{folder}: texts that begin with {bos_token} are not supported")
         further["max_input_tokens"] = length = config.max_positions
-        token = special_token(folder, "pad_token")
-        filler = None if token is None else parsed.token_to_id(token)
-        filler = hf.get("pad_token_id") if filler is None else filler
-        if not isinstance(filler, int) or not 0 <= filler < vocab_size:
+        pad_token = special_token(folder, "pad_token")
+        pad_id = None if pad_token is None else parsed.token_to_id(pad_token)
+        pad_id = hf.get("pad_token_id") if pad_id is None else pad_id
+        if not isinstance(pad_id, int) or not 0 <= pad_id < vocab_size:
             raise CheckpointError(
                 f"{folder} names no token that texts are filled up with: wanted pad_token in "
                 "tokenizer_config.json"
             )
-        further["filled"] = Expansion(filler, length, attended=True)
+        further["filled"] = Expansion(pad_id, length, attended=True)
         width = hf.get("projection_size") or config.hidden_size
         projection = DenseLayer(
             in_features=config.hidden_size, out_features=width, activation="identity"
@@ -266,9 +268,8 @@ def _text(model: _Source) -> _Parts:
     return TensorRules(rules=rules, ignored=ignored), config, head, tokenizer, further
 
 
-def _image(model: _Source) -> _Parts:
-    """The half of images. CLIP's vector is made of the class token, SigLIP's of what a learned
-    query finds."""
+def _image_half(model: _Source) -> _Parts:
+    """Read the half of images: CLIP pools by a class token, SigLIP by attention."""
     hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
     is_clip, resizes = model.kind == CLIP, model.kind == SIGLIP2
     require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
@@ -283,7 +284,7 @@ def _image(model: _Source) -> _Parts:
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     patches = prod(rules.grid) if rules.most_patches is None else rules.most_patches
-    tokens = len(rules.before) + patches + len(rules.after)  # the most of an image
+    tokens = len(rules.before) + patches + len(rules.after)  # the maximum of an image
     config = clip_config(
         hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
         resizes_positions=resizes,
@@ -320,7 +321,7 @@ def _image(model: _Source) -> _Parts:
             modules=_normalized(model),
         )
         joint, width = "vision_model.head.attention.in_proj", config.hidden_size
-        query, key_value = (0, width), (width, 3 * width)  # rows of both
+        query, key_value = (0, width), (width, 3 * width)  # rows of the joint projection
         own += [
             Rule("vision_model.head.probe", "heads.dense.probe", reshaped(width)),
             Rule(f"{joint}_weight", "heads.dense.query.kernel", rows_of(*query, turned=True)),
@@ -339,11 +340,13 @@ def _image(model: _Source) -> _Parts:
     return tensors, config, head, b"", {"max_input_tokens": tokens, "image": rules}
 
 
+# tensors that neither half uses
 NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
 def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
-    """The config of a tower, with transformers' defaults filled in."""
+    """Return the ClipConfig of an encoder: `hf` has its defaults filled in. `switches` are further
+    fields. Raises UnsupportedModel for an unknown activation."""
     return ClipConfig(
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -359,7 +362,7 @@ def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
 def convolution(
     sources: Sequence[Tensor], shape: Shape, inner: tuple[int, ...] = (3,)
 ) -> list[str]:
-    """Check kernels `[out, *inner, size, size]` for a weight `[3 * size * size, out]`."""
+    """Return shape errors of kernels `[out, *inner, n, n]` for a weight `[3 * n * n, out]`."""
     side = isqrt(shape[0] // 3)
     return [
         f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
@@ -368,15 +371,15 @@ def convolution(
     ]
 
 
-patch_kernel = Transform(
+patch_kernel = Transform(  # [out, 3, size, size] to [size * size * 3, out]
     lambda array: np.ascontiguousarray(array.transpose(2, 3, 1, 0).reshape(-1, array.shape[0])),
     convolution,
 )
 
 
 def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
-    """The rules of a tower, whose parameters have that name, for all but its words or patches.
-    `half` is how the names of its tensors begin."""
+    """Return the rules of an encoder, but not those of its word or patch embeddings. `half`
+    prefixes its tensors, `tower` its parameters; `last_norm` is its final norm."""
     layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
     qkv = [f"{layer}.self_attn.{one}_proj" for one in "qkv"]
     positions = f"{tower}.embeddings.position.embedding"
@@ -394,15 +397,15 @@ def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
 
 
 def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = False) -> list[Rule]:
-    """The rules of the projection of patches, as `clip_rules`; `flat` says whether it is saved as
-    a linear layer and not as a convolution."""
+    """Return the rules of the projection of patches, with the prefixes of `clip_rules`. `flat`:
+    whether it is saved as a linear layer and not as a convolution."""
     source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
     kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)
     return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
 
 
 def linear_rules(source: str, target: str) -> list[Rule]:
-    """The rules of a linear layer with a bias."""
+    """Return the rules of a linear layer with a bias."""
     return [
         Rule(f"{source}.weight", f"{target}.kernel", transpose),
         Rule(f"{source}.bias", f"{target}.bias"),
@@ -417,7 +420,7 @@ def _norm_rules(source: str, target: str) -> list[Rule]:
 
 
 def _projection(model: _Source, config: ClipConfig) -> DenseLayer:
-    """CLIP's projection into the space of both halves."""
+    """Return CLIP's projection into the common space of texts and images."""
     return DenseLayer(
         in_features=config.hidden_size,
         out_features=model.hf.get("projection_dim") or 512,
@@ -431,8 +434,8 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
 
 
 def processor_fields(folder: Path) -> dict[str, Any]:
-    """The fields of preprocessor_config.json, or of processor_config.json, which may hold them.
-    Raises CheckpointError if neither is there."""
+    """Return the image processor's fields of preprocessor_config.json, else processor_config.json.
+    Raises CheckpointError if neither has them."""
     rules = read_optional_json(folder / "preprocessor_config.json")
     rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(rules, dict) or not rules:
@@ -443,24 +446,26 @@ def processor_fields(folder: Path) -> dict[str, Any]:
 
 
 def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
-    """How images are prepared for the tower of this config, of a model of this kind."""
+    """Return how images are prepared for a model of type `kind` whose vision_config is `hf`. Raises
+    UnsupportedModel for another processor, CheckpointError for images of another size."""
     fields = processor_fields(folder)
-    found = read_rules(fields, hf["patch_size"])
-    if (found.most_patches is not None) != (kind == SIGLIP2) or found.area is not None:
-        named = fields.get("image_processor_type")
-        raise UnsupportedModel(f"image processor {named!r} of a {kind} model is not supported")
-    if found.most_patches is not None:
-        return found
-    wanted = (hf["image_size"], hf["image_size"])
-    if found.made != wanted:
+    rules = read_rules(fields, hf["patch_size"])
+    if (rules.most_patches is not None) != (kind == SIGLIP2) or rules.area is not None:
+        name = fields.get("image_processor_type")
+        raise UnsupportedModel(f"image processor {name!r} of a {kind} model is not supported")
+    if rules.most_patches is not None:
+        return rules
+    size = (hf["image_size"], hf["image_size"])
+    if rules.made != size:
         raise CheckpointError(
-            f"{folder}: images are brought to {found.made}, and the tower takes {wanted}"
+            f"{folder}: images are brought to {rules.made}, and the tower takes {size}"
         )
-    return found
+    return rules
 
 
 def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
-    """Raise CheckpointError unless texts end with this token, or with the one of the largest id."""
+    """Raise CheckpointError unless the tokenizer `stored` ends texts with the token id `eos`. With
+    None it must be the largest id."""
     tokenizer = Tokenizer.from_str(stored.decode())
     wanted = max(tokenizer.get_vocab().values()) if eos is None else eos
     last = tokenizer.encode("a").ids[-1:]
@@ -471,7 +476,7 @@ def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
 
 
 def folder_of(source: Path) -> str:
-    """Where the model lies within the source; "" is the source itself."""
+    """Return the model's folder within `source`; "" is `source` itself."""
     listed = listed_modules(source)
     if listed is not None and listed and listed[0][0] in DUAL_MODULES:
         return listed[0][1]

@@ -1,4 +1,4 @@
-"""Reads how a model's images are prepared, from preprocessor_config.json."""
+"""Reads from preprocessor_config.json how a model's images are prepared."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 RESAMPLE_NAMES: dict[int, Resample] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
-# By the processor's name without Fast, Pil and the like: what transformers takes where a field is
-# missing.
+# transformers' defaults for missing fields, by the processor's name without "ImageProcessor" etc.
 PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     "CLIP": {
         "size": {"shortest_edge": 224},
@@ -33,7 +32,7 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
     },
     "Qwen2VL": {
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},  # pixels in all
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},  # area, pixels
         "do_center_crop": False,
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
@@ -51,17 +50,15 @@ MOST_PATCHES = 8192  # of an image: the longest row of a default grid
 
 
 def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
-    """The rules of an image processor, for patches of so many pixels on each side.
-
-    Raises UnsupportedModel for another processor or for steps that are not done here, and
-    CheckpointError for damaged fields.
-    """
+    """Return the rules of the image processor `config`, for patches of `patch` by `patch` pixels.
+    Raises UnsupportedModel for an unknown processor or step, and CheckpointError for invalid
+    fields."""
     named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
     processor = str(named)
     for ending in (*ENDINGS, "ImageProcessor", "FeatureExtractor"):
         processor = processor.removesuffix(ending)
     if processor not in PROCESSOR_DEFAULTS:
-        known = ", ".join(f"{one}ImageProcessor" for one in PROCESSOR_DEFAULTS)
+        known = ", ".join(f"{name}ImageProcessor" for name in PROCESSOR_DEFAULTS)
         raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
     fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
     for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
@@ -74,9 +71,9 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
         patch=patch,
         resample=resample,
         rescale=_number("rescale_factor", fields["rescale_factor"]),
-        mean=_colours("image_mean", fields["image_mean"]),
-        std=_colours("image_std", fields["image_std"]),
-        **_shape(fields, processor, patch),
+        mean=_per_colour("image_mean", fields["image_mean"]),
+        std=_per_colour("image_std", fields["image_std"]),
+        **_resize_fields(fields, processor, patch),
     )
     if not all(rules.std):
         raise CheckpointError("image_std has a zero")
@@ -89,38 +86,38 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     return rules
 
 
-def _shape(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
-    """The fields of ImageRules that tell what images are resized to."""
-    if processor == "Siglip2":  # images keep their shape, within a number of patches
+def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
+    """Return the fields of ImageRules that say to what size images are resized and cropped."""
+    if processor == "Siglip2":  # images keep their aspect ratio, within a number of patches
         for name in ("size", "do_center_crop", "crop_size"):
             if fields.get(name):
                 raise UnsupportedModel(
                     f"{name} {fields[name]!r} of images that keep their shape is not supported"
                 )
         _refuse_other_patches(fields, patch)
-        most = _whole("max_num_patches", fields["max_num_patches"], MOST_PATCHES)
-        return {"most_patches": most, "place_numbers": 4}  # row, column, rows, columns
-    if processor == "Qwen2VL":  # images keep their shape, in whole tokens within an area
+        count = _whole("max_num_patches", fields["max_num_patches"], MOST_PATCHES)
+        return {"most_patches": count, "place_numbers": 4}  # row, column, rows, columns
+    if processor == "Qwen2VL":  # images keep their aspect ratio, in whole tokens within an area
         if fields["do_center_crop"]:
             raise UnsupportedModel(
                 "do_center_crop true of images that keep their shape is unsupported"
             )
         _refuse_other_patches(fields, patch)
         merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
-        # the fewest and the most pixels: min_pixels and max_pixels, else those of the size
+        # the area in pixels: min_pixels and max_pixels, or else the bounds in `size`
         size = fields["size"]
         if not isinstance(size, Mapping) or set(given(size)) - {"shortest_edge", "longest_edge"}:
             raise UnsupportedModel(
                 f"size {size!r} of images is not supported; known: shortest_edge and longest_edge"
             )
-        least = fields.get("min_pixels", size.get("shortest_edge"))
-        most = fields.get("max_pixels", size.get("longest_edge"))
-        area = _whole("min_pixels", least, MOST_AREA), _whole("max_pixels", most, MOST_AREA)
+        low = fields.get("min_pixels", size.get("shortest_edge"))
+        high = fields.get("max_pixels", size.get("longest_edge"))
+        area = _whole("min_pixels", low, MOST_AREA), _whole("max_pixels", high, MOST_AREA)
         if area[0] > area[1]:
             raise CheckpointError(f"min_pixels {area[0]} of images is over max_pixels {area[1]}")
         return {"area": area, "merge": merge, "place_numbers": 3}  # time, row, column
-    # all images are brought to one size
-    size, shortest = _size(fields["size"], square=processor != "CLIP")
+    # all images are resized or cropped to one size
+    size, shortest = _target_size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     if crop is None and size is None:
         raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
@@ -137,9 +134,9 @@ def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
         )
 
 
-def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
-    """The height and width, or the shorter side. A lone number is all sides of a `square`, or the
-    shorter one."""
+def _target_size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
+    """Return (height, width) or else the shorter side, in pixels; the other result is None. A lone
+    number is every side of a `square`, or else the shorter side."""
     if isinstance(value, Mapping) and "shortest_edge" in value:
         if set(given(value)) - {"shortest_edge"}:
             raise UnsupportedModel(f"size {dict(value)} of images is not supported")
@@ -150,15 +147,16 @@ def _size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | No
 
 
 def _height_and_width(name: str, value: Any) -> tuple[int, int]:
+    """Return (height, width) in pixels; a lone number is both."""
     sides = value if isinstance(value, Mapping) else {"height": value, "width": value}
     height, width = (_whole(name, sides.get(side), MOST_SIDE) for side in ("height", "width"))
     return height, width
 
 
-def _whole(name: str, value: Any, most: int) -> int:
-    if type(value) is not int or not 1 <= value <= most:
+def _whole(name: str, value: Any, maximum: int) -> int:
+    if type(value) is not int or not 1 <= value <= maximum:
         raise CheckpointError(
-            f"{name} of images has {value!r}, wanted a whole number from 1 to {most}"
+            f"{name} of images has {value!r}, wanted a whole number from 1 to {maximum}"
         )
     return value
 
@@ -169,8 +167,9 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _colours(name: str, value: Any) -> tuple[float, float, float]:
+def _per_colour(name: str, value: Any) -> tuple[float, float, float]:
+    """Return a number for red, green and blue. Raises CheckpointError for other values."""
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise CheckpointError(f"{name} of images is {value!r}, wanted three numbers")
-    red, green, blue = (_number(name, one) for one in value)
+    red, green, blue = (_number(name, number) for number in value)
     return red, green, blue

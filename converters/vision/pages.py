@@ -1,5 +1,5 @@
-"""Models that read pages, whose texts and images give a vector for each token: finds them, and has
-what their converters share, their spec and the words around inputs."""
+"""Recognizes models that embed pages, and shares code among their converters. Such a model makes
+one vector for each token of a text or of an image of a page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,37 +26,39 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
 CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
-JOINED = {  # a published model, by what the names of the bases of adapters hold
+JOINED = {  # published models with merged adapters, by a part of a base's name
     "colpali": "vidore/colpali-v1.3-hf",
     "colqwen2": "vidore/colqwen2-v1.0-hf",
 }
-# The module of each; its `outline(source, hf, options)` describes a model.
+# The converters; their `outline(source, hf, options)` describes a model.
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
 QUERY = "query"
-FILLERS = 10  # tokens after a query, in which the model goes on thinking
-VECTOR_WIDTH = 128  # of a vector, where config.json does not say
-SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts with which a template is tried
+FILLERS = 10  # augmentation tokens after a query
+VECTOR_WIDTH = 128  # dimension of a vector, if config.json lacks embedding_dim
+SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # to try a template on
 
 
 def is_pages(source: Path) -> bool:
-    """Whether a directory holds a model that reads pages."""
+    """Return whether the folder `source` holds a model that embeds pages."""
     hf = read_optional_json(source / "config.json")
-    return hf.get("model_type") in list(CLASSES)  # a list: it may be of any type
+    return hf.get("model_type") in list(CLASSES)  # a list: model_type may be unhashable
 
 
 def refuse_adapter(folder: Path, base: str) -> None:
-    """Raise UnsupportedModel for an adapter whose base, by its name, is a model that reads pages:
-    these are served with their adapter joined."""
-    known = next((one for kind, one in JOINED.items() if kind in base.lower()), None)
-    if known is not None:
+    """Raise UnsupportedModel for an adapter of a model that embeds pages, by the name `base`. Such
+    models are served with their adapter merged."""
+    merged = next((model for kind, model in JOINED.items() if kind in base.lower()), None)
+    if merged is not None:
         raise UnsupportedModel(
             f"{folder} is an adapter of {base}, which reads pages with its adapter joined; serve "
-            f"one that is, as {known}"
+            f"one that is, as {merged}"
         )
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
+    """Return the model's outline as route "", which is also the default route. Raises
+    UnsupportedModel and CheckpointError."""
     refuse_options(source, options)
     hf = read_optional_json(source / "config.json", CONFIG_FIELDS)
     kind = hf["model_type"]
@@ -84,9 +86,9 @@ def page_outline(
     tensors: TensorRules,
     tokenizer: bytes,
 ) -> Outline:
-    """The outline of the model in the folder `source`, whose tower has this `config`. `image` says
-    how pages become tokens, of which `limit` are the most. `tensors` has no rules for the
-    projection, the layer that makes a vector of each token."""
+    """Return the outline of the model in `source`, whose backbone has this `config`. `image` says
+    how pages become tokens, at most `limit` of them. `prompt` is for queries. `tensors` lacks
+    the rules of the projection to vectors, which are added here."""
     width = hf.get("embedding_dim") or VECTOR_WIDTH
     projection = DenseLayer(config["hidden_size"], width, activation="identity")
     rules = dense_rules("multi_vector", 0, projection, "embedding_proj_layer")
@@ -109,8 +111,9 @@ def page_outline(
 def read_part(
     source: Path, key: str, fields: Mapping[str, Any], known: Sequence[str]
 ) -> dict[str, Any]:
-    """The fields of one part of config.json that are not null. Raises UnsupportedModel for a part
-    whose model_type is none of those known, the first of which is the default."""
+    """Return the fields of the part `key` of config.json that are not null. Raises UnsupportedModel
+    unless model_type is in `known` (default: the first), and CheckpointError for a field of
+    another type."""
     part = given(fields)
     check_fields(f"{source / 'config.json'}, {key}", part, CONFIG_FIELDS)
     refuse_unknown(f"{key} of model_type", part.get("model_type", known[0]), known)
@@ -118,14 +121,14 @@ def read_part(
 
 
 class PageWords:
-    """A model's tokenizer, with which the texts around inputs become ids."""
+    """A model's tokenizer, which gives the ids of the texts around queries and pages."""
 
     def __init__(self, folder: Path, vocab_size: int):
         stored = read_tokenizer(folder, lowercase=False, vocab_size=vocab_size)
         self._folder, self._tokenizer = folder, Tokenizer.from_str(stored.decode())
 
     def special(self, key: str) -> str:
-        """A special token. Raises CheckpointError if tokenizer_config.json names none."""
+        """Return a special token. Raises CheckpointError if the files name none for `key`."""
         token = special_token(self._folder, key)
         if token is None or self._tokenizer.token_to_id(token) is None:
             raise CheckpointError(
@@ -134,16 +137,16 @@ class PageWords:
         return token
 
     def ids(self, text: str) -> list[int]:
-        """The ids of a text in which special tokens are written out."""
+        """Return the ids of a text in which special tokens are written out."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def framed(self, before: str, after: str, prompt: str) -> bytes:
-        """The tokenizer.json that puts these texts around each. Raises CheckpointError unless texts
-        with the prompt are tokenized alike with them and without."""
+        """Return the tokenizer.json that puts `before` and `after` around each text. Raises
+        CheckpointError if a token would span a border in a sample with the `prompt`."""
         for sample in SAMPLES:
             text = prompt + sample
             if self.ids(before + text + after) != [
-                one for part in (before, text, after) for one in self.ids(part)
+                number for part in (before, text, after) for number in self.ids(part)
             ]:
                 raise CheckpointError(
                     f"the tokenizer in {self._folder} joins texts with what stands around them"

@@ -1,2 +1,2 @@
-"""Embeds, scores and classifies files, into one file of vectors or into a folder of Parquet that a
-job goes on with where it was stopped. Knows no model but an Embedder."""
+"""Embeds, scores and classifies the rows of files. The results are one file of vectors, or a folder
+of Parquet files; a job that was stopped resumes from its folder."""

@@ -1,4 +1,4 @@
-"""Computes several chunks at a time, in order."""
+"""Computes several chunks at the same time in threads, and yields the results in order."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-CALLS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready
+CALLS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready to run
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
@@ -15,25 +15,25 @@ _Result = TypeVar("_Result")
 def ahead(
     compute: Callable[[_Given], _Result], chunks: Iterable[_Given], calls: int = CALLS_AHEAD
 ) -> Iterator[_Result]:
-    """What `compute` gives for each chunk, in order; so many are computed at a time.
+    """Yield `compute(chunk)` for each chunk, in order. At most `calls` calls run at the same time.
 
-    Raises what `compute` and `chunks` raise.
+    Raises the errors of `compute` and of the iterator `chunks`.
     """
-    at_work: deque[Future[_Result]] = deque()
+    running: deque[Future[_Result]] = deque()
     with ThreadPoolExecutor(calls, thread_name_prefix="bulk") as pool:
         try:
             for chunk in chunks:
-                at_work.append(pool.submit(compute, chunk))
-                if len(at_work) == calls:
-                    yield at_work.popleft().result()
-            while at_work:
-                yield at_work.popleft().result()
+                running.append(pool.submit(compute, chunk))
+                if len(running) == calls:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
         finally:
-            for future in at_work:
+            for future in running:
                 future.cancel()
 
 
 def divided(texts: Iterator[str], size: int) -> Iterator[list[str]]:
-    """Lists of so many texts each, the last one of what is left."""
-    while some := list(islice(texts, size)):
-        yield some
+    """Yield lists of `size` texts each; the last list may be shorter."""
+    while chunk := list(islice(texts, size)):
+        yield chunk

@@ -1,5 +1,5 @@
-"""What is computed of each row of a file: vectors and other representations, a score, or labels; as
-columns of Arrow."""
+"""The computations of a bulk job. Each computes a result for every row, as Arrow columns: vectors
+and other representations, a score, or labels."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,40 +18,42 @@ from jaxembed.runtime.options import EncodeOptions, Label, ScoreOptions
 
 @runtime_checkable
 class Computation(Protocol):
-    """What a job computes of each row."""
+    """What a job computes for each row."""
 
     @property
     def source(self) -> RowSource:
-        """What the rows hold."""
+        """The kind of rows, and how they are read."""
         ...
 
     @property
     def rows_a_call(self) -> int:
-        """How many rows are computed together."""
+        """The number of rows of a call of `compute`."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """All that the result depends on beside the rows, as JSON."""
+        """Return everything that the result depends on besides the rows, as data for JSON."""
         ...
 
     def fields(self) -> list[Any]:
-        """The Arrow fields of the result."""
+        """Return the Arrow fields of the result: its column names and types."""
         ...
 
     def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
-        """An Arrow array for each of the fields, an element for each row. Raises the errors of
-        InvalidInput, by `index` where one row is wrong, and of BackendError."""
+        """Return an Arrow array for each field, with one element for each row.
+
+        Raises InvalidInput, with the `index` of the row if one row is wrong, and BackendError.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class EmbedRows:
-    """Dense vectors and other representations of a text or an image."""
+    """Computes dense vectors and other representations of texts or images."""
 
     embedder: Embedder
     source: RowSource
     outputs: tuple[OutputName, ...]
-    options: dict[str, Any]  # of `Embedder.encode_outputs`
+    options: dict[str, Any]  # keyword arguments of `Embedder.encode_outputs`
 
     @property
     def rows_a_call(self) -> int:
@@ -73,13 +75,13 @@ class EmbedRows:
         return [arrow().field(name, array.type) for name, array in arrays]
 
     def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
-        found = self.source.embed(self.embedder, rows, self.outputs, self.options)
-        return [as_arrow(found[name]) for name in self.outputs]
+        results = self.source.embed(self.embedder, rows, self.outputs, self.options)
+        return [as_arrow(results[name]) for name in self.outputs]
 
 
 @dataclass(frozen=True)
 class _Scores:
-    """Scores of texts, whichever they are."""
+    """What ScoreRows and ClassifyRows have in common."""
 
     embedder: Embedder
     source: TextRows
@@ -97,7 +99,7 @@ class _Scores:
 
 
 class ScoreRows(_Scores):
-    """The score of a query and a text, as a reranker gives it."""
+    """Computes the score of a query and a text, with a reranker."""
 
     task = "rerank"
 
@@ -110,7 +112,7 @@ class ScoreRows(_Scores):
 
 
 class ClassifyRows(_Scores):
-    """Every label of a text, or of a pair of texts, with its score, best first."""
+    """Computes all labels of a text or a pair of texts, each with its score, best first."""
 
     task = "classify"
 
@@ -123,9 +125,11 @@ class ClassifyRows(_Scores):
 
 
 def as_arrow(values: Any) -> Any:
-    """An output of several texts as an Arrow array, an element a text: vectors `[n, width]` as
-    fixed-size lists, SparseRows as structs of `indices` and `values`, a Ragged as lists of
-    vectors."""
+    """Convert an output of several texts to an Arrow array with one element for each text.
+
+    Vectors `[n, width]` become fixed-size lists, SparseRows become structs of `indices` and
+    `values`, and a Ragged becomes lists of vectors.
+    """
     pa = arrow()
     if isinstance(values, SparseRows):
         weights, indices, offsets = values.csr
@@ -142,8 +146,8 @@ def as_arrow(values: Any) -> Any:
 
 
 def labels_as_arrow(rows: Sequence[Sequence[Label]]) -> Any:
-    """The labels of several texts in their order, as an Arrow array of lists of structs of `label`
-    and `score`, an element a text."""
+    """Convert the labels of several texts to an Arrow array with one element for each text: a list
+    of structs of `label` and `score`, in the given order."""
     pa = arrow()
     kind = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
-    return pa.array([[asdict(one) for one in some] for some in rows], kind)
+    return pa.array([[asdict(label) for label in labels] for labels in rows], kind)

@@ -1,4 +1,4 @@
-"""The folder that a job writes: here or in an object store. What is in it is always whole."""
+"""The output folder of a job, local or in an object store. Its files appear when they are whole."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ LOCK = ".lock"
 
 
 class LocalFolder:
-    """A folder of a file system. Its files are written whole or not at all."""
+    """A local folder. Each of its files is written completely or not at all."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -27,42 +27,42 @@ class LocalFolder:
         return str(self._path)
 
     def names(self) -> list[str]:
-        """The names of the files in it."""
-        return sorted(one.name for one in self._path.iterdir() if one.name != LOCK)
+        """Return the sorted names of its files, without the lock file."""
+        return sorted(file.name for file in self._path.iterdir() if file.name != LOCK)
 
     def opened(self, name: str) -> Any:
-        """A context with one of the files to read."""
+        """Return a context that opens a file for reading. Raises as `sources.opened`."""
         return opened(str(self._path / name))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """The path of a local file, which becomes the file of this name at the end of the block. If
-        that raises, nothing does."""
+        """Yield the path of a local file to write. It becomes the file `name` when the block ends;
+        if the block raises, the folder stays as it is."""
         with replacing(self._path / name) as partial:
             yield partial
             _sync(partial)
         _sync(self._path)
 
     def remove(self, name: str) -> None:
-        """Remove one of the files."""
+        """Remove the file `name`."""
         (self._path / name).unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let no other process of this machine write here, and remove what a killed one left
-        unfinished. Raises ConfigError if another one is writing."""
+        """Lock the folder against other processes of this machine, and remove unfinished files of
+        killed ones. Raises ConfigError if another process holds the lock."""
         try:
             with FileLock(self._path / LOCK, timeout=0):
-                for one in self._path.glob(f".*{PARTIAL}*"):
-                    one.unlink(missing_ok=True)
+                for partial in self._path.glob(f".*{PARTIAL}*"):
+                    partial.unlink(missing_ok=True)
                 yield
         except Timeout as error:
             raise ConfigError(f"{self}: another process is writing here") from error
 
 
 class StoreFolder:
-    """A folder in an object store, with the methods of LocalFolder. A file is uploaded under its
-    own name, and seen when it is whole."""
+    """A folder in an object store, with the methods of LocalFolder. A file appears when its upload
+    is complete. The methods raise CheckpointError and StoreUnreachable."""
 
     def __init__(self, url: str):
         self._url = url
@@ -73,8 +73,8 @@ class StoreFolder:
     def names(self) -> list[str]:
         if not object_store.has_objects(self._url):
             return []
-        found = object_store.find_objects(self._url)
-        return sorted(one.url.removeprefix(f"{self._url}/") for one in found)
+        objects = object_store.find_objects(self._url)
+        return sorted(item.url.removeprefix(f"{self._url}/") for item in objects)
 
     def opened(self, name: str) -> Any:
         return opened(f"{self._url}/{name}")
@@ -90,7 +90,7 @@ class StoreFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Stores have no locks; two processes would write the same parts with the same rows."""
+        """Lock nothing: stores have no locks. Two processes would write equal parts."""
         yield
 
 
@@ -98,8 +98,8 @@ Destination = LocalFolder | StoreFolder
 
 
 def destination(out: str, *, make: bool = True) -> Destination:
-    """The folder at a path or URL. A folder here is made, or with `make` False must be there.
-    Raises ConfigError if it cannot be or is not."""
+    """Return the folder at a path or URL. A local folder is created; with `make` False it must
+    exist. Raises ConfigError if either fails, and CheckpointError for a wrong URL."""
     if object_store.is_url(out):
         return StoreFolder(str(object_store.location(out)))
     path = Path(out)
@@ -113,7 +113,7 @@ def destination(out: str, *, make: bool = True) -> Destination:
 
 
 def _sync(path: Path) -> None:
-    """Have the system write a file or the names in a folder to its disk."""
+    """Flush a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,5 @@
-"""Rows of images: image files, pages of PDF files, and columns of files of rows, in bounded
-memory."""
+"""Reads rows of one image each, in bounded memory: image files, pages of PDF files, and a column of
+row files (.jsonl, .csv, Parquet and others)."""
 
 import os
 import posixpath
@@ -50,23 +50,24 @@ if TYPE_CHECKING:
     from jaxembed.data.spec import ModelSpec, Routes
     from jaxembed.embedder import Embedder
 
-PATH_COLUMN, PAGE_COLUMN = "path", "page"  # the columns of image files; images have no page
-IMAGES_A_CALL = 128  # and no more than so many bytes: see `RowStream`
-IMAGES_A_BLOCK = 16  # of a column of images
-FILES_AHEAD = 8  # read while those before are computed, for stores take long to answer
-MOST_FILE_BYTES = 200 * 10**6  # of an image's file
+PATH_COLUMN, PAGE_COLUMN = "path", "page"  # columns of results; image files have no page
+IMAGES_A_CALL = 128  # at most; RowStream also limits their bytes
+IMAGES_A_BLOCK = 16  # rows that are read at a time from a column of images
+FILES_AHEAD = 8  # files to read in advance, because stores answer slowly
+MOST_FILE_BYTES = 200 * 10**6  # the limit of an image file
 
-RowImage = bytes | np.ndarray  # an image's file, or the colours of a page
+RowImage = bytes | np.ndarray  # the content of an image file, or the pixels of a page
 
 
 @dataclass(frozen=True)
 class _Images(RowSource):
-    """Rows of one image each."""
+    """What ImageColumn and ImageFiles have in common: rows of one image each."""
 
     digest_column = "image_digest"
     unused_flags = ("prompt_name", "role", "default_prompt", "default_prompt_name")
 
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
+        """Raise ConfigError: vectors of images are written as Parquet alone."""
         raise ConfigError(
             f"--output {output}: vectors of images are written as Parquet, each with its path or "
             "what --id-column keeps; name a folder"
@@ -78,7 +79,7 @@ class _Images(RowSource):
     def digest(self, row: RowInputs) -> bytes:
         (image,) = row
         state = blake2b(digest_size=DIGEST_BYTES)
-        if isinstance(image, np.ndarray):  # else the bytes of a file
+        if isinstance(image, np.ndarray):  # pixels of a page; otherwise the bytes of a file
             state.update(repr(image.shape).encode())
             image = np.ascontiguousarray(image).data
         state.update(image)
@@ -90,7 +91,7 @@ class _Images(RowSource):
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
         engines = embedder.model.engines.items()
         model = {
-            "content": {name: one.spec.content_hash for name, one in engines},
+            "content": {name: engine.spec.content_hash for name, engine in engines},
             "adapters": msgspec.to_builtins(embedder.spec.adapters),
             "dtype": embedder.dtype,
         }
@@ -103,8 +104,8 @@ class _Images(RowSource):
         outputs: Sequence[OutputName],
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
-        """Raises InvalidImage before any image is decoded for a file that does not begin as one:
-        all rows are embedded again without it."""
+        """Return the outputs of all images. Raises InvalidImage, with the row's `index`, for a file
+        that does not begin as an image. No image is decoded before that."""
         images = [image for (image,) in rows]
         for index, image in enumerate(images):
             try:
@@ -115,6 +116,7 @@ class _Images(RowSource):
         return embedder.encode_outputs([], outputs, images=images, **options)
 
     def spec(self, routes: "Routes", name: str) -> "ModelSpec":
+        """Return the spec of the route for images. Raises WrongTask if the model has none."""
         if routes.image is None:
             raise WrongTask(
                 f"{name} takes texts and no images, and the inputs are images; name a model of "
@@ -125,12 +127,13 @@ class _Images(RowSource):
 
 @dataclass(frozen=True)
 class ImageColumn(_Images):
-    """Images in a column of files of rows."""
+    """Rows whose images are in one column of row files."""
 
     columns: tuple[str]
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """Raises ConfigError also without the extra `images`."""
+        """Return the row files. Raises as `input_files`, and ConfigError without the extra
+        `images`."""
         require("images", "images in a column")
         return input_files(names)
 
@@ -143,9 +146,9 @@ class ImageColumn(_Images):
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """Each row is a block of its own."""
+        """Yield one block for each row, with the place of the row."""
         (column,) = self.columns
-        stores: dict[str, Any] = {}  # connections to each store
+        stores: dict[str, Any] = {}  # connections by URL scheme
         for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
             for index, value in enumerate(as_list(block.columns[column])):
                 row = block.sliced(index, index + 1)
@@ -161,21 +164,23 @@ class ImageColumn(_Images):
 
 @dataclass(frozen=True)
 class ImageFiles(_Images):
-    """Image files, and the pages of PDF files."""
+    """Rows that are image files, or pages of PDF files."""
 
     columns: tuple[str, ...] = field(default=(), init=False)
     pdf_dpi: int = PDF_DPI
     pdf_timeout_s: float = PDF_TIMEOUT_S  # for each page, and for opening a PDF file
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """Raises ConfigError also without the extra `images`."""
+        """Return the image and PDF files. Raises as `input_files`, and ConfigError without the
+        extra `images`."""
         require("images", "image files")
         return input_files(names, IMAGE_FILES)
 
     def kept_columns(
         self, names: Sequence[str], id_column: str | None, keep: tuple[str, ...]
     ) -> tuple[str | None, tuple[str, ...]]:
-        """What such files have instead of columns: PATH_COLUMN, and with PDF files PAGE_COLUMN."""
+        """Return the columns that are always kept: PATH_COLUMN and, with PDF files, PAGE_COLUMN.
+        Raises ConfigError if a user asks for columns."""
         if id_column or keep:
             raise ConfigError(
                 f"--{'id-column' if id_column else 'keep'} is for files of rows. Image and PDF "
@@ -194,12 +199,11 @@ class ImageFiles(_Images):
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """Each row is a block of its own."""
-        stores: dict[str, Any] = {}  # connections to each store
+        """Yield one block for each row, with the place of the row."""
+        stores: dict[str, Any] = {}  # connections by URL scheme
 
         def image_in(file: InputFile) -> RowImage | BadRow | None:
-            """What an image's file holds, or what is wrong with it; None for a PDF file, which is
-            read when its turn comes."""
+            """Return the content of an image file, or what is wrong with it; None for a PDF."""
             try:
                 return None if is_pdf(file.name) else _read_whole(file.name, stores)
             except BadRow as problem:
@@ -210,16 +214,16 @@ class ImageFiles(_Images):
         ):
             file, skip = files[number], start.row if number == start.file else 0
             rows = [(None, image, 1.0)][skip:] if image is not None else self._pages(file, skip)
-            for row, (page, found, share) in enumerate(rows, skip):
+            for row, (page, row_image, share) in enumerate(rows, skip):
                 values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
-                yield Place(number, row), _block(values, found, share)
+                yield Place(number, row), _block(values, row_image, share)
 
     def _pages(
         self, file: InputFile, skip: int
     ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
-        """The pages of a PDF file, each with its number from 1 and the share of the file up to it.
-        A file that cannot be opened is one row, without a number. Raises ConfigError if it cannot
-        be read."""
+        """Yield the pages of a PDF file after the first `skip`: the number of each from 1, its
+        image or what is wrong with it, and the share of the file up to its end. A file that is no
+        PDF yields one bad row, numbered None. Raises ConfigError if the file cannot be read."""
         try:
             with opened(file.name) as stream:
                 pdf = PdfFile(stream, self.pdf_timeout_s)
@@ -241,7 +245,7 @@ class ImageFiles(_Images):
 
 
 def _is_of_images(kind: Any) -> bool:
-    """Whether values of an Arrow type may be images."""
+    """Whether a column of this Arrow type may hold images."""
     types = arrow().types
     if types.is_struct(kind):
         return {"bytes", "path"}.intersection(field.name for field in kind) != set()
@@ -249,15 +253,18 @@ def _is_of_images(kind: Any) -> bool:
 
 
 def _block(columns: dict[str, Any], image: RowImage | BadRow, share: float) -> Block:
-    """The block of one row."""
+    """Return a block of one row, which is bad if its image is a BadRow."""
     if isinstance(image, BadRow):
         return Block(columns, 1, {0: str(image)}, share)
     return Block(columns, 1, {}, share, image)
 
 
 def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> bytes:
-    """The bytes of the image that a value of a column stands for: bytes themselves, a dict of
-    `bytes` and `path`, a path or a data URI. Raises BadRow."""
+    """Return the content of the image file that a value of a column stands for.
+
+    The value is bytes, a dict of `bytes` and `path`, a path relative to the folder of `file`, a URL
+    or a data URI. Raises BadRow for a wrong value, and as `_read_whole`, which has `stores`.
+    """
     if isinstance(value, dict):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if value is None:
@@ -274,7 +281,7 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
         except (InvalidImage, EmptyInput) as error:
             raise BadRow(f"is wrong: {error}") from None
     path = value
-    if not object_store.is_url(path, of_data=True):  # then it is beside `file`
+    if not object_store.is_url(path, of_data=True):  # a path, relative to the folder of `file`
         if "://" in path:
             raise BadRow(
                 f"has {excerpt(path)}, and no such URL is fetched; wanted a path, a data URI or a "
@@ -291,15 +298,17 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
     return _read_whole(path, stores, f"has {excerpt(value)}, which ")
 
 
-def _read_whole(name: str, stores: dict[str, Any], before: str = "") -> bytes:
-    """A whole file here or in a store. `stores` keeps the connection to each; threads may share it.
+def _read_whole(name: str, stores: dict[str, Any], prefix: str = "") -> bytes:
+    """Read a whole file, local or in an object store.
 
-    Raises BadRow, whose message begins with `before`, for one that is not there or too large;
-    ConfigError and the errors of stores for one that cannot be read.
+    `stores` keeps the connections by URL scheme; threads may share it. Raises BadRow for a file
+    that is too large. With a `prefix`, which begins the message, BadRow is also raised for a
+    missing file and instead of CheckpointError. Raises ConfigError and the errors of object stores
+    for other files that cannot be read.
     """
     is_url = object_store.is_url(name, of_data=True)
-    if before and not is_url and not os.path.isfile(name):  # Path's raises for long names
-        raise BadRow(f"{before}is no file: {excerpt(name)}")
+    if prefix and not is_url and not os.path.isfile(name):  # Path.is_file raises for long names
+        raise BadRow(f"{prefix}is no file: {excerpt(name)}")
     context = opened(name)
     if is_url:
         scheme = name.partition("://")[0]
@@ -312,11 +321,11 @@ def _read_whole(name: str, stores: dict[str, Any], before: str = "") -> bytes:
     except StoreUnreachable:
         raise
     except CheckpointError as error:
-        if not before:
+        if not prefix:
             raise
-        raise BadRow(f"{before}is not there or not to be read: {error}") from None
+        raise BadRow(f"{prefix}is not there or not to be read: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
     if len(data) > MOST_FILE_BYTES:
-        raise BadRow(f"{before}has more than {MOST_FILE_BYTES} bytes, the most that is read")
+        raise BadRow(f"{prefix}has more than {MOST_FILE_BYTES} bytes, the most that is read")
     return data

@@ -1,7 +1,8 @@
-"""What a job leaves in its folder: what it does, and the parts of its result.
+"""The files in the folder of a job: its description, and the parts of its result.
 
-It goes on only as what it was begun as. A part is a Parquet file of a fixed number of input rows,
-whose footer says whose it is and where the next one begins. A later job may find results there.
+A job resumes only with the inputs and options of its description. A part is a Parquet file of a
+fixed number of input rows; its footer names the job and the place where the next part begins. A
+later job can reuse the results.
 """
 
 import hashlib
@@ -23,8 +24,8 @@ from jaxembed.platform.files import shown
 
 JOB = "_job.json"
 FORMAT = 1
-MOST_DIFFERENCES = 10  # in a message
-OPTIONS = {  # what sets a value of a job, by the beginning of its path; the first that fits counts
+MOST_DIFFERENCES = 10  # that a message lists
+OPTIONS = {  # the option that sets a field of a job, by a prefix of its path; the first match wins
     "inputs": "INPUTS",
     "part_rows": "--part-rows",
     "columns": "--keep or --id-column",
@@ -54,38 +55,39 @@ OPTIONS = {  # what sets a value of a job, by the beginning of its path; the fir
 
 PART = "part-{:05d}.parquet"
 PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
-FOOTER = b"jaxembed"  # the key in the metadata of a file
-ROW_GROUP_BYTES = 32 * 2**20  # about, before compression
-MOST_SKIPPED_NAMED = 1000  # of a part
-MOST_OF_A_REASON = 100  # of these with the same reason: one bad file must not hide the others
-GROUPS_KEPT = 4  # row groups in memory
+FOOTER = b"jaxembed"  # the key of the footer in the metadata of a Parquet file
+ROW_GROUP_BYTES = 32 * 2**20  # approximately, before compression
+MOST_SKIPPED_NAMED = 1000  # skipped rows that a footer lists
+MOST_OF_A_REASON = 100  # of them with the same reason: one bad file must not hide others
+GROUPS_KEPT = 4  # row groups of an earlier job that stay in memory
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """A row that was left out."""
+    """An input row without a result."""
 
-    row: int
+    row: int  # its number in the input
     where: str  # the file and the line
     reason: str
 
 
 class Footer(msgspec.Struct, frozen=True):
-    """What the footer of a part says."""
+    """The content of the footer of a part."""
 
-    job: str  # its digest
-    of_texts: str  # what the result of a text depends on
+    job: str  # BulkJob.digest
+    of_texts: str  # BulkJob.of_texts
     part: int
     rows: int  # in this file
     end: Place  # where the rows of the next part begin
-    skipped: int
-    skipped_rows: list[Skipped] = []  # at most MOST_SKIPPED_NAMED, MOST_OF_A_REASON of a reason
+    skipped: int  # input rows without a result
+    skipped_rows: list[Skipped] = []  # the first of them, see MOST_SKIPPED_NAMED
 
 
 class PartWriter:
-    """Writes one part, in groups of about ROW_GROUP_BYTES, and notes the rows that are left out."""
+    """Writes one part, in row groups of about ROW_GROUP_BYTES, and lists the skipped rows."""
 
     def __init__(self, folder: Destination, part: int, schema: Any, outputs: Sequence[str]):
-        """Columns of `outputs` are not compressed: numbers hardly shrink."""
+        """`part` is the number of the part. Columns of `outputs` are not compressed: numbers hardly
+        shrink."""
         leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
         texts = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
         self._stack = ExitStack()
@@ -103,24 +105,25 @@ class PartWriter:
         self._reasons: Counter[str] = Counter()
 
     def write(self, rows: Any, skipped: Sequence[Skipped]) -> None:
-        """Append a RecordBatch, and note rows that were left out."""
+        """Append a RecordBatch of results, and note the skipped rows."""
         self._waiting.append(rows)
         self._rows += rows.num_rows
-        if sum(one.nbytes for one in self._waiting) >= ROW_GROUP_BYTES:
+        if sum(batch.nbytes for batch in self._waiting) >= ROW_GROUP_BYTES:
             self._flush()
         self._skipped += len(skipped)
-        for one in skipped:
-            few = self._reasons[one.reason] < MOST_OF_A_REASON
-            if few and len(self._named) < MOST_SKIPPED_NAMED:
-                self._reasons[one.reason] += 1
-                self._named.append(one)
+        for row in skipped:
+            is_rare = self._reasons[row.reason] < MOST_OF_A_REASON
+            if is_rare and len(self._named) < MOST_SKIPPED_NAMED:
+                self._reasons[row.reason] += 1
+                self._named.append(row)
 
     def footer(self, job: str, of_texts: str, end: Place) -> Footer:
-        """The footer of the part, once all its rows are written."""
+        """Return the footer of the part. Call it after the last `write`. `end` is the place of the
+        first row of the next part."""
         return Footer(job, of_texts, self._part, self._rows, end, self._skipped, self._named)
 
     def finish(self, footer: Footer) -> None:
-        """Write the rest and the footer, and give the file its name."""
+        """Write the remaining rows and the footer, and give the file its final name."""
         with self._stack:
             self._flush()
             encoded = msgspec.json.encode(footer)
@@ -128,10 +131,10 @@ class PartWriter:
             self._writer.close()
 
     def abandon(self) -> None:
-        """Leave nothing of it."""
+        """Discard the unfinished file."""
         with suppress(OSError), self._stack:
             self._writer.close()
-            # an OSError, which is suppressed; so the unfinished file does not take its name
+            # an OSError, which is suppressed: the folder discards the file
             raise InterruptedError
 
     def _flush(self) -> None:
@@ -142,7 +145,7 @@ class PartWriter:
 
 
 def _leaves(kind: Any, path: str) -> Iterator[str]:
-    """The columns that Parquet makes of a type, by their paths in a file."""
+    """Yield the paths of the leaf columns that Parquet stores for a column of an Arrow type."""
     types = arrow().types
     if types.is_struct(kind):
         for field in kind:
@@ -157,14 +160,15 @@ def _leaves(kind: Any, path: str) -> Iterator[str]:
 
 
 def finished_parts(folder: Destination) -> list[int]:
-    """The numbers of the parts in a folder."""
+    """Return the sorted numbers of the finished parts in a folder."""
     matches = [PART_NAME.fullmatch(name) for name in folder.names()]
     return sorted(int(match[1]) for match in matches if match)
 
 
 @contextmanager
 def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]:
-    """A part as a ParquetFile, and its footer. Raises ConfigError if it is no part."""
+    """Open a part as a context: its ParquetFile and its footer. Raises ConfigError if it is not a
+    part of a job."""
     name = PART.format(part)
     with folder.opened(name) as file:
         try:
@@ -178,36 +182,36 @@ def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]
 
 
 def read_footer(folder: Destination, part: int) -> Footer:
-    """The footer of a part. Raises ConfigError if it is no part."""
+    """Return the footer of a part. Raises as `reading_part`."""
     with reading_part(folder, part) as (_, footer):
         return footer
 
 
 class BulkJob(msgspec.Struct, frozen=True):
-    """Everything that the rows of the parts depend on."""
+    """The description of a job: everything that the rows of its parts depend on."""
 
     inputs: list[InputFile]
     part_rows: int
-    columns: dict[str, str]  # those kept, each with its Arrow type
+    columns: dict[str, str]  # the kept columns, each with its Arrow type
     id_column: str | None
-    computation: dict[str, Any]  # as a Computation describes itself
-    text_columns: list[str]  # or the column of images
+    computation: dict[str, Any]  # from Computation.describe
+    text_columns: list[str]  # the columns that are computed, of texts or images
     format: int = FORMAT
-    pdf_dpi: int | msgspec.UnsetType = msgspec.UNSET  # of image files with PDF files among them
+    pdf_dpi: int | msgspec.UnsetType = msgspec.UNSET  # set if PDF files are among the inputs
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the job, by which its parts are known."""
+        """The SHA-256 of the job, which its parts have in their footers."""
         return _digest(self)
 
     @property
     def of_texts(self) -> str:
-        """SHA-256 of what the result of a text depends on, whichever job it is of."""
+        """The SHA-256 of the computation. Jobs with the same one give a row the same result."""
         return _digest(self.computation)
 
 
 def refuse_others(folder: Destination) -> None:
-    """Raise ConfigError if a folder has files, and none of a job."""
+    """Raise ConfigError if a folder has files but no job."""
     names = folder.names()
     if names and JOB not in names:
         raise ConfigError(
@@ -217,10 +221,11 @@ def refuse_others(folder: Destination) -> None:
 
 
 def begin(job: BulkJob, folder: Destination) -> None:
-    """Write the job into its folder, unless it is there.
+    """Write the description of the job into its folder, unless the same one is there.
 
-    Raises ConfigError if another job was begun there, even if no part of it is finished. The
-    message names the options that differ, each with both values.
+    Raises ConfigError if another job was begun there, even if no part of it is finished; the
+    message names the options that differ, each with both values. Also raises ConfigError if the
+    name of an input is not UTF-8.
     """
     if JOB in folder.names():
         differences = list(_differences(_builtins(read_job(folder)), _builtins(job)))
@@ -248,15 +253,16 @@ def begin(job: BulkJob, folder: Destination) -> None:
 
 
 def withdraw(folder: Destination) -> None:
-    """Remove the job from its folder if no part of it is finished, so that a corrected command may
-    begin there. Stores may forbid it; then the job stays."""
+    """Remove the description of the job if no part is finished, so that a corrected command can
+    begin in the folder. Errors are ignored, for stores may forbid removal."""
     if not finished_parts(folder):
         with suppress(JaxembedError, OSError):
             folder.remove(JOB)
 
 
 def read_job(folder: Destination) -> BulkJob:
-    """The job of a folder. Raises ConfigError if there is none that can be read."""
+    """Read the description of the job in a folder. Raises ConfigError, or CheckpointError of a
+    store, if it cannot be read."""
     try:
         with folder.opened(JOB) as file:
             return msgspec.json.decode(file.read(), type=BulkJob)
@@ -269,12 +275,13 @@ def _digest(value: Any) -> str:
 
 
 def _builtins(job: BulkJob) -> dict[str, Any]:
+    """Return the job as data of JSON, with its inputs by name."""
     described = msgspec.json.decode(msgspec.json.encode(job))
-    return described | {"inputs": {one["name"]: one for one in described["inputs"]}}
+    return described | {"inputs": {file["name"]: file for file in described["inputs"]}}
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """A line for each value that differs, by its path and the option that sets it."""
+    """Yield a line for each value that differs: its path, the option that sets it, both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             place = f"{path}.{name}" if path else str(name)
@@ -289,24 +296,24 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
 
 
 def _named(path: str) -> str:
-    """The option that sets the value at a path of a job, and the path; the path alone for a value
-    that no option sets."""
-    for beginning, option in OPTIONS.items():
-        if path == beginning or path.startswith(f"{beginning}."):
+    """Return the name of a value for messages: the option that sets it and its path, or the path
+    alone if no option sets it."""
+    for prefix, option in OPTIONS.items():
+        if path == prefix or path.startswith(f"{prefix}."):
             return f"{option} ({path})"
     return path
 
 
 class Earlier:
-    """The results of an earlier job, by the digests of their texts or images.
+    """The results of an earlier job, which are found by the digests of their texts or images.
 
-    One takes 40 bytes of memory. Rows are read a row group at a time, so that texts in about the
-    order they had before are found fastest.
+    Each takes about 40 bytes of memory. Results are read a row group at a time: this is fastest if
+    texts come in about the same order as in the earlier job.
     """
 
     def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str):
-        """`digest` is the column of digests. Raises ConfigError if the folder has no job, or its
-        results depend on something else."""
+        """Read all digests, which are in the column `digest`. `fields` are those of the results.
+        Raises ConfigError if the folder has no job whose `of_texts` is this."""
         self._folder = folder
         self._names = [field.name for field in fields]
         if read_job(folder).of_texts != of_texts:
@@ -322,44 +329,46 @@ class Earlier:
                     column = source.read_row_group(group, [digest]).column(digest).combine_chunks()
                     first, count = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
                     flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + count]
-                    found = flat.copy().view(np.uint64).reshape(-1, 2)
-                    digests.append(found)
-                    groups.append(np.full(len(found), len(self._groups), np.int32))
-                    rows.append(np.arange(len(found), dtype=np.int32))
+                    in_group = flat.copy().view(np.uint64).reshape(-1, 2)
+                    digests.append(in_group)
+                    groups.append(np.full(len(in_group), len(self._groups), np.int32))
+                    rows.append(np.arange(len(in_group), dtype=np.int32))
                     self._groups.append((part, group))
-        every = np.concatenate([np.zeros((0, 2), np.uint64), *digests])
-        order = np.lexsort((every[:, 1], every[:, 0]))
-        self._digests = every[order]
+        unsorted = np.concatenate([np.zeros((0, 2), np.uint64), *digests])
+        order = np.lexsort((unsorted[:, 1], unsorted[:, 0]))
+        self._digests = unsorted[order]
         self._group_of = np.concatenate([np.zeros(0, np.int32), *groups])[order]
         self._row_of = np.concatenate([np.zeros(0, np.int32), *rows])[order]
         self._read = lru_cache(GROUPS_KEPT)(self._read_group)
 
     def find(self, digests: Sequence[bytes]) -> np.ndarray:
-        """The number of each digest here, int64, -1 where there is none."""
-        asked = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-        found = np.full(len(asked), -1, np.int64)
-        at = np.searchsorted(self._digests[:, 0], asked[:, 0])
-        for index, (place, digest) in enumerate(zip(at.tolist(), asked, strict=True)):
-            while place < len(self._digests) and self._digests[place, 0] == digest[0]:
-                if self._digests[place, 1] == digest[1]:
-                    found[index] = place
+        """Return for each digest the number of its result, for `take`, as int64; -1 where there is
+        none."""
+        wanted = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+        numbers = np.full(len(wanted), -1, np.int64)
+        starts = np.searchsorted(self._digests[:, 0], wanted[:, 0])
+        for index, (number, digest) in enumerate(zip(starts.tolist(), wanted, strict=True)):
+            while number < len(self._digests) and self._digests[number, 0] == digest[0]:
+                if self._digests[number, 1] == digest[1]:
+                    numbers[index] = number
                     break
-                place += 1
-        return found
+                number += 1
+        return numbers
 
     def take(self, numbers: np.ndarray) -> list[Any]:
-        """The results of these numbers, an Arrow array for each field."""
+        """Return the results with these numbers: an Arrow array for each field."""
         pa = arrow()
         groups = self._group_of[numbers]
         tables, order = [], []
         for group in np.unique(groups).tolist():
-            chosen = np.flatnonzero(groups == group)
-            tables.append(self._read(group).take(pa.array(self._row_of[numbers[chosen]])))
-            order.append(chosen)
+            in_group = np.flatnonzero(groups == group)
+            tables.append(self._read(group).take(pa.array(self._row_of[numbers[in_group]])))
+            order.append(in_group)
         table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
         return [table.column(name).combine_chunks() for name in self._names]
 
     def _read_group(self, group: int) -> Any:
+        """Read the results of a row group as an Arrow table."""
         part, number = self._groups[group]
         with reading_part(self._folder, part) as (source, _):
             return source.read_row_group(number, self._names)

@@ -1,5 +1,5 @@
-"""RowSource: what the rows of a job hold, texts or images, and how they are read and embedded.
-RowStream: the rows of some files, as many at a time as asked for."""
+"""RowSource reads and embeds the rows of a job, which are texts or images. RowStream reads the rows
+of several files, a given number at a time."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
@@ -30,72 +30,72 @@ if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
 
 ROWS_A_CALL = 1024
-MULTI_VECTOR_ROWS_A_CALL = 256  # each has a vector a token
+MULTI_VECTOR_ROWS_A_CALL = 256  # fewer, for each has a vector for every token
 DIGEST_BYTES = 16
 IMAGE_BYTES_AT_A_TIME = 64 * 2**20
 
-RowInputs = tuple[Any, ...]  # what is computed of one row: its texts, or its image
+RowInputs = tuple[Any, ...]  # the inputs of one row: its texts, or its image
 
 
 class RowSource(ABC):
-    """Rows of one kind: where they are read, what tells them apart, and how a model embeds them."""
+    """One kind of rows: how they are read, how they are identified, and how a model embeds them."""
 
-    columns: tuple[str, ...]  # of the input, with what is computed; none if that is whole files
-    digest_column: ClassVar[str]  # of the result
-    unused_flags: ClassVar[tuple[str, ...]] = ()  # of `jaxembed embed`, that mean nothing here
+    columns: tuple[str, ...]  # input columns that are embedded; none if rows are whole files
+    digest_column: ClassVar[str]  # its name in the result
+    unused_flags: ClassVar[tuple[str, ...]] = ()  # of `jaxembed embed`; using one is an error
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """The files that these names stand for. Raises ConfigError as `input_files`."""
+        """Return the files that these names stand for. Raises as `input_files`."""
         return input_files(names)
 
     @abstractmethod
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
-        """The texts of these files for the file `output`, which holds vectors alone. Raises as
-        `read_texts`, and ConfigError for rows that are no texts."""
+        """Return the texts of these files, whose vectors go into the one file `output`. Raises as
+        `read_texts`, and ConfigError if the rows are images."""
 
     def kept_columns(
         self, names: Sequence[str], id_column: str | None, keep: tuple[str, ...]
     ) -> tuple[str | None, tuple[str, ...]]:
-        """The column of ids and the others that are kept in the result, if a user asks for these.
-        Raises ConfigError if such rows have no columns to choose from."""
+        """Return the id column and the other input columns to keep in the result, given those that
+        the user asks for. Raises ConfigError if such rows have no columns to choose from."""
         return id_column, keep
 
     @abstractmethod
     def types(self, files: Sequence[InputFile], kept: Sequence[str]) -> dict[str, Any]:
-        """The Arrow types of columns to keep. Raises ConfigError if a file lacks one of them or of
-        `columns`, or has one of another type."""
+        """Return the Arrow types of the `kept` columns. Raises ConfigError if a file lacks one of
+        them or of `columns`, or has it with a wrong type."""
 
     def settings(self, files: Sequence[InputFile]) -> dict[str, Any]:
-        """Fields of a BulkJob that only rows of this kind have."""
+        """Return the fields of BulkJob that only rows of this kind have."""
         return {}
 
     @abstractmethod
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """The rows from `start` on, in order, each block with the place of its first row. Raises
-        ConfigError if a file cannot be read."""
+        """Yield the rows from `start` on, in order, as blocks with the place of their first row.
+        Raises as `read_rows`."""
 
     @abstractmethod
     def inputs(self, block: Block) -> list[RowInputs]:
-        """What is computed of each row of a block."""
+        """Return the inputs of each row of a block."""
 
     def problem(self, row: RowInputs) -> str | None:
-        """What is wrong with a row that could be read, None if nothing is."""
+        """Return what is wrong with a row that could be read, or None."""
         return None
 
     @abstractmethod
     def digest(self, row: RowInputs) -> bytes:
-        """BLAKE2b of what is computed of a row, DIGEST_BYTES long."""
+        """Return the BLAKE2b digest of the inputs of a row, DIGEST_BYTES long."""
 
     @abstractmethod
     def rows_a_call(self, outputs: Collection[OutputName]) -> int:
-        """How many rows are embedded together."""
+        """Return how many rows to embed in one call."""
 
     @abstractmethod
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
-        """What tells results of a model for such rows apart from those of another model, of other
-        settings or of rows of another kind, as JSON."""
+        """Return what the results of such rows depend on, as data for JSON: the model, its settings
+        and the kind of rows."""
 
     @abstractmethod
     def embed(
@@ -105,21 +105,21 @@ class RowSource(ABC):
         outputs: Sequence[OutputName],
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
-        """The outputs of all rows, as `Embedder.encode_outputs` gives them."""
+        """Return the outputs of all rows by name, as `Embedder.encode_outputs` does."""
 
     @abstractmethod
     def spec(self, routes: "Routes", name: str) -> "ModelSpec":
-        """The spec of what embeds such rows in a model called `name`. Raises WrongTask if nothing
-        does."""
+        """Return the spec of the route that embeds such rows. Raises WrongTask if there is none;
+        the message calls the model `name`."""
 
     def named_routes(self, routes: "Routes") -> list[str]:
-        """The routes one of which a prompt must name; none where rows have a route without."""
+        """Return the routes of which a prompt must name one; empty if no prompt is needed."""
         return []
 
 
 @dataclass(frozen=True)
 class TextRows(RowSource):
-    """Rows of one text or several, each in a column of its own."""
+    """Rows of one or several texts, each in its own column."""
 
     columns: tuple[str, ...] = ("text",)
     digest_column = "text_digest"
@@ -158,7 +158,7 @@ class TextRows(RowSource):
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
         spec, routes = embedder.spec, embedder.model.text_routes.items()
         model = {
-            "content": {name: one.spec.content_hash for name, one in routes},
+            "content": {name: route.spec.content_hash for name, route in routes},
             "adapters": msgspec.to_builtins(spec.adapters),
             "dtype": embedder.dtype,
             "pooling": list(spec.pooling),
@@ -185,24 +185,24 @@ class TextRows(RowSource):
 
 
 def given(options: dict[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """Options as JSON, without those named and those that have no value."""
+    """Return the options without those named in `without` and those that are None."""
     return {
         name: value for name, value in options.items() if name not in without and value is not None
     }
 
 
 class RowStream:
-    """The rows of some files from a place on, as many at a time as asked for. One block is read
-    ahead, so that `ended` is true with the last row."""
+    """Reads the rows of files from a place on, a given number at a time. It reads one block ahead,
+    so that `ended` is true as soon as the last row is taken."""
 
     def __init__(
         self, source: RowSource, files: Sequence[InputFile], columns: Sequence[str], at: Place
     ):
         self.at = at  # the place of the next row
-        self.share = 0.0  # of the input that was read
+        self.share = 0.0  # of the input that has been read, 0 to 1
         self._blocks = source.read(files, columns, at)
         self._next = next(self._blocks, None)
-        sizes = np.array([one.size for one in files], float)
+        sizes = np.array([file.size for file in files], float)
         self._each = sizes / max(sizes.sum(), 1.0)  # share of each file in the input
         self._before = np.cumsum(self._each) - self._each
 
@@ -212,8 +212,8 @@ class RowStream:
         return self._next is None
 
     def take(self, count: int) -> list[tuple[Place, Block]]:
-        """The next rows, so many or what is left; fewer where their images take more than
-        IMAGE_BYTES_AT_A_TIME."""
+        """Return the next `count` rows, as blocks with the places of their first rows. There are
+        fewer at the end, and once their images take IMAGE_BYTES_AT_A_TIME."""
         taken, image_bytes = [], 0
         while count and image_bytes < IMAGE_BYTES_AT_A_TIME and self._next is not None:
             place, block = self._next

@@ -1,8 +1,8 @@
-"""Runs a job: reads rows, computes them, and writes them into parts, all three at the same time.
+"""Runs a job: reads rows, computes their results and writes these into parts, all at the same time.
 
-A part is written whole or not at all, and its rows depend on nothing but its number and the job: a
-job that is killed and run again gives the rows of an undisturbed one. Vectors of a model may differ
-from these by a rounding, where a text was in another batch.
+A part is written completely or not at all, and its rows depend only on its number and the job. So a
+job that is killed and run again gives the same rows as an undisturbed one. Only vectors may differ,
+by a rounding, where a text was in another batch.
 """
 
 import logging
@@ -45,45 +45,45 @@ OnError = Literal["fail", "skip"]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows a job reads, and what of them goes along into the result."""
+    """Which rows a job reads, and which of their columns go into the result."""
 
     inputs: Sequence[str]  # paths, folders, patterns and URLs
     id_column: str | None = None
-    keep: tuple[str, ...] = ()
-    part_rows: int = PART_ROWS
-    on_error: OnError = "fail"
+    keep: tuple[str, ...] = ()  # other columns
+    part_rows: int = PART_ROWS  # input rows of a part
+    on_error: OnError = "fail"  # at a bad row
 
 
 class JobProgress(NamedTuple):
-    """How far a job is."""
+    """The progress of a job."""
 
-    rows: int  # of the input, those of earlier runs included
-    share: float  # of the input
+    rows: int  # of the input that are done, those of earlier runs included
+    share: float  # of the input that is done, 0 to 1
 
 
 @dataclass
 class Summary:
-    """What a run did."""
+    """The counts of what a run did."""
 
     rows: int = 0  # in all parts
-    skipped: int = 0
+    skipped: int = 0  # input rows without a result
     parts: int = 0
     parts_found: int = 0  # that an earlier run had finished
-    reused: int = 0  # rows whose results were taken from elsewhere
-    computed: int = 0
+    reused: int = 0  # rows whose results come from an earlier job
+    computed: int = 0  # other rows of this run
 
 
 class _Chunk(NamedTuple):
-    """Rows to compute together, of one part."""
+    """Rows of one part that are computed together. Bad rows are left out of all but `skipped`."""
 
     part: int
     numbers: list[int]  # of the rows in the input
-    places: list[tuple[Place, int]]  # for messages: the block's place, the row's index there
-    inputs: list[RowInputs]  # what is computed of each row
-    kept: list[Any]  # an Arrow array for each column that is kept
+    places: list[tuple[Place, int]]  # for messages: the place of the row's block, its index there
+    inputs: list[RowInputs]  # one for each row
+    kept: list[Any]  # an Arrow array for each kept column
     skipped: list[Skipped]
-    end: Place  # where the rows after these begin
-    closes: bool  # the part
+    end: Place  # the place of the next row
+    closes: bool  # whether it is the last chunk of the part
     progress: JobProgress
 
 
@@ -95,12 +95,12 @@ def run_job(
     reuse: str | None = None,
     on_progress: Callable[[JobProgress], object] = lambda progress: None,
 ) -> Summary:
-    """Compute all rows, and write them as Parquet into the folder or URL `out`.
+    """Compute all rows and write the results as Parquet parts into the folder or URL `out`.
 
-    Run again after a failure it goes on with the first part that is not there. `reuse` is the
-    folder of an earlier job, whose results of equal texts are taken. Raises ConfigError for inputs,
-    options or folders that are wrong, InvalidInput for a row that cannot be computed, unless such
-    rows are to be skipped, and the errors of the computation.
+    After a failure it resumes with the first missing part. `reuse` is the folder of an earlier job,
+    whose results of equal texts or images are reused. Raises ConfigError for wrong inputs, options
+    or folders, InvalidInput for a row that cannot be computed unless `rows.on_error` is "skip", and
+    the errors of the computation and of object stores.
     """
     if STANDARD_INPUT in rows.inputs:
         raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
@@ -127,8 +127,8 @@ def run_job(
     jobs.refuse_others(folder)
     with folder.locked():
         jobs.begin(job, folder)
-        kept = None if reuse is None else destination(reuse, make=False)
-        earlier = kept and Earlier(kept, job.of_texts, computation.fields(), source.digest_column)
+        old = None if reuse is None else destination(reuse, make=False)
+        earlier = old and Earlier(old, job.of_texts, computation.fields(), source.digest_column)
         running = _Run(job, computation, types, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
@@ -149,8 +149,8 @@ def run_job(
 
 
 def _is_inside(out: str, name: str) -> bool:
-    """Whether a folder is an input or inside it, both here or both in an object store."""
-    urls = [object_store.is_url(one, of_data=True) for one in (out, name)]
+    """Whether the folder `out` is `name` or lies inside it; both are local or both are URLs."""
+    urls = [object_store.is_url(place, of_data=True) for place in (out, name)]
     if any(urls):
         return all(urls) and f"{out}/".startswith(f"{name.rstrip('/')}/")
     return Path(out).resolve().is_relative_to(Path(name).resolve())
@@ -158,11 +158,11 @@ def _is_inside(out: str, name: str) -> bool:
 
 @dataclass
 class _Run:
-    """A run of a job."""
+    """One run of a job, which writes its missing parts."""
 
     job: jobs.BulkJob
     computation: Computation
-    types: dict[str, Any]  # of the columns that are kept
+    types: dict[str, Any]  # of the kept columns
     folder: Destination
     schema: Any
     earlier: Earlier | None
@@ -177,7 +177,7 @@ class _Run:
             logger.info("%d parts are there: going on after them", len(self._finished))
 
     def run(self, on_progress: Callable[[JobProgress], object]) -> None:
-        """Write all parts that are not there."""
+        """Write all missing parts. One part is finished while the next is computed."""
         results = self.schema.names[1 + len(self.types) :]  # the digest among them
         part: PartWriter | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="finish-part") as finishing:
@@ -202,12 +202,12 @@ class _Run:
                     part.abandon()
 
     def complete(self) -> None:
-        """Say that all parts are there: what they hold, and what was left out."""
+        """Write the manifest and the list of skipped rows, and complete the summary."""
         summary, footers = self.summary, [self.footers[part] for part in sorted(self.footers)]
         summary.parts = len(footers)
-        summary.rows = sum(one.rows for one in footers)
-        summary.skipped = sum(one.skipped for one in footers)
-        named = [msgspec.json.encode(row) for one in footers for row in one.skipped_rows]
+        summary.rows = sum(footer.rows for footer in footers)
+        summary.skipped = sum(footer.skipped for footer in footers)
+        named = [msgspec.json.encode(row) for footer in footers for row in footer.skipped_rows]
         if named:
             with self.folder.writing(SKIPPED) as path:
                 path.write_bytes(b"\n".join([*named, b""]))
@@ -215,15 +215,15 @@ class _Run:
             "job": self._digest,
             "rows": summary.rows,
             "skipped": summary.skipped,
-            "parts": [{"name": PART.format(one.part), "rows": one.rows} for one in footers],
+            "parts": [{"name": PART.format(f.part), "rows": f.rows} for f in footers],
         }
         with self.folder.writing(JOB_MANIFEST) as path:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
     def _chunks(self) -> Iterator[_Chunk]:
-        """The rows of all parts that are not there, in order. Raises ConfigError if a part is of
-        another job."""
-        source, most = self.computation.source, self.job.part_rows
+        """Yield the rows of all missing parts in order, and note the footers of finished parts.
+        Raises ConfigError if a part belongs to another job."""
+        source, part_rows = self.computation.source, self.job.part_rows
         columns = list(dict.fromkeys((*source.columns, *self.types)))
         part, at, stream = 0, START, None
         while stream is None or not stream.ended:
@@ -239,13 +239,13 @@ class _Run:
                 stream = stream or RowStream(source, self.job.inputs, columns, at)
                 done, closes = 0, False
                 while not closes:
-                    blocks = stream.take(min(self.computation.rows_a_call, most - done))
+                    blocks = stream.take(min(self.computation.rows_a_call, part_rows - done))
                     if not blocks and not done:
                         return
-                    first = part * most + done
+                    first = part * part_rows + done
                     done += sum(block.count for _, block in blocks)
-                    closes = done == most or stream.ended
-                    progress = JobProgress(part * most + done, stream.share)
+                    closes = done == part_rows or stream.ended
+                    progress = JobProgress(part * part_rows + done, stream.share)
                     yield self._chunk(part, first, blocks, stream.at, closes, progress)
             part += 1
 
@@ -258,8 +258,8 @@ class _Run:
         closes: bool,
         progress: JobProgress,
     ) -> _Chunk:
-        """A chunk of these blocks, without the rows that are bad. Raises InvalidInput for one that
-        is to fail."""
+        """Make a chunk of these blocks without their bad rows. `first` is the number of the first
+        row in the input. Raises InvalidInput for a bad row if `on_error` is "fail"."""
         pa, source = arrow(), self.computation.source
         numbers, places, inputs, skipped = [], [], [], []
         kept: dict[str, list[Any]] = {name: [] for name in self.types}
@@ -287,26 +287,30 @@ class _Run:
                 kept[name].append(array if not bad else array.filter(pa.array(good)))
             first += block.count
         joined = [
-            pa.concat_arrays(some) if some else pa.array([], self.types[name])
-            for name, some in kept.items()
+            pa.concat_arrays(arrays) if arrays else pa.array([], self.types[name])
+            for name, arrays in kept.items()
         ]
         return _Chunk(part, numbers, places, inputs, joined, skipped, end, closes, progress)
 
     def _skip(self, row: int, place: Place, index: int, problem: str) -> Skipped:
+        """Return a skipped row, or raise InvalidInput if `on_error` is "fail"."""
         where = row_name(self.job.inputs, place, index)
         if self.on_error == "fail":
             raise InvalidInput(f"{where} {problem} (--on-error skip leaves such rows out)")
         return Skipped(row, where, problem)
 
     def _compute(self, chunk: _Chunk) -> tuple[_Chunk, Any, list[Skipped], int]:
-        """A chunk, its rows with their results as a RecordBatch, the rows that could not be
-        computed, and the number of those whose results were found."""
+        """Compute the results of a chunk, or take them from the earlier job.
+
+        Returns the chunk, its rows with their results as a RecordBatch, the rows that could not be
+        computed, and the number of rows whose results are from the earlier job.
+        """
         pa = arrow()
         digests = [self.computation.source.digest(row) for row in chunk.inputs]
-        found = np.full(len(digests), -1, np.int64)
+        numbers = np.full(len(digests), -1, np.int64)
         if self.earlier is not None and digests:
-            found = self.earlier.find(digests)
-        new, old = np.flatnonzero(found < 0), np.flatnonzero(found >= 0)
+            numbers = self.earlier.find(digests)
+        new, old = np.flatnonzero(numbers < 0), np.flatnonzero(numbers >= 0)
         skipped: list[Skipped] = []
         results = None
         while results is None:
@@ -316,7 +320,7 @@ class _Run:
                 if error.index is None:
                     raise
                 problem = f"is wrong: {error}"
-                if isinstance(error, InputTooLong):  # with the flag of the commands that helps
+                if isinstance(error, InputTooLong):  # name the flag of the commands
                     problem = (
                         f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true "
                         "cuts it"
@@ -327,24 +331,25 @@ class _Run:
         rows = np.concatenate([new, old])
         if self.earlier is not None and len(old):
             order = pa.array(np.argsort(rows))
-            pairs = zip(results, self.earlier.take(found[old]), strict=True)
+            pairs = zip(results, self.earlier.take(numbers[old]), strict=True)
             results = [pa.concat_arrays(pair).take(order) for pair in pairs]
-        left = pa.array(np.sort(rows))
+        with_results = pa.array(np.sort(rows))
         stored = pa.array(digests, pa.binary(DIGEST_BYTES))
         columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
-        taken = [column.take(left) for column in columns]
+        taken = [column.take(with_results) for column in columns]
         batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self.schema)
         return chunk, batch, skipped, len(old)
 
 
 def _schema(types: dict[str, Any], computation: Computation) -> Any:
-    """The schema of the parts. Raises ConfigError for a column to keep that a result is called."""
+    """Return the Arrow schema of the parts. Raises ConfigError if a kept column has the name of a
+    result column."""
     pa = arrow()
     kept = [pa.field(name, kind) for name, kind in types.items()]
     digests = pa.field(computation.source.digest_column, pa.binary(DIGEST_BYTES))
     results = [digests, *computation.fields()]
     for name in types:
-        if name in {ROW, *(one.name for one in results)}:
+        if name in {ROW, *(field.name for field in results)}:
             raise ConfigError(
                 f"column `{name}` cannot be kept: the result has a column of that name; rename it"
             )
@@ -352,7 +357,8 @@ def _schema(types: dict[str, Any], computation: Computation) -> Any:
 
 
 def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
-    """Values as an Arrow array of a type, null where they are of another, and where that is."""
+    """Convert values to an Arrow array of the type `kind`. Return it, and the problem of each value
+    that does not fit, by index; such a value is null in the array."""
     pa = arrow()
     if not isinstance(values, list):
         return values, {}
@@ -369,8 +375,8 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
 
 
 def _as_is(values: list, kind: Any) -> Any:
-    """Values as an Arrow array of a type, None if it cannot hold them as they are: Arrow would cut
-    decimals off, and leave out fields that a struct does not have."""
+    """Convert values to an Arrow array of the type `kind`, or return None if that changes a value.
+    Arrow cuts decimals off, and drops fields that a struct does not have."""
     pa = arrow()
     try:
         array = pa.array(values, kind)
@@ -380,7 +386,7 @@ def _as_is(values: list, kind: Any) -> Any:
 
 
 def _is_same(given: Any, kept: Any) -> bool:
-    """Whether two values are equal, but for fields that are null."""
+    """Whether two values are equal. A missing field equals a null one."""
     if isinstance(given, dict) and isinstance(kept, dict):
         names = given.keys() | kept.keys()
         return all(_is_same(given.get(name), kept.get(name)) for name in names)

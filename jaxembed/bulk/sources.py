@@ -1,7 +1,7 @@
-"""Reads rows of columns from files: .txt, .jsonl, .csv, .tsv, Parquet and Arrow, here or in object
-stores, in bounded memory. Knows nothing of models.
+"""Reads columns of rows from files, in bounded memory: .txt, .jsonl, .csv, .tsv, Parquet and Arrow,
+local or in object stores.
 
-Only Parquet, Arrow and typed columns need pyarrow, an extra.
+Only Parquet, Arrow and the types of columns need pyarrow, an extra.
 """
 
 import csv
@@ -31,11 +31,11 @@ from jaxembed.platform import object_store
 from jaxembed.platform.extras import require
 
 ROWS_A_BLOCK = 1024
-BLOCK_BYTES = 8 * MIB  # of lines: a block that has more ends
-LINE_BYTES = 28_000_000  # of a line, or a row of CSV: an image of 20 MB as base64 fits
-AT_ONCE = MIB  # a longer line of JSON is not decoded whole
-BEYOND_INT64 = 2**63  # from which on orjson reads integers as floats
-ROWS_LOOKED_AT = 1000  # of .jsonl, for the types of its columns
+BLOCK_BYTES = 8 * MIB  # of lines: a block ends once it has more
+LINE_BYTES = 28_000_000  # the limit of a line or a row of CSV: 20 MB as base64 fit
+AT_ONCE = MIB  # bytes of JSON: of a longer line only the columns are decoded
+BEYOND_INT64 = 2**63  # orjson may read larger integers as floats
+ROWS_LOOKED_AT = 1000  # of .jsonl, to find the types of its columns
 LARGE_VALUES_BUFFER = 2**20  # bytes of a column of Parquet that are read at a time
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
@@ -43,23 +43,23 @@ COMPRESSED = ".gz"  # after a suffix of LINES
 ROW_FILES = (*LINES, *(f"{suffix}{COMPRESSED}" for suffix in LINES), *BINARY)  # suffixes
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PDF = ".pdf"
-IMAGE_FILES = (*IMAGES, PDF)  # whose rows are images and pages
+IMAGE_FILES = (*IMAGES, PDF)
 EXTRAS = dict.fromkeys(BINARY, "parquet") | dict.fromkeys(IMAGES, "images") | {PDF: "pdf"}
 STANDARD_INPUT = "-"
 WILD = frozenset("*?[")
-COLUMNS_NAMED = 10  # names in a message
+COLUMNS_NAMED = 10  # that a message lists
 
 
 class InputFile(msgspec.Struct, frozen=True):
-    """A file of rows as it was found. Another size or version means another content."""
+    """An input file as it was found. If its size or version changes, its content has changed."""
 
     name: str  # a path or a URL
     size: int  # bytes
-    version: str  # the time of its last change in ns, or what its store calls the content
+    version: str  # its modification time in ns, or the store's ETag or the like
 
 
 class Place(NamedTuple):
-    """Where the next row is: the number of its file, and how many rows of that come before."""
+    """The place of a row: the index of its file, and its index among the rows of that file."""
 
     file: int
     row: int
@@ -72,16 +72,14 @@ START = Place(0, 0)
 class Block:
     """Consecutive rows of one file."""
 
-    columns: dict[
-        str, Any
-    ]  # of each column a list, or an Arrow array; None where there is no value
-    count: int
+    columns: dict[str, Any]  # a list or an Arrow array for each column; None: no value
+    count: int  # of rows
     bad: dict[int, str]  # what is wrong with a row, by its index here; its values mean nothing
-    share: float  # of the file that was read with this block
-    image: bytes | np.ndarray | None = None  # of one row: its file, or the colours of a page
+    share: float  # of the file that is read up to the end of this block, 0 to 1
+    image: bytes | np.ndarray | None = None  # of a block of one row: an image file, or pixels
 
     def sliced(self, start: int, stop: int | None = None) -> "Block":
-        """The rows from `start` to before `stop`, or to the end."""
+        """Return a block of the rows from `start` to before `stop`, or to the end."""
         stop = self.count if stop is None else stop
         columns = {name: values[start:stop] for name, values in self.columns.items()}
         bad = {index - start: why for index, why in self.bad.items() if start <= index < stop}
@@ -93,25 +91,25 @@ class BadRow(Exception):
 
 
 Columns = Sequence[str]
-ByteStream = Any  # a binary file, of whichever library
-# The rows of a file from number `skip` on, so many a block: (file, name, columns, skip, many).
+ByteStream = Any  # a binary file of any library
+# Yields the rows of a file from row `skip` on: (file, name, columns, skip, rows_a_block).
 Reader = Callable[[ByteStream, str, Columns, int, int], Iterator[Block]]
 
 
 def input_files(names: Sequence[str], suffixes: Sequence[str] = ROW_FILES) -> list[InputFile]:
-    """The files that these paths, folders, patterns and URLs name, in this order; those of one
-    folder or pattern by name. Of these only files of the `suffixes` are taken. Left out are names
-    that begin with `.`, and but for images those that begin with `_`.
+    """Return the files that these paths, folders, patterns and URLs name, in the order of `names`.
 
-    Raises ConfigError if a name is of no file, a file is of no kind that can be read, or the extra
-    that reads it is not installed.
+    Files of a folder or pattern are sorted by name. Of them only files with the `suffixes` are
+    taken, and none whose name begins with `.` or, except images, with `_`. Raises ConfigError if a
+    name matches no file, a file is of an unknown kind, or the extra that reads it is missing; and
+    CheckpointError if an object store fails.
     """
-    found = [file for name in names for file in _files(name, suffixes)]
-    for file in found:
+    files = [file for name in names for file in _files(name, suffixes)]
+    for file in files:
         suffix = _suffix(file.name, suffixes)
         if suffix in EXTRAS:
             require(EXTRAS[suffix], file.name)
-    return found
+    return files
 
 
 def read_rows(
@@ -120,9 +118,9 @@ def read_rows(
     start: Place = START,
     rows_a_block: int = ROWS_A_BLOCK,
 ) -> Iterator[tuple[Place, Block]]:
-    """The rows from `start` on, in order, each block with the place of its first row.
+    """Yield the rows from `start` on, in order, as blocks with the place of their first row.
 
-    Raises ConfigError if a file cannot be read, or has no such column.
+    Raises ConfigError if a file cannot be read or lacks a column, and as `opened`.
     """
     for number in range(start.file, len(files)):
         skip = start.row if number == start.file else 0
@@ -135,11 +133,10 @@ def read_rows(
 
 
 def read_texts(names: Sequence[str], column: str = "text") -> Iterator[str]:
-    """The texts of these files, one after the other, read lazily.
+    """Return the texts of these files in order, which are read lazily.
 
-    Raises ConfigError at once if a file is not there or of no kind that can be read. During
-    iteration it raises InvalidInput for an empty or wrong row: none is left out, so that row n of a
-    result is always of row n here.
+    Raises as `input_files` at once. Iteration raises InvalidInput for an empty or wrong row, and as
+    `read_rows`. No row is left out, so that row n of a result always belongs to row n here.
     """
     return _texts(input_files(names), column)
 
@@ -154,7 +151,7 @@ def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
 
 
 def problem_of(text: Any, column: str) -> str | None:
-    """What is wrong with a text, None if nothing is."""
+    """Return what is wrong with a text of a column, as messages put it after the row; or None."""
     if text is None:
         return f"has no `{column}`, or null (options such as --text-column name columns)"
     if not isinstance(text, str):
@@ -163,7 +160,7 @@ def problem_of(text: Any, column: str) -> str | None:
 
 
 def row_name(files: Sequence[InputFile], place: Place, index: int) -> str:
-    """What messages call the row `index` of a block that starts at `place`."""
+    """Return how messages call row `index` of a block that starts at `place`: `a.csv row 3`."""
     name = files[place.file].name
     if is_of_images(name):
         return f"{name} page {place.row + index + 1}" if is_pdf(name) else name
@@ -187,27 +184,27 @@ def is_text(kind: Any) -> bool:
 
 
 def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
-    """The Arrow type of each column, the same in all files.
+    """Return the Arrow type of each column, which is the same in all files.
 
-    Columns of .csv are strings. Those of .jsonl are what Arrow makes of the first ROWS_LOOKED_AT
-    rows, where no file before has types; rows with others are bad. Raises ConfigError if a file
-    lacks a column, or has it with another type.
+    Columns of .csv are strings. Columns of .jsonl have the types of the files before, else those
+    that Arrow infers from the first ROWS_LOOKED_AT rows; rows with other types are bad. Raises
+    ConfigError if a file lacks a column, or has it with another type.
     """
-    found: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     first = ""
     for file in files if columns else ():
-        if found and _suffix(file.name) in (".jsonl", ".ndjson"):
-            continue  # its rows are held against the types one by one
+        if common and _suffix(file.name) in (".jsonl", ".ndjson"):
+            continue  # its rows are checked when they are read
         with opened(file.name) as stream:
             types = _types(stream, file.name, columns)
         for name, kind in types.items():
-            if found and found[name] != kind:
+            if common and common[name] != kind:
                 raise ConfigError(
-                    f"{file.name}: column `{name}` is {kind}, and {found[name]} in {first}; "
+                    f"{file.name}: column `{name}` is {kind}, and {common[name]} in {first}; "
                     "a column has one type in all files"
                 )
-        found, first = found or types, first or file.name
-    return found
+        common, first = common or types, first or file.name
+    return common
 
 
 def check_columns(
@@ -217,10 +214,11 @@ def check_columns(
     fits: Callable[[Any], bool] = is_text,
     wanted: str = "strings",
 ) -> None:
-    """Raise ConfigError if a file lacks a column, or has one whose Arrow type does not fit."""
+    """Raise ConfigError if a file lacks a column, or has one whose Arrow type does not fit. The
+    message asks for `wanted`. Files of .jsonl are not checked."""
     for file in files:
         if _suffix(file.name) in (".jsonl", ".ndjson"):
-            continue  # each row is as it is
+            continue  # each row has types of its own
         with opened(file.name) as stream:
             for name, kind in _types(stream, file.name, columns).items():
                 if not fits(kind):
@@ -230,12 +228,12 @@ def check_columns(
 
 
 def as_list(values: Any) -> list:
-    """The values of a column of a Block as Python objects."""
+    """Return the values of a column of a Block as Python objects."""
     return values if isinstance(values, list) else values.to_pylist()
 
 
 def arrow() -> Any:
-    """pyarrow. Raises ConfigError if it is not installed."""
+    """Import and return pyarrow. Raises ConfigError if it is not installed."""
     require("parquet", "Parquet and Arrow files")
     import pyarrow
 
@@ -243,7 +241,7 @@ def arrow() -> Any:
 
 
 def parquet() -> Any:
-    """pyarrow.parquet. Raises ConfigError if it is not installed."""
+    """Import and return pyarrow.parquet. Raises as `arrow`."""
     arrow()
     import pyarrow.parquet
 
@@ -252,9 +250,10 @@ def parquet() -> Any:
 
 @contextmanager
 def opened(name: str) -> Iterator[ByteStream]:
-    """A file here, in an object store or standard input, to read from its start.
+    """Open a file for reading, as a context: a local one, an object of a store, or standard input.
 
-    Raises ConfigError if it cannot be opened or read.
+    Raises ConfigError if a local file cannot be opened, and CheckpointError or StoreUnreachable if
+    an object cannot be opened or read.
     """
     if name == STANDARD_INPUT:
         yield sys.stdin.buffer
@@ -274,25 +273,25 @@ def _open(name: str) -> ByteStream:
 
 
 def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
-    """The files of rows that one name stands for. Raises ConfigError if there are none."""
+    """Return the files that one name stands for. Raises as `input_files`."""
     if name == STANDARD_INPUT:
         return [InputFile(name, 0, "")]
     path = Path(name).expanduser()
     if object_store.is_url(name, of_data=True):
-        found = [InputFile(*one) for one in object_store.find_objects(name)]
-        files = [one for one in found if one.name.rstrip("/") == name.rstrip("/")]
-        if not files:  # those below the URL
+        objects = [InputFile(*found) for found in object_store.find_objects(name)]
+        files = [file for file in objects if file.name.rstrip("/") == name.rstrip("/")]
+        if not files:  # the URL is a folder or a pattern
             base = re.split(r"[*?[]", name)[0].rpartition("/")[0]
-            files = [one for one in found if _is_data(one.name.removeprefix(base), suffixes)]
-            files.sort(key=lambda one: one.name)
+            files = [file for file in objects if _is_data(file.name.removeprefix(base), suffixes)]
+            files.sort(key=lambda file: file.name)
     elif path.is_dir():
-        inside = [one for one in path.rglob("*") if not one.is_dir()]
-        data = [one for one in inside if _is_data(str(one.relative_to(path)), suffixes)]
-        files = [_local(one, suffixes) for one in sorted(data)]
+        inside = [file for file in path.rglob("*") if not file.is_dir()]
+        data = [file for file in inside if _is_data(str(file.relative_to(path)), suffixes)]
+        files = [_local(file, suffixes) for file in sorted(data)]
     elif not path.exists() and WILD.intersection(name):
-        matches = [Path(one) for one in glob.glob(str(path), recursive=True)]
-        data = [one for one in matches if not one.is_dir() and _is_data(one.name, suffixes)]
-        files = [_local(one, suffixes) for one in sorted(data)]
+        matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+        data = [file for file in matches if not file.is_dir() and _is_data(file.name, suffixes)]
+        files = [_local(file, suffixes) for file in sorted(data)]
     else:
         files = [_local(path, suffixes)]
     if not files:
@@ -301,14 +300,15 @@ def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
 
 
 def _is_data(relative: str, suffixes: Sequence[str]) -> bool:
-    """Whether a file of a folder is taken for rows, by its path below that."""
+    """Whether a file of a folder is an input, by its path relative to the folder."""
     signs = "." if is_of_images(relative) else ("_", ".")  # cameras begin names with `_`
     hidden = any(part.startswith(signs) for part in Path(relative).parts if part != "/")
     return not hidden and relative.lower().endswith(tuple(suffixes))
 
 
 def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
-    _suffix(str(path), suffixes)  # first, for it is known without the file
+    """Describe a local file. Raises ConfigError if it is of an unknown kind or cannot be read."""
+    _suffix(str(path), suffixes)  # raises for an unknown kind, even without a file
     try:
         status = path.stat()
     except OSError as error:
@@ -319,10 +319,10 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
 
 
 def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
-    """What a file is, by its name, without compression. Raises ConfigError for others."""
+    """Return the suffix of a file without that of compression. Raises ConfigError for others."""
     if name == STANDARD_INPUT:
         return ".txt"
-    suffix = next((one for one in suffixes if name.lower().endswith(one)), None)
+    suffix = next((end for end in suffixes if name.lower().endswith(end)), None)
     if suffix is None:
         raise ConfigError(
             f"{name}: wanted a file that ends in {_endings(suffixes)}, or - for lines"
@@ -331,15 +331,16 @@ def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
 
 
 def _endings(suffixes: Sequence[str]) -> str:
-    bare = [one for one in suffixes if not one.endswith(COMPRESSED)]
+    """Return the suffixes as a list for messages, in which compression is named once."""
+    bare = [suffix for suffix in suffixes if not suffix.endswith(COMPRESSED)]
     lines = f"{', '.join(LINES)} (also with {COMPRESSED})" if LINES[0] in bare else ""
-    others = [one for one in bare if one not in LINES]
+    others = [suffix for suffix in bare if suffix not in LINES]
     return ", ".join(filter(None, [lines, *others]))
 
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raise what a library says of a broken file as ConfigError."""
+    """Turn the errors of libraries for a broken file into ConfigError."""
     try:
         yield
     except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
@@ -348,15 +349,15 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
-    """The lines of a file, without a byte order mark. Of a line that is longer than LINE_BYTES only
-    so many bytes and one more are given."""
+    """Yield the lines of a file, decompressed and without a byte order mark. A line longer than
+    LINE_BYTES is truncated to LINE_BYTES + 1 bytes, which tells callers."""
     with _reading(name), ExitStack() as stack:
         lines = file
         if name.lower().endswith(COMPRESSED):
             lines = stack.enter_context(gzip.open(file))
-        elif not isinstance(file, io.BufferedIOBase):  # those of object stores read whole lines
+        elif not isinstance(file, io.BufferedIOBase):  # readline of object stores has no limit
             lines = io.BufferedReader(file)
-            stack.callback(lines.detach)  # or it closes the file
+            stack.callback(lines.detach)  # otherwise it closes the file
         first = True
         while line := lines.readline(LINE_BYTES + 1):
             rest = line
@@ -371,15 +372,16 @@ def _check_length(size: int) -> None:
         raise BadRow(f"has over {LINE_BYTES} bytes, which is the limit; divide it")
 
 
-def _some(rows: Iterator[Any], many: int) -> list[Any]:
-    """The next `many` rows, or fewer if they are long. A row is a line, or a list of fields."""
-    some, size = [], 0
+def _next_rows(rows: Iterator[Any], count: int) -> list[Any]:
+    """Return the next `count` rows, or fewer once they exceed BLOCK_BYTES. A row is a line, or a
+    list of the fields of CSV."""
+    taken, size = [], 0
     for row in rows:
-        some.append(row)
+        taken.append(row)
         size += len(row) if isinstance(row, bytes) else sum(map(len, row))
-        if len(some) == many or size > BLOCK_BYTES:
+        if len(taken) == count or size > BLOCK_BYTES:
             break
-    return some
+    return taken
 
 
 def _blocks(
@@ -387,19 +389,19 @@ def _blocks(
     parse: Callable[[Any], Sequence[Any]],
     columns: Columns,
     file: ByteStream,
-    many: int,
+    rows_a_block: int,
 ) -> Iterator[Block]:
-    """Blocks of rows, each parsed to the values of the columns. A BadRow that `parse` raises is
-    noted."""
+    """Yield blocks of rows, with the values of the columns that `parse` returns for each row. If
+    `parse` raises BadRow, the row is bad. The position of `file` tells the share that is read."""
     size = 0
     if file.seekable():
         at = file.tell()
         size = file.seek(0, io.SEEK_END)
         file.seek(at)
-    while some := _some(rows, many):
+    while unparsed := _next_rows(rows, rows_a_block):
         values: list[Sequence[Any]] = []
         bad: dict[int, str] = {}
-        for index, row in enumerate(some):
+        for index, row in enumerate(unparsed):
             try:
                 values.append(parse(row))
             except BadRow as problem:
@@ -407,13 +409,13 @@ def _blocks(
                 values.append((None,) * len(columns))
         by_column = [list(column) for column in zip(*values, strict=True)]
         share = min(file.tell() / size, 1.0) if size else 0.0
-        yield Block(dict(zip(columns, by_column, strict=True)), len(some), bad, share)
+        yield Block(dict(zip(columns, by_column, strict=True)), len(unparsed), bad, share)
 
 
 def _read_txt(
-    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+    file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Each line is a text; it has one column, whatever that is called."""
+    """Read lines as texts. They are the only column, whatever its name."""
     if len(columns) > 1:
         raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
 
@@ -424,13 +426,13 @@ def _read_txt(
         except UnicodeDecodeError as error:
             raise BadRow(f"is not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
-    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, many)
+    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, rows_a_block)
 
 
 def _read_jsonl(
-    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+    file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Each line is an object with the columns, or a string, which is the first of them."""
+    """Read lines of JSON: objects with the columns, or strings, which are the first column."""
 
     def parse(line: bytes) -> Sequence[Any]:
         _check_length(len(line))
@@ -443,29 +445,30 @@ def _read_jsonl(
             raise BadRow(f"is {problem}") from None
         if isinstance(value, dict):
             values = [value.get(column) for column in columns]
-            if any(isinstance(one, float) and abs(one) >= BEYOND_INT64 for one in values):
-                exact = json.loads(line)  # which reads integers of any size as such
+            if any(isinstance(item, float) and abs(item) >= BEYOND_INT64 for item in values):
+                exact = json.loads(line)  # it reads integers of any size exactly
                 values = [exact.get(column) for column in columns]
             return values
         if isinstance(value, str):
             return [value, *[None] * (len(columns) - 1)]
         raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
 
-    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, many)
+    return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, rows_a_block)
 
 
 def _shortened(line: bytes, columns: Columns) -> bytes:
-    """A long line of JSON with these columns of its object alone, or as it is if it is a string.
+    """Return a long line of JSON with only these columns of its object. A string stays as it is.
 
-    Lists and objects may take thirty times their JSON, so a column is a string or short.
+    Raises BadRow for a line that is neither, and for a long column that is not a string: decoded
+    lists and objects may take thirty times the memory of their JSON.
     """
     if line.lstrip().startswith(b'"'):
         return line
     try:
-        found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise BadRow("is a long line that is no JSON object, or not valid JSON") from None
-    kept = {column: found[column] for column in columns if column in found}
+    kept = {column: fields[column] for column in columns if column in fields}
     for column, value in kept.items():
         size = len(value)
         if size > AT_ONCE and memoryview(value)[:1] != b'"':
@@ -474,9 +477,9 @@ def _shortened(line: bytes, columns: Columns) -> bytes:
 
 
 def _read_csv(
-    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+    file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """The first row names the columns; empty lines are no rows."""
+    """Read CSV, whose first row names the columns, without empty lines."""
     rows = _csv_rows(file, name)
     header = next(rows, [])
     places = _places_of(columns, header, name)
@@ -485,18 +488,20 @@ def _read_csv(
         if len(row) != len(header):
             raise BadRow(f"has {len(row)} fields, and the header has {len(header)}")
         values = [row[place] for place in places]
-        if not "".join(values).isprintable():  # which what is not UTF-8 is not, and line breaks
+        # bytes that are not UTF-8 are surrogates here, which are not printable
+        if not "".join(values).isprintable():
             try:
                 "".join(values).encode()
             except UnicodeEncodeError:
                 raise BadRow("is not UTF-8") from None
         return values
 
-    return _blocks(islice(rows, skip, None), parse, columns, file, many)
+    return _blocks(islice(rows, skip, None), parse, columns, file, rows_a_block)
 
 
 def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
-    csv.field_size_limit(LINE_BYTES)  # else texts of over 128 kB are errors
+    """Yield the rows of CSV, the header first. Raises ConfigError for a row over LINE_BYTES."""
+    csv.field_size_limit(LINE_BYTES)  # the default of the module is 128 kB
     rows = 0
     size = 0  # bytes of the lines since the last row
 
@@ -504,7 +509,7 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
         nonlocal size
         for line in _lines(file, name):
             size += len(line)
-            if size > LINE_BYTES:  # such as after a quote that nothing ends
+            if size > LINE_BYTES:  # such as after a quote that is never closed
                 raise ValueError(f"row {rows + 1} has over {LINE_BYTES} bytes, which is the limit")
             yield line.decode(errors="surrogateescape")
 
@@ -518,7 +523,7 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
 
 
 def _places_of(columns: Columns, header: Sequence[str], name: str) -> list[int]:
-    """Where columns are. Raises ConfigError if one is not there, or not once."""
+    """Return the index of each column in the header. Raises ConfigError unless it is there once."""
     for column in columns:
         if column not in header:
             shown = ", ".join(header[:COLUMNS_NAMED]) + ", ..." * (len(header) > COLUMNS_NAMED)
@@ -529,29 +534,30 @@ def _places_of(columns: Columns, header: Sequence[str], name: str) -> list[int]:
 
 
 def _read_parquet(
-    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+    file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
+    """Read Parquet, from the row group of row `skip` on."""
     pq = parquet()
-    are_large = many < ROWS_A_BLOCK  # so few rows a block are asked for where values are large
+    are_large = rows_a_block < ROWS_A_BLOCK  # small blocks are for large values
     with _reading(name):
-        # else whole columns are read: 700 MB of a file of 600, of which 16 MB are asked for
-        how = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
-        source = pq.ParquetFile(file, **how)
+        # else it reads whole columns: 700 MB of a file of 600 MB, where 16 MB are needed
+        options = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
+        source = pq.ParquetFile(file, **options)
     _places_of(columns, source.schema_arrow.names, name)
-    total, before, groups = source.metadata.num_rows, 0, []
+    total, first_row, groups = source.metadata.num_rows, 0, []
     for group in range(source.metadata.num_row_groups):
         count = source.metadata.row_group(group).num_rows
-        if not groups and before + count <= skip:
-            before += count  # without reading it
+        if not groups and first_row + count <= skip:
+            first_row += count  # the group is not read
         else:
             groups.append(group)
     batches = source.iter_batches(
-        many,
+        rows_a_block,
         row_groups=groups,
         columns=list(columns),
-        use_threads=not are_large,  # which read ahead
+        use_threads=not are_large,  # threads read ahead
     )
-    return _arrow_blocks(batches, name, columns, skip, many, before, total)
+    return _arrow_blocks(batches, name, columns, skip, rows_a_block, first_row, total)
 
 
 def _arrow_blocks(
@@ -559,31 +565,31 @@ def _arrow_blocks(
     name: str,
     columns: Columns,
     skip: int,
-    many: int,
-    before: int,
+    rows_a_block: int,
+    first_row: int,
     total: int,
 ) -> Iterator[Block]:
-    """Blocks of Arrow's batches, the first of which starts with row `before`, from row `skip` on;
-    `total` is the number of rows of the file, 0 if it is not known."""
+    """Yield blocks of the rows of Arrow's batches from row `skip` of the file on. The first batch
+    starts with row `first_row`. The file has `total` rows; 0 means that this is not known."""
     with _reading(name):
         for batch in batches:
-            for start in range(0, batch.num_rows, many):
-                part = batch.slice(start, many)
-                drop, before = max(skip - before, 0), before + part.num_rows
+            for start in range(0, batch.num_rows, rows_a_block):
+                part = batch.slice(start, rows_a_block)
+                drop, first_row = max(skip - first_row, 0), first_row + part.num_rows
                 if drop >= part.num_rows:
                     continue
                 part = part.slice(drop)
                 values = {}
                 for column in columns:
-                    found = part.column(column)
-                    kind = _plain_type(found.type)
-                    values[column] = found if kind == found.type else found.cast(kind)
-                yield Block(values, part.num_rows, {}, before / total if total else 0.0)
+                    array = part.column(column)
+                    kind = _plain_type(array.type)
+                    values[column] = array if kind == array.type else array.cast(kind)
+                yield Block(values, part.num_rows, {}, first_row / total if total else 0.0)
 
 
 def _plain_type(kind: Any) -> Any:
-    """A type without a dictionary of its values, which each file would have another of, and no
-    view, of which rows cannot be taken."""
+    """Return the type without dictionary encoding, because each file has its own dictionary. A view
+    becomes a large string or binary, because Arrow cannot `take` rows of views."""
     pa = arrow()
     if pa.types.is_dictionary(kind):
         return _plain_type(kind.value_type)
@@ -592,17 +598,18 @@ def _plain_type(kind: Any) -> Any:
 
 
 def _read_arrow(
-    file: ByteStream, name: str, columns: Columns, skip: int, many: int
+    file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
+    """Read an Arrow file or stream."""
     source = _arrow_file(file, name)
     _places_of(columns, source.schema.names, name)
-    is_file = hasattr(source, "num_record_batches")  # and no stream
+    is_file = hasattr(source, "num_record_batches")  # not a stream
     batches = map(source.get_batch, range(source.num_record_batches)) if is_file else iter(source)
-    return _arrow_blocks(batches, name, columns, skip, many, 0, 0)
+    return _arrow_blocks(batches, name, columns, skip, rows_a_block, 0, 0)
 
 
 def _arrow_file(file: ByteStream, name: str) -> Any:
-    """The reader of an Arrow file, or of a stream, which also ends in .arrow."""
+    """Open an Arrow file, or an Arrow stream, whose name also ends in .arrow."""
     pa = arrow()
     with _reading(name):
         try:
@@ -625,7 +632,7 @@ READERS: dict[str, Reader] = {
 
 
 def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
-    """The Arrow types of columns of one file."""
+    """Return the Arrow types of the columns of one file. Raises ConfigError if it lacks one."""
     pa, suffix = arrow(), _suffix(name)
     if suffix in BINARY:
         with _reading(name):
@@ -634,7 +641,7 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         _places_of(columns, schema.names, name)
         return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix not in (".jsonl", ".ndjson"):
-        READERS[suffix](file, name, columns, 0, 1)  # which looks at its header
+        READERS[suffix](file, name, columns, 0, 1)  # it checks the header
         return dict.fromkeys(columns, pa.string())
     values: dict[str, list] = {column: [] for column in columns}  # of the first rows
     for block in _read_jsonl(file, name, columns, 0, ROWS_A_BLOCK):
@@ -642,13 +649,13 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
             values[column] += block.columns[column]
         if len(values[columns[0]]) >= ROWS_LOOKED_AT:
             break
-    types = {column: _common_type(some[:ROWS_LOOKED_AT]) for column, some in values.items()}
-    is_null = pa.types.is_null  # a column without a value is of strings
+    types = {column: _common_type(rows[:ROWS_LOOKED_AT]) for column, rows in values.items()}
+    is_null = pa.types.is_null  # a column without any value has strings
     return {column: pa.string() if is_null(kind) else kind for column, kind in types.items()}
 
 
 def _common_type(values: list) -> Any:
-    """The Arrow type of values, or of those of the most common kind."""
+    """Return the Arrow type of the values, or else that of the most common Python type."""
     pa = arrow()
     try:
         return pa.array(values).type

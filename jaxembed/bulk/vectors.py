@@ -1,5 +1,5 @@
-"""Embeds texts in bounded memory: into one file of vectors, .npy or .jsonl, or for the ranges of a
-model's vectors."""
+"""Embeds texts in bounded memory, into one file of vectors (.npy or .jsonl), or to measure the
+calibration ranges of a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,12 +21,13 @@ from jaxembed.runtime.requests import shape_vectors
 from jaxembed.runtime.tasks import check_dimensions
 
 DENSE: tuple[OutputName, ...] = ("dense",)
-FEWEST_TEXTS = 2  # that have a range; as in sentence-transformers
-ENOUGH_TEXTS = 100  # for ranges that other texts keep to; fewer warn in sentence-transformers too
+FEWEST_TEXTS = 2  # for ranges, as in sentence-transformers
+ENOUGH_TEXTS = 100  # for ranges that fit other texts; sentence-transformers warns below this
 
 
 def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None:
-    """Raise ConfigError unless these outputs can be written there."""
+    """Raise ConfigError unless the folder of `out` exists, and its suffix is that of a format for
+    these outputs."""
     check_output(out, "--output", [".npy", ".jsonl"])
     if out.suffix == ".npy" and tuple(outputs) != DENSE:
         raise ConfigError(
@@ -44,56 +45,56 @@ def embed_file(
     on_progress: Callable[[int], object] = lambda count: None,
     **options,
 ) -> int:
-    """Encode all texts and write their vectors in order. Returns the number of texts.
+    """Encode all texts, write their vectors in order to `out`, and return the number of texts.
 
-    The suffix of `out` chooses .npy (`[texts, dim]`, of the `output_dtype`) or .jsonl (one array a
-    line). With other `outputs` than the dense vector a line of .jsonl is an object with each by its
-    name, a sparse one as `indices` and `values`; .npy has no place for them.
-    `options` are the fields of EncodeOptions. `on_progress` is called with the number of texts of
-    each chunk. On failure `out` is not changed. Raises ConfigError for a wrong path, and the errors
-    of `texts` and of `Embedder.encode`.
+    The suffix of `out` chooses the format. .npy holds dense vectors `[texts, dim]` of the
+    `output_dtype`. .jsonl has one line for each text: an array with the dense vector or, for other
+    `outputs`, an object with each output by its name, where a sparse one has `indices` and
+    `values`. `options` are fields of EncodeOptions. `on_progress` is called after each chunk with
+    its number of texts. On failure `out` does not change. Raises ConfigError for a wrong path, and
+    the errors of `texts` and of `Embedder.encode`.
     """
     check_vectors_path(out, outputs)
     encode = partial(_rows, embedder, outputs, options)
     is_npy = out.suffix == ".npy"
     with replacing(out) as unfinished, unfinished.open("w+b") as file:
-        none, count = encode([]), 0
+        empty, count = encode([]), 0
         if is_npy:
-            _write_header(file, none, 0)
+            _write_header(file, empty, 0)
         for rows in ahead(encode, divided(texts, ROWS_A_CALL)):
             if is_npy:
-                file.write(np.ascontiguousarray(rows, none.dtype.newbyteorder("<")).data)
+                file.write(np.ascontiguousarray(rows, empty.dtype.newbyteorder("<")).data)
             else:
                 lines = (orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY) for row in rows)
                 file.writelines(line + b"\n" for line in lines)
             count += len(rows)
             on_progress(len(rows))
         if is_npy:
-            _write_header(file, none, count)
+            _write_header(file, empty, count)
     return count
 
 
 def _rows(
     embedder: Embedder, outputs: Sequence[OutputName], options: dict, texts: list[str]
 ) -> Any:
-    """The dense vectors of some texts `[texts, dim]`, or an object for JSON of each text's
-    outputs."""
+    """Return the dense vectors of the texts, `[texts, dim]`; for other outputs a list with one dict
+    for each text, of its outputs by name."""
     if tuple(outputs) == DENSE:
         return embedder.encode(texts, **options)
-    found = embedder.encode_outputs(texts, outputs, **options)
-    if "sparse" in found:
-        rows = found["sparse"]
+    results = embedder.encode_outputs(texts, outputs, **options)
+    if "sparse" in results:
+        rows = results["sparse"]
         pairs = zip(rows.indices, rows.values, strict=True)
-        found["sparse"] = [{"indices": indices, "values": values} for indices, values in pairs]
-    columns = [list(found[name]) for name in outputs]
+        results["sparse"] = [{"indices": indices, "values": values} for indices, values in pairs]
+    columns = [list(results[name]) for name in outputs]
     return [dict(zip(outputs, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _write_header(file: BinaryIO, none: np.ndarray, count: int) -> None:
-    """Begin a .npy file with the header for so many vectors like those of `none`, `[0, width]`:
-    numpy's leaves room for the number of rows to grow."""
-    shape = (count, none.shape[1])
-    header = {"descr": none.dtype.newbyteorder("<").str, "fortran_order": False, "shape": shape}
+def _write_header(file: BinaryIO, empty: np.ndarray, count: int) -> None:
+    """Write the header of a .npy file at its start, for `count` vectors with the dtype and width of
+    `empty`, `[0, width]`. Its length does not depend on the count: numpy pads it."""
+    shape = (count, empty.shape[1])
+    header = {"descr": empty.dtype.newbyteorder("<").str, "fortran_order": False, "shape": shape}
     file.seek(0)
     np.lib.format.write_array_header_1_0(file, header)
 
@@ -106,16 +107,18 @@ def measure_ranges(
     on_progress: Callable[[int], object] = lambda count: None,
     **options,
 ) -> list[KeptRanges]:
-    """The ranges of the vectors of these texts: of whole ones, and of those cut to each of the
-    `dimensions`; all are normalised after that.
+    """Measure the lowest and the highest value of each dimension over the vectors of these texts.
 
-    `options` are prompt_name and adapter, as of EncodeOptions. Raises ConfigError for fewer than
-    two texts, and the errors of `texts` and of `Embedder.encode`.
+    There is one KeptRanges for whole vectors, and one for each of the `dimensions`, to which the
+    vectors are truncated. All are normalized after that. `options` are prompt_name and adapter of
+    EncodeOptions. `on_progress` is called after each chunk with its number of texts. Raises
+    ConfigError for fewer than FEWEST_TEXTS texts, InvalidInput for wrong dimensions, and the errors
+    of `texts` and of `Embedder.encode`.
     """
-    asked = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
-    for one in asked:
-        check_dimensions(embedder.spec.dim, one.dimensions)
-    kinds = list(dict.fromkeys(embedder.model.tasks.kind(one) for one in asked))
+    variants = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
+    for variant in variants:
+        check_dimensions(embedder.spec.dim, variant.dimensions)
+    kinds = list(dict.fromkeys(embedder.model.tasks.kind(variant) for variant in variants))
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]
     count = 0

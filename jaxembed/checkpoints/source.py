@@ -11,26 +11,26 @@ from jaxembed.platform import object_store
 
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-_ADAPTER_NAME = r"[A-Za-z0-9._-]+"  # a ":" stands between the name of a model and an adapter's
+_ADAPTER_NAME = r"[A-Za-z0-9._-]+"  # no ":", which separates a model's name from an adapter's
 
 
 def default_cache_dir() -> Path:
-    """The default cache directory: ~/.cache/jaxembed."""
+    """Return the default cache directory: ~/.cache/jaxembed."""
     return Path.home() / ".cache" / "jaxembed"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from, and what is chosen of its conversion.
+    """Where a model comes from, and the choices for its conversion.
 
-    `model` is a checkpoint's directory, the URL of one in an object store, a Hugging Face directory
-    or a hub id; None means DEFAULT_MODEL. `offline` forbids downloads; `token` is the hub's. Copies
-    and conversions are kept in `cache_dir`.
+    `model` is a checkpoint's directory, the URL of a checkpoint in an object store, a Hugging Face
+    directory or a hub id; None means DEFAULT_MODEL. `revision` is the hub's. `offline` forbids
+    downloads; `token` is the hub's. Copies and conversions are kept in `cache_dir`.
 
-    `dense_path` names the folder of a Dense module to use instead of the checkpoint's own;
-    `adapters` are folders of low-rank adapters, which are converted with the model, by the names
-    under which requests ask for them. A `pooling` of "splade" makes a sparse encoder of a masked
-    language model; others are chosen when a model is loaded. Raises CheckpointError for an empty
+    `dense_path` names the folder of a Dense module that replaces the checkpoint's own. `adapters`
+    are folders of low-rank adapters, by the names under which requests ask for them; they are
+    converted with the model. A `pooling` of "splade" makes a sparse encoder of a masked language
+    model; other poolings are chosen when a model is loaded. Raises CheckpointError for an empty
     `model`, and as `adapter_folders`.
     """
 
@@ -50,7 +50,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """The name of the model: as it was given, or DEFAULT_MODEL."""
+        """The name of the model: `model`, or DEFAULT_MODEL."""
         return self.model or DEFAULT_MODEL
 
     @property
@@ -65,7 +65,7 @@ class ModelSource:
 
     @property
     def is_path(self) -> bool:
-        """Whether the model is meant as a path and not as a hub id."""
+        """Whether the model is a path, and not a hub id."""
         name = self.model
         return name is not None and (
             name.startswith(("/", "./", "../", "~")) or name in (".", "..") or Path(name).exists()
@@ -73,7 +73,8 @@ class ModelSource:
 
     @property
     def folder(self) -> Path:
-        """The absolute path of a model that is a path. Raises CheckpointError if there is none."""
+        """The absolute path of a model that is a path. Raises CheckpointError if no directory is
+        there."""
         folder = Path(self.name).expanduser()
         if not folder.is_dir():
             state = "is a file" if folder.exists() else "does not exist"
@@ -84,25 +85,25 @@ class ModelSource:
         return folder.resolve()
 
     def refuse_choices(self, checkpoint: str | Path) -> None:
-        """Raise CheckpointError if something was chosen that only a conversion can do. For a model
-        that is the converted `checkpoint`."""
+        """Raise CheckpointError for a revision, a dense path or adapters, because a conversion
+        alone can use them and the model is the converted `checkpoint`."""
         if self.revision is not None:
             raise CheckpointError(
                 f"revision {self.revision!r} was asked of {checkpoint}, a converted checkpoint"
             )
-        for choice, given in (
+        for choice, is_set in (
             ("the dense path", self.dense_path is not None),
             ("--adapter", bool(self.adapters)),
         ):
-            if given:
+            if is_set:
                 raise CheckpointError(
                     f"{checkpoint} is converted already; give {choice} when converting its source"
                 )
 
 
 def adapter_folders(given: object) -> dict[str, Path]:
-    """The folders of adapters by name, as a caller gave them. Raises CheckpointError for names that
-    no request could have, and for what is no folder's path."""
+    """Check the folders of adapters by name, as a caller gave them, and return their paths by name.
+    Raises CheckpointError for names that requests cannot use, and for values that are not paths."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):

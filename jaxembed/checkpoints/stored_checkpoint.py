@@ -1,7 +1,7 @@
-"""Checkpoints in object stores: what is there, a verified copy of one, and writing one.
+"""Reads, copies and writes checkpoints in object stores.
 
 manifest.json is written last, so that a reader never sees half a checkpoint. SHA256SUMS has the
-digest of every file, and so its own digest names all of the content: it is what a URL is pinned to.
+digest of every file, so its own digest, to which URLs are pinned, identifies the whole content.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Published(NamedTuple):
-    """What a checkpoint in an object store is made of."""
+    """The files of a checkpoint in an object store."""
 
     url: str
     lines: bytes  # the content of DIGESTS
@@ -31,15 +31,15 @@ class Published(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """What names all of the content."""
+        """The SHA-256 of DIGESTS, which identifies the whole content."""
         return hashlib.sha256(self.lines).hexdigest()
 
 
 def published(where: Location) -> Published:
-    """Ask an object store for a checkpoint: two small files.
+    """Read which files a checkpoint in an object store has, from two small files.
 
-    Raises CheckpointError if there is none, if its upload has not finished, or if it is not the one
-    that the location is pinned to; and StoreUnreachable.
+    Raises CheckpointError if there is no checkpoint, its upload has not finished, or it is not the
+    one that the location is pinned to; StoreUnreachable; and ConfigError without the store's extra.
     """
     url = where.url
     manifest = object_store.read_object(url, MANIFEST)  # first: it is written last
@@ -49,30 +49,30 @@ def published(where: Location) -> Published:
             f"{url} has no {MANIFEST if manifest is None else DIGESTS}; wanted a whole checkpoint, "
             f"as `jaxembed convert MODEL {url}` writes it"
         )
-    found = Published(url, lines, checkpoint.listed_digests(lines.decode("ascii", "replace")))
-    if where.digest not in (None, found.digest):
+    stored = Published(url, lines, checkpoint.listed_digests(lines.decode("ascii", "replace")))
+    if where.digest not in (None, stored.digest):
         raise CheckpointError(
             f"{url} is not the checkpoint that it is pinned to: wanted sha256:{where.digest}, and "
-            f"there is sha256:{found.digest}"
+            f"there is sha256:{stored.digest}"
         )
-    if found.files.get(MANIFEST) != hashlib.sha256(manifest).hexdigest():
+    if stored.files.get(MANIFEST) != hashlib.sha256(manifest).hexdigest():
         raise CheckpointError(
             f"{url}: {DIGESTS} is not of this {MANIFEST}; the checkpoint is being replaced, or was "
             "altered: try again later, or convert the model again to another path"
         )
-    for name in found.files:  # which a checkpoint must be able to have, wherever it is copied to
+    for name in stored.files:  # refuse any other path: files are copied to these paths
         top, *below = name.split("/")
         tops = (PARAMETERS, ROUTE_FOLDERS) if below else (MANIFEST, TOKENIZER)
         if top not in tops or {"", ".", ".."} & {*below}:
             raise CheckpointError(f"{url}/{DIGESTS} names {name!r}, which no checkpoint has")
-    return found
+    return stored
 
 
 def copy(found: Published, to: Path) -> None:
-    """Copy a checkpoint to the new folder `to`, all of it or nothing, and verify it.
+    """Copy a checkpoint to the new folder `to`, all of it or nothing, and verify the copy.
 
     Raises CheckpointError if the copy is not what the digests and the manifest say, or if it cannot
-    be made.
+    be made; and StoreUnreachable.
     """
     started = time.monotonic()
     logger.info("copying %s, %d files, once", found.url, len(found.files))
@@ -92,7 +92,8 @@ def copy(found: Published, to: Path) -> None:
 
 
 def read_routes(found: Published) -> Routes:
-    """The specs of a checkpoint, from its manifests alone. Raises as `checkpoint.load_routes`."""
+    """Return the specs of a checkpoint by route, from its manifests alone. Raises as
+    `checkpoint.load_routes`."""
     manifests = [name for name in found.files if name.rpartition("/")[2] == MANIFEST]
     with tempfile.TemporaryDirectory() as folder:
         object_store.copy_objects(found.url, manifests, Path(folder))
@@ -100,8 +101,8 @@ def read_routes(found: Published) -> Routes:
 
 
 def refuse_unwritable(where: Location) -> None:
-    """Raises CheckpointError if no checkpoint can be written there: there is something already, or
-    the location is pinned."""
+    """Raise CheckpointError if no checkpoint can be written to a location: it is in use or
+    pinned."""
     if where.digest is not None:
         raise CheckpointError(f"{where}: a checkpoint can be pinned only once it is there")
     if object_store.has_objects(where.url):
@@ -111,8 +112,7 @@ def refuse_unwritable(where: Location) -> None:
 def publish(folder: Path, url: str) -> Location:
     """Write the checkpoint in `folder` to `url`, and return the location that is pinned to it.
 
-    Raises CheckpointError if that fails: then there is no manifest, and no reader takes what is
-    there.
+    Raises CheckpointError if that fails. Then there is no manifest, and readers find no checkpoint.
     """
     started = time.monotonic()
     lines = (folder / DIGESTS).read_bytes()

@@ -1,4 +1,4 @@
-"""The command line: a file for each command. Only this package reads the environment."""
+"""The command line: a module for each command. Only this package reads environment variables."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ from jaxembed.platform.signals import end_at_signals
 
 # Commands import JAX, the engine and the server inside their functions: --help stays quick.
 
-IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # how names of threads in XLA begin
+IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # prefixes of names of XLA's threads
 
 
 @click.group(
@@ -59,8 +59,8 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command line. A JaxembedError ends it with one line and its `exit_status`, a signal
-    with 128 plus its number."""
+    """Run the command line and end the process. A JaxembedError prints one line and exits with its
+    `exit_status`; a signal exits with 128 plus its number."""
     end_at_signals()
     try:
         cli(standalone_mode=True)
@@ -74,8 +74,8 @@ def main() -> None:
 def _exit(status: int) -> NoReturn:
     """End the process, at once if a thread is still inside XLA.
 
-    Such a thread compiles or is in a call that hangs. It cannot be stopped, and the interpreter's
-    clean-up would unwind it and abort the process.
+    Such a thread compiles, or hangs in a call. It cannot be stopped, and the interpreter's clean-up
+    would unwind it and abort the process.
     """
     if any(thread.name.startswith(IN_XLA) for thread in threading.enumerate()):
         logging.shutdown()

@@ -1,4 +1,4 @@
-"""`jaxembed calibrate`: the ranges of a model's vectors, from files of texts."""
+"""`jaxembed calibrate`: measures the calibration ranges of a model from files of texts."""
 
 import logging
 from typing import Any
@@ -82,5 +82,5 @@ def calibrate_command(
             ENOUGH_TEXTS,
         )
     path = save_ranges(embedder.model.path, ranges)
-    widths = ", ".join(str(one.kind.dimensions) for one in ranges)
+    widths = ", ".join(str(item.kind.dimensions) for item in ranges)
     click.echo(f"{path}: ranges of {count} texts, of vectors of {widths} dimensions")

@@ -1,4 +1,4 @@
-"""`jaxembed convert`: a checkpoint directory from a Hugging Face model."""
+"""`jaxembed convert`: converts a Hugging Face model to a checkpoint."""
 
 import os
 from typing import Any

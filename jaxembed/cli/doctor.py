@@ -1,4 +1,4 @@
-"""`jaxembed doctor`: why queries are slow, asked of a server or found on this machine."""
+"""`jaxembed doctor`: explains why queries to a server, or on this machine, are slow."""
 
 from typing import Any
 
@@ -76,9 +76,11 @@ def doctor_command(
 
 
 def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
-    """Print what a server reports about itself, and return whether something is wrong.
+    """Print what a server reports about itself. Returns whether it has findings. With `probe` a few
+    queries are timed first.
 
-    Raises ConfigError if what answers is no jaxembed server, Unanswered if nothing answers.
+    Raises ConfigError if no jaxembed server answers, and its subclass Unanswered if nothing
+    answers.
     """
     import msgspec
 
@@ -88,19 +90,22 @@ def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
     examinations = ask(url, key)
     probes = {}
     if probe:
-        probes = {name: probe_model(url, key, one.facts) for name, one in examinations.items()}
+        probes = {
+            name: probe_model(url, key, report.facts) for name, report in examinations.items()
+        }
         examinations = ask(url, key)  # again, for the times of the probes
     if as_json:
         answer = {"models": examinations, "probes": probes}
         click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        pages = [model_page(url, one, probes.get(name)) for name, one in examinations.items()]
+        pages = [model_page(url, report, probes.get(name)) for name, report in examinations.items()]
         click.echo("\n\n".join(pages))
-    return any(one.findings for one in examinations.values())
+    return any(report.findings for report in examinations.values())
 
 
 def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bool:
-    """Print what this machine has for a model, and return whether something is wrong."""
+    """Print what a model would use on this machine: device, kernels, buckets. Returns whether there
+    are findings. Raises CheckpointError, ConfigError and BackendError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import msgspec
 

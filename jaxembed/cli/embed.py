@@ -1,4 +1,4 @@
-"""`jaxembed embed`: vectors of files of texts or images, as a file or a folder of Parquet."""
+"""`jaxembed embed`: embeds the texts or images of files, into a file or a folder of Parquet."""
 
 import logging
 import time
@@ -135,9 +135,9 @@ def embed_command(
     if role is not None and outputs == ("dense",):
         raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
     source = _row_source(inputs, text_column, image_column, pdf_dpi, pdf_timeout)
-    of_texts = {"prompt_name": prompt_name, "role": role, **flags}
+    text_options = {"prompt_name": prompt_name, "role": role, **flags}
     for name in source.unused_flags:
-        if of_texts[name] is not None:
+        if text_options[name] is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is for texts, and the inputs are images; leave it out"
             )
@@ -149,10 +149,10 @@ def embed_command(
         **({} if role is None else {"role": role}),
     }
     load = partial(load_for_outputs, model, prompt_name, flags, source, outputs)
-    chosen = folder_options(flags)
+    job_options = folder_options(flags)
     if output.endswith((".npy", ".jsonl")):
         lines = source.texts(inputs, output)
-        for name in chosen:
+        for name in job_options:
             if _is_given(name):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is for a folder of Parquet, and --output {output} "
@@ -161,8 +161,8 @@ def embed_command(
         _write_file(load, lines, Path(output), outputs, options)
     else:
         check_folder_job(inputs, output, ".npy, .jsonl or ")
-        chosen["id_column"], chosen["keep"] = source.kept_columns(
-            inputs, chosen["id_column"], chosen["keep"]
+        job_options["id_column"], job_options["keep"] = source.kept_columns(
+            inputs, job_options["id_column"], job_options["keep"]
         )
 
         def make(embedder: "Embedder") -> Any:
@@ -170,7 +170,7 @@ def embed_command(
 
             return EmbedRows(embedder, source, outputs, options)
 
-        run_folder(load, make, inputs, output, chosen)
+        run_folder(load, make, inputs, output, job_options)
 
 
 def _row_source(
@@ -180,10 +180,10 @@ def _row_source(
     pdf_dpi: int,
     pdf_timeout_s: float,
 ) -> "RowSource":
-    """What the rows of the inputs hold.
+    """Return the source of the rows of the inputs: texts, a column of images, or image files.
 
-    Raises ConfigError for an input that is missing, for inputs of texts and of images, for flags
-    that do not fit each other or the inputs, and for an extra that is not installed.
+    Raises ConfigError for a missing input, for inputs of both texts and images, for flags that do
+    not fit each other or the inputs, and for an extra that is not installed.
     """
     from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
     from jaxembed.bulk.row_source import TextRows
@@ -198,7 +198,7 @@ def _row_source(
             )
         column = "--text-column"
     if column is None:
-        files = [one.name for one in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
+        files = [file.name for file in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
         images = [name for name in files if is_of_images(name)]
         if images and len(images) < len(files):
             rows = next(name for name in files if not is_of_images(name))
@@ -210,8 +210,10 @@ def _row_source(
         if images:
             return ImageFiles(pdf_dpi=pdf_dpi, pdf_timeout_s=pdf_timeout_s)
     else:
-        if named := next(filter(is_of_images, inputs), None):
-            raise ConfigError(f"{named}: image and PDF files have no columns; leave {column} out")
+        if image_file := next(filter(is_of_images, inputs), None):
+            raise ConfigError(
+                f"{image_file}: image and PDF files have no columns; leave {column} out"
+            )
         input_files(inputs)
     for name in ("pdf_dpi", "pdf_timeout"):
         if _is_given(name):
@@ -225,6 +227,7 @@ def _row_source(
 
 
 def _is_given(name: str) -> bool:
+    """Return whether the user has set an option of the current command."""
     source = click.get_current_context().get_parameter_source(name)
     return source is not ParameterSource.DEFAULT
 
@@ -236,7 +239,8 @@ def _write_file(
     outputs: tuple[OutputName, ...],
     options: dict[str, Any],
 ) -> None:
-    """Embed texts into one file, with a progress bar."""
+    """Load a model by `load`, and embed the texts `lines` into a file. `options` are those of
+    `embed_file`. Raises ConfigError, and as `load` and `embed_file`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.vectors import check_vectors_path, embed_file

@@ -1,4 +1,4 @@
-"""`jaxembed info`: what a model is, without loading it."""
+"""`jaxembed info`: describes a model without loading it."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TASKS = {
     "rerank": "rerank (scores documents for a query)",
     "classify": "classify (gives texts labels)",
 }
-MOST_LABELS = 20  # on the page for people
+MOST_LABELS = 20  # in the text for people
 LONGEST_PROMPT = 70  # characters
 
 
@@ -35,7 +35,7 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
     MODEL is a directory or a hub id (default: all-MiniLM-L6-v2). Nothing is converted, and no
     weights are read.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing here is worth starting another device for
+    os.environ["JAX_PLATFORMS"] = "cpu"  # no other device is needed
     import msgspec
 
     from jaxembed.checkpoints import hub
@@ -52,13 +52,13 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
 
 
 def _page(facts: dict[str, Any]) -> Iterator[str]:
-    """The lines about a model for people; of one with several routes those of each route."""
+    """Yield the lines about a model for people. A model with several routes has lines for each."""
     revision = f", revision {facts['revision']}" if facts["revision"] else ""
     yield f"{facts['source']}{revision}"
     yield from map(_line, _rows(facts))
-    for route, of_route in facts.get("routes", {}).items():
+    for route, route_facts in facts.get("routes", {}).items():
         yield f"\nRoute {route}"
-        yield from map(_line, _rows(of_route))
+        yield from map(_line, _rows(route_facts))
     state = "no: the first command that loads it converts it"
     if facts["converted"]:
         state = f"yes, content hash {facts['content_hash']}"
@@ -71,19 +71,19 @@ def _line(row: tuple[str, str]) -> str:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """The titles and values of one route."""
+    """Return the titles and values about a model or a route, without empty values."""
     outputs = (f"{name} ({width} dimensions)" for name, width in facts["outputs"].items())
     sizes = (f"{size / MIB:,.0f} MiB in {kind}" for kind, size in facts["parameter_bytes"].items())
     limits = facts["limits"]
-    served, most = limits["served_by_default"], limits["max_input_tokens"]
-    more = "" if served == most else f"; up to {most} with --max-input-length"
+    default_limit, max_limit = limits["served_by_default"], limits["max_input_tokens"]
+    more = "" if default_limit == max_limit else f"; up to {max_limit} with --max-input-length"
     rows = [
         ("task", TASKS[facts["task"]]),
         ("architecture", f"{facts['architecture']}, {facts['parameters']:,} parameters"),
         ("memory", ", ".join(sizes)),
         ("outputs", ", ".join(outputs)),
         ("pooling", ", ".join(facts["pooling"])),
-        ("input limit", f"{served} tokens{more}"),
+        ("input limit", f"{default_limit} tokens{more}"),
     ]
     if facts["task"] == "embed":
         rows.append(("normalized", "to length 1" if facts["normalized"] else "no"))

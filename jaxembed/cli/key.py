@@ -11,7 +11,7 @@ import click
 from jaxembed.cli.options import OWN, Group, section
 
 KEY_BYTES = 32  # 256 random bits
-KEY_PREFIX = "jx-"  # by which people and scanners of secrets know a key
+KEY_PREFIX = "jx-"  # by which people and secret scanners recognise a key
 
 KEY_OPTIONS = section(
     OWN,
@@ -73,7 +73,7 @@ def new_key(name: str, **fields: Any) -> None:
         if value is None or value == ():
             continue
         shown = json.dumps(value, ensure_ascii=False)
-        if field == "expires":  # a date has no quotes; of others the reader says what it wanted
+        if field == "expires":  # dates have no quotes; `parse_keys` refuses others
             with suppress(tomllib.TOMLDecodeError):
                 tomllib.loads(f"value = {value}")
                 shown = value

@@ -1,5 +1,5 @@
-"""Loads a model and runs a job as the flags of a command ask: the source, the settings, JAX before
-it, and progress on standard error.
+"""Loads a model and runs a job as the flags of a command ask: makes the settings, configures JAX,
+and shows progress on standard error.
 
 `flags` are the values of the flags by name, with underscores.
 """
@@ -33,7 +33,7 @@ FOLDER_FLAGS = ("id_column", "keep", "part_rows", "on_error", "reuse")  # JOB_OP
 
 
 def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
-    """Where a model comes from, and how it is converted. Raises CheckpointError.
+    """Return where a model comes from, and how it is converted. Raises CheckpointError.
 
     Sets the environment variable HF_HUB_CACHE if --huggingface-hub-cache is given.
     """
@@ -52,12 +52,12 @@ def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
 
 
 def engine_config(flags: dict[str, Any]) -> EngineConfig:
-    """The settings of the engine.
+    """Return the settings of the engine.
 
-    Only `serve` has the flags that limit how much work is admitted, and how much is cached. Without
-    such a flag the setting is the default of EngineConfig.
+    Only `serve` has the flags of admission and of the cache. Other commands keep the defaults of
+    EngineConfig for these.
     """
-    of_server = {
+    server_settings = {
         name: flags[name]
         for name in (
             "max_concurrent_requests",
@@ -78,12 +78,12 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
         buckets=flags["buckets"],
         max_input_tokens=flags["max_input_length"],
         null_model=flags["null_model"],
-        **of_server,
+        **server_settings,
     )
 
 
 def text_config(flags: dict[str, Any]) -> TextConfig:
-    """The settings by which texts are tokenized if a request does not say otherwise."""
+    """Return how texts are tokenized if a request does not say otherwise."""
     return TextConfig(
         truncate=flags["auto_truncate"],
         default_prompt=flags["default_prompt"],
@@ -93,17 +93,17 @@ def text_config(flags: dict[str, Any]) -> TextConfig:
 
 
 def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
-    """Set everything that jaxembed sets for the whole process, then start the devices.
+    """Configure memory, JAX and threads for the whole process, then start the devices.
 
-    `memory_fraction` is the share of a GPU's memory that may be taken. Raises ConfigError if
-    `cache_dir` cannot be made, if others can write to it, or if JAX_PLATFORMS names no kind of
-    device; BackendError if a device cannot be started.
+    `cache_dir` keeps compiled programs. `memory_fraction` is the share of a GPU's memory to use,
+    from 0 to 1. Raises ConfigError if `cache_dir` cannot be made, if others can write to it, or if
+    JAX_PLATFORMS names no kind of device; BackendError if a device cannot be started.
     """
     if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
         memory.keep()
     if memory_fraction is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
-        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # its old name; both are an error
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name; JAX refuses both
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -115,20 +115,20 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         raise ConfigError(
             f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
         ) from error
-    # a seat's thread waits for its batch anyway; asynchronous dispatch would oversubscribe cores
+    # a worker's thread waits for its batch anyway; asynchronous dispatch oversubscribes cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
     try:
         jax.local_devices()
     except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS") or "not set"
-        # a device that is there may be taken or not be up yet; one of no such kind will not come
+        # a known device may be taken or not be up yet; an unknown kind will never come
         kind = ConfigError if "known backends" in str(error) else BackendError
         raise kind(f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}") from error
 
 
 def load_model(model: str | None, flags: dict[str, Any], **options: Any):
-    """A LoadedModel; `options` are further arguments of it. Raises JaxembedError."""
+    """Return a LoadedModel. `options` are further arguments of it. Raises JaxembedError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.runtime.model import LoadedModel
 
@@ -148,10 +148,10 @@ def load_for_outputs(
     source: "RowSource",
     outputs: Sequence[OutputName] = ("dense",),
 ) -> "Embedder":
-    """An Embedder of a model that gives these outputs of such rows.
+    """Load a model that gives these `outputs` of the rows of `source`. Raises as `load_model`.
 
-    Before its weights are downloaded it raises WrongTask if the model does not, and ConfigError if
-    nothing says by which of its routes.
+    Before weights are downloaded it raises WrongTask if the model does not give the outputs, and
+    ConfigError if the model has no default route and no prompt name selects a route.
     """
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
@@ -164,7 +164,7 @@ def load_for_outputs(
     if task != "embed":
         raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed {task}`")
     offered = source.spec(routes, name).representations
-    if missing := [one for one in outputs if one not in offered]:
+    if missing := [output for output in outputs if output not in offered]:
         raise WrongTask(
             f"{name} gives no {' and no '.join(missing)} output, only {' and '.join(offered)}, "
             f"which `jaxembed embed` writes with --outputs {' --outputs '.join(offered)}"
@@ -176,8 +176,8 @@ def load_for_outputs(
 
 
 def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embedder":
-    """An Embedder of a model that can do the task. Raises WrongTask before its weights are
-    downloaded if it cannot."""
+    """Load a model that can do the task. Raises as `load_model`; if the model cannot do the task,
+    it raises WrongTask before weights are downloaded."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
     from jaxembed.embedder import Embedder
@@ -189,8 +189,8 @@ def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embe
 
 
 def compile_bar() -> Callable[[int, int], None] | None:
-    """What shows a progress bar over the buckets, on a terminal; None elsewhere, where log lines
-    report progress."""
+    """Return a function that shows a progress bar, given the numbers of compiled and of all
+    buckets. Return None if standard error is no terminal: there log lines report progress."""
     if not sys.stderr.isatty():
         return None
     from tqdm import tqdm
@@ -207,8 +207,8 @@ def compile_bar() -> Callable[[int, int], None] | None:
 
 
 def step_lines() -> Callable[[str, int, int], None]:
-    """What shows the current step: in one line that changes on a terminal, elsewhere in a log line
-    at the start of each step."""
+    """Return a function that shows a step, the number of its item and of all items: on a terminal
+    in one line that changes, elsewhere in a log line at the start of each step."""
     terminal = sys.stderr.isatty()
 
     def show(what: str, done: int, total: int) -> None:
@@ -222,14 +222,16 @@ def step_lines() -> Callable[[str, int, int], None]:
 
 
 def folder_options(flags: dict[str, Any]) -> dict[str, Any]:
-    """Take what JOB_OPTIONS gave out of the flags of a command."""
+    """Remove the values of JOB_OPTIONS from `flags`, and return them by name."""
     return {name: flags.pop(name) for name in FOLDER_FLAGS}
 
 
 def check_folder_job(inputs: Sequence[str], output: str, files: str = "") -> None:
-    """Raise ConfigError, before a model is loaded, for a folder with the name of a file, for an
-    input that is missing and for an extra that reads an input or writes the folder and is not
-    installed. `files` are what could be written instead of a folder."""
+    """Check the inputs and the output folder of a job before a model is loaded.
+
+    Raises ConfigError if the folder has a name like a file, an input is missing, or an extra that
+    they need is not installed. `files` names other outputs of the command, for the message.
+    """
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files
     from jaxembed.platform import object_store
     from jaxembed.platform.extras import require
@@ -250,8 +252,8 @@ def run_folder(
     output: str,
     chosen: dict[str, Any],
 ) -> None:
-    """Run a job with a progress bar, and say what it did. `make` gives its Computation. Raises as
-    `load` and `run_job`."""
+    """Run a job with a progress bar, and log a summary. `make` returns the Computation of a model;
+    `chosen` is what `folder_options` returns. Raises as `load` and `run_job`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.run import JobProgress, Rows, run_job
@@ -270,7 +272,7 @@ def run_folder(
                     bar.total = round(progress.rows / progress.share)
                 batches, fills = telemetry.batch_fill.totals()
                 bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
-                if not bar.n:  # what earlier runs have done says nothing of the rate
+                if not bar.n:  # rows of earlier runs do not count for the rate
                     bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
                 bar.update(progress.rows - bar.n)
 
@@ -279,7 +281,7 @@ def run_folder(
         seconds = time.monotonic() - started_at
     finally:
         embedder.close()
-    found = f", {summary.parts_found} of them there before" if summary.parts_found else ""
+    earlier = f", {summary.parts_found} of them there before" if summary.parts_found else ""
     reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""
     skipped = f", {summary.skipped} rows left out: see _skipped.jsonl" if summary.skipped else ""
     logger.info(
@@ -287,7 +289,7 @@ def run_folder(
         summary.rows,
         summary.parts,
         output,
-        found,
+        earlier,
         summary.computed,
         seconds,
         summary.computed / seconds,

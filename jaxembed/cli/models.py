@@ -1,4 +1,4 @@
-"""`jaxembed models`: published models that are known to be served, searched by words."""
+"""`jaxembed models`: searches the table of published models that jaxembed serves."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxembed.tools.known_models import KnownModel, KnownModels
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
-MOST_LANGUAGES = 2  # that a line names; of more it gives the number
+MOST_LANGUAGES = 2  # that a line names; for more it has their number
 
 
 @click.command("models", cls=Command, example="jaxembed models german reranker")
@@ -44,7 +44,7 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
 
 
 def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
-    """A table in plain text, with a heading for each kind of model."""
+    """Return the lines of a plain-text table, with a heading for each kind of model."""
     rows = {}
     for model in models:
         languages = f"{len(model.languages)} languages" if model.languages else ""
@@ -62,16 +62,17 @@ def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
     lines = [_aligned(HEAD, widths)]
     for kind in dict.fromkeys(model.kind for model in models):
         lines.append(f"{kind}:")
-        lines += [_aligned(rows[one.name], widths) for one in models if one.kind == kind]
+        lines += [_aligned(rows[item.name], widths) for item in models if item.kind == kind]
     return lines
 
 
 def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
+    """Join cells, padded to these widths in characters."""
     return "  ".join(map(str.ljust, cells, widths)).rstrip()
 
 
 def _described(model: "KnownModel", table: "KnownModels") -> str:
-    """Every fact of a model on its own line, with its source."""
+    """Return the facts of a model as text, each on a line with its source."""
     from jaxembed.tools.known_models import VERIFIED
 
     source_of = {fact: source for source, facts in model.sources.items() for fact in facts}
@@ -99,7 +100,7 @@ def _described(model: "KnownModel", table: "KnownModels") -> str:
 
 
 def size(parameters: int | None) -> str:
-    """A number of parameters for people: `22.7M`, `7.1B`; empty if it is not known."""
+    """Format a number of parameters for people: `22.7M`, `7.1B`; an empty string for None."""
     if parameters is None:
         return ""
     billions = parameters >= 1e9

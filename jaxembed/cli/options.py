@@ -26,7 +26,7 @@ from jaxembed.observability.tracing import current_trace
 from jaxembed.platform.files import DISK_FULL
 
 OWN = "Options"  # title of the options that belong to one command alone
-UNCUT = 10_000  # characters, more than any summary has
+UNCUT = 10_000  # characters; longer than any summary
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TRACED_LINE = LINE + " trace_id=%(trace_id)s"
 
@@ -45,14 +45,15 @@ def section(title: str, *options: Callable) -> Callable:
 
 
 class Command(click.Command):
-    """A command that writes log lines, and whose help has an example and its options by section."""
+    """A command that sets up logging. Its help has an example, and its options by section."""
 
     def __init__(self, *arguments: Any, example: str, **attributes: Any):
         super().__init__(*arguments, **attributes)
         self.example = example
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; its log lines go to standard error, as JSON if it has such a flag."""
+        """Set up logging and run the command. Log lines are JSON if its flag --json-output is
+        set."""
         configure_logging(ctx.params.get("json_output", False))
         return super().invoke(ctx)
 
@@ -84,7 +85,7 @@ class Group(click.Group):
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the first sentence of the help of each command, however long it is."""
+        """Write each command with the whole first sentence of its help."""
         with formatter.section("Commands"):
             formatter.write_dl(
                 [(name, one.get_short_help_str(UNCUT)) for name, one in self.commands.items()]
@@ -92,8 +93,8 @@ class Group(click.Group):
 
 
 def configure_logging(json_output: bool) -> None:
-    """Log to standard error: jaxembed from LOG_LEVEL (by default INFO) up, its libraries from
-    WARNING up."""
+    """Log to standard error: jaxembed at the level LOG_LEVEL (default: INFO) and above, other
+    libraries at WARNING and above. With `json_output` each line is a JSON object."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -106,7 +107,7 @@ def configure_logging(json_output: bool) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats each log line as text, with the id of the trace of the request that it is of."""
+    """Formats each log line as text, with the trace id of its request, if any."""
 
     def __init__(self) -> None:
         super().__init__(LINE)
@@ -149,7 +150,7 @@ POOLING_CHOICES: dict[str, PoolingChoice] = {
 
 
 class FiniteRange(click.FloatRange):
-    """The type of finite numbers within bounds. Click's range would let nan pass."""
+    """A click type for finite numbers within bounds; click's FloatRange accepts nan."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -161,7 +162,8 @@ class FiniteRange(click.FloatRange):
 
 
 def tei_option(flag: str, **attributes: Any) -> Callable:
-    """An option that can also be set by TEI's environment variable, its name in capitals."""
+    """Return a decorator for an option that TEI's environment variable, the flag's name in
+    capitals, also sets."""
     name = flag.removeprefix("--").split("/")[0]
     return click.option(flag, envvar=name.upper().replace("-", "_"), show_envvar=True, **attributes)
 
@@ -169,12 +171,13 @@ def tei_option(flag: str, **attributes: Any) -> Callable:
 def named_folders(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Path]:
-    """The folders of NAME=DIR, by name. Raises BadParameter for other forms, and names twice."""
+    """Parse values of the form NAME=DIR, and return the folders by name. Raises BadParameter for
+    another form and for a repeated name."""
     folders: dict[str, str] = {}
-    for one in given:
-        name, equals, folder = one.partition("=")
+    for value in given:
+        name, equals, folder = value.partition("=")
         if not equals or name in folders:
-            raise click.BadParameter(f"{one!r}: wanted NAME=DIR, each with a NAME of its own")
+            raise click.BadParameter(f"{value!r}: wanted NAME=DIR, each with a NAME of its own")
         folders[name] = folder
     try:
         return adapter_folders(folders)
@@ -381,16 +384,16 @@ TEXT_OPTIONS = section(
 
 EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
 EXIT_HEALTHY, EXIT_FINDINGS = 0, 1  # of `doctor`
-EXIT_REFUSED = 2  # of all: the command, its options or its files are wrong, and stay so
+EXIT_REFUSED = 2  # of all: the command, its options or its files are wrong; no retry helps
 EXIT_TEMPORARY = 75  # of all: the same command may succeed later; EX_TEMPFAIL of sysexits.h
 
-STATUSES: dict[type[BaseException], int] = {  # the nearest class of an error counts
+STATUSES: dict[type[BaseException], int] = {  # the nearest base class counts
     JaxembedError: EXIT_REFUSED,
     HubUnreachable: EXIT_TEMPORARY,
     StoreUnreachable: EXIT_TEMPORARY,
     BackendError: EXIT_TEMPORARY,
     NoRoom: EXIT_REFUSED,
-    TimeoutError: EXIT_TEMPORARY,  # that of a lock, too
+    TimeoutError: EXIT_TEMPORARY,  # also that of a file lock
 }
 TEMPORARY_ERRNOS = {  # of an OSError
     *DISK_FULL,
@@ -404,7 +407,8 @@ TEMPORARY_ERRNOS = {  # of an OSError
 
 
 def exit_status(error: BaseException) -> int:
-    """Return EXIT_TEMPORARY if the error, or one that caused it, may pass, else EXIT_REFUSED."""
+    """Return EXIT_TEMPORARY if a retry may avoid the error or one of its causes, else
+    EXIT_REFUSED."""
     reason: BaseException | None = error
     while reason is not None:
         status = next((STATUSES[kind] for kind in type(reason).__mro__ if kind in STATUSES), None)

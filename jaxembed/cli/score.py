@@ -1,4 +1,5 @@
-"""`jaxembed rerank` and `jaxembed classify`: scores and labels of files of texts, as Parquet."""
+"""`jaxembed rerank` and `jaxembed classify`: write scores or labels for files of texts, as
+Parquet."""
 
 import logging
 from functools import partial
@@ -112,11 +113,12 @@ def score_with(
     inputs: tuple[str, ...],
     output: str,
 ) -> None:
-    """Load a model that can do the task, and write its score or labels of each row as Parquet.
+    """Load a model that can do the task, and write the score or labels of each row as Parquet.
 
-    Raises ConfigError and WrongTask before weights are downloaded, and as `run_folder`.
+    `columns` hold query and document, or one or two texts to classify. Raises ConfigError and
+    WrongTask before weights are downloaded, and as `run_folder`.
     """
-    chosen = folder_options(flags)
+    job_options = folder_options(flags)
     check_folder_job(inputs, output)
 
     def make(embedder: "Embedder") -> Any:
@@ -132,4 +134,4 @@ def score_with(
         kind = ScoreRows if task == "rerank" else ClassifyRows
         return kind(embedder, TextRows(columns), raw_scores)
 
-    run_folder(partial(load_for_task, model, task, flags), make, inputs, output, chosen)
+    run_folder(partial(load_for_task, model, task, flags), make, inputs, output, job_options)

@@ -1,4 +1,4 @@
-"""`jaxembed serve`: one or several models over HTTP."""
+"""`jaxembed serve`: serves one or several models over HTTP."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ logger = logging.getLogger("jaxembed")
 
 _ALONE = "serve that model in a process of its own"
 _CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what comes out"
-OF_ONE_MODEL = {  # flags that only a lone model can have: what to do instead for one of several
+OF_ONE_MODEL = {  # flags for a single model, and what to do instead if there are several
     "revision": _CONVERT,
     "dense_path": _CONVERT,
     "adapter": _CONVERT,
@@ -59,8 +59,8 @@ def serve_command(
     the field `model`.
     """
     models = models_given(model, model_id)
-    others = flags["loadable"] or flags["model_repository"] is not None
-    if len(models) > 1 or others:
+    has_loadable = flags["loadable"] or flags["model_repository"] is not None
+    if len(models) > 1 or has_loadable:
         _refuse_flags_of_one_model(flags, models)
     _refuse_blank_keys(flags["api_key"], flags["admin_key"])
     tracer = tracer_of(flags)
@@ -70,11 +70,11 @@ def serve_command(
     from jaxembed.server.registry.models import Catalog, Models, served_names
     from jaxembed.server.run import listen, run
 
-    models = models or (() if others else (DEFAULT_MODEL,))
-    for one in models:
-        object_store.require_extra(one)
-    changes = others or flags["admin_key"] is not None or flags["admin_port"] is not None
-    loadable = Catalog(flags["loadable"], flags["model_repository"]) if changes else None
+    models = models or (() if has_loadable else (DEFAULT_MODEL,))
+    for name in models:
+        object_store.require_extra(name)
+    can_load = has_loadable or flags["admin_key"] is not None or flags["admin_port"] is not None
+    loadable = Catalog(flags["loadable"], flags["model_repository"]) if can_load else None
     aliases = model_aliases(served_model_name, models)
     served_names(models, aliases)  # refuses two models of one name, before a long load
     config = server_config(flags)
@@ -83,22 +83,22 @@ def serve_command(
     logger.info(_access_line(config.api_keys, 0 if keyring is None else len(keyring)))
     capacity = capacity_of(engine_config(flags))
     loaded: list[Any] = []
-    for one in models:
-        try:  # those already loaded compile meanwhile
-            loaded.append(load_model(one, flags, capacity=capacity, wait=False))
+    for name in models:
+        try:  # models loaded before compile meanwhile
+            loaded.append(load_model(name, flags, capacity=capacity, wait=False))
         except JaxembedError as error:
-            for other in loaded:
-                other.close(timeout_s=0.0)
+            for earlier in loaded:
+                earlier.close(timeout_s=0.0)
             if len(models) == 1:
                 raise
-            raise ConfigError(f"{one} cannot be served: {error}") from error
+            raise ConfigError(f"{name} cannot be served: {error}") from error
     run(
         Models(loaded, aliases, capacity=capacity, loadable=loadable),
         config,
         listener,
-        partial(_load_later, flags, capacity) if changes else None,
-        _pool_limits(flags, loaded) if changes else None,
-        describe=partial(_task_of, flags) if changes else None,
+        partial(_load_later, flags, capacity) if can_load else None,
+        _pool_limits(flags, loaded) if can_load else None,
+        describe=partial(_task_of, flags) if can_load else None,
         keyring=keyring,
         audit=audit,
         tracer=tracer,
@@ -106,39 +106,39 @@ def serve_command(
 
 
 def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """The keys of --api-key-file and the log of --audit-log, each None without its flag. SIGHUP is
-    ignored until they can be read and opened again. Raises ConfigError."""
+    """Open the key file and the audit log. Returns a Keyring and an AuditLog, each None without its
+    flag. SIGHUP is ignored until the server handles it. Raises ConfigError."""
     from jaxembed.server.auth.audit import AuditLog
     from jaxembed.server.auth.keyring import Keyring
 
-    keys, log = flags["api_key_file"], flags["audit_log"]
-    for path, variable in ((keys, "API_KEY_FILE"), (log, "AUDIT_LOG")):
-        given = os.environ.get(variable)
-        if path is None and given is not None:  # to click a blank variable is an unset one
+    key_path, log_path = flags["api_key_file"], flags["audit_log"]
+    for path, variable in ((key_path, "API_KEY_FILE"), (log_path, "AUDIT_LOG")):
+        value = os.environ.get(variable)
+        if path is None and value is not None:  # click treats a blank variable as unset
             raise ConfigError(
-                f"{variable} is set but blank ({given!r}); give it a path, or unset it"
+                f"{variable} is set but blank ({value!r}); give it a path, or unset it"
             )
-    if keys is None and log is None:
+    if key_path is None and log_path is None:
         return None, None
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    taken = dict.fromkeys(flags["api_key"], "--api-key")
+    used_keys = dict.fromkeys(flags["api_key"], "--api-key")
     if flags["admin_key"] is not None:
-        taken[flags["admin_key"]] = "--admin-key"
-    return keys and Keyring(keys, taken), log and AuditLog(log)
+        used_keys[flags["admin_key"]] = "--admin-key"
+    return key_path and Keyring(key_path, used_keys), log_path and AuditLog(log_path)
 
 
 def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
-    """The models to serve, each once: those of the command line, or of the variable MODEL_ID where
-    the command line names none."""
+    """Return the models to serve, each once. MODEL on the command line overrides the environment
+    variable MODEL_ID; --model-id adds to MODEL."""
     source = click.get_current_context().get_parameter_source("model_id")
     is_overruled = model and source is ParameterSource.ENVIRONMENT
     return tuple(dict.fromkeys(model if is_overruled else model + model_id))
 
 
 def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
-    """Raise ConfigError if a key is blank, or the admin key one that clients have. To click a blank
-    variable is an unset one, so the server would be open to everybody."""
+    """Raise ConfigError if a key is blank, or the admin key is also an API key. click treats a
+    blank variable as unset, so the server would be open to everybody."""
     blank = [key for key in keys if not key.strip()]
     if blank:
         raise ConfigError(
@@ -151,10 +151,10 @@ def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
             f"API_KEY is set but blank ({variable!r}); give it a key that clients must send, or "
             "unset it to serve without one"
         )
-    given = os.environ.get("ADMIN_KEY") if admin_key is None else admin_key
-    if given is not None and not given.strip():
+    value = os.environ.get("ADMIN_KEY") if admin_key is None else admin_key
+    if value is not None and not value.strip():
         raise ConfigError(
-            f"--admin-key (ADMIN_KEY) is blank ({given!r}); give a key, or leave it out and unset "
+            f"--admin-key (ADMIN_KEY) is blank ({value!r}); give a key, or leave it out and unset "
             "ADMIN_KEY"
         )
     if admin_key in keys:
@@ -162,7 +162,8 @@ def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
 
 
 def _access_line(keys: tuple[str, ...], in_file: int) -> str:
-    """The log line that says whether requests need a key, of which there are so many in a file."""
+    """Return the log line that says whether requests need a key. `in_file` is the number of keys in
+    the key file."""
     if in_file:
         others = f", or {len(keys)} of --api-key" if keys else ""
         return f"requests need an API key: one of {in_file} in --api-key-file{others}"
@@ -172,31 +173,28 @@ def _access_line(keys: tuple[str, ...], in_file: int) -> str:
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
-    """Raise UsageError if a flag is given that only a lone model can have. `models` are those of
-    the command line."""
-    given = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
-    if given:
-        flag = "--" + given[0].replace("_", "-")
+    """Raise UsageError if a flag of OF_ONE_MODEL is set. `models` are those of the command line."""
+    names = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
+    if names:
+        flag = "--" + names[0].replace("_", "-")
         several = f"there are {len(models)}: {', '.join(models)}"
-        there = several if len(models) > 1 else "others may be loaded"
+        reason = several if len(models) > 1 else "others may be loaded"
         raise click.UsageError(
-            f"{flag} is for one model, and {there}; " + OF_ONE_MODEL[given[0]].format(flag=flag)
+            f"{flag} is for one model, and {reason}; " + OF_ONE_MODEL[names[0]].format(flag=flag)
         )
 
 
 def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
-    """The names of each model, from `NAME=MODEL`, or from `NAME` where there is one model.
-
-    Raises UsageError for a name that belongs to none of them.
-    """
+    """Return the served names of each model, by model. `names` are of the form NAME=MODEL, or NAME
+    if there is one model. Raises UsageError for another form, and for an unknown model."""
     aliases: dict[str, list[str]] = {}
-    for given in names:
-        name, equals, model = given.partition("=")
+    for value in names:
+        name, equals, model = value.partition("=")
         if not equals and len(models) == 1:
             model = models[0]
         if not name or model not in models:
             raise click.UsageError(
-                f"--served-model-name {given}: wanted NAME=MODEL, where MODEL is one of "
+                f"--served-model-name {value}: wanted NAME=MODEL, where MODEL is one of "
                 + ", ".join(models)
             )
         aliases.setdefault(model, []).append(name)
@@ -206,7 +204,8 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
 def _load_later(
     flags: dict[str, Any], capacity: Any, model: str, reserve: Callable[[int], object]
 ) -> Any:
-    """A model that a server loads while it runs, once it has answered. Raises JaxembedError."""
+    """Load a model while the server runs, and let it answer a probe. `reserve` is called with the
+    bytes that the model will take. Raises JaxembedError."""
     loaded = load_model(model, flags, capacity=capacity, reserve=reserve)
     try:
         loaded.probe()
@@ -217,28 +216,28 @@ def _load_later(
 
 
 def _task_of(flags: dict[str, Any], model: str) -> Task:
-    """What a model is for that a server may load. Raises JaxembedError."""
+    """Return the task of a model without loading it. Raises JaxembedError."""
     from jaxembed.checkpoints import hub
 
     return hub.describe_model(model_source(model, flags)).main.task
 
 
 def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
-    """The memory and the time of models that come and go. Raises ConfigError if those that are
-    loaded already take more than all may."""
+    """Return the limits on the memory and the time of models that are loaded and evicted. Raises
+    ConfigError if the `loaded` models already take more than --model-memory."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
 
     from jaxembed.engine.placement import room_for_models
 
-    taken = sum(one.resident_bytes for one in loaded)
-    most = flags["model_memory"]
-    if most is not None and taken > most:
+    taken = sum(model.resident_bytes for model in loaded)
+    max_bytes = flags["model_memory"]
+    if max_bytes is not None and taken > max_bytes:
         raise ConfigError(
-            f"--model-memory {most}: the models of the command line take {taken} bytes"
+            f"--model-memory {max_bytes}: the models of the command line take {taken} bytes"
         )
-    if most is None:
+    if max_bytes is None:
         device = jax.local_devices()[0]
         room = room_for_models(device)
-        most = room if room is None or device.platform != "cpu" else room + taken
-    return PoolLimits(most, flags["load_timeout"], flags["model_keep_alive"])
+        max_bytes = room if room is None or device.platform != "cpu" else room + taken
+    return PoolLimits(max_bytes, flags["load_timeout"], flags["model_keep_alive"])

@@ -1,4 +1,4 @@
-"""Options of the HTTP server, and from them its settings and what sends its spans."""
+"""Defines the options of `jaxembed serve`, and makes the server's settings and tracer from them."""
 
 import ipaddress
 import os
@@ -15,7 +15,7 @@ from jaxembed.memory import MIB
 from jaxembed.observability.tracing import Tracer
 from jaxembed.platform.extras import require
 
-SPANS_PATH = "/v1/traces"  # of a receiver that takes http/protobuf
+SPANS_PATH = "/v1/traces"  # of receivers of http/protobuf
 PROTOCOLS = ("grpc", "http/protobuf")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _BARE_SAMPLERS = ("always_on", "always_off", "traceidratio")
@@ -24,7 +24,7 @@ SAMPLER, SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 
 
 def _ip_address(text: str) -> str | None:
-    """The text if it is an IP address, else None: containers set HOSTNAME to their own name."""
+    """Return the text if it is an IP address, else None: containers set HOSTNAME to their name."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -248,8 +248,8 @@ REPOSITORY_OPTIONS = section(
 
 
 def server_config(flags: dict[str, Any]) -> ServerConfig:
-    """The server's settings, from the flags of `serve`. Raises ConfigError for what is no network
-    of --allow-media-network, and for a network without a host to fetch from."""
+    """Return the server's settings. Raises ConfigError for an invalid --allow-media-network, for
+    one without --allow-media-urls, and as `watchdog_s`."""
     from jaxembed.preprocessing.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
 
     networks = tuple(map(parse_media_network, flags["media_networks"]))
@@ -279,7 +279,8 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
 
 
 def watchdog_s() -> float | None:
-    """The seconds of WATCHDOG_USEC, None if it is unset or meant for another process."""
+    """Return WATCHDOG_USEC in seconds; None if it is unset, or WATCHDOG_PID names another process.
+    Raises ConfigError if it is not an integer."""
     microseconds, process = os.environ.get("WATCHDOG_USEC"), os.environ.get("WATCHDOG_PID")
     if not microseconds or (process and process != str(os.getpid())):
         return None
@@ -293,23 +294,23 @@ def watchdog_s() -> float | None:
 
 
 def tracer_of(flags: dict[str, Any]) -> Tracer | None:
-    """What sends the spans of `serve`; None without --otlp-endpoint.
+    """Return the tracer that sends spans to --otlp-endpoint; None without this flag.
 
-    Raises UsageError for an endpoint that is no URL and for variables whose values have no meaning,
-    and ConfigError if the extra is not installed.
+    Raises UsageError for an endpoint that is no URL and for OpenTelemetry's variables with unknown
+    values, and ConfigError if the extra is not installed.
     """
     endpoint = flags["otlp_endpoint"]
     if endpoint is None:
         return None
     protocol = "grpc"
     for name in PROTOCOL_VARIABLES:
-        if given := os.environ.get(name):
-            if given not in PROTOCOLS:
-                raise click.UsageError(f"{name}={given}: wanted one of {', '.join(PROTOCOLS)}")
-            protocol = cast(Literal["grpc", "http/protobuf"], given)
+        if value := os.environ.get(name):
+            if value not in PROTOCOLS:
+                raise click.UsageError(f"{name}={value}: wanted one of {', '.join(PROTOCOLS)}")
+            protocol = cast(Literal["grpc", "http/protobuf"], value)
             break
     url = spans_url(endpoint, protocol)
-    # the library would replace these by their defaults with a warning
+    # OpenTelemetry would only warn and take the defaults
     sampler, share = os.environ.get(SAMPLER), os.environ.get(SAMPLER_ARG, "")
     if sampler is not None and sampler.lower() not in SAMPLERS:
         raise click.UsageError(f"{SAMPLER}={sampler}: wanted one of {', '.join(SAMPLERS)}")
@@ -327,8 +328,8 @@ def tracer_of(flags: dict[str, Any]) -> Tracer | None:
 
 
 def spans_url(endpoint: str, protocol: str) -> str:
-    """The endpoint, over http/protobuf with the usual path if it has none. Raises UsageError if it
-    is no URL."""
+    """Return the URL to send spans to: the endpoint, to which http/protobuf adds SPANS_PATH if it
+    has no path. Raises UsageError if the endpoint is no URL."""
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

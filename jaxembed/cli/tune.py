@@ -1,4 +1,4 @@
-"""`jaxembed tune`: the grid of buckets that fits a given traffic."""
+"""`jaxembed tune`: finds the grid of buckets that fits given traffic."""
 
 from pathlib import Path
 from typing import Any
@@ -90,29 +90,29 @@ def tune_command(
     from jaxembed.tools.tune.cost import load_measured
     from jaxembed.tools.tune.tuning import Budget, tune
 
-    # here and below: report what cannot be read or written before loading
+    # report files that cannot be read or written before the slow load
     check_output(output, "--output", [".json"])
     if picture is not None:
         report.check_picture(picture)
-    texts = counted = None
+    texts = length_counts = None
     if traffic.startswith(("http://", "https://")):
-        counted = lengths.of_server(traffic, served_model_name)
+        length_counts = lengths.of_server(traffic, served_model_name)
     elif traffic.endswith(".json"):
-        counted = lengths.of_file(Path(traffic))
+        length_counts = lengths.of_file(Path(traffic))
     else:
         texts = read_texts([traffic], text_column)
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
 
-    jax.config.update("jax_enable_compilation_cache", False)  # compiling is measured, too
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured, too
     loaded = load_measured(
         model_source(model, flags), config=engine_config(flags), text=text_config(flags)
     )
     if texts is not None:
-        counted = lengths.of_texts(texts, loaded.count_tokens, traffic)
-    assert counted is not None
+        length_counts = lengths.of_texts(texts, loaded.count_tokens, traffic)
+    assert length_counts is not None
     budget = Budget(seconds, max_buckets, compile_seconds)
-    tuning = tune(loaded, counted, budget, step_lines())
+    tuning = tune(loaded, length_counts, budget, step_lines())
     tuning.write(output)
     click.echo(report.table(tuning))
     if picture is not None:

@@ -1,4 +1,4 @@
-"""`jaxembed verify`: a model compared with a reference implementation."""
+"""`jaxembed verify`: compares a model with a reference implementation."""
 
 from typing import Any
 

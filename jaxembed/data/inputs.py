@@ -1,4 +1,4 @@
-"""Defines the inputs of a request. Knows no wire format."""
+"""The inputs of a request: texts, pairs, token ids, images, and texts with chunks."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -8,11 +8,11 @@ import numpy as np
 
 Priority = Literal["interactive", "bulk"]  # interactive: a person waits; bulk: a job does
 
-OffsetUnit = Literal["code-points", "utf-16", "utf-8"]  # what places in a text are counted in
+OffsetUnit = Literal["code-points", "utf-16", "utf-8"]  # the unit of positions in a text
 
 
 class Text(msgspec.Struct, frozen=True):
-    """One text; prompts and special tokens are added when it is tokenized."""
+    """A text. Tokenization adds prompts and special tokens."""
 
     text: str
 
@@ -25,7 +25,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Token ids to run unchanged: nothing is decoded and nothing is added.
+    """Token ids that run unchanged: nothing is decoded, and no prompt or special token is added.
 
     An `array.array` is checked faster than a list and takes less memory.
     """
@@ -34,7 +34,7 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Image(msgspec.Struct, frozen=True):
-    """One image: the bytes of its file, or its colours, uint8 `[height, width, 3]`."""
+    """An image: the bytes of its file, or its RGB values, uint8 `[height, width, 3]`."""
 
     data: bytes | np.ndarray
 
@@ -43,18 +43,18 @@ Input = Text | Pair | Tokens | Image
 
 
 class ChunkSize(msgspec.Struct, frozen=True):
-    """Chunks of so many tokens, of which each shares `overlap` with the one before."""
+    """Chunks of `tokens` tokens, each of which shares `overlap` tokens with the previous chunk."""
 
     tokens: int
     overlap: int = 0
 
 
 class ChunkedText(msgspec.Struct, frozen=True):
-    """A text whose chunks have a vector each, pooled from the tokens of the whole text.
+    """A text with a vector for each of its chunks, pooled from the tokens of the whole text.
 
-    `chunks` are half-open ranges `(start, end)` in the `offset_unit`, in ascending order of their
-    starts; they may overlap, and what is in none of them is context only. A ChunkSize divides the
-    text itself.
+    `chunks` are half-open ranges `(start, end)` in the `offset_unit`, ordered by their starts. They
+    may overlap. Text outside all chunks serves only as context. With a ChunkSize jaxembed divides
+    the text.
     """
 
     text: str

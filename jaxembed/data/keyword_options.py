@@ -1,4 +1,4 @@
-"""Keyword options of methods: the signature, the help and the check come from one dataclass."""
+"""Keyword options of methods: signature, help and checks come from one dataclass."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -17,36 +17,38 @@ def described(default: Any, description: str) -> Any:
 
 
 class KeywordOptions:
-    """Fields of a dataclass that methods take as `**options`.
+    """A decorator of methods that take fields of a dataclass as `**options`.
 
-    A method that it decorates lists the options in its signature and its docstring, and raises
-    TypeError for another one, with the names of all and the one that is most like it.
+    The decorated method lists the options in its signature and its docstring. It raises TypeError
+    for an unknown option, with the names of all options and the most similar one.
     """
 
     def __init__(self, kind: type, names: Collection[str]):
-        """`names` are those of the fields of the dataclass `kind`, all of which have a default and
-        a description."""
-        by_name: dict[str, Field] = {one.name: one for one in fields(kind)}
+        """`names` are fields of the dataclass `kind`, each with a default and a description."""
+        by_name: dict[str, Field] = {option.name: option for option in fields(kind)}
         self.names = frozenset(names)
         self._fields = [by_name[name] for name in names]
-        lacking = [one.name for one in self._fields if one.default is MISSING]
-        assert not lacking, f"{lacking} have no default"
+        without_default = [option.name for option in self._fields if option.default is MISSING]
+        assert not without_default, f"{without_default} have no default"
 
     def __call__(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorate a method, which may be a coroutine function."""
         signature = inspect.signature(method)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [
             inspect.Parameter(
-                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
+                option.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=option.default,
+                annotation=option.type,
             )
-            for one in self._fields
+            for option in self._fields
         ]
-        allowed = {one.name for one in (*own, *options)}
-        keywords = [one.name for one in (*own, *options) if one.kind is one.KEYWORD_ONLY]
+        allowed = {p.name for p in (*own_parameters, *options)}
+        keywords = [p.name for p in (*own_parameters, *options) if p.kind is p.KEYWORD_ONLY]
 
-        def check(given: dict[str, Any]) -> None:
-            unknown = next((one for one in given if one not in allowed), None)
+        def check(kwargs: dict[str, Any]) -> None:
+            unknown = next((name for name in kwargs if name not in allowed), None)
             if unknown is not None:
                 similar = get_close_matches(unknown, allowed, 1)
                 hint = f"; did you mean `{similar[0]}`?" if similar else "."
@@ -65,8 +67,10 @@ class KeywordOptions:
             check(kwargs)
             return await cast(Any, method(*args, **kwargs))
 
-        made: Any = call_async if inspect.iscoroutinefunction(method) else call
-        made.__signature__ = signature.replace(parameters=[*own, *options])
-        lines = [f"    {one.name}: {one.metadata['description']}" for one in self._fields]
-        made.__doc__ = "\n".join([f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:", *lines])
-        return made
+        decorated: Any = call_async if inspect.iscoroutinefunction(method) else call
+        decorated.__signature__ = signature.replace(parameters=[*own_parameters, *options])
+        lines = [f"    {option.name}: {option.metadata['description']}" for option in self._fields]
+        decorated.__doc__ = "\n".join(
+            [f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:", *lines]
+        )
+        return decorated

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, as types. Knows nothing of files or arrays."""
+"""The manifest of a checkpoint, as types."""
 
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
@@ -7,18 +7,18 @@ import msgspec
 
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 
-NO_LIMIT = 2**19  # tokens of an input to a model that cuts nothing; no text that is read has more
+NO_LIMIT = 2**19  # input tokens of a model that truncates nothing; no accepted text has more
 
 STATIC = "static"  # the architecture of a model that is a table of token vectors
 
-FORMAT_VERSION = 4  # of what is written; docs/versions.md says when it grows
+FORMAT_VERSION = 4  # of the checkpoints that are written; docs/versions.md says when it grows
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
-"""In the order in which several are concatenated, which is that of sentence-transformers."""
+"""The poolings, in the order in which sentence-transformers concatenates several."""
 
 PoolingChoice = Pooling | Literal["splade"]
-"""What a model may be loaded with: another pooling, or the weights of terms of its masked-LM head,
-by TEI's name."""
+"""What a model may be loaded with: another pooling, or "splade", as TEI calls the sparse embeddings
+of a masked-LM head."""
 
 Activation = Literal[
     "identity", "tanh", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid"
@@ -27,14 +27,14 @@ Activation = Literal[
 DType = Literal["float32", "bfloat16", "float16"]
 
 Task = Literal["embed", "classify", "rerank"]
-"""What a model is for: vectors, the logits of several labels, or the one logit of a pair."""
+"""What a model computes: vectors, logits of several labels, or one logit of a pair of texts."""
 
 ScoreFunction = Literal["sigmoid", "softmax"]
 
 
 class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
-    """A sentence-transformers Dense module: activation(x @ kernel + bias), with `residual` plus x,
-    or plus x @ residual.kernel where the widths differ."""
+    """A sentence-transformers Dense module: activation(x @ kernel + bias). With `residual` it adds
+    x, or x @ residual.kernel if the widths differ."""
 
     in_features: int
     out_features: int
@@ -44,7 +44,7 @@ class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
 
     @property
     def projects_residual(self) -> bool:
-        """Whether the residual has a kernel of its own."""
+        """Whether the residual has a kernel."""
         return self.residual and self.in_features != self.out_features
 
 
@@ -53,7 +53,7 @@ class NormalizeLayer(msgspec.Struct, frozen=True, tag="normalize"):
 
 
 class LayerNormLayer(msgspec.Struct, frozen=True, tag="layer_norm"):
-    """A layer norm: mean zero and variance one, then scale and, with `bias`, shift."""
+    """A layer norm: mean zero and variance one, then a scale and, with `bias`, a shift."""
 
     features: int
     eps: float
@@ -72,41 +72,41 @@ class _WithModules(Protocol):
 
 
 class _AfterModules(msgspec.Struct, frozen=True):
-    """What heads have in common whose output is what their modules give."""
+    """The base of heads whose output is the result of their modules."""
 
     @property
     def normalize(self: _WithModules) -> bool:
-        """Whether the head ends in a Normalize module. The host runs that one."""
+        """Whether the last module is a Normalize module, which runs on the host."""
         return bool(self.modules) and isinstance(self.modules[-1], NormalizeLayer)
 
     @property
     def device_modules(self: _WithModules) -> tuple[Module, ...]:
-        """The modules that run on the device: all but a last Normalize."""
+        """The modules that run on the device: all but a Normalize at the end."""
         return self.modules[:-1] if self.normalize else self.modules
 
     def width(self: _WithModules, hidden_size: int) -> int:
-        """The number of columns of the output."""
+        """Return the number of columns of the output."""
         dense = [layer for layer in self.modules if isinstance(layer, DenseLayer)]
         return dense[-1].out_features if dense else hidden_size
 
 
 class Pooled(_AfterModules, frozen=True, tag="pooled"):
-    """A head that gives one vector for each slot: the poolings of its hidden states, side by side,
-    and then the modules, in the order of modules.json."""
+    """A head of one vector for each slot. The poolings of the hidden states are concatenated and go
+    through the modules, in the order of modules.json."""
 
     pooling: tuple[Pooling, ...]
     modules: tuple[Module, ...] = ()
 
     def width(self, hidden_size: int) -> int:
-        """The number of columns of the output."""
+        """Return the number of columns of the output."""
         return super().width(hidden_size * len(self.pooling))
 
 
 class PerToken(_AfterModules, frozen=True, tag="per_token"):
-    """A head that gives each token a row of its own: its hidden state, through the modules.
+    """A head of one vector for each token: its hidden state, through the modules.
 
-    The rows of the first token, with `drops_first`, and of tokens with the `skipped_ids` are
-    computed and not answered.
+    The vectors of tokens with the `skipped_ids`, and with `drops_first` that of the first token,
+    are computed but left out of the answer.
     """
 
     modules: tuple[Module, ...]
@@ -115,38 +115,44 @@ class PerToken(_AfterModules, frozen=True, tag="per_token"):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
-    """A head that gives one weight for each term of the vocabulary: the logits of a masked language
-    model, which are a product with a table of terms after the modules, through the activation, and
-    over the tokens of a slot their maximum or sum. Formal et al. 2021, arXiv:2109.10086.
+    """A head of sparse embeddings: a weight for each term of the vocabulary in each slot.
 
-    Of a static model, which has no logits, the table is one weight for each term, and the weight of
-    a term is that one where it is among the tokens, however often."""
+    The hidden states go through the modules and are multiplied by the table of terms, which gives
+    the logits of a masked language model. The activation makes weights of them, and a slot has the
+    maximum or the sum over its tokens. Formal et al. 2021, arXiv:2109.10086.
+
+    A static model has no logits: its table holds one weight for each term, and a term among the
+    tokens of a slot has that weight, however often it occurs.
+    """
 
     vocab_size: int
-    features: int  # of the table, each term's number of values
+    features: int  # rows of the table, which has a column for each term
     modules: tuple[Module, ...] = ()
     over_tokens: Literal["max", "sum"] = "max"
     activation: Literal["relu", "log1p_relu"] = "relu"
-    """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + that)."""
-    max_active: int | None = None  # the most weights of an answer, those of the largest size
+    """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + relu's weight)."""
+    max_active: int | None = None  # the maximum number of weights of an answer, the largest ones
 
-    normalize = False  # its weights are not
+    normalize = False  # the weights are not normalized
 
     @property
     def device_modules(self) -> tuple[Module, ...]:
-        """The modules before the product with the table: all."""
+        """All modules: they run before the product with the table."""
         return self.modules
 
     def width(self, hidden_size: int) -> int:
-        """The number of columns of the output."""
+        """Return the number of columns of the output."""
         return self.vocab_size
 
 
 class Probed(_AfterModules, frozen=True, tag="probed"):
-    """A head that gives one vector for each slot: a learned query attends to its tokens, and what
-    it finds goes through a norm and an MLP, with a residual. Zhai et al. 2023, arXiv:2303.15343."""
+    """An attention pooling head: one vector for each slot.
 
-    width_in: int  # of the hidden states, and of the vector
+    A learned query attends to the tokens of the slot; the result goes through a norm and an MLP
+    with a residual connection. Zhai et al. 2023, arXiv:2303.15343.
+    """
+
+    width_in: int  # dimensions of the hidden states, and of the vector before the modules
     num_heads: int
     intermediate_size: int
     norm_eps: float
@@ -157,21 +163,21 @@ class Probed(_AfterModules, frozen=True, tag="probed"):
 
 
 Head = Pooled | PerToken | Vocabulary | Probed
-"""The union of all kinds of heads. jaxembed.models.heads.HEADS has the layers of each kind."""
+"""The union of all kinds of heads. jaxembed.models.heads.HEADS holds the layers of each kind."""
 
 
 def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
-    """The heads of a classifier or reranker: its logits, and the vector that they are computed
-    from, which is the pooled one before any module."""
+    """Return the heads of a classifier or reranker: its logits, and its pooled vector. The pooled
+    vector is the one that logits are computed from, before any module."""
     return {"logits": logits, "dense": Pooled(logits.pooling)}
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """What a query is filled up with: a token, as often as it takes to have `length` of them.
+    """The augmentation tokens of a query: copies of `token_id`, up to `length` tokens in total.
 
-    The fillers follow the last token, their positions run on, and each has a row in the answer. If
-    they are not `attended`, no token attends to them: they are hidden as keys, and their own rows
-    tell what they see of the others.
+    They follow the last token, their positions continue, and each has a vector in the answer. If
+    they are not `attended`, they are hidden as keys: no token attends to them, and each attends
+    only to the query's tokens.
     """
 
     token_id: int
@@ -180,12 +186,12 @@ class Expansion(msgspec.Struct, frozen=True):
 
 
 class LateInteraction(msgspec.Struct, frozen=True):
-    """How queries and documents are tokenized whose vectors are compared token by token. Khattab
-    and Zaharia 2020, arXiv:2004.12832.
+    """How queries and documents of a multi-vector model are tokenized.
 
-    The marker of its role stands second in each sequence, after the first special token; None: the
-    role has none. The lengths are the most tokens of a sequence, special ones and the marker
-    counted. A query longer than the length of the expansion is not filled up.
+    Khattab and Zaharia 2020, arXiv:2004.12832. The marker of a role is a token that stands second
+    in each sequence, after the first special token; None: the role has no marker. The lengths are
+    the maximum tokens of a sequence, including special tokens and the marker. A query longer than
+    the length of the expansion gets no augmentation tokens.
     """
 
     query_length: int
@@ -196,10 +202,10 @@ class LateInteraction(msgspec.Struct, frozen=True):
 
 
 class PairTemplate(msgspec.Struct, frozen=True):
-    """The text by which a language model is asked whether a document answers a query.
+    """The prompt by which a language model judges whether a document answers a query.
 
-    The four parts are tokenized one by one, without the tokenizer's own special tokens, and their
-    ids put together: `first` holds {query}, and {instruction} if the model takes one, `second`
+    The four parts are tokenized separately, without the tokenizer's special tokens, and their ids
+    are concatenated. `first` holds {query}, and {instruction} if the model takes one; `second`
     holds {document}.
     """
 
@@ -207,12 +213,12 @@ class PairTemplate(msgspec.Struct, frozen=True):
     first: str
     second: str
     suffix: str
-    instruction: str  # where the request gives none
-    query_share: float = 1.0  # of the limit: what `first` may take of a pair that is cut
+    instruction: str  # the default for a request without one
+    query_share: float = 1.0  # the share of the limit that `first` may take if a pair is truncated
 
     @property
     def takes_instruction(self) -> bool:
-        """Whether a request may give an instruction of its own."""
+        """Whether a request may give an instruction."""
         return "{instruction}" in self.first
 
 
@@ -220,18 +226,18 @@ Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 
 
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How an image becomes patches of `patch` by `patch` pixels, as transformers' processors do it,
-    and how these become a sequence of tokens.
+    """How an image becomes patches of `patch` by `patch` pixels, and patches become tokens.
 
-    It is resized by `resample`: to the `size`, height and width, or so that its shorter side is
-    `shortest`, and the middle is cut out, as high and wide as `crop`. Or it keeps its shape, to a
-    patch, and has as many patches as it can, of at most `most_patches`; or to a token, with an
-    `area` of so many pixels at least and at most.
-    On the device a value times `rescale`, less the `mean` of its colour, is divided by the `std`.
+    The image is resized by `resample`, as transformers' processors do it, in one of these ways: to
+    the `size`, height and width; so that its shorter side is `shortest`; or with its aspect ratio
+    nearly kept, to whole patches, at most `most_patches`, or to whole tokens, with between
+    `area[0]` and `area[1]` pixels. If there is a `crop`, its height and width are cut from the
+    middle. Sizes are in pixels. The device computes (value * `rescale` - mean) / std, with the
+    `mean` and `std` of the value's colour.
 
     Each block of `merge` by `merge` patches is a token with the id `token_id`. `before` and `after`
-    are the ids of the tokens around the patches of an image. `place_numbers` is how many numbers
-    tell the tower where a token lies in its image; 0 where its position in the sequence does.
+    are the ids of the tokens around an image's patches. `place_numbers` is the number of numbers
+    that give a token's place in its image; 0 if its position in the sequence is enough.
     """
 
     patch: int
@@ -267,23 +273,23 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> tuple[int, int]:
-        """The height and width that every image is brought to. Only for rules by which all images
-        have one size: with `most_patches` or an `area` they have many."""
+        """The height and width of every image in pixels after resizing and cropping. Only valid if
+        all images have one size, that is without a maximum of patches or an `area`."""
         size = self.crop or self.size
         assert size is not None
         return size
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The numbers of rows and columns of patches of every image; as for `made`."""
+        """The numbers of rows and columns of patches of every image; valid as `made`."""
         height, width = self.made
         return height // self.patch, width // self.patch
 
 
 class Adapter(msgspec.Struct, frozen=True):
-    """A low-rank adapter: its name, and the number of columns that it has in each layer it changes.
+    """A low-rank adapter: its name, and its rank in each layer that it changes.
 
-    Layers have the names of their parameters, such as `tower.layers.0.attention.qkv`.
+    `ranks` are by the layer's name in the parameters, such as `tower.layers.0.attention.qkv`.
     """
 
     name: str
@@ -293,16 +299,19 @@ class Adapter(msgspec.Struct, frozen=True):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything needed to run a checkpoint, except its parameters and its tokenizer.
 
-    `config` holds the fields of the architecture's own config dataclass. `heads` are what follows
-    the tower, by the name of the output that each computes; the first is the primary one, which
-    the model is served for. The primary output of an embedder is "dense", "sparse" or
-    "multi_vector", that of a classifier or reranker "logits", one for each of the `labels`, which
-    `score_function` makes scores. Texts for an `interaction` are queries or documents. `dtype` is
-    the dtype of the stored parameters, not the one they are computed in. `token_types` says whether
-    the tower is given the tokenizer's types, or zeros. Every text is `filled` up to a length if the
-    model was trained so. `image` has the rules of a model that takes images, and no texts unless
-    its config has a vocabulary. A request may choose one of the `adapters`, whose numbers count
-    from 1. `written_by` names the version that made the checkpoint; early versions did not say.
+    `config` holds the fields of the architecture's config dataclass. `heads` are the heads on the
+    backbone, by the name of the output that each computes. The first head is the primary one, which
+    the model is served for: "dense", "sparse" or "multi_vector" of an embedder, "logits" of a
+    classifier or reranker. There is a logit for each of the `labels`, and `score_function` turns
+    logits into scores.
+
+    `template` is the prompt of a pair. `interaction` says how queries and documents are tokenized.
+    If the model was trained so, `filled` adds augmentation tokens to every text. `image` says how
+    images are prepared; such a model takes texts only if its config has a vocabulary. `token_types`
+    says whether the backbone takes the tokenizer's types, or zeros. A request may choose one of the
+    `adapters`, which are numbered from 1. `dtype` is the dtype of the stored parameters; the one
+    used in computation may differ. `written_by` is the version that wrote the checkpoint; early
+    versions left it out.
     """
 
     architecture: str
@@ -340,69 +349,71 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """The poolings of the primary head; "splade" or "multi_vector" of one without."""
+        """The poolings of the primary head, or its output's name if it has no pooling. A head of
+        sparse embeddings has "splade"."""
         if isinstance(self.head, Pooled | Probed):
             return self.head.pooling
         return ("splade",) if self.primary == "sparse" else (self.primary,)
 
     @property
     def representations(self) -> tuple[OutputName, ...]:
-        """What a text may be represented by: some of "dense", "sparse" and "multi_vector"."""
-        given = {"sparse" if name == "token_weights" else name for name in self.heads}
-        return tuple(name for name in REPRESENTATIONS if name in given)
+        """The outputs that texts can be compared by, among "dense", "sparse" and "multi_vector"."""
+        computed = {"sparse" if name == "token_weights" else name for name in self.heads}
+        return tuple(name for name in REPRESENTATIONS if name in computed)
 
     @property
     def is_static(self) -> bool:
-        """Whether the model is a table of token vectors: it has no tower and makes no program."""
+        """Whether the model is a table of token vectors, without backbone and compiled program."""
         return self.architecture == STATIC
 
     @property
     def takes_texts(self) -> bool:
-        """Whether texts are tokenized for it, as for all but a tower of images alone."""
+        """Whether the model tokenizes texts: all do but an image encoder alone."""
         return "vocab_size" in self.config
 
     @cached_property
     def dense(self) -> Pooled | Probed:
-        """The head of the one vector of an input. Raises KeyError if the model has none."""
+        """The head that computes one vector for an input. Raises KeyError if the model has none."""
         head = self.heads["dense"]
         assert isinstance(head, Pooled | Probed)
         return head
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The names of the adapters, in the order of their numbers, which count from 1."""
+        """The names of the adapters, in the order of their numbers."""
         return tuple(adapter.name for adapter in self.adapters)
 
     @cached_property
     def task(self) -> Task:
-        """What the model is for: with several labels it is a classifier, else a reranker."""
+        """The task: with logits it is "classify" if there are several labels, else "rerank"."""
         if self.primary != "logits":
             return "embed"
         return "classify" if len(self.labels) > 1 else "rerank"
 
     @cached_property
     def widths(self) -> dict[OutputName, int]:
-        """The number of columns of each output that the model can give."""
+        """The number of columns of each output that the model can compute."""
         widths: dict[OutputName, int] = {"tokens": self.hidden_size}
         widths.update((name, head.width(self.hidden_size)) for name, head in self.heads.items())
         return widths
 
     @property
     def dim(self) -> int:
-        """The number of columns of the primary output: of the embedding, or of the logits."""
+        """The number of columns of the primary output: dimensions of an embedding, or logits."""
         return self.widths[self.primary]
 
 
-TEXT_ROUTE, IMAGE_ROUTE = "text", "image"  # of a model of both, chosen by what an input is
-ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # it names a folder, too
+TEXT_ROUTE, IMAGE_ROUTE = "text", "image"  # routes of a model of both; the input's type chooses
+ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # the name of a route is also that of a folder
 
 
 class Routes(msgspec.Struct, frozen=True):
-    """The specs of a model by route: of one encoder for queries and one for documents, say, whose
-    vectors are of one space. A model with one engine has one route, whose name is empty.
+    """The specs of a model by route, such as one encoder for queries and one for documents.
 
-    `default` is the route of a request that names none; None refuses such requests. Of a model of
-    texts and images the routes are TEXT_ROUTE and IMAGE_ROUTE, which no request names.
+    The vectors of all routes can be compared. A model with one engine has one route, whose name is
+    empty. `default` is the route of a request that names no route; None refuses such a request. A
+    model of texts and images has the routes TEXT_ROUTE and IMAGE_ROUTE, which a request does not
+    name.
     """
 
     specs: dict[str, ModelSpec]
@@ -410,26 +421,25 @@ class Routes(msgspec.Struct, frozen=True):
 
     @property
     def main_route(self) -> str:
-        """The default route, else the first."""
+        """The default route; the first route if there is no default."""
         return next(iter(self.specs)) if self.default is None else self.default
 
     @property
     def main(self) -> ModelSpec:
-        """The spec of the main route. It stands for all in what they have in common, such as task,
-        dimensions and prompts."""
+        """The spec of the main route. Its task, dimensions and prompts are those of all routes."""
         return self.specs[self.main_route]
 
     @property
     def image(self) -> ModelSpec | None:
-        """The spec of what takes images, if anything does."""
+        """The spec of the route that takes images, or None."""
         return next((spec for spec in self.specs.values() if spec.image is not None), None)
 
     @property
     def is_dual(self) -> bool:
-        """Whether there is a tower for texts and another one for images."""
+        """Whether the model has a text encoder and a separate image encoder."""
         return self.image is not None and TEXT_ROUTE in self.specs
 
     @property
     def of_texts(self) -> "Routes":
-        """The routes that a text may take; of a model of texts and images the only one."""
+        """The routes that a text may take: of a model of texts and images one route, named ""."""
         return Routes({"": self.specs[TEXT_ROUTE]}) if self.is_dual else self

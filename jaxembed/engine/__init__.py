@@ -1,1 +1,1 @@
-"""Batches sequences and runs them on the devices. Knows nothing of text, HTTP or asyncio."""
+"""Batches tokenized sequences and runs the batches on devices."""

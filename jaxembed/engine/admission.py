@@ -1,4 +1,8 @@
-"""Admits whole requests, by their inputs, tokens and bytes, or refuses them at once when full."""
+"""Admits a request by its inputs, tokens and bytes, or refuses it at once when a limit is full.
+
+`Capacity` has the limits of the process. An `Admission` admits requests to a model, and returns a
+`Permit` for each. A reservation, `Held`, counts the bytes of a request.
+"""
 
 import math
 import threading
@@ -12,19 +16,21 @@ from jaxembed.engine.quota import Account
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 LONGEST_RETRY_S = 60
-LARGEST = 16  # one request may have at most this many times the limit of tokens
+LARGEST = 16  # one request may have at most this multiple of the token limit
 SMALL = 64  # a small request has at most 1/SMALL of each limit
-RESERVE = 8  # 1/RESERVE is for small requests: beyond other limits, within that of bytes
+# The reserve for small requests is 1/RESERVE of each limit: the last part of the bytes, and beyond
+# the limits of inputs and tokens.
+RESERVE = 8
 
 Limit = Literal["inputs", "tokens", "bytes"]
 
 
 class Cost(NamedTuple):
-    """The inputs, tokens and bytes of a request, or of a part of it, until it is answered.
+    """The cost of a request, or of a part of one: numbers of inputs, tokens and bytes of memory.
 
-    Before the request is tokenized `tokens` is estimated from its characters, and `bytes` with it;
-    `Permit.correct` replaces them. The bytes of its body and of its finished answer are not
-    included: `Held.charge` counts them.
+    Before tokenization, `tokens` and `bytes` are estimated from the number of characters;
+    `Permit.correct` replaces them. `bytes` excludes the request body and the finished answer:
+    `Held.charge` counts those.
     """
 
     inputs: int
@@ -33,9 +39,11 @@ class Cost(NamedTuple):
 
 
 class Held:
-    """The bytes of memory that one request holds until it is closed: its body, its texts and
-    tokens, its answer until that is sent. `entered` is set once a model has admitted a part of it.
-    `account` counts what it uses, for its key or a log; None if nobody asks.
+    """The memory reservation of one request, in bytes, until `close`.
+
+    It covers the body, the texts and tokens, and the answer until it is sent. `entered` is true
+    once a model has admitted a part of the request. `account` counts the usage of the request for
+    its API key or a log; it may be None.
     """
 
     def __init__(self, capacity: "Capacity"):
@@ -45,17 +53,17 @@ class Held:
         self._capacity = capacity
 
     def charge(self, count: int) -> None:
-        """Count `count` more bytes for the request; a negative `count` gives bytes back.
+        """Add `count` bytes to the reservation; a negative `count` gives bytes back.
 
-        Call it before the memory is allocated. Raises RequestTooLarge if the request has more bytes
-        than one request may have, and Overloaded if all requests together would have too many; then
-        nothing is counted.
+        Call it before the memory is allocated. Raises RequestTooLarge if the request would exceed
+        the limit of one request, and Overloaded if all requests together would exceed the limit of
+        the process. After an error the reservation is unchanged.
         """
         capacity = self._capacity
         with capacity.lock:
             wanted = self.bytes + count
             if count > 0:
-                # the last part is for small requests
+                # the rest is the reserve for small requests
                 open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE
                 if wanted > open_to_all:
                     raise RequestTooLarge(
@@ -74,24 +82,24 @@ class Held:
             capacity.bytes += count
 
     def cover(self, count: int) -> None:
-        """Count more bytes until the request has at least `count` in total. Raises as `charge`."""
+        """Grow the reservation to at least `count` bytes. Raises the errors of `charge`."""
         if count > self.bytes:
             self.charge(count - self.bytes)
 
     def close(self) -> None:
-        """Give all bytes of the request back: it is answered, or nobody waits for it."""
+        """Give all bytes back, when the request is answered or abandoned."""
         with self._capacity.lock:
             self._capacity.bytes -= self.bytes
             self.bytes = 0
 
 
 class Capacity:
-    """The limits of one process. All its models share them, because they share its devices.
+    """The limits of one process, and how much of each limit is in use.
 
-    Without `max_tokens` the limit is the sum of the models' shares. A model may exceed the limits
-    up to its own share of them: devices serve models in turn however much work the others have, so
-    many requests to one model must not block requests to another. `bytes` never exceeds
-    `max_bytes`.
+    All models share the limits, because they share the devices. A model that is below its own share
+    of a limit may exceed the limit: devices serve all models fairly, so many requests to one model
+    must not block requests to another. `bytes` never exceeds `max_bytes`. Without `max_tokens`, the
+    token limit is the sum of the models' shares.
     """
 
     def __init__(
@@ -105,39 +113,40 @@ class Capacity:
         self.max_bytes = max_bytes
         self.inputs = self.tokens = self.bytes = 0
         self.small_inputs = self.small_tokens = 0  # of small requests
-        self.refused: Counter[Limit] = Counter()  # requests, by the limit that had no room
+        self.refused: Counter[Limit] = Counter()  # requests by the limit that was full
         self.doors: list[Admission] = []
         self.lock = threading.RLock()
         self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
 
     def request(self) -> AbstractContextManager[Held]:
-        """The memory that one request holds, given back at the end of the block."""
+        """Return the reservation of a new request, as a context manager that closes it."""
         return closing(Held(self))
 
     @property
     def retry_after_s(self) -> int:
-        """The estimated seconds until half of the waiting work is done, from 1 to LONGEST_RETRY_S.
+        """The estimated seconds until half the admitted tokens are computed, 1 to LONGEST_RETRY_S.
 
-        The work of models without a measured rate is not counted."""
-        rates = [(door.tokens, door.tokens_per_s()) for door in self.doors]
+        Models without a measured throughput do not count."""
+        rates = [(model.tokens, model.tokens_per_s()) for model in self.doors]
         wait_s = sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
         return min(max(math.ceil(wait_s / 2), 1), LONGEST_RETRY_S)
 
 
 def capacity_of(config: EngineConfig) -> Capacity:
-    """The capacity that the settings ask for."""
+    """Return a capacity with the limits of the settings."""
     return Capacity(config.max_concurrent_requests, config.max_queue_tokens, config.max_queue_bytes)
 
 
 class Admission:
-    """Counts the inputs and tokens that are admitted to one model and not yet answered.
+    """Admits requests to one model, and counts their inputs and tokens until they are answered.
 
-    A request is admitted while each count is below the capacity's limit or the model's share of it,
-    even if it alone exceeds them, so that requests of all sizes are served; small requests have a
-    reserve beyond the limits. So all models together hold at most the limit, the shares of all
-    but one, the reserve, and one request each of at most LARGEST times the limit of tokens. Before
-    tokenizing, the cost of a request is an estimate; `Permit.correct` corrects it. `share` is the
-    number of tokens that the model adds to the limit of a capacity without `max_tokens`.
+    A limit is full if the process has reached it and the model has reached its share of it. While
+    no limit is full, a request of any size is admitted. Small requests have a reserve beyond the
+    limits. So all models together hold at most the limit, the shares of all models but one, the
+    reserve, and one request for each model of at most LARGEST times the token limit.
+
+    `share` is the number of tokens that the model adds to the token limit of a capacity without
+    `max_tokens`. `tokens_per_s` returns the recent throughput of the model.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -154,14 +163,16 @@ class Admission:
                 capacity.max_tokens += share
 
     def admit(self, cost: Cost, held: Held | None = None, *, is_run: bool = True) -> "Permit":
-        """Admit a request of this cost. Without `is_run` no model runs it, and its tokens are not
-        charged to the account of the request.
+        """Admit a request, or a part of one, and return its permit.
 
-        With `held` it is a part of the request that `held` belongs to: once the first part is
-        admitted, a full limit of inputs or tokens does not refuse the others, and the bytes of all
-        parts are counted until `held` is closed. Raises Overloaded if a limit is reached,
-        ShuttingDown after `drain`, RequestTooLarge if it could never be admitted, and what
-        `Quota.check` does; then nothing is counted.
+        With `held`, this is a part of the request with that reservation. Once its first part is
+        admitted, a full limit of inputs or tokens refuses no further part. The bytes of all parts
+        stay reserved until `held` is closed. `is_run` is False for work without a device, such as
+        tokenization: its tokens are not charged to the account.
+
+        Raises Overloaded if a limit is full, ShuttingDown after `drain` or `close`, RequestTooLarge
+        if the request could never be admitted, and QuotaExceeded if its API key must wait. After an
+        error nothing is admitted.
         """
         capacity, is_own = self.capacity, held is None
         held = held or Held(capacity)
@@ -177,7 +188,7 @@ class Admission:
             if held.account is not None and held.account.quota is not None:
                 tokens = cost.tokens if is_run else 0
                 held.account.quota.check(cost.inputs, tokens, held.account)
-            # the reserve, closed to large requests, may have room for a small one
+            # only a small request may use the reserve
             is_small = (
                 cost.inputs * SMALL <= capacity.max_inputs
                 and cost.tokens * SMALL <= capacity.max_tokens
@@ -187,8 +198,8 @@ class Admission:
                 and (capacity.small_inputs + cost.inputs) * RESERVE <= capacity.max_inputs
                 and (capacity.small_tokens + cost.tokens) * RESERVE <= capacity.max_tokens
             )
-            # A limit is full for a model that has used its share of it, too: an equal part, or of
-            # tokens without a set limit its own share.
+            # The model's share of a limit is an equal part of it, or `share` where the token limit
+            # is the sum of the shares.
             full: Limit | None = None
             models = len(capacity.doors)
             tokens_share = self.share if capacity.sums_shares else capacity.max_tokens / models
@@ -217,17 +228,18 @@ class Admission:
         return permit
 
     def drain(self) -> None:
-        """Admit nothing more to this model."""
+        """Refuse all further requests to this model."""
         with self.capacity.lock:
             self.draining = True
 
     def close(self) -> None:
-        """Admit nothing more, and remove the model's share once every permit is released."""
+        """Refuse all further requests; remove the model's share once every permit is released."""
         with self.capacity.lock:
             self.draining = self._closed = True
             self._leave_if_done()
 
     def _leave_if_done(self) -> None:
+        """Remove the model from the capacity if it is closed and has no admitted work."""
         capacity = self.capacity
         if self._closed and not self.inputs and not self.tokens and self in capacity.doors:
             capacity.doors.remove(self)
@@ -236,14 +248,16 @@ class Admission:
 
 
 class Permit:
-    """The admission of one request, or of one part of it, to a model until it is released."""
+    """An admitted request, or a part of one, which counts for its model until `release`."""
 
     def __init__(
         self, admission: Admission, held: Held, *, is_own: bool, is_run: bool, in_reserve: bool
     ):
-        """With `is_own` it is the whole request, and `release` gives the bytes of `held` back.
-        Without `is_run` its tokens are not charged. `in_reserve` says whether it is small and the
-        reserve had room for it."""
+        """Make a permit that counts nothing yet.
+
+        With `is_own` it is for the whole request, and `release` gives the bytes of `held` back.
+        With `is_run` tokens are charged to the account. `in_reserve` says whether the reserve for
+        small requests has room for it."""
         self.held = held
         self._is_run = is_run
         self._admission = admission
@@ -253,27 +267,28 @@ class Permit:
         self._charged = 0  # tokens, to the account of the request
 
     def correct(self, cost: Cost) -> None:
-        """Replace the estimated cost of the request by the true one. Raises as `Held.charge`."""
+        """Replace the estimated cost by the true `cost`. Raises the errors of `Held.charge`."""
         with self._admission.capacity.lock:
             self.held.charge(cost.bytes - self._cost.bytes)
             self._count(cost)
 
     def settle(self, tokens: int) -> None:
-        """Charge the request for the tokens that its answer says it had, and no others."""
+        """Replace the tokens charged so far by `tokens`, the number that the answer reports."""
         if self.held.account is not None:
             with self._admission.capacity.lock:
                 self._charge(tokens, answered=tokens)
 
     def release(self) -> None:
-        """Stop counting the request: it is answered, or nobody waits for it."""
+        """Stop counting the request, when it is answered or abandoned."""
         with self._admission.capacity.lock:
             self._count(Cost(0, 0), charges=False)
             if self._is_own:
                 self.held.charge(-self.held.bytes)
 
     def _count(self, cost: Cost, *, charges: bool = True) -> None:
-        """Replace the cost counted so far by this one. With `charges` its tokens also replace those
-        charged so far."""
+        """Replace the cost counted so far by `cost`.
+
+        With `charges`, its tokens also replace the tokens charged to the account."""
         admission, capacity = self._admission, self._admission.capacity
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost
@@ -289,8 +304,9 @@ class Permit:
         self._charge(cost.tokens if charges else self._charged, waiting=inputs)
 
     def _charge(self, tokens: int, *, waiting: int = 0, answered: int = 0) -> None:
-        """Replace the tokens charged so far by these, and count more inputs that wait and more
-        tokens that were answered."""
+        """Replace the tokens charged to the account so far by `tokens`.
+
+        Also add `waiting` to its waiting inputs and `answered` to its answered tokens."""
         if self.held.account is not None:
             more = tokens - self._charged if self._is_run else 0
             self._charged += more
@@ -300,8 +316,9 @@ class Permit:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release the permit. A request that failed is charged nothing; one whose client went away
-        keeps what it was charged."""
+        """Release the permit. After an Exception the request is charged nothing.
+
+        A cancelled request keeps its charge."""
         if isinstance(error, Exception):
             with self._admission.capacity.lock:
                 self._charge(0)

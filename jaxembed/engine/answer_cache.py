@@ -1,4 +1,4 @@
-"""Keeps the answers of sequences that may be asked for again, up to a number of bytes."""
+"""Caches the answers of recent sequences, and evicts the least recently used answers."""
 
 import threading
 from collections import OrderedDict
@@ -12,55 +12,57 @@ from jaxembed.data.work import SparseRows, WorkResult, join_results
 from jaxembed.engine.ticket import Answers, Entry, Key, Ticket
 from jaxembed.observability.metrics import Telemetry
 
-# Bytes of an answer beside its values and the tokens in its key: tuples, an array and a place in
-# the table. Measured with tracemalloc: 370 to 395.
+# The overhead of a cached answer in bytes, beside its values and the tokens in its key: tuples, an
+# array and an item of the dict. Measured with tracemalloc: 370 to 395.
 KEPT_BYTES = 400
-ROW_BYTES = 320  # of a sparse row beside its numbers: two arrays in two lists. Measured: 315
+ROW_BYTES = 320  # overhead of a sparse row: two arrays in two lists. Measured: 315
 
 
 class AnswerCache:
-    """The answers of one engine that were used last.
+    """A least-recently-used cache of the answers of one engine, of at most `most_bytes` bytes.
 
-    A sequence is known by its key, which holds its tokens or a cryptographic digest of them, its
-    spans and its adapter. Only outputs per slot are kept: those per token are as large as a hundred
-    of them. What a lookup finds is what the engine computed, not normalised and not cut, so it
-    serves every form of an answer.
+    The key of a sequence holds its tokens or a cryptographic digest of them, its spans and its
+    adapter. Only outputs per slot are stored: an output per token takes a hundred times the memory.
+    They are stored before normalization and truncation, so that they serve every form of an answer.
 
-    Interactive work is kept, bulk work is only looked up: a corpus would push out all questions.
+    Only answers to interactive requests are stored: a corpus would evict all questions.
     """
 
     def __init__(self, most_bytes: int, telemetry: Telemetry):
         self._most = most_bytes
         self._hits, self._misses = telemetry.cache_hits, telemetry.cache_misses
-        self._kept: OrderedDict[tuple[OutputName, Key], Any] = OrderedDict()  # used last is last
+        self._answers: OrderedDict[tuple[OutputName, Key], Any] = OrderedDict()  # used last is last
         self._bytes = 0
         self._lock = threading.Lock()
         telemetry.add_to(telemetry.cache_bytes, lambda: self._bytes)
 
     def take(self, ticket: Ticket) -> Answers | None:
-        """Take the entries whose answers are kept out of a ticket, which is not queued yet.
+        """Remove the sequences that have a cached answer from a future that is not queued yet.
 
-        Returns them with their answers; None if there are none.
+        Returns them with their answers; None if no sequence has one. Also counts hits and misses.
         """
         names = ticket.work.outputs
         if any(OUTPUTS[name].per != "slot" for name in names):
             return None
-        found: list[Entry] = []
-        kept: list[WorkResult] = []
+        hits: list[Entry] = []
+        results: list[WorkResult] = []
         with self._lock:
             for entry in ticket.entries:
-                if all((name, entry.key) in self._kept for name in names):
+                if all((name, entry.key) in self._answers for name in names):
                     for name in names:
-                        self._kept.move_to_end((name, entry.key))
-                    found.append(entry)
-                    kept.append({name: self._kept[name, entry.key] for name in names})
-        ticket.withdraw(found)
+                        self._answers.move_to_end((name, entry.key))
+                    hits.append(entry)
+                    results.append({name: self._answers[name, entry.key] for name in names})
+        ticket.withdraw(hits)
         self._hits.inc(ticket.withdrawn)
         self._misses.inc(ticket.inputs)
-        return Answers(found, join_results(kept)) if found else None
+        return Answers(hits, join_results(results)) if hits else None
 
     def keep(self, answers: Answers) -> None:
-        """Keep the answers of those entries that interactive work asked for."""
+        """Store the answers to interactive requests; evict old answers if the cache is full.
+
+        Errors, and answers larger than the whole cache, are not stored.
+        """
         if answers.error is not None:
             return
         for number, entry in enumerate(answers.entries):
@@ -70,24 +72,24 @@ class AnswerCache:
                 key = name, entry.key
                 if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._most:
                     continue
-                # in memory of its own, not a view of the batch
-                kept = deepcopy(values) if isinstance(values, SparseRows) else np.array(values)
+                # a copy, because a view would keep the output of the whole batch in memory
+                copied = deepcopy(values) if isinstance(values, SparseRows) else np.array(values)
                 with self._lock:
-                    if key not in self._kept:  # two batches may answer the same sequence
-                        self._kept[key] = kept
+                    if key not in self._answers:  # two batches may answer the same sequence
+                        self._answers[key] = copied
                         self._bytes += size
                         while self._bytes > self._most:
-                            self._bytes -= _size(*self._kept.popitem(last=False))
+                            self._bytes -= _size(*self._answers.popitem(last=False))
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all answers."""
         with self._lock:
-            self._kept.clear()
+            self._answers.clear()
             self._bytes = 0
 
 
 def _size(key: tuple[OutputName, Key], values: Any) -> int:
-    """The bytes that an answer takes, about."""
+    """Estimate the bytes of memory that an answer takes in the cache, with its key."""
     size = KEPT_BYTES + len(key[1][0])
     if not isinstance(values, SparseRows):
         return size + values.nbytes

@@ -1,4 +1,8 @@
-"""Defines the static shapes that programs are compiled for. Knows no JAX and no queue."""
+"""Defines buckets, the static batch shapes that programs are compiled for, and grids of buckets.
+
+A row of a batch holds several sequences. A sequence takes a slot of its row for each vector that is
+pooled from it: one, or one for each of its spans.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,23 +14,23 @@ from typing import Any
 from jaxembed.errors import ConfigError
 from jaxembed.platform.files import read_user_json, shown
 
-SHORTEST_ROW = 16  # a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
+SHORTEST_ROW = 16  # tokens; a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MOST_DEFAULT_BUCKETS = 20
-TPU_TILE = 128  # lanes of a TPU register; splash takes no shorter rows, and they leave lanes idle
+TPU_TILE = 128  # lanes of a TPU register: splash refuses shorter rows, which leave lanes idle
 # The largest number of slots in a row: pooling costs slots * length, and short texts are in shorter
 # rows.
 MOST_SLOTS = 128
-SHORTEST_LENGTH = 2  # tokens of a row: the bounds of its only slot need two places in a plane
-TOKENS_PER_SLOT = 4  # tokens of a row for each slot; the bounds of the slot need two of them
+SHORTEST_LENGTH = 2  # tokens of a row: the bounds of its only slot take two places of a plane
+TOKENS_PER_SLOT = 4  # tokens of a row for each slot; the bounds of a slot take two places, too
 NO_ROW = 2**31 - 1  # the row length for a sequence that has more slots than any row
 GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
 def least_row(length: int, slots: int) -> int:
-    """The length of the shortest row that has room for a sequence; NO_ROW if no row has.
+    """Return the length of the shortest row that holds a sequence; NO_ROW if no row holds it.
 
-    The sequence has `length` tokens and `slots` slots. Every longer row has room for it too.
+    The sequence has `length` tokens and `slots` slots. Every longer row holds it too.
     """
     if slots == 1:
         return length
@@ -54,26 +58,26 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketGrid:
-    """The buckets of one model, by length and then by rows."""
+    """The buckets of one model."""
 
     buckets: tuple[Bucket, ...]
 
     @cached_property
     def max_length(self) -> int:
-        """The length of the longest row; inputs may have a lower limit."""
+        """The length of the longest row in tokens. The limit of an input may be lower."""
         return max(bucket.length for bucket in self.buckets)
 
     @cached_property
     def most_slots(self) -> int:
-        """The largest number of slots in a row: an input may have at most so many spans."""
+        """The largest number of slots in a row. It limits the number of spans of an input."""
         return max(bucket.slots for bucket in self.buckets)
 
     @cached_property
     def covering(self) -> tuple[Bucket, ...]:
-        """The buckets that must be compiled to serve any request.
+        """The buckets that must be compiled before every request can be served.
 
-        They are the bucket with the fewest rows of each length, from the shortest length on, and
-        then the bucket with the most tokens, unless one of the others has as many.
+        For each row length, from the shortest on, it is the bucket with the fewest rows. The bucket
+        with the most tokens follows, unless one of these has as many tokens.
         """
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
@@ -83,7 +87,7 @@ class BucketGrid:
 
     @cached_property
     def by_use(self) -> tuple[Bucket, ...]:
-        """All buckets in the order to compile them: the covering ones, then the others by size."""
+        """All buckets in the order of compilation: the covering ones, then the largest first."""
         rest = sorted(set(self.buckets) - set(self.covering), key=lambda b: (-b.tokens, b.length))
         return self.covering + tuple(rest)
 
@@ -91,17 +95,17 @@ class BucketGrid:
 def default_grid(
     limit: int, max_batch_tokens: int, shards: int = 1, tile: int = 1, join: bool = False
 ) -> BucketGrid:
-    """A grid of at most 20 buckets for sequences of up to `limit` tokens.
+    """Return a grid of at most 20 buckets for sequences of up to `limit` tokens.
 
-    Row lengths are powers of two from 16 on, and the last one is the limit, at most 8192. The
-    numbers of rows are powers of two, times `shards`, from one to the token budget
-    `max_batch_tokens` of a device. A row longer than the budget is alone in its bucket. While there
-    are more than 20 buckets, numbers of rows between the smallest and the largest are left out. All
-    lengths are multiples of `tile`.
+    Row lengths are powers of two from 16 on, and then the limit, at most 8192. All lengths are
+    multiples of `tile`. Numbers of rows are powers of four and the largest power of two that fits
+    in `max_batch_tokens`, the token budget of a device, times `shards`. A row longer than the
+    budget is alone in its bucket. While there are more than 20 buckets, numbers of rows between the
+    smallest and the largest are left out.
 
-    With `join`, one bucket has a single row of the whole budget, at most 8192 tokens, if that is at
-    least 1.5 times the longest other row: the more inputs share a row, the less of it stays empty.
-    It is for programs in which a sequence costs the same in a row of any length.
+    With `join`, one more bucket has a single row of the whole budget, at most 8192 tokens, if that
+    is at least 1.5 times the longest other row: many inputs in a long row leave less padding. It is
+    for programs in which a sequence costs the same in a row of any length.
     """
     # powers of two, and the limit rounded up to full tiles
     longest = -(-min(limit, LONGEST_DEFAULT_ROW) // tile) * tile
@@ -126,26 +130,26 @@ def default_grid(
 def one_length_grid(
     length: int, max_batch_tokens: int, shards: int = 1, tile: int = SHORTEST_ROW
 ) -> BucketGrid:
-    """A grid for sequences that all have `length` tokens, such as images of one size.
+    """Return a grid for sequences that all have `length` tokens, such as images of one size.
 
-    Rows hold one sequence, or as many as fill a multiple of `tile` best, within the token budget of
-    a device, which a lone longer row exceeds. Numbers of rows are powers of four and the largest
-    power of two.
+    Rows hold one sequence, or the number of sequences that leaves the least padding. Row lengths
+    are multiples of `tile`. Numbers of rows are powers of four and the largest power of two that
+    fits in `max_batch_tokens`, the token budget of a device, times `shards`.
     """
 
-    def row(count: int) -> int:
+    def row(count: int) -> int:  # the row length for `count` sequences
         return -(-count * length // tile) * tile
 
-    fitting = range(1, max(min(max_batch_tokens // row(1), MOST_SLOTS), 1) + 1)
-    fitting = [count for count in fitting if count == 1 or row(count) <= max_batch_tokens]
-    best = max(fitting, key=lambda count: (round(count * length / row(count), 2), -count))
+    counts = range(1, max(min(max_batch_tokens // row(1), MOST_SLOTS), 1) + 1)
+    counts = [count for count in counts if count == 1 or row(count) <= max_batch_tokens]
+    best = max(counts, key=lambda count: (round(count * length / row(count), 2), -count))
     lengths = sorted({row(1), row(best)})
-    per_device = {one: _powers(max(max_batch_tokens // one, 1)) for one in lengths}
-    if len(lengths) > 1:  # a few sequences share no row of many
-        fewest = max(best // 2, 1)
-        per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= fewest] or [1]
+    per_device = {tokens: _powers(max(max_batch_tokens // tokens, 1)) for tokens in lengths}
+    if len(lengths) > 1:  # single-sequence rows are for small batches
+        max_rows = max(best // 2, 1)
+        per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= max_rows] or [1]
     return BucketGrid(
-        tuple(Bucket(r * shards, one) for one, rows in per_device.items() for r in rows)
+        tuple(Bucket(r * shards, tokens) for tokens, rows in per_device.items() for r in rows)
     )
 
 
@@ -159,10 +163,11 @@ class GridFile:
     tuned: dict[str, Any] = field(default_factory=dict)  # what `jaxembed tune` adds
 
     def grid(self, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
-        """The grid of these buckets, for inputs of up to `limit` tokens.
+        """Return the grid of these buckets, for inputs of up to `limit` tokens.
 
-        Raises ConfigError for a bucket over the token budget of a device, for rows that cannot be
-        divided equally among the `shards` devices, or if no row holds an input of `limit` tokens.
+        Raises ConfigError if there is no bucket, if a row has fewer than SHORTEST_LENGTH tokens, if
+        a bucket exceeds the token budget of a device, if rows cannot be divided equally among
+        `shards` devices, or if no row holds an input of `limit` tokens.
         """
         if problems := list(_problems(self.buckets, limit, max_batch_tokens, shards)):
             raise ConfigError(f"--buckets {self.path}: " + "; ".join(problems))
@@ -172,11 +177,10 @@ class GridFile:
 def read_grid(path: Path) -> GridFile:
     """Read a grid file: {"buckets": [[rows, length], ...]}, and what `jaxembed tune` adds.
 
-    Raises ConfigError if the file cannot be read or has another content.
+    Raises ConfigError if the file cannot be read or has another form.
     """
     content = read_user_json(path, f"--buckets {path}", GRID_FORM)
     if problem := next(_malformed(content), None):
-        # another version of jaxembed may have written the file
         tuned = content.get("tuned") if isinstance(content, dict) else None
         versions = tuned.get("versions") if isinstance(tuned, dict) else None
         writer = versions.get("jaxembed") if isinstance(versions, dict) else None
@@ -191,7 +195,7 @@ def read_grid(path: Path) -> GridFile:
 
 
 def _malformed(content: Any) -> Iterator[str]:
-    """Yield what is wrong with the form of a grid file's content."""
+    """Yield a message for each error in the form of `content`, the parsed JSON of a grid file."""
     if not isinstance(content, dict):
         yield f"it holds {shown(content)}"
     elif "buckets" not in content:
@@ -214,7 +218,10 @@ def _malformed(content: Any) -> Iterator[str]:
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
-    """Yield the reasons why the buckets cannot serve a model with this limit and token budget."""
+    """Yield the reasons why a model cannot use these buckets.
+
+    `limit` is in tokens of an input, and `budget` in tokens of a batch on a device.
+    """
     if not buckets:
         yield "no bucket in it"
         return
@@ -238,7 +245,7 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
         )
 
 
-def _powers(most: int) -> list[int]:
-    """Numbers of rows up to `most`: powers of four, and the largest power of two."""
-    largest = 2 ** (most.bit_length() - 1)
+def _powers(max_rows: int) -> list[int]:
+    """Return numbers of rows up to `max_rows`: powers of four, and the largest power of two."""
+    largest = 2 ** (max_rows.bit_length() - 1)
     return sorted({largest, *(4**k for k in range(8) if 4**k < largest)})

@@ -1,4 +1,7 @@
-"""Builds an engine from a spec and the settings: devices, limits, grid, replicas."""
+"""Builds the engine of a model from its spec and the settings.
+
+`make_plan` decides on devices, limits, grid and kernels. `build` then loads the parameters.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -40,12 +43,12 @@ from jaxembed.platform.cores import MOST_WAITED, core_count
 
 logger = logging.getLogger(__name__)
 
-NULL_TOKEN_MS = 1e-5  # of the null model, which returns constants
+NULL_TOKEN_MS = 1e-5  # cost of a token of the null model, which returns constants
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The decisions that are made before a model is loaded; no field changes later."""
+    """The decisions that are made before a model is loaded."""
 
     devices: tuple[Device, ...]  # empty for the null model and for static models
     dtype: DType
@@ -58,9 +61,9 @@ class Plan:
     # estimated milliseconds per token of a full bucket, until buckets are timed
     token_ms: float = NULL_TOKEN_MS
     cost_file: CostFile | None = None  # None without devices
-    timings: Timings = field(default_factory=dict)  # of buckets, from an earlier run
-    without_device: Literal["null", "host"] = "null"  # what computes where there is no device
-    estimated: bool = False  # whether others used the CPU while its speed was measured
+    timings: Timings = field(default_factory=dict)  # milliseconds of buckets in an earlier run
+    without_device: Literal["null", "host"] = "null"  # the `platform` if there are no devices
+    estimated: bool = False  # whether other programs used the CPU while its speed was measured
 
     @property
     def platform(self) -> str:
@@ -77,10 +80,10 @@ class Plan:
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
     """Choose devices, dtype, limits, bucket grid and kernels for a model that is not loaded yet.
 
-    On a CPU the speed of the CPU is measured and the native kernels are tried, unless `cache_dir`
-    has the results of an earlier run; new results are saved there. On other devices the
-    attention kernels are tried at every call. Raises ConfigError, which names the flag, if a
-    setting cannot be used.
+    On a CPU, it measures the speed of the CPU and tries the native kernels, unless `cache_dir` has
+    the results of an earlier run; new results are saved there. On other devices, it tries the
+    attention kernels at every call. Raises ConfigError, which names the flag, if a setting cannot
+    be used.
     """
     devices: tuple[Device, ...] = ()
     if not config.null_model:
@@ -128,10 +131,9 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     else:
         tile = TPU_TILE if platform == "tpu" else 1
         if not spec.takes_texts or spec.filled is not None:
-            # All sequences have the same length, or nearly: images in their own shapes have 225 to
-            # 256 tokens, of at most 256, unless one side is over three times the other. Rows may
-            # have that length where XLA runs on a CPU: it takes any, and it pays for padding and
-            # for the keys of other sequences.
+            # All sequences have nearly the same length: images that keep their aspect ratio have
+            # 225 to 256 tokens, unless one side is over three times the other. XLA on a CPU takes
+            # rows of any length, and is slower with padding or several sequences in a row.
             by_xla = platform == "cpu" and not native_choice.native
             grid = one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
         else:
@@ -155,10 +157,10 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
 
 
 def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
-    """Choose the limits of a static model, which runs on the host without buckets.
+    """Make the plan of a static model, which runs on the host without buckets.
 
-    Raises ConfigError, which names the flag, if a setting needs buckets or a device. Settings that
-    other models of the process may need are logged instead.
+    Raises ConfigError if --buckets or --null-model is set. Other settings without effect on a
+    static model are only logged, because other models of the process may need them.
     """
     if config.buckets is not None:
         raise ConfigError(
@@ -206,9 +208,9 @@ def build(
 ) -> Engine:
     """Place the parameters on the devices, and make an engine that is not started yet.
 
-    `load` returns the parameters by name, from a generator if the host should not hold all of them
-    at once. `load` is not called for the null model. `on_progress` is as in Warmup. Raises
-    CheckpointError if the parameters do not fit the program, and what `load` raises.
+    `load` returns the parameters as pairs of name and array; with a generator the host holds one
+    array at a time. `load` is not called for the null model. `on_progress` is as in Warmup. Raises
+    CheckpointError if the parameters do not fit the program, and the errors of `load`.
     """
     if plan.devices:
         seats = seats_of(plan, program, load())
@@ -232,23 +234,23 @@ def build(
 def kept_verdicts(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> Verdicts:
-    """The results of trying the native kernels of a model: those of an earlier run, or new ones.
+    """Return the trial results of a model's native kernels, by the name of the call.
 
-    New results are saved in `cache_dir` unless a trial failed, or other programs used the cores
-    meanwhile. `identity` holds everything that the results depend on.
+    They come from a file in `cache_dir`, or from new trials. `identity` holds everything that they
+    depend on. New results are saved unless a trial failed or other programs used the cores.
     """
     file = KeptFile(cache_dir, identity, "verdicts", "-native")
-    kept = file.load(lambda fields: {name: Verdict(**one) for name, one in fields.items()})
-    if kept is not None:
-        return kept
+    saved = file.load(lambda content: {name: Verdict(**part) for name, part in content.items()})
+    if saved is not None:
+        return saved
     verdicts = try_native(program, device, dtype)
-    if any(one.busy for one in verdicts.values()):
+    if any(result.busy for result in verdicts.values()):
         logger.warning(
             "something else uses this machine: how fast the native kernels are is not kept, and is "
             "measured anew at the next start"
         )
-    elif not any(one.failed for one in verdicts.values()):  # some may have been too late
-        file.save({name: asdict(one) for name, one in verdicts.items()})
+    elif not any(result.failed for result in verdicts.values()):
+        file.save({name: asdict(result) for name, result in verdicts.items()})
     return verdicts
 
 
@@ -267,14 +269,14 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the packages that decide what a bucket costs."""
+    """Return the versions of the packages that decide what a bucket costs."""
     return {name: metadata.version(name) for name in ("jaxembed", "jax", "jaxlib")}
 
 
 def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
-    """The timings that `jaxembed tune` wrote into a grid file, if they have the same identity.
+    """Return the timings that `jaxembed tune` wrote into a grid file, in milliseconds by bucket.
 
-    Invalid timings are logged and ignored.
+    Timings with another identity are left out. Invalid timings are logged and ignored.
     """
     costs = grid_file.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
@@ -289,14 +291,14 @@ def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
 def seats_of(
     plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
 ) -> list[Seat]:
-    """Make a seat with a replica for each device, or one for all devices if they share batches.
+    """Make a worker with a replica for each device, or one for all devices if they share batches.
 
-    Raises CheckpointError if the parameters do not fit the program.
+    `parameters` are pairs of name and array. Raises CheckpointError if they do not fit the program.
     """
     groups: Sequence[Sequence[Device]] = (
         [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     )
-    twin = _float32_twin(plan)
+    float32_bucket = _float32_twin(plan)
     return [
         Seat(
             Replica(
@@ -304,7 +306,7 @@ def seats_of(
                 placed,
                 devices,
                 plan.dtype,
-                twin,
+                float32_bucket,
                 plan.kernels.implementation,
                 plan.kernels.native_layout,
             ),
@@ -318,16 +320,17 @@ def seats_of(
     ]
 
 
-_turns: dict[Device, DeviceTurn] = {}  # `cache` could give two to threads that ask at once
+# functools.cache could make two for one device if two threads call turn_of at the same time
+_schedulers: dict[Device, DeviceTurn] = {}
 
 
 def turn_of(device: Device) -> DeviceTurn:
-    """The turn of a device. The engines of all models in this process share it."""
-    return _turns.setdefault(device, DeviceTurn.for_platform(device.platform))
+    """Return the scheduler of a device, which the engines of all models in this process share."""
+    return _schedulers.setdefault(device, DeviceTurn.for_platform(device.platform))
 
 
 def _float32_twin(plan: Plan) -> Bucket | None:
-    """The bucket that gets a second program in float32; None if the model is not in float16.
+    """Return the bucket that gets a second program in float32; None if the dtype is not float16.
 
     It is the smallest bucket that holds every sequence.
     """
@@ -338,13 +341,14 @@ def _float32_twin(plan: Plan) -> Bucket | None:
 
 
 def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:
-    """The largest number of tokens of an input, and that of a batch on one device.
+    """Return the largest number of tokens of an input, and the token budget of a device.
 
-    An input may have as many as the user says, or else the model, and as the longest row of the
-    default grid, to which the model's limit is shortened with a warning. With --buckets the grid
-    file decides, which is checked elsewhere; a batch without a set budget then has room for the
-    longest input.
-    Raises ConfigError if the user's limit exceeds the positions of the model, or that row.
+    The limit of an input is --max-input-length, or else that of the model. If the default grid has
+    shorter rows, the model's limit is lowered with a warning. With --buckets, `GridFile.grid`
+    checks the rows later; without --max-batch-tokens, `budget` is raised to the longest input then.
+
+    Raises ConfigError if --max-input-length exceeds the positions of the model, or the longest row
+    of the default grid.
     """
     positions = position_limit(spec)
     limit = config.max_input_tokens
@@ -381,7 +385,7 @@ def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, in
 
 
 def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
-    """The model, dtype and device that a grid is tuned for, as `jaxembed tune` writes them."""
+    """Return the model, dtype and device that a grid is tuned for, as in `jaxembed tune`."""
     return {
         "content_hash": spec.content_hash,
         "dtype": dtype,
@@ -390,7 +394,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 
 def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> None:
-    """Warn if the grid was tuned for another model, dtype or device: it may be slower here."""
+    """Warn if a grid was not tuned for `current`, the result of `tuned_for`: it may be slow."""
     differences = [
         f"{name} {grid_file.tuned[name]}, here it is {value}"
         for name, value in current.items()

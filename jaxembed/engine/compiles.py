@@ -1,4 +1,4 @@
-"""Compiles programs in threads of low priority, counts them, and has JAX keep them."""
+"""Compiles XLA programs in threads of low priority, counts them, and sets up a compile cache."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 Mi
 UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # start of JAX's warning
 
 # XLA:CPU of jaxlib 0.10.2 gives wrong sums where it fuses a product and a reduction
-# (github.com/jax-ml/jax/issues/39103). With single products as the only fusions it does not.
+# (github.com/jax-ml/jax/issues/39103). Its sums are right if it may fuse only single products.
 SAFE_FUSION: dict[str, str | bool] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 }
@@ -38,11 +38,10 @@ _starting = threading.Lock()
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
-    """Compile a program, or take it from the persistent cache, and wait for it.
+    """Compile a program, or read it from JAX's persistent compile cache, and wait for the result.
 
-    `options` are XLA's compiler options. On Linux it compiles in a thread of low priority; XLA:CPU
-    starts threads for compiling at its first compilation, and they inherit the priority. Raises
-    what XLA raises.
+    `options` are XLA's compiler options. On Linux it compiles in a thread of low priority. XLA:CPU
+    starts threads at its first compilation, which inherit the priority. Raises the errors of XLA.
     """
     with _starting:
         queue = _queue()
@@ -53,10 +52,10 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
 
 @cache
 def _queue() -> SimpleQueue:
-    """The queue of the compiling threads, which are started at the first call.
+    """Return the queue of the compiling threads; the first call starts the threads.
 
-    It is not an executor, because an executor takes no work once the interpreter ends, when an
-    engine's threads may still compile.
+    Its items are a future, a lowered program and compiler options. An executor would refuse work
+    while the interpreter ends, when the threads of an engine may still compile.
     """
     queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
@@ -71,8 +70,8 @@ def _queue() -> SimpleQueue:
 
 
 def _work(queue: SimpleQueue) -> None:
-    """Compile the programs of the queue, in a thread of low priority that never ends."""
-    if sys.platform == "linux":  # on other systems a thread has no priority of its own
+    """Compile the programs of the queue forever, at a low priority; runs in a thread."""
+    if sys.platform == "linux":  # on other systems all threads have the priority of the process
         thread = threading.get_native_id()
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
         with suppress(OSError):  # a sandbox may forbid it
@@ -87,11 +86,11 @@ def _work(queue: SimpleQueue) -> None:
 
 
 def keep_programs(cache_dir: Path) -> None:
-    """Keep the programs that this process compiles in `cache_dir`, in a folder for this host.
+    """Turn on JAX's persistent compile cache, in a folder of `cache_dir` for this kind of host.
 
-    It sets JAX's persistent compilation cache, which holds for the whole process. Where the process
-    has set it already, for example by JAX_COMPILATION_CACHE_DIR, nothing is changed. Raises OSError
-    if the folder cannot be made, and ConfigError if others can write to it.
+    The setting applies to the whole process. If the process has set the cache before, for example
+    by JAX_COMPILATION_CACHE_DIR, nothing changes. Raises OSError if the folder cannot be made, and
+    ConfigError if it belongs to another user or other users can write to it.
     """
     config: Any = jax.config  # its attributes are made at run time
     if config.jax_compilation_cache_dir is not None:
@@ -103,27 +102,27 @@ def keep_programs(cache_dir: Path) -> None:
     config.update("jax_compilation_cache_dir", str(programs))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # JAX has chosen to use none if it has compiled before
+    compilation_cache.reset_cache()  # otherwise JAX uses no cache if it has compiled before
     replace_unreadable_programs(programs)
 
 
 def replace_unreadable_programs(folder: Path) -> None:
     """Remove unreadable programs from JAX's persistent cache `folder` when JAX warns of one.
 
-    A process that is killed while JAX writes a program leaves a part of it. JAX never overwrites a
-    program, so it would compile it and warn at every start. This replaces warnings.showwarning of
-    the whole process.
+    A process that is killed while JAX writes a program leaves an incomplete file. JAX never
+    overwrites a program, so it would compile it and warn at every start. This function replaces
+    warnings.showwarning of the whole process.
     """
-    show = warnings.showwarning
-    first = threading.Lock()
+    show_warning = warnings.showwarning
+    once = threading.Lock()
 
     def show_or_replace(message, category, filename, lineno, file=None, line=None) -> None:
         if not str(message).startswith(UNREADABLE_PROGRAM):
-            show(message, category, filename, lineno, file, line)
-        elif first.acquire(blocking=False):  # never released, so that it is done and logged once
+            show_warning(message, category, filename, lineno, file, line)
+        elif once.acquire(blocking=False):  # never released, so that it is done and logged once
             removed = 0
             for path in list(folder.glob("*-cache")):
-                try:  # of those that JAX writes with zstandard, where it is installed, none is kept
+                try:  # if zstandard is installed, JAX compresses with it: then all are removed
                     zlib.decompress(path.read_bytes())
                 except (OSError, zlib.error):
                     path.unlink(missing_ok=True)
@@ -140,9 +139,9 @@ def replace_unreadable_programs(folder: Path) -> None:
 
 
 class CompileEvents:
-    """Counts compiled programs, hits of the persistent cache, and the seconds of both.
+    """Counts compiled programs and hits of the persistent cache, and adds up the seconds of both.
 
-    In jax 0.10 the duration event also fires on cache hits, so compiles are the difference.
+    In jax 0.10, JAX sends the duration event for cache hits, too, so compiles are the difference.
     """
 
     def __init__(self) -> None:
@@ -169,15 +168,16 @@ class CompileEvents:
 
 @cache
 def compile_events() -> CompileEvents:
-    """The counts of the process. There is one listener, because JAX never removes listeners."""
+    """Return the counters of the process: always the same, because JAX keeps every listener."""
     return CompileEvents()
 
 
 @cache
 def compiler_options(platform: str) -> dict[str, str | bool]:
-    """XLA's compiler options for a platform: on a CPU SAFE_FUSION, if this XLA has the option.
+    """Return XLA's compiler options for a platform: SAFE_FUSION on a CPU, otherwise none.
 
-    The first call compiles a small program to find that out. Raises what XLA raises.
+    The first call for a CPU compiles a small program, to find out whether this XLA has the option;
+    without it, no option is returned. Raises the errors of XLA.
     """
     if platform != "cpu":
         return {}

@@ -1,9 +1,9 @@
-"""Queues requests and runs them in batches, on threads that answer their tickets.
+"""Queues requests and runs them in batches, on threads that resolve the futures of the requests.
 
-`submit` puts the sequences of a request into a lane. A thread of a free replica takes the turn of
-its device, and only then a batch of what waits at that moment. The replica runs the batch, and the
-thread writes the answers into the tickets. No timer delays a batch: batches grow while the devices
-are busy.
+`submit` puts the sequences of a request into a priority queue. A worker is a replica of the model
+with the scheduler of its device. A thread of a worker waits until the scheduler grants it the
+device, and only then takes a batch of the sequences that wait. It runs the batch and writes the
+answers into the futures. No timer delays a batch: batches grow while the devices are busy.
 """
 
 import atexit
@@ -45,19 +45,19 @@ from jaxembed.observability.tracing import BatchRun, TicketTrace
 
 logger = logging.getLogger(__name__)
 
-FAILURES_TO_SICK = 3  # consecutive failed batches after which a seat is sick
+FAILURES_TO_SICK = 3  # consecutive failed batches after which a worker is sick
 EXIT_S = 5.0  # time limit for an engine that is still open when the interpreter ends
-PROBE_EVERY_S = 1.0  # seconds between two probes of a sick seat
+PROBE_EVERY_S = 1.0  # seconds between two probes of a sick worker
 RATE_BATCHES = 10  # the throughput is computed from about this many recent batches
 INTERNAL = "an internal error, see the server's log"
 NOT_COMPILED = "the model could not be compiled"
-# Device time that a model with interactive work may borrow from its future: two batches on a CPU.
+# Device time in seconds by which interactive work of a model goes first: two batches on a CPU.
 BORROWED_S = 0.3
 
 
 @dataclass(eq=False)
 class Seat:
-    """A runner, the turn of its device, and its share of the device time."""
+    """A runner, the scheduler of its device, and the virtual time of the runner there."""
 
     runner: Runner
     turn: DeviceTurn
@@ -66,7 +66,7 @@ class Seat:
 
     @property
     def sick(self) -> bool:
-        """Whether several batches in a row have failed on it."""
+        """Whether its last FAILURES_TO_SICK batches have failed."""
         return self.failures >= FAILURES_TO_SICK
 
 
@@ -88,7 +88,7 @@ class BucketUse:
 
 @dataclass(frozen=True)
 class LaneState:
-    """The queue of one lane. Duplicates count as often as they occur."""
+    """The state of one priority queue. Duplicates count as often as they occur."""
 
     inputs: int
     tokens: int
@@ -102,12 +102,12 @@ class EngineState:
     waiting_inputs: int  # duplicates count as often as they occur
     waiting_tokens: int
     lanes: dict[Priority, LaneState]
-    failures: tuple[int, ...]  # number of consecutive failed batches of each seat
-    stuck: int  # number of seats that are stuck
+    failures: tuple[int, ...]  # number of consecutive failed batches of each worker
+    stuck: int  # number of workers that are stuck
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
     drift: float  # factor of all costs, see BucketCosts
-    lost_share: float  # of the timings' time, in which other programs had the cores
+    lost_share: float  # share of the time of timings in which other programs had the cores
     timed: bool  # whether every bucket was timed often enough
     compiled: tuple[Bucket, ...]
     covered: bool  # whether every request has a compiled bucket
@@ -118,19 +118,19 @@ class EngineState:
 
 
 class Engine:
-    """Batches the sequences of requests and runs the batches on all seats.
+    """Batches the sequences of requests and runs the batches on all workers.
 
-    A bucket is the shape of a batch, for which each seat has a compiled program. An entry is a
-    waiting sequence, which may belong to several tickets.
+    A bucket is the shape of a batch, for which each worker has a compiled program. A queued
+    sequence may belong to several requests.
 
-    `submit` may be called from any thread. No request starts a compilation: a bucket is used once
-    it is compiled, and a sequence that fits on no compiled bucket waits.
+    Any thread may call `submit`. No request starts a compilation: batches use a bucket once it is
+    compiled, and a sequence that fits in no compiled bucket waits.
 
     `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
-    of sequences in a batch. `cache_bytes` is the size of an AnswerCache; 0: none. `keep_costs`
-    saves the costs of the buckets; it is called when every bucket has been timed often enough, and
-    when the engine closes. See Warmup for `full_warmup`, `compile_workers` and `on_progress`, and
-    Watchdog for `overdue_s`.
+    of sequences in a batch. `cache_bytes` is the size of the AnswerCache; 0 means no cache.
+    `keep_costs` saves the costs of the buckets; it is called when every bucket has been timed often
+    enough, and when the engine closes. See Warmup for `full_warmup`, `compile_workers` and
+    `on_progress`, and Watchdog for `overdue_s`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Engine:
     ):
         """Prepare the threads; `start` starts them."""
         self.grid = grid
-        self.name = name  # of the model, for the log
+        self.name = name  # name of the model in the log
         self._costs = costs
         self._keep_costs = partial(keep_costs, costs)
         self.seats = tuple(seats)
@@ -184,7 +184,7 @@ class Engine:
         self._watchdog = Watchdog(
             lambda bucket: costs.usable.get(bucket, 0.0) / 1000,
             self._fail_overdue,
-            self._look,
+            self._check_stuck,
             overdue_s,
         )
         self._timer = BucketTimer(
@@ -198,7 +198,7 @@ class Engine:
             on_timed=self._keep_costs,
             watch=self._watchdog.watch,
         )
-        # one thread more than programs in flight: it settles answers while the others run
+        # one thread more than programs in flight: it writes answers while the others run programs
         self._threads = [
             threading.Thread(
                 target=memory.in_kept_heap,
@@ -217,51 +217,48 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether any request can be served: enough buckets are compiled, and a seat is healthy."""
+        """Whether every request can be served: buckets are compiled, and a worker is healthy."""
         return self.warmup.ready and self.healthy
 
     @property
     def healthy(self) -> bool:
-        """Whether some seat is neither sick nor stuck.
+        """Whether some worker is neither sick nor stuck.
 
-        A sick seat only probes its device while another seat is healthy, and a stuck one does
-        nothing.
+        A sick worker only probes its device while another is healthy; a stuck one does nothing.
         """
         return not all(seat.sick or seat.turn.stuck for seat in self.seats)
 
     @property
     def stuck(self) -> bool:
-        """Whether every seat is stuck: its device does not return from a call of this model or of
-        another one.
+        """Whether every worker is stuck: its device does not return from a call of any model.
 
-        Then waiting requests fail and new ones are refused. A seat whose call returns after all is
-        used again.
+        Then waiting requests fail and new requests are refused. If the call returns after all, the
+        worker is used again.
         """
         return all(seat.turn.stuck for seat in self.seats)
 
     @property
     def tokens_per_s(self) -> float:
-        """The recent throughput of all seats together, in useful tokens per second of device time.
+        """The recent throughput of all workers, in useful tokens per second of device time.
 
-        0 before the first batch.
+        It is 0 before the first batch.
         """
         return len(self.seats) * self._ran_tokens / max(self._ran_s, 1e-6)
 
     @property
     def temporary_bytes(self) -> int:
-        """The most device memory that the runs of one device take besides the parameters, of the
-        buckets that are compiled."""
+        """The largest device memory in bytes that runs need at once besides the parameters."""
         seat, compiled = self.seats[0], tuple(self.warmup.compiled)
         return seat.turn.permits * max(map(seat.runner.temporary_bytes, compiled), default=0)
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
-        """Use only these of the compiled buckets for batches from now on."""
+        """Use only `buckets`, which must be compiled, for batches from now on."""
         with self._lock:
             self._costs.restrict(buckets)
             self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
 
     def snapshot(self) -> EngineState:
-        """The state of the engine at this moment."""
+        """Return the current state of the engine."""
         calls = self._watchdog.calls
         with self._lock:
             now = time.monotonic()
@@ -290,14 +287,14 @@ class Engine:
 
     def start(self) -> None:
         """Start the threads that compile buckets and serve requests."""
-        atexit.register(self._leave)
+        atexit.register(self._close_at_exit)
         self.warmup.start()
         self._watchdog.thread.start()
         for thread in self._threads:
             thread.start()
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until every request has a compiled bucket, as `Warmup.wait` does."""
+        """Block until the model is ready. Raises TimeoutError, BackendError or XLA's error."""
         self.warmup.wait(timeout_s)
 
     def submit(
@@ -307,16 +304,16 @@ class Engine:
         priority: Priority | None = None,
         trace: TicketTrace | None = None,
     ) -> Ticket:
-        """Queue one request and return its ticket.
+        """Queue one request and return its future.
 
-        `wake` is called once, from an engine thread, when the ticket is complete. Without a
-        priority a small request is interactive and a large one is bulk. Equal sequences that wait
-        at the same time, also those of different requests, are computed once. What the cache has is
-        answered at once. `trace` is that of a request that is traced.
+        `wake` is called once when the future is complete: from an engine thread, or from this
+        thread if the cache has all answers. Without a `priority`, a small request is interactive
+        and a large request is bulk. Equal sequences that wait at the same time, even in different
+        requests, are computed once. `trace` belongs to a request that is traced.
 
         Raises EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold,
         BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
-        every seat is stuck.
+        every worker is stuck.
         """
         lengths = work.lengths.tolist()
         longest = max(lengths)
@@ -329,7 +326,7 @@ class Engine:
             if max(slots) > limit:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
         ticket = Ticket(work, self._widths, wake, trace)
-        found = None if self._cache is None else self._cache.take(ticket)
+        cached = None if self._cache is None else self._cache.take(ticket)
         with self._lock:
             if self._closing:
                 raise BackendError("the engine is closed")
@@ -342,8 +339,8 @@ class Engine:
                 self._is_traced |= trace is not None
                 for idle in self._idle.values():
                     idle.notify(self._lanes.inputs)  # more threads would only slow the others down
-        if found is not None:
-            found.settle(ticket.queued_at, 0.0)
+        if cached is not None:
+            cached.settle(ticket.queued_at, 0.0)
         return ticket
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
@@ -356,7 +353,7 @@ class Engine:
             raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Mark the ticket as abandoned by its client, and remove its sequences from the queue."""
+        """Cancel a request: mark its future, and remove its sequences from the queue."""
         with self._lock:
             if not ticket.cancel():
                 return
@@ -364,10 +361,10 @@ class Engine:
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Serve what is queued, and end the threads.
+        """Refuse new requests, serve the queued requests, and end the threads.
 
-        Requests that are not answered within `timeout_s` seconds, or that fit on no compiled
-        bucket, fail.
+        Requests that are not answered within `timeout_s` seconds, or that fit in no compiled
+        bucket, fail with a BackendError.
         """
         self.warmup.stop()
         self._timer.stop()
@@ -375,21 +372,22 @@ class Engine:
             was_open, self._closing = not self._closing, True
             self._wake_all()
         deadline = time.monotonic() + timeout_s
-        _join(self._threads, deadline)
+        _join_until(self._threads, deadline)
         closed = BackendError("the engine is closed")
         self._fail_waiting(closed)
         self._watchdog.stop()
-        for call in self._watchdog.calls:  # of threads that did not end in time
+        for call in self._watchdog.calls:  # calls of threads that did not end in time
             fail_entries(call.batch.entries if call.batch else [], closed)
-        _join([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
+        _join_until([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
         if was_open:
             self._keep_costs()
         if not any(thread.is_alive() for thread in self.warmup.threads):
-            atexit.unregister(self._leave)
+            atexit.unregister(self._close_at_exit)
 
     def free(self) -> None:
-        """Free the memory of all seats, after `close`; not while a thread has not ended, because
-        it may be in a call."""
+        """Free the memory of all workers, after `close`.
+
+        Nothing is freed if a thread has not ended, because it may be in a device call."""
         if any(thread.is_alive() for thread in self._all_threads):
             logger.warning("%s: a thread has not ended, so its memory is not freed", self.name)
             return
@@ -402,17 +400,17 @@ class Engine:
     def _all_threads(self) -> list[threading.Thread]:
         return [*self._threads, *self.warmup.threads, self._timer.thread, self._watchdog.thread]
 
-    def _leave(self) -> None:
+    def _close_at_exit(self) -> None:
         """Close the engine when the interpreter ends.
 
         It waits for the compiling threads, because the interpreter aborts if a thread is inside XLA
         when it ends.
         """
         self.close(EXIT_S)
-        _join(self.warmup.threads, math.inf)
+        _join_until(self.warmup.threads, math.inf)
 
     def _serve(self, seat: Seat) -> None:
-        """Serve batches until the engine is closed and its queue is empty."""
+        """Serve batches on a worker until the engine is closed and its queue is empty."""
         while self._wait_for_work(seat):
             try:
                 self._serve_batch(seat)
@@ -421,16 +419,16 @@ class Engine:
                 self._fail_waiting(BackendError(INTERNAL))
 
     def _serve_batch(self, seat: Seat) -> None:
-        """Take the turn of the device, then a batch, run it and settle it.
+        """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
-        Every entry of the batch is answered or failed, even if an error is raised.
+        Every sequence of the batch gets an answer or an error, even if an exception is raised.
         """
         batch = None
         try:
             with seat.turn.hold(partial(self._urgency, seat), seat.share) as claim:
-                batch = None if self._is_out(seat) else self._take()
+                batch = None if self._is_unusable(seat) else self._take_batch()
                 if batch is None and seat.sick:
-                    batch = self._probe(seat)
+                    batch = self._probe_batch(seat)
                 if batch is None:
                     return
                 seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
@@ -445,10 +443,10 @@ class Engine:
                 self._trace(seat, batch, results, started_at, seconds)
             if claim.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
-                return  # its entries were failed when it became overdue
+                return  # its sequences have failed when it became overdue
             self._note(seat, batch, results, claim)
             for answers in results:
-                if self._cache is not None:  # before its client can ask again
+                if self._cache is not None:  # before the client can send the same request again
                     self._cache.keep(answers)
                 answers.settle(started_at, seconds)
         except BaseException:  # a thread that ends must not leave its batch unanswered
@@ -457,22 +455,22 @@ class Engine:
             logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
             fail_entries(batch.entries, BackendError(INTERNAL))
 
-    def _is_out(self, seat: Seat) -> bool:
-        """Whether a seat takes no batches: it is stuck, or it is sick while another is healthy.
+    def _is_unusable(self, seat: Seat) -> bool:
+        """Return whether a worker takes no batches: it is stuck, or sick while another is healthy.
 
-        A sick seat would take most batches, because they fail fast.
+        A sick worker would take most batches, because they fail fast.
         """
         return seat.turn.stuck or (seat.sick and self.healthy)
 
     def _wait_for_work(self, seat: Seat) -> bool:
-        """Wait for work. Returns False when the engine is closed and its queue is empty.
+        """Wait for work of a worker. Returns False when the engine is closed and nothing is left.
 
-        For a sick seat it returns True every PROBE_EVERY_S, so that it can probe.
+        For a sick worker it also returns True after `probe_every_s` seconds, for a probe.
         """
         with self._lock:
             until = time.monotonic() + self._probe_every_s if seat.sick else None
             while True:
-                has_work = self._lanes.runnable and not self._is_out(seat)
+                has_work = self._lanes.runnable and not self._is_unusable(seat)
                 if has_work or self._closing:
                     return has_work
                 left_s = None if until is None else until - time.monotonic()
@@ -481,16 +479,17 @@ class Engine:
                 self._idle[seat].wait(left_s)
 
     def _wake_all(self) -> None:
+        """Wake the idle threads of all workers. The caller holds the lock."""
         for idle in self._idle.values():
             idle.notify_all()
 
     def _urgency(self, seat: Seat) -> float:
-        """The urgency of a seat's claim for the turn; a probe counts as work.
+        """Return how urgently a worker wants its device; a probe counts as work.
 
-        The model whose next program begins first on the turn's clock is the most urgent, so that
-        all models with work get equal time. A model with interactive work goes ahead of its time:
-        otherwise it would wait for one batch of each other model. Without work the urgency is the
-        lowest, or the highest when the engine closes: its threads give the turn back at once.
+        With work, it is minus the virtual time at which its next program begins, so that all models
+        with work get equal device time. Interactive work adds BORROWED_S; otherwise it would wait
+        for a batch of each other model. Without work, it is minus infinity, or infinity when the
+        engine closes: its threads then release the device at once.
         """
         with self._lock:
             if self._lanes.runnable or (seat.sick and not self._closing):
@@ -498,8 +497,8 @@ class Engine:
                 return ahead - seat.turn.begin(seat.share)
             return math.inf if self._closing else -math.inf
 
-    def _take(self) -> Batch | None:
-        """Take the next batch out of the lanes; None if nothing waits that fits on a bucket."""
+    def _take_batch(self) -> Batch | None:
+        """Take the next batch out of the queue; None if no waiting sequence fits in a bucket."""
         with self._lock:
             try:
                 return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
@@ -509,9 +508,10 @@ class Engine:
         fail_entries(waiting, BackendError(INTERNAL))
         return None
 
-    def _probe(self, seat: Seat) -> Batch | None:
-        """A batch of one token on the smallest bucket, which tests whether the device of a sick
-        seat works again; None if it is stuck, or the engine closes."""
+    def _probe_batch(self, seat: Seat) -> Batch | None:
+        """Make a batch of one token on the smallest bucket, to test the device of a sick worker.
+
+        Returns None if the worker is stuck, no bucket is compiled, or the engine closes."""
         usable = self._costs.usable
         if seat.turn.stuck or not usable or self._closing:
             return None
@@ -520,11 +520,11 @@ class Engine:
         return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
 
     def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
-        """Record the outcome of a batch that was run, and its device time, which is in `claim`.
+        """Record the results of a batch, and its device time `claim.took_s`.
 
-        If nothing in it was answered, the seat has one more consecutive failure, otherwise none.
-        The use of its bucket and the metrics always count it. The throughput counts it only if it
-        was answered without being split, and the cost of its bucket only if, in addition, no
+        If the batch got no answer, the worker has one more consecutive failure, otherwise none. The
+        totals of the bucket and the metrics count every batch. The throughput counts a batch only
+        if it was answered as a whole. The cost of the bucket counts it only if, in addition, no
         program of another model ran at the same time.
         """
         answered = [answers for answers in results if answers.error is None and answers.entries]
@@ -553,7 +553,7 @@ class Engine:
         started_at: float,
         seconds: float,
     ) -> None:
-        """Tell the traced requests among those of a batch when it was run."""
+        """Add the run of a batch, which began at the time.monotonic() `started_at`, to traces."""
         tickets = dict.fromkeys(ticket for entry in batch.entries for ticket in entry.claims)
         traces = [ticket.trace for ticket in tickets if ticket.trace is not None]
         if traces:
@@ -571,9 +571,9 @@ class Engine:
             traces[0].trace.tracer.trace_batch(run, traces)
 
     def _compile(self, bucket: Bucket) -> None:
-        """Compile a bucket on every seat, then let batches use it and wake the idle threads.
+        """Compile a bucket on every worker, then let batches use it and wake the idle threads.
 
-        The threads of the Warmup call it. Raises what the compiler raises; then no batch uses the
+        The threads of Warmup call it. Raises the errors of the compiler; then no batch uses the
         bucket.
         """
         for seat in self.seats:
@@ -584,16 +584,16 @@ class Engine:
             self._wake_all()
 
     def _fail_waiting(self, error: Exception) -> None:
-        """Fail all waiting requests."""
+        """Fail all waiting requests with `error`."""
         with self._lock:
             waiting = self._lanes.clear()
         fail_entries(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:
-        """Fail the entries of a batch whose device call is overdue, with a BackendError.
+        """Fail the sequences of a batch whose device call is overdue, with a BackendError.
 
-        The watchdog calls it once for each overdue call, and has already taken the device out of
-        use until the call returns. A call without a batch, which times a bucket, is only logged.
+        The watchdog calls it once for each overdue call. It has already taken the device out of use
+        until the call returns. A call without a batch times a bucket, and is only logged.
         """
         text = "%s: %s is overdue: nothing more runs on its device until it returns"
         if call.batch is None:
@@ -605,8 +605,8 @@ class Engine:
         failure = f"the device did not return in time from this batch (reference {reference})"
         fail_entries(call.batch.entries, BackendError(failure))
 
-    def _look(self) -> None:
-        """Fail all waiting requests if every seat is stuck; otherwise wake threads if work waits.
+    def _check_stuck(self) -> None:
+        """Fail all waiting requests if every worker is stuck; otherwise wake threads if work waits.
 
         The watchdog calls it once a second. Requests may have been queued just before the last
         device got stuck, and threads may have gone to sleep while their device was stuck.
@@ -619,15 +619,15 @@ class Engine:
                 self._wake_all()
 
     def _needed_length(self) -> int | None:
-        """The shortest row that holds the oldest sequence that fits on no compiled bucket."""
+        """Return the row length that the oldest sequence in no compiled bucket needs, or None."""
         with self._lock:
             return self._lanes.needed_length
 
 
-def _join(threads: Sequence[threading.Thread], deadline: float) -> None:
-    """Wait until the threads that were started end, but not beyond the `deadline`.
+def _join_until(threads: Sequence[threading.Thread], deadline: float) -> None:
+    """Wait until all started threads have ended, at most until `deadline`.
 
-    It is a time.monotonic(), or infinity.
+    `deadline` is a time.monotonic(), or infinity.
     """
     for thread in threads:
         if thread.ident is not None:

@@ -1,7 +1,7 @@
-"""Runs static models on the host: no device, no compilation, no buckets and no queue.
+"""Runs static models on the host, without a device, compilation, buckets or a queue.
 
-The thread that calls `compute` computes, so that the threads which tokenize a request compute it
-too, and a short text is answered without any other thread.
+`HostEngine.compute` computes in the calling thread. So the thread that tokenizes a request can also
+compute it, and a short text needs only one thread.
 """
 
 import logging
@@ -24,18 +24,18 @@ CLOSED = "the engine is closed"
 
 
 class HostEngine:
-    """Computes sequences with a static model. See Engine for its other methods.
+    """The engine of a static model, with `compute` for `submit`. See Engine for other methods.
 
-    `compute` may be called from any thread, and from several at once.
+    Any thread may call `compute`, and several threads at the same time.
     """
 
-    # There is no device that could fail or hang.
+    # no device can fail or hang
     healthy = True
     stuck = False
     temporary_bytes = 0  # of device memory
 
     def __init__(self, model: StaticModel, telemetry: Telemetry, *, name: str = "model"):
-        """`name` is the model's, for the log."""
+        """Make an engine for a loaded model. `name` is the name of the model in the log."""
         self.name = name
         self._model = model
         self._telemetry = telemetry
@@ -46,28 +46,28 @@ class HostEngine:
 
     @property
     def ready(self) -> bool:
-        """Whether it was started and not closed: there is nothing to compile."""
+        """Whether the engine is started and not closed."""
         return self._started and not self._closing
 
     @property
     def tokens_per_s(self) -> float:
-        """The recent throughput in tokens per second of computing; 0 before the first call."""
+        """The recent throughput in tokens per second of a computing thread; 0 before any call."""
         return self._ran_tokens / max(self._ran_s, 1e-6)
 
     def start(self) -> None:
-        """Be ready: there are no threads."""
+        """Make the engine ready. It has no threads to start."""
         self._started = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return at once. Raises BackendError if the engine is closed."""
+        """Return at once, because nothing is compiled. Raises BackendError if it is closed."""
         if self._closing:
             raise BackendError(CLOSED)
 
     def compute(self, work: Work) -> WorkResult:
-        """The outputs of the work, computed in the calling thread.
+        """Compute the outputs of the work in the calling thread, and return them by name.
 
-        Raises NotFinite if one holds NaN or infinity, and BackendError if they could not be
-        computed or the engine is closed.
+        Raises NotFinite if an output holds NaN or infinity, and BackendError if the computation
+        fails or the engine is closed.
         """
         self.wait_ready()
         started_at = time.monotonic()
@@ -78,8 +78,8 @@ class HostEngine:
                     arrays = value.values
                 else:
                     arrays = (value.values,) if isinstance(value, Ragged) else (value,)
-                # all() of an array takes twice as long
-                if any(np.count_nonzero(np.isfinite(one)) < one.size for one in arrays):
+                # np.isfinite(x).all() takes twice as long
+                if any(np.count_nonzero(np.isfinite(x)) < x.size for x in arrays):
                     raise NotFinite("the result is not finite: verify the checkpoint")
         except Exception as error:
             logger.exception("%s: %d sequences could not be computed", self.name, len(work))
@@ -97,7 +97,7 @@ class HostEngine:
         return values
 
     def snapshot(self) -> EngineState:
-        """The state of the engine at this moment. It has no buckets, and nothing waits."""
+        """Return the current state. The fields of buckets and of waiting work are empty or 0."""
         return EngineState(
             waiting_inputs=0,
             waiting_tokens=0,
@@ -118,13 +118,12 @@ class HostEngine:
         )
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Compute nothing more."""
+        """Refuse all further work."""
         self._closing = True
 
     def free(self) -> None:
-        """Nothing: the model is freed with the engine."""
+        """Do nothing: the memory of the model is freed with this object."""
 
 
 ServedEngine = Engine | HostEngine
-"""What a loaded model may have: an engine with a queue, to which requests are submitted, or one
-that computes in the thread which asks."""
+"""The engine of a loaded model: with a queue and devices, or on the host without a queue."""

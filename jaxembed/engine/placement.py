@@ -1,4 +1,4 @@
-"""Puts the parameters of a model on devices, in the dtype that they are served in."""
+"""Casts the parameters of a model to the dtype they are served in, and copies them to devices."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +25,11 @@ def place_parameters(
     dtype: DType,
     native_layout: bool = False,
 ) -> list[dict[str, jax.Array]]:
-    """Cast the parameters and copy them to each group of devices. Returns them for each group.
+    """Cast the parameters, and copy all of them to every device of every group.
 
-    They may come from a generator, so that the host holds one at a time. With `native_layout`
-    weights are packed into panels, as native.linear takes them.
+    `parameters` are pairs of name and array; with a generator the host holds one array at a time.
+    With `native_layout`, weights are packed into panels for the native kernels (native.linear).
+    Returns a dict of arrays by name for each group.
     """
     shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
@@ -43,12 +44,12 @@ def place_parameters(
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
-    """One axis of devices, `data`, over which the rows of a batch are divided."""
+    """Return a mesh with one axis, `data`, which divides the rows of a batch among the devices."""
     return Mesh(np.array(devices), ("data",))
 
 
 def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
-    """The memory of one copy of the parameters, by name, on a device."""
+    """Return the bytes of one copy of the parameters on a device, from their shapes by name."""
     return sum(
         math.prod(shape) * jnp.dtype(placed_dtype(name, len(shape), dtype)).itemsize
         for name, shape in shapes.items()
@@ -56,8 +57,9 @@ def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
 
 
 def room_for_models(device: Device) -> int | None:
-    """The bytes that models may take: of a device, or of the host where a CPU is the device. None
-    if it is not known. A tenth is left to what is not counted."""
+    """Return the bytes of memory that models may take on a device; None if it is not known.
+
+    For a CPU it is the memory of the host. A tenth is left for memory that nobody counts."""
     if device.platform == "cpu":
         room = available_bytes()
     else:
@@ -66,11 +68,12 @@ def room_for_models(device: Device) -> int | None:
 
 
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
-    """The dtype of a parameter on the device: `dtype` for weights of the tower, else float32.
+    """Return the dtype of a parameter on a device: `dtype` for large weights, else float32.
 
-    `axes` is its number of axes. Vectors, such as norms, stay in float32, and so do biases of any
-    shape and the heads: they are small, and scores come directly from them. The table of terms of
-    a head is none of them: it is as large as the tower's embeddings.
+    `name` is the path of the parameter and `axes` its number of axes. Vectors (such as norms),
+    biases and the parameters of heads stay in float32: they are small, and scores come directly
+    from them. The table of terms of a sparse head gets `dtype`, because it is as large as the
+    embedding table of the backbone.
     """
     is_head = name.startswith("heads.") and not name.endswith(TABLE_OF_TERMS)
     return FLOAT32 if axes < 2 or name.endswith(".bias") or is_head else dtype

@@ -1,5 +1,4 @@
-"""Limits what one key may use: requests and tokens a minute, and inputs that wait. Knows neither
-the key nor HTTP."""
+"""Limits what one API key may use: requests per minute, tokens per minute, and waiting inputs."""
 
 import math
 import threading
@@ -12,17 +11,17 @@ from typing import Literal, NamedTuple
 from jaxembed.errors import QuotaExceeded, RequestTooLarge
 
 MINUTE_S = 60.0
-ROUNDING = 1e-6  # of a request or token, by which a bucket that was filled slowly may be short
-WAITING_RETRY_S = 1  # after which to try again where too many inputs wait
+ROUNDING = 1e-6  # requests or tokens that a bucket may lack because of rounding errors
+WAITING_RETRY_S = 1  # retry time of a request that is refused because too many inputs wait
 
-Rate = Literal["requests", "tokens"]  # a minute
+Rate = Literal["requests", "tokens"]  # what is limited per minute
 Refusal = Literal["expired", "route", "model", "requests", "tokens", "inputs"]
 REFUSAL_REASONS: tuple[Refusal, ...] = ("expired", "route", "model", "requests", "tokens", "inputs")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a key may use; None is no limit."""
+    """The limits of a key; None means no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -30,7 +29,7 @@ class Limits:
 
 
 class RateState(NamedTuple):
-    """What is left of one limit a minute. `reset_s` are the seconds until all of it is there."""
+    """What remains of one limit per minute. `reset_s` is the seconds until all of it is back."""
 
     kind: Rate
     limit: int
@@ -39,7 +38,11 @@ class RateState(NamedTuple):
 
 
 class TokenBucket:
-    """A bucket that a minute fills and use empties, below zero too: then it is filled up first."""
+    """A token bucket for a rate limit of `per_minute` requests or tokens.
+
+    It refills from empty to full in a minute. `take` may bring its level below zero. `now` is a
+    time in seconds.
+    """
 
     def __init__(self, per_minute: int, now: float):
         self.per_minute = per_minute
@@ -47,46 +50,46 @@ class TokenBucket:
         self._filled_at = now
 
     def level(self, now: float) -> float:
-        """How much is in the bucket at a time, in seconds."""
+        """Refill the bucket up to the time `now`, and return its level."""
         filled = max(now - self._filled_at, 0.0) * (self.per_minute / MINUTE_S)
         self._level = min(self._level + filled, float(self.per_minute))
         self._filled_at = now
         return self._level
 
     def take(self, amount: int, now: float) -> None:
-        """Take an amount out; a negative one is put back."""
+        """Take `amount` out of the bucket. A negative amount is put back."""
         self._level = min(self.level(now) - amount, float(self.per_minute))
 
     def wait_s(self, amount: int, now: float) -> float:
-        """The seconds until the bucket holds the amount."""
+        """Return the seconds until the level is at least `amount`; 0 if it is already."""
         missing = amount - self.level(now)
         return missing / (self.per_minute / MINUTE_S) if missing > ROUNDING else 0.0
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change what a minute brings; the bucket stays as full as it is, relative to that."""
+        """Change the size of the bucket. The level stays the same share of the size."""
         self._level = self.level(now) * per_minute / self.per_minute
         self.per_minute = per_minute
 
 
 class Quota:
-    """The limits of one key, and what it has used. `name` is that of the key, for messages.
+    """The limits of one API key, and what the key has used.
 
-    Any thread may call its methods.
+    `name` is the name of the key in messages. Any thread may call the methods.
     """
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.name = name
         self.waiting = 0  # inputs
-        self.requests = self.tokens = 0  # so far: requests let in, tokens answered
+        self.requests = self.tokens = 0  # totals: requests accepted, tokens answered
         self.refused: Counter[Refusal] = Counter()
         self.limits = Limits()
-        self._buckets: dict[Rate, TokenBucket] = {}  # of the limits that there are
+        self._buckets: dict[Rate, TokenBucket] = {}  # only for limits that are set
         self._clock = clock
         self._lock = threading.Lock()
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
-        """Set other limits. What was used of the old ones stays used."""
+        """Set other limits. What the key has used of a limit counts for the new limit, too."""
         with self._lock:
             self.limits, now = limits, self._clock()
             rates: dict[Rate, int | None] = {
@@ -102,7 +105,7 @@ class Quota:
                     self._buckets[kind] = TokenBucket(per_minute, now)
 
     def count_request(self) -> None:
-        """Count a request before anything else is done for it. Raises QuotaExceeded."""
+        """Count a request, before any other work for it. Raises QuotaExceeded if none is left."""
         with self._lock:
             self._check_rate("requests", 1)
             if "requests" in self._buckets:
@@ -110,15 +113,15 @@ class Quota:
             self.requests += 1
 
     def check(self, inputs: int, tokens: int, account: "Account") -> None:
-        """Raise QuotaExceeded if a part of a request with so many inputs, and about so many tokens,
-        must wait, and RequestTooLarge if its request has more than there ever is.
+        """Check whether a part of a request may be admitted now. Counts nothing but refusals.
 
-        Of a request whose first part was admitted, no later part has to wait: those before would
-        have been computed for nothing.
+        The part has `inputs` and about `tokens`; `account` has the usage of its request so far.
+        Raises RequestTooLarge if the request exceeds a limit of the key, and QuotaExceeded if the
+        part must wait. Once a part is admitted, later parts never wait, or it was computed in vain.
         """
         with self._lock:
-            most = self.limits.max_inputs_waiting
-            self._check_size(account.inputs + inputs, most, "inputs", "max_inputs_waiting")
+            max_waiting = self.limits.max_inputs_waiting
+            self._check_size(account.inputs + inputs, max_waiting, "inputs", "max_inputs_waiting")
             self._check_size(
                 account.charged + tokens,
                 self.limits.tokens_per_minute,
@@ -127,28 +130,29 @@ class Quota:
             )
             if account.entered:
                 return
-            if most is not None and self.waiting + inputs > most:
+            if max_waiting is not None and self.waiting + inputs > max_waiting:
                 self.refused["inputs"] += 1
                 raise QuotaExceeded(
                     f"the key `{self.name}` has {self.waiting} inputs that wait, and may have "
-                    f"{most} (max_inputs_waiting): there is no room for {inputs} more now",
+                    f"{max_waiting} (max_inputs_waiting): there is no room for {inputs} more now",
                     WAITING_RETRY_S,
                 )
             self._check_rate("tokens", tokens)
 
     def _check_size(
-        self, wanted: int, most: int | None, kind: Literal["inputs", "tokens"], field: str
+        self, size: int, limit: int | None, kind: Literal["inputs", "tokens"], field: str
     ) -> None:
-        if most is not None and wanted > most:
+        """Raise RequestTooLarge if `size` exceeds `limit`, which is the field `field` of Limits."""
+        if limit is not None and size > limit:
             self.refused[kind] += 1
             about = "about " if kind == "tokens" else ""
             raise RequestTooLarge(
-                f"the request has {about}{wanted} {kind}, and the key `{self.name}` never has room "
-                f"for more than {most} ({field}); send less at a time"
+                f"the request has {about}{size} {kind}, and the key `{self.name}` never has room "
+                f"for more than {limit} ({field}); send less at a time"
             )
 
     def _check_rate(self, kind: Rate, amount: int) -> None:
-        """Raise QuotaExceeded if so much of this minute is not left."""
+        """Raise QuotaExceeded if less than `amount` is left of the limit per minute."""
         bucket = self._buckets.get(kind)
         wait_s = 0.0 if bucket is None else bucket.wait_s(amount, self._clock())
         if bucket is not None and wait_s:
@@ -161,7 +165,7 @@ class Quota:
             )
 
     def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
-        """Count inputs that wait, tokens of this minute, and tokens of an answer.
+        """Count waiting inputs, tokens charged to the limit per minute, and answered tokens.
 
         Negative numbers give some back.
         """
@@ -172,12 +176,12 @@ class Quota:
                 self._buckets["tokens"].take(charged, self._clock())
 
     def refuse(self, reason: Refusal) -> None:
-        """Count a request that the key does not open."""
+        """Count a request of this key that was refused for `reason`."""
         with self._lock:
             self.refused[reason] += 1
 
     def states(self) -> list[RateState]:
-        """What is left of each limit a minute that there is."""
+        """Return the state of each limit per minute that is set."""
         with self._lock:
             now = self._clock()
             return [
@@ -193,20 +197,20 @@ class Quota:
 
 @dataclass(eq=False)
 class Account:
-    """What one request uses, of the quota of its key if it has one.
+    """The usage of one request, which also counts for the quota of its API key, if any.
 
-    A request has parts that are admitted one by one; most have a single one.
+    A large request is admitted in several parts; most requests have a single part.
     """
 
     quota: Quota | None = None
-    models: set[str] = field(default_factory=set)  # the served names of those that it was given
+    models: set[str] = field(default_factory=set)  # names of the models that answer it
     inputs: int = 0  # admitted
     tokens: int = 0  # answered
-    charged: int = 0  # tokens: about, until a part is answered
+    charged: int = 0  # tokens; an estimate until a part is answered
     entered: bool = False  # whether a part was admitted
 
     def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
-        """Count for it and for its key what `Quota.use` does."""
+        """Count the usage for the request, and for its key as `Quota.use` does."""
         self.charged += charged
         self.tokens += answered
         if self.quota is not None:

@@ -1,7 +1,7 @@
 """Runs a batch so that only the sequences at fault fail.
 
-A batch that does not fit in the memory is run in halves, and a sequence whose result is not finite
-is run alone.
+A batch that does not fit in the memory of the device is run again in parts. A sequence whose result
+is not finite is run again alone.
 """
 
 import logging
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def reference_to(batch: Batch) -> tuple[str, str]:
-    """Make a random reference for the error messages of a batch.
+    """Return a random reference to a batch, and a description of the batch for the log.
 
-    Returns it and a description of the batch for the log, which contains the reference.
+    The description contains the reference.
     """
     reference = uuid.uuid4().hex[:12]
     lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
@@ -34,10 +34,10 @@ def reference_to(batch: Batch) -> tuple[str, str]:
 
 
 class Recovery:
-    """Runs batches on a runner, again in parts if something fails.
+    """Runs batches on a runner, and again in parts if something fails.
 
     `buckets` returns the buckets compiled so far. `on_call` is called with the bucket before each
-    call of the runner.
+    run.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Recovery:
         self._on_call = on_call
 
     def run(self, batch: Batch) -> list[Answers]:
-        """Run a batch, and then each sequence alone whose result is not finite.
+        """Run a batch, and then run each sequence whose result is not finite again, alone.
 
-        Returns the answers or errors of all its entries, and raises nothing.
+        Returns the answers or errors of all sequences of the batch. Raises no error.
         """
         try:
             try:
@@ -73,12 +73,13 @@ class Recovery:
             for k in np.flatnonzero(~finite).tolist():
                 results += self._alone(answers.entries[k], batch)
             return results
-        except Exception as error:  # any error goes to the tickets
+        except Exception as error:  # any error goes to the futures
             return [self._failed(batch, error)]
 
     def _attempt(self, batch: Batch, *, in_float32: bool = False) -> Answers:
-        """Run a batch once, and gather the values of each entry from the outputs of its bucket.
-        Raises what the runner raises."""
+        """Run a batch once, and gather the values of each sequence from the outputs.
+
+        With `in_float32`, run the program of the bucket in float32. Raises the runner's errors."""
         names = set().union(*(t.work.outputs for entry in batch.entries for t in entry.claims))
         self._on_call(batch.bucket)
         output = self._runner.run(
@@ -97,10 +98,10 @@ class Recovery:
         return Answers(batch.entries, values)
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
-        """Run a batch in parts if it did not fit in the memory; otherwise fail it.
+        """Run a failed batch again in parts if `error` says that the memory was full; or fail it.
 
-        The parts are on the largest bucket with at most half its tokens that holds its longest
-        sequence, if there is one.
+        The parts run on the largest bucket that has at most half the tokens and holds the longest
+        sequence. If no bucket does, the batch fails.
         """
         longest = max(entry.least_row for entry in batch.entries)
         half = batch.bucket.tokens // 2
@@ -119,7 +120,7 @@ class Recovery:
         return [answers for part in parts for answers in self.run(part)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:
-        """Log and count a failed batch. Returns a BackendError with its reference as the answer."""
+        """Log and count a failed batch. Returns a BackendError for all its sequences."""
         reference, words = reference_to(batch)
         logger.error("%s failed", words, exc_info=error)
         self._telemetry.failed_batches.inc()
@@ -127,27 +128,30 @@ class Recovery:
         return Answers(batch.entries, error=failure)
 
     def _alone(self, entry: Entry, batch: Batch) -> list[Answers]:
-        """Run a sequence alone, and then in float32 if the model is in float16."""
+        """Run a sequence of `batch` alone, because its result was not finite.
+
+        Then run it in float32 if the model is in float16. Returns the answer or NotFinite.
+        """
         self._telemetry.not_finite.inc()
         fitting = [b for b in self._buckets() if entry.least_row <= b.length]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
-        alone, twin = place(bucket, [entry]), self._runner.float32_bucket
+        alone, float32_bucket = place(bucket, [entry]), self._runner.float32_bucket
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
                 return [answers]
-            if twin is not None:
-                answers = self._attempt(place(twin, [entry]), in_float32=True)
+            if float32_bucket is not None:
+                answers = self._attempt(place(float32_bucket, [entry]), in_float32=True)
                 if _finite(answers).all():
                     return [answers]
         except Exception as error:
             return self._after_failure(alone, error)
-        attempts = "alone" if twin is None else "alone and in float32"
+        attempts = "alone" if float32_bucket is None else "alone and in float32"
         return [Answers([entry], error=NotFinite(f"the result is not finite, run {attempts}"))]
 
 
 def _finite(answers: Answers) -> np.ndarray:
-    """Whether all values of each entry are finite, bool `[entries]`."""
+    """Return whether all values of each sequence are finite: bool `[sequences]`."""
     finite = np.ones(len(answers.entries), bool)
     for name, values in answers.values.items():
         if OUTPUTS[name].per == "slot":

@@ -1,7 +1,6 @@
-"""Holds a copy of the parameters on its devices, and runs one compiled program for each bucket.
+"""Holds a copy of a model's parameters on devices, and runs a compiled program for each bucket.
 
-Knows nothing of requests: it takes packed tokens and returns outputs. A replica without a device
-stands in to measure the work of the host.
+NullReplica stands in for a replica without a device, to measure the work of the host.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +26,8 @@ from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.tokens import PackedTokens
 
 Outputs = dict[OutputName, Any]
-"""float32 `[rows, slots or length, width]`, a sparse one SparseRows `[rows * slots, width]`."""
+"""Outputs by name: an output per slot is float32 `[rows, slots, width]`, an output per token is
+float32 `[rows, length, width]`, and a sparse output is SparseRows `[rows * slots, width]`."""
 
 
 class Replica:
@@ -45,11 +45,11 @@ class Replica:
     ):
         """Place the parameters on the devices.
 
-        Raises CheckpointError if they are not those of the program. Parameters that
-        `place_parameters` has placed already are not copied. `attention` returns the attention
-        implementation for the program of a bucket; the program in float32 uses XLA's.
-        `float32_twin` is the bucket that also gets a program in float32. With `native_layout`
-        weights are packed into panels, as native.linear takes them.
+        `parameters` are arrays by name; those that `place_parameters` has placed already are not
+        copied. `float32_twin` is a bucket that also gets a program in float32. `attention` returns
+        the attention implementation for the program of a bucket; the program in float32 uses XLA's.
+        With `native_layout`, weights are packed into panels, as native.linear takes them. Raises
+        CheckpointError if the parameters are not those of the program.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
@@ -60,7 +60,7 @@ class Replica:
         self._mesh = mesh_of(devices)
         self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
         self.native_layout = native_layout
-        self._twin = float32_twin
+        self._float32_bucket = float32_twin
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
@@ -72,11 +72,11 @@ class Replica:
 
         If the bucket is the replica's `float32_twin`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
-        float16. Raises ConfigError if the rows of the bucket cannot be divided equally
-        among the devices, and what XLA raises.
+        float16. Raises ConfigError if the rows of the bucket cannot be divided equally among the
+        devices, and the errors of XLA.
         """
         self._programs[bucket, self.dtype] = self._compile(bucket, self.dtype)
-        if bucket == self._twin:
+        if bucket == self._float32_bucket:
             self._programs[bucket, FLOAT32] = self._compile(bucket, FLOAT32)
         memory.trim()
 
@@ -88,11 +88,11 @@ class Replica:
         *,
         in_float32: bool = False,
     ) -> Outputs:
-        """Run a compiled bucket, and copy the `outputs` to the host.
+        """Run the program of a bucket on a batch, and return the named `outputs` on the host.
 
-        `planes` is a packed batch, int32 `[planes, rows, length]`. The call does not hold the GIL
-        while it waits for the device. Only the `float32_bucket` can run `in_float32`. Raises what
-        XLA raises.
+        `planes` is the packed batch, int32 `[planes, rows, length]`. The call releases the GIL
+        while it waits for the device. Only the `float32_bucket` can run `in_float32`. Raises
+        KeyError if the bucket has no compiled program, and the errors of XLA.
         """
         computed = self.launch(bucket, planes, FLOAT32 if in_float32 else self.dtype)
         return {
@@ -103,9 +103,10 @@ class Replica:
     def launch(
         self, bucket: Bucket, planes: np.ndarray, dtype: DType | None = None
     ) -> dict[OutputName, Any]:
-        """Start a compiled bucket. Returns all outputs, on the device, where they may not be ready.
+        """Start the program of a bucket on a batch, and return all outputs by name at once.
 
-        It computes in `dtype`, by default that of the replica. Raises what XLA raises.
+        The outputs are arrays on the device that may not be ready yet. `dtype` is the dtype of the
+        program, by default that of the replica. Raises the errors of `run`.
         """
         program = self._programs[bucket, dtype or self.dtype]
         return program(self._parameters, jax.device_put(planes, self._by_rows))
@@ -113,30 +114,31 @@ class Replica:
     @property
     def float32_bucket(self) -> Bucket | None:
         """The bucket that also has a program in float32; None if there is none."""
-        twin = self._twin
-        return twin if twin is not None and (twin, FLOAT32) in self._programs else None
+        bucket = self._float32_bucket
+        return bucket if bucket is not None and (bucket, FLOAT32) in self._programs else None
 
     def free(self) -> None:
-        """Delete the parameters and the programs, whoever still refers to the replica."""
+        """Free the memory of the parameters and programs, even while the replica is referenced."""
         self._programs.clear()
         for leaf in self._parameters:
             leaf.delete()
 
     def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Return the program of a compiled bucket, which tells its HLO and its memory."""
+        """Return the program of a compiled bucket, for its HLO and its use of memory."""
         return self._programs[bucket, self.dtype]
 
     def temporary_bytes(self, bucket: Bucket) -> int:
-        """The device memory that a run of the bucket needs besides the parameters, in bytes; none
-        once they are freed."""
+        """Return the bytes of device memory that a run of the bucket needs besides parameters.
+
+        It is 0 after `free`."""
         program = self._programs.get((bucket, self.dtype))
         if program is None:
             return 0
-        memory: Any = program.memory_analysis()  # None on no platform of ours
+        memory: Any = program.memory_analysis()  # never None on a supported platform
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
-        """Compile the program of a bucket that computes in this dtype."""
+        """Compile and return the program of a bucket in `dtype`. Raises the errors of `compile`."""
         if bucket.rows % len(self.devices):
             raise ConfigError(
                 f"{bucket.rows} rows of bucket {bucket} do not divide over "
@@ -147,7 +149,7 @@ class Replica:
             leaves = [leaf.astype(jnp.float32) for leaf in parameters]
             leaves = leaves if dtype == FLOAT32 else parameters
             computed = self._forward(leaves, planes, bucket.slots, self.outputs)
-            if self.devices[0].platform == "cpu":  # its memory is the host's
+            if self.devices[0].platform == "cpu":  # the outputs are in the memory of the host
                 return computed
             return {
                 name: gathered(value, planes[0].size) if OUTPUTS[name].sparse else value
@@ -186,7 +188,7 @@ class NullReplica:
         """Do nothing."""
 
     def temporary_bytes(self, bucket: Bucket) -> int:
-        """None, because it uses no device."""
+        """Return 0, because it uses no device."""
         return 0
 
     def free(self) -> None:
@@ -200,11 +202,11 @@ class NullReplica:
         *,
         in_float32: bool = False,
     ) -> Outputs:
-        """Return ones in the shapes of these outputs, which are float32 in any case."""
+        """Return float32 ones in the shapes of the named outputs, whatever `planes` holds."""
         made: Outputs = {}
         for name in outputs:
             kind, width = OUTPUTS[name], self._widths[name]
-            if kind.sparse:  # one term in each row
+            if kind.sparse:  # one nonzero value in each row
                 count = bucket.rows * bucket.slots
                 row = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
                 made[name] = SparseRows(width, *row)
@@ -215,4 +217,4 @@ class NullReplica:
 
 
 Runner = Replica | NullReplica
-"""What the threads of an engine run batches on."""
+"""What an engine runs batches on."""

@@ -1,4 +1,8 @@
-"""Brings the sparse output of a device to the host: only what is not zero, and all of that."""
+"""Copies a sparse output from a device to the host, without its zeros.
+
+`gathered` collects a fixed number of nonzero values on the device. `fetched` copies them, or the
+dense output if there are more.
+"""
 
 from typing import Any, NamedTuple
 
@@ -8,25 +12,25 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.data.work import SparseRows, sparse_rows
 
-# Values per token of a bucket that there is room for, where they are gathered on the device. It is
-# a guess that costs only time: of a batch with more everything is copied.
+# The number of nonzero values that a device gathers, for each token of a bucket. A wrong guess
+# costs only time: if a batch has more, its dense output is copied.
 VALUES_A_TOKEN = 8
 
 
 class Gathered(NamedTuple):
-    """A mostly zero output of a device, and its values that are not zero, as far as there is room.
+    """A mostly zero output on a device, and its nonzero values, at most `room` of each shard.
 
-    A mesh divides each along its first axis: `shards` are so many neighbouring parts.
+    A mesh of `shards` devices divides every array along its first axis into equal shards.
     """
 
     dense: Float[Array, "rows slots width"]
-    places: Int[Array, " shards*room"]  # in the flattened part of a shard, in ascending order
+    places: Int[Array, " shards*room"]  # ascending indices into a shard of `dense`, flattened
     values: Float[Array, " shards*room"]
-    counts: Int[Array, " shards"]  # of the values that are not zero
+    counts: Int[Array, " shards"]  # number of nonzero values of a shard; may be more than `room`
 
 
 def gathered(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
-    """Gather the values that are not zero, on the device; `tokens` are those of these rows."""
+    """Gather the nonzero values of rows that hold `tokens` tokens, on the device."""
     flat = dense.reshape(-1)
     room = min(VALUES_A_TOKEN * tokens, flat.size)
     (places,) = jnp.nonzero(flat, size=room, fill_value=0)
@@ -34,8 +38,9 @@ def gathered(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
 
 
 def fetched(output: Any) -> SparseRows:
-    """The rows `[rows * slots, width]` of an output, on the host: of a Gathered, or of a device
-    whose memory is the host's."""
+    """Copy a sparse output to the host. Returns its nonzero values as rows `[rows * slots, width]`.
+
+    `output` is a Gathered, or a dense array `[rows, slots, width]` if the device is a CPU."""
     dense = output.dense if isinstance(output, Gathered) else output
     rows, slots, width = dense.shape
     if isinstance(output, Gathered):
@@ -44,8 +49,8 @@ def fetched(output: Any) -> SparseRows:
         if counts.max() <= room:
             places = np.asarray(output.places).reshape(len(counts), room)
             values = np.asarray(output.values).reshape(len(counts), room)
-            held = np.arange(room) < counts[:, None]
+            used = np.arange(room) < counts[:, None]
             size = dense.size // len(counts)
-            first = np.arange(len(counts), dtype=np.int64)[:, None] * size
-            return SparseRows.of_places((first + places)[held], values[held], rows * slots, width)
+            first = np.arange(len(counts), dtype=np.int64)[:, None] * size  # of each shard
+            return SparseRows.of_places((first + places)[used], values[used], rows * slots, width)
     return sparse_rows(np.asarray(dense).reshape(-1, width))

@@ -1,5 +1,8 @@
-"""Holds one request in the engine: its sequences, its answer and the callback of its client. Writes
-the answers of a batch into the tickets that asked for them."""
+"""Defines the future of a request, its queued sequences, and the answers of a batch.
+
+A queued sequence may belong to several futures; `Answers` writes its answer into all of them. A
+sequence has a slot for each vector that is pooled from it.
+"""
 
 import logging
 import threading
@@ -21,20 +24,20 @@ from jaxembed.observability.tracing import TicketTrace
 
 logger = logging.getLogger(__name__)
 
-# Tokens of a sequence up to which its key holds the tokens instead of a digest: it takes a tenth of
-# the time.
+# The key of a sequence of at most this many tokens holds the tokens instead of a digest. That takes
+# a tenth of the time.
 MOST_KEY_TOKENS = 32
 
-Index = Sequence[int] | np.ndarray  # of sequences of a request
+Index = Sequence[int] | np.ndarray  # indices of sequences in a request
 Key = tuple[bytes, int, int, int, int]  # equal for sequences that have the same answer
 Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of arrays for others
 
 
 class Ticket:
-    """The answer to one request. It is complete when every sequence was answered or has failed.
+    """The future of one request. It is complete when every sequence is answered or has failed.
 
-    `result` waits for it. Threads of the engine fill in the `values`: an array for each output of
-    the work.
+    `result` waits for that. Engine threads write the answers into `values`, outputs by name.
+    `queue_s` and `inference_s` are the seconds for which each sequence waited and was computed.
     """
 
     def __init__(
@@ -44,11 +47,11 @@ class Ticket:
         wake: Callable[[], object] | None = None,
         trace: TicketTrace | None = None,
     ):
-        """Make the entries and the empty answer of a request.
+        """Make the sequences to queue, and the empty answer, of a request.
 
-        `widths` are the numbers of columns of the model's outputs. `wake` is called once, from an
-        engine thread, when the ticket is complete; not if it was cancelled before. `trace` is that
-        of a request that is traced.
+        `widths` are the numbers of columns of the model's outputs. `wake` is called once, from the
+        thread that completes the future; not if it was cancelled before. `trace` belongs to a
+        traced request.
         """
         ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
         pixels = work.planes.get("pixels")
@@ -62,17 +65,17 @@ class Ticket:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.inputs, self.tokens = count, work.tokens  # of the entries; duplicates count each time
-        self.withdrawn = 0  # number of inputs
-        self.interactive = False  # whether it was queued in that lane
+        self.inputs, self.tokens = count, work.tokens  # of `entries`, duplicates included
+        self.withdrawn = 0  # number of inputs that `withdraw` removed
+        self.interactive = False  # whether it was queued with the priority "interactive"
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
-        self._settled = np.zeros(count, bool)  # sequences that are answered or failed
-        self._open = count  # how many are not
+        self._settled = np.zeros(count, bool)  # whether a sequence is answered or has failed
+        self._open = count  # number of sequences that are not
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
-        # an entry for each different sequence
+        # equal sequences are queued once
         entry_of: dict[Key, Entry] = {}
         start = first = 0
         for index, (length, slots, filling) in enumerate(columns):
@@ -88,30 +91,30 @@ class Ticket:
                 None if pixels is None else pixels[start:end],
             )
             start, first = end, first + slots
-            twin = entry_of.setdefault(entry.key, entry)
-            if twin is not entry:
-                twin.claims[self].append(index)
+            first_equal = entry_of.setdefault(entry.key, entry)
+            if first_equal is not entry:
+                first_equal.claims[self].append(index)
         self.entries = list(entry_of.values())
 
     def withdraw(self, entries: "Iterable[Entry]") -> None:
-        """Take out some of the entries before the ticket is queued. They must still be answered."""
-        taken = set(entries)
-        if taken:
-            self.entries = [entry for entry in self.entries if entry not in taken]
-            for entry in taken:
+        """Remove some sequences before the future is queued. The caller must answer them."""
+        removed = set(entries)
+        if removed:
+            self.entries = [entry for entry in self.entries if entry not in removed]
+            for entry in removed:
                 inputs = len(entry.claims[self])
                 self.inputs -= inputs
                 self.withdrawn += inputs
                 self.tokens -= inputs * entry.length
 
     def answer(self, index: Index, values: Values) -> None:
-        """Write the answers of the sequences at `index`, which are all different.
+        """Write the answers of the sequences at the indices `index`, which are all different.
 
         `values` has an array `[slots of these sequences, width]` for each output per slot,
-        SparseRows of a sparse one, and a list with the array of each sequence for each output per
-        token.
+        SparseRows for a sparse output, and a list with the array of each sequence for each output
+        per token.
         """
-        places = index  # of the slots of these sequences among all slots of the request
+        places = index  # indices of the slots of these sequences among all slots of the request
         if self.work.has_spans:
             slots = self.work.slots
             places = flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
@@ -124,13 +127,13 @@ class Ticket:
         self._settle(index)
 
     def fail(self, index: list[int], error: Exception) -> None:
-        """Fail the sequences at `index` that have no answer yet. The others still run."""
+        """Fail the sequences at the indices `index`, except those that have an answer already."""
         with self._lock:
             self._failures.update((i, error) for i in index if not self._settled[i])
         self._settle(index)
 
     def cancel(self) -> bool:
-        """Mark the ticket as abandoned by its client. Returns False if it was already complete."""
+        """Mark the future as cancelled by its client. Returns False if it was already complete."""
         with self._lock:
             if self._done.is_set():
                 return False
@@ -139,26 +142,26 @@ class Ticket:
             return True
 
     def _settle(self, index: Index) -> None:
-        """Note that these sequences are answered or failed; the last ones complete the ticket."""
+        """Mark sequences as answered or failed; after the last one, complete and call `wake`."""
         with self._lock:
-            before = self._settled[index]
-            newly = len(before) - int(np.count_nonzero(before))
+            was_settled = self._settled[index]
+            new_count = len(was_settled) - int(np.count_nonzero(was_settled))
             self._settled[index] = True
-            self._open -= newly
-            last = newly > 0 and self._open == 0 and not self.cancelled
-        if last:
+            self._open -= new_count
+            completes = new_count > 0 and self._open == 0 and not self.cancelled
+        if completes:
             self._done.set()
             if self._wake is not None:
                 try:
                     self._wake()
-                except Exception:  # other tickets of the batch are not settled yet
+                except Exception:  # other futures of the batch still need their answers
                     logger.exception("a waiter could not be woken")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
-        """Wait for the answer and return it: an array or a Ragged for each output.
+        """Wait for the answer, and return it: an array, SparseRows or a Ragged for each output.
 
-        Raises the error of the first input that failed, Cancelled, or TimeoutError after
-        `timeout_s` seconds.
+        Raises the error of the first input that failed, Cancelled if the request was cancelled, or
+        TimeoutError after `timeout_s` seconds.
         """
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"no answer within {timeout_s} s")
@@ -170,14 +173,14 @@ class Ticket:
 
 
 class Entry:
-    """One sequence that waits for a place in a batch.
+    """A sequence that waits for a place in a batch.
 
-    `claims` has the index of the sequence in each ticket that asked for it, several times if it
-    occurs several times. `taken` is set when the entry is in a batch: then no ticket may join.
-    `ids` and `types` are int32 `[length]`, views of the columns of the work; `types` is None if all
-    are zero. `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is
-    the number of the adapter that the tokens take, and the last `fillers` tokens fill up a query.
-    `pixels` is int32 `[length, words]`, or None for text.
+    `claims` has the indices of the sequence in the request of each future that needs it. `taken` is
+    set when the sequence is in a batch; then no other future may be added. `ids` and `types` are
+    int32 `[length]`, views of the columns of the work; `types` is None if all are zero. `spans` is
+    int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is the number of the
+    tokens' adapter. The last `fillers` tokens are augmentation tokens of a query. `pixels` is int32
+    `[length, words]`, or None for text. `least_row` is the shortest row length that holds it.
     """
 
     __slots__ = (
@@ -216,9 +219,9 @@ class Entry:
         self.fillers = fillers
         self.pixels = pixels
         self.taken = False
-        # The key of a short sequence holds its tokens. Others have a digest, because the tokens
-        # would be in memory twice; it is cryptographic, so no client can make two sequences share
-        # one. The number of spans tells where the types end and the spans begin.
+        # The key of a short sequence holds its tokens. Other keys have a digest, so that the tokens
+        # are not in memory twice. The digest is cryptographic, so no client can make two sequences
+        # with the same key. The number of spans tells where the types end and the spans begin.
         planes = [plane for plane in (types, spans, pixels) if plane is not None]
         if length <= MOST_KEY_TOKENS and not planes:
             content = ids.tobytes()
@@ -231,17 +234,17 @@ class Entry:
 
     @property
     def outputs(self) -> set[OutputName]:
-        """All outputs that the tickets asked for."""
+        """The names of all outputs that its futures need."""
         return set().union(*(ticket.work.outputs for ticket in self.claims))
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The result of a run for some entries: `values`, or an `error` for all of them.
+    """The result of a run for some sequences: `values`, or an `error` for all of the sequences.
 
-    `values` has an array `[slots of all entries, width]` for each output per slot, SparseRows of a
-    sparse one, and a list with the array of each entry for each output per token. These are views
-    of the output of the whole bucket, so they must be copied to be kept.
+    `values` has an array `[slots of all sequences, width]` for each output per slot, SparseRows for
+    a sparse output, and a list with the array of each sequence for each output per token. They are
+    views of the output of the whole batch: copy what is kept.
     """
 
     entries: Sequence[Entry]
@@ -250,9 +253,9 @@ class Answers:
 
     @cached_property
     def slots(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The first slot of each entry among the slots of all, and its number of slots.
+        """The first slot of each sequence among all slots, and its number of slots.
 
-        Both are int arrays `[entries]`. None if each entry has one slot.
+        Both are int arrays `[sequences]`. None if each sequence has one slot.
         """
         if all(entry.slots == 1 for entry in self.entries):
             return None
@@ -260,7 +263,7 @@ class Answers:
         return np.cumsum(counts) - counts, counts
 
     def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
-        """The values of these outputs for the entries with the numbers `chosen`, in this order."""
+        """Return the values of these outputs for the sequences at indices `chosen`, in order."""
         places: Sequence[int] | np.ndarray = chosen
         if self.slots is not None:
             first, counts = self.slots
@@ -272,7 +275,7 @@ class Answers:
         }
 
     def settle(self, started_at: float, seconds: float) -> None:
-        """Write the answers, or their error, into the tickets, in one step for each ticket.
+        """Write the answers, or the error, into the futures of all sequences.
 
         `started_at` is the time.monotonic() at which the batch started, and `seconds` its duration.
         """
@@ -288,20 +291,20 @@ class Answers:
             ticket.inference_s[at] = seconds
             if self.error is None:
                 ticket.answer(at, self.values_of(chosen, ticket.work.outputs))
-            elif isinstance(self.error, NotFinite):  # the error of one input, which is named
+            elif isinstance(self.error, NotFinite):  # the error of a single input: name the input
                 ticket.fail(places, NotFinite(f"input {min(places)}: {self.error}"))
             else:
                 ticket.fail(places, self.error)
 
 
 def fail_entries(entries: Iterable[Entry], error: Exception) -> None:
-    """Fail the entries in every ticket that asked for them."""
+    """Fail the sequences in every future that needs them."""
     for entry in entries:
         for ticket, index in entry.claims.items():
             ticket.fail(index, error)
 
 
 def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The integers from `first[k]` to `first[k] + counts[k] - 1` for each k, concatenated."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    """Return the integers `first[k]`, ..., `first[k] + counts[k] - 1` for each k, concatenated."""
+    offsets = np.cumsum(counts) - counts
+    return np.repeat(first - offsets, counts) + np.arange(int(counts.sum()))

@@ -1,6 +1,7 @@
-"""Decides which thread may run a program on a device, and shares device time fairly among models.
+"""Schedules a device: decides which thread may run a program, and shares time among models.
 
-Knows nothing of the programs.
+A thread that wants to run a program waits with an urgency. The virtual time of a model grows with
+the device time of its programs.
 """
 
 import math
@@ -16,53 +17,53 @@ from jaxembed.platform.cores import usable_cores
 
 @dataclass(eq=False)
 class Share:
-    """The device time of one model. Only DeviceTurn writes it, under its lock."""
+    """The virtual time of one model on a device. Only DeviceTurn writes it, under its lock."""
 
-    end: float = 0.0  # seconds on the turn's clock up to which the model has had its time
+    end: float = 0.0  # virtual time in seconds at which the model's last program ends
 
 
 @dataclass(eq=False)
 class Claim:
-    """The claim of one thread that waits for the device or holds it."""
+    """A thread that waits for the device or holds it."""
 
     urgency: Callable[[], float]  # the highest goes first
-    share: Share | None  # the model that is charged for the program; None: nobody is
+    share: Share | None  # of the model that is charged for the program; None: no model is charged
     permits: int = 1  # number of permits that it needs
     granted: threading.Event = field(default_factory=threading.Event)
     mixed: bool = False  # whether a program of another model ran on the device at the same time
     overdue: bool = False  # whether its program should have ended long ago; set by a watchdog
-    expected_s: float | None = None  # expected device time; None until it is charged
-    took_s: float = 0.0  # device time, once the turn is given back
+    expected_s: float | None = None  # expected device time of its program; None until `charge`
+    took_s: float = 0.0  # device time of its program, once the device is released
 
     @property
     def idle(self) -> bool:
-        """Whether the thread has nothing to run, and takes the turn only if no other wants it."""
+        """Whether the thread has nothing to run, so that all other threads go first."""
         return self.urgency() == -math.inf
 
 
 class DeviceTurn:
     """A lock on a device that goes to the waiting thread with the highest urgency.
 
-    With `permits=2` an accelerator already has the next program queued while one runs. On a CPU two
-    programs run at once: much of a program is too small to be divided among the cores, and the
-    other one uses those that are idle. Two of XLA's programs of 1x256 made 26,150 tokens a second
-    on two cores at once, and 13,990 one after the other. With the native kernels both ways are
-    equally fast, but for the host's work between two programs, in which one at a time leaves the
-    cores idle (benchmarks/README.md). Engines of several models share the turn of a device, so that
-    together they have no more programs in flight.
+    `permits` is the number of programs that may be in flight. With two, an accelerator has the next
+    program queued while one runs. On a CPU two programs run at once: much of a program is too small
+    to be divided among the cores, and the other program uses the idle cores. XLA's programs of
+    1x256 computed 26,150 tokens a second on two cores if two ran at once, and 13,990 one by one.
+    With native kernels, running one by one only leaves the cores idle during the host's work
+    between two programs (benchmarks/README.md). Engines of several models share the scheduler.
 
-    Models get equal time by start-time fair queueing (Goyal, Vin and Cheng, 1996). On a clock of
-    device seconds, a model's program begins where its last one ended, or now if the model was idle,
-    so that idle time earns no credit. Of the waiting programs the one with the earliest begin is
-    next. An urgent program may borrow from its model's future by a higher urgency, as in borrowed
-    virtual time (Duda and Cheriton, 1999); the model pays back before it can borrow more.
+    Models get equal time by start-time fair queueing (Goyal, Vin and Cheng, 1996). The program of a
+    model begins at the virtual time at which its last program ends, or at the current virtual time
+    if the model was idle, so that idle time earns no credit. Callers give the program that begins
+    first the highest urgency. A program with a still higher urgency borrows from the future of its
+    model, as in borrowed virtual time (Duda and Cheriton, 1999); the model pays back before it can
+    borrow more.
     """
 
     def __init__(self, permits: int = 1, now: Callable[[], float] = time.monotonic):
         self.permits = permits  # largest number of programs in flight
         self.clock = 0.0  # virtual time: the earliest begin among waiting and starting programs
         self._now = now
-        self._shared_s = 0.0  # total device time of each program if all in flight share equally
+        self._shared_s = 0.0  # device time so far of a program that has always been in flight
         self._changed_at = self._served_at = now()
         self._waiting: list[Claim] = []
         self._holding: list[Claim] = []
@@ -70,19 +71,20 @@ class DeviceTurn:
 
     @classmethod
     def for_platform(cls, platform: str) -> "DeviceTurn":
-        """A turn with two permits, or with one on a CPU with a single usable core."""
+        """Make a scheduler with two permits, or one permit on a CPU with a single usable core."""
         return cls(permits=1 if platform == "cpu" and len(usable_cores()) == 1 else 2)
 
     @contextmanager
     def hold(
         self, urgency: Callable[[], float], share: Share | None = None, *, whole: bool = False
     ) -> Iterator[Claim]:
-        """Wait for the turn and hold it for the block.
+        """Wait for the device and hold it during the block. Yields the waiter of this thread.
 
-        Of the waiting threads the one with the highest `urgency()` goes first, and among equals the
-        first to come. `urgency` is called under the turn's lock. A thread with a share must call
-        `charge` or leave soon, because no other gets the turn meanwhile. With `whole` it gets all
-        permits at once: two threads that each hold one and wait for another would deadlock.
+        The thread with the highest `urgency()` goes first, and among equals the first to come.
+        `urgency` is called under the lock of the scheduler. `share` is the virtual time of the
+        model. A thread that gives it must call `charge` or leave soon, because no other thread gets
+        the device meanwhile. With `whole` the thread gets all permits at once: two threads that
+        each hold a permit and wait for another would deadlock.
         """
         claim = Claim(urgency, share, self.permits if whole else 1)
         with self._lock:
@@ -99,7 +101,7 @@ class DeviceTurn:
                 self._holding.remove(claim)
                 if claim.share is not None and claim.expected_s is not None:
                     self._served_at = now
-                    # its seconds would include programs of other models, or time in which it hung
+                    # the measured time includes programs of other models, or a hang
                     if claim.mixed or claim.overdue:
                         claim.took_s = min(now - granted_at, claim.expected_s)
                     claim.share.end += claim.took_s - claim.expected_s
@@ -108,30 +110,31 @@ class DeviceTurn:
     @property
     def stuck(self) -> bool:
         """Whether a program on the device is overdue. Then nothing should start until it ends."""
-        # of a copy, because this takes no lock
+        # a copy of the list, because this takes no lock
         return any(claim.overdue for claim in tuple(self._holding))
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last program of any model ended; 0 while one runs or waits."""
+        """Seconds since the last charged program ended; 0 while a program runs or waits."""
         with self._lock:
             busy = any(c.share is not None for c in self._holding)
             busy = busy or any(not c.idle for c in self._waiting)
             return 0.0 if busy else self._now() - self._served_at
 
     def begin(self, share: Share) -> float:
-        """The time on the clock at which the next program of a share begins."""
+        """Return the virtual time at which the next program of a model begins."""
         return max(self.clock, share.end)
 
     def charge(self, claim: Claim, expected_s: float) -> None:
-        """Charge a program that starts to its share, with its expected device time in seconds.
+        """Charge the expected device time of a program that starts, in seconds, to its model.
 
         It is charged before it ends, because the model's next program may begin before that.
+        `claim` must have a share.
         """
         assert claim.share is not None
         with self._lock:
             begin = self.begin(claim.share)
-            # the clock does not pass the waiting programs, so they lose none of their time
+            # the clock does not pass the waiting programs, so that they lose no device time
             ends = [c.share.end for c in self._waiting if c.share and not c.idle]
             self.clock = max(self.clock, min([begin, *ends]))
             claim.share.end = begin + expected_s
@@ -139,11 +142,11 @@ class DeviceTurn:
             self._grant()
 
     def _grant(self) -> None:
-        """Give free permits to the most urgent waiting claims, if every granted one is charged.
+        """Give free permits to the most urgent waiters, once every holder has been charged.
 
-        One place decides, because urgencies change with time: if each waiting thread looked for
-        itself, all could see another one in front and go on waiting. A claim for more permits than
-        are free is not overtaken, or it might never get them, unless it is idle.
+        One place decides, because urgencies change with time: if each thread decided for itself,
+        all could see another one in front and go on waiting. If the most urgent waiter needs more
+        permits than are free, the others wait, too; an idle waiter is skipped instead.
         """
         while self._waiting and (free := self._free):
             if any(c.share is not None and c.expected_s is None for c in self._holding):
@@ -164,9 +167,9 @@ class DeviceTurn:
             claim.granted.set()
 
     def _advance(self) -> float:
-        """Add the time since the last change, in equal parts for the programs that run at once.
+        """Divide the time since the last change equally among the programs in flight.
 
-        Returns the current time.
+        Returns the current time in seconds.
         """
         now = self._now()
         if self._holding:
@@ -176,5 +179,5 @@ class DeviceTurn:
 
     @property
     def _free(self) -> int:
-        """The number of permits that no claim holds."""
+        """The number of permits that no thread holds."""
         return self.permits - sum(claim.permits for claim in self._holding)

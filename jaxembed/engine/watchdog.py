@@ -1,7 +1,7 @@
-"""Detects device calls that do not return. Knows no device and no request.
+"""Detects device calls that do not return.
 
-A thread inside native code can be neither stopped nor joined. So requests that wait get an error,
-and the supervisor must end the process (`/livez` says when).
+Nothing can stop a thread inside native code. So waiting requests get an error, and the supervisor
+of the process must end it when `/livez` fails.
 """
 
 import logging
@@ -19,30 +19,31 @@ logger = logging.getLogger(__name__)
 
 OVERDUE_FACTOR = 20.0  # a call is overdue after this many times the expected cost of its bucket
 OVERDUE_S = 60.0  # but not earlier: the first run has page faults, and on a GPU autotuning
-LOOK_EVERY_S = 1.0  # seconds between two looks, at most
-LOOKS_AT_LEAST = 5  # number of looks before a call is overdue, at least
+LOOK_EVERY_S = 1.0  # largest number of seconds between two checks
+LOOKS_AT_LEAST = 5  # smallest number of checks before a call is overdue
 
 
 @dataclass(eq=False)
 class WatchedCall:
     """A device call in progress."""
 
-    claim: Claim  # the turn of the device that it runs in
+    claim: Claim  # the thread that holds the device
     bucket: Bucket
     batch: Batch | None  # None if a bucket is timed
     age_s: float = 0.0
 
     def begin(self, bucket: Bucket) -> None:
-        """Restart the age at 0, because another call for the same batch begins on this bucket."""
+        """Note that another call begins for the same batch, on `bucket`: its age restarts at 0."""
         self.bucket, self.age_s = bucket, 0.0
 
 
 class Watchdog:
-    """A thread that looks at the device calls of one engine once a second.
+    """A thread that checks the device calls of one engine once a second.
 
     A call is overdue after OVERDUE_FACTOR times the cost of its bucket, `cost_s(bucket)` seconds,
-    and not before `overdue_s`. Then its claim is marked, which takes the device out of use until
-    the call returns, and `on_overdue` is called once. `on_look` is called at each look.
+    but not before `overdue_s` seconds. Then `call.claim.overdue` is set, which takes the device out
+    of use until the call returns, and `on_overdue` is called once. `on_look` is called at every
+    check.
     """
 
     def __init__(
@@ -66,7 +67,10 @@ class Watchdog:
     def watch(
         self, claim: Claim, bucket: Bucket, batch: Batch | None = None
     ) -> Iterator[WatchedCall]:
-        """Watch the device calls made in the block, which yields the watched call."""
+        """Watch the device calls within the block. Yields the watched call.
+
+        `claim` holds the device. `batch` is None if the block times the bucket.
+        """
         call = WatchedCall(claim, bucket, batch)
         with self._lock:
             self.calls = [*self.calls, call]
@@ -77,17 +81,17 @@ class Watchdog:
                 self.calls = [other for other in self.calls if other is not call]
 
     def stop(self) -> None:
-        """Let the thread end."""
+        """Tell the thread to end, without waiting for it."""
         self._stop.set()
 
     def _work(self) -> None:
-        """Look at every call at regular intervals until `stop`."""
-        looked_at = time.monotonic()
+        """Check every call at regular intervals until `stop`."""
+        checked_at = time.monotonic()
         while not self._stop.wait(self._look_s):
             now = time.monotonic()
-            # a look that comes late, as after a sleep of the machine, adds two intervals at most
-            passed_s = min(now - looked_at, 2 * self._look_s)
-            looked_at = now
+            # a late check, for example after a sleep of the machine, adds two intervals at most
+            passed_s = min(now - checked_at, 2 * self._look_s)
+            checked_at = now
             try:
                 for call in self.calls:
                     self._look_at(call, passed_s)
@@ -96,7 +100,7 @@ class Watchdog:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
 
     def _look_at(self, call: WatchedCall, passed_s: float) -> None:
-        """Add the passed time to the age of a call, and mark and report it once it is overdue."""
+        """Add `passed_s` seconds to the age of a call; mark and report it once it is overdue."""
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
         if call.age_s > allowed_s and not call.claim.overdue:

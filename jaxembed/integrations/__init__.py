@@ -1,1 +1,1 @@
-"""Runs models inside other systems. Each module is for one of them, and is imported by its user."""
+"""Runs models inside other systems. Each module is for one system; only its users import it."""

@@ -1,6 +1,6 @@
 """Runs a model in the actors of Ray Data: Embed, Rerank and Classify for `map_batches`.
 
-Knows Arrow, and not Ray, which makes one of these in each actor and gives it batches.
+Ray makes an instance in each actor and passes it batches as Arrow tables.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from jaxembed.embedder import Embedder, output_options, rerank_options, score_op
 from jaxembed.errors import InvalidInput
 from jaxembed.runtime.options import Ranked
 
-SHOWN = 60  # characters of a text in an error
+SHOWN = 60  # characters of a text in an error message
 
 
 class _Actor:
-    """An Embedder, the columns of texts that it is given and those that it adds."""
+    """The base of the actors: an Embedder, the columns that it reads and those that it adds."""
 
     def __init__(
         self,
@@ -31,32 +31,36 @@ class _Actor:
         arguments: dict[str, Any],
         options: Collection[str],
     ):
-        """Of the `arguments` those named by `options` are of each call, the others of Embedder."""
+        """Load the model. The `arguments` named in `options` are passed to each call, the others to
+        Embedder, whose errors this raises."""
         self._columns, self._adds, self._id_column = columns, adds, id_column
         self._options = {name: arguments.pop(name) for name in options & arguments.keys()}
         self._embedder = Embedder(model, **arguments)
 
     def __del__(self) -> None:
-        """Ray deletes what its actor holds when it stops the actor."""
-        if hasattr(self, "_embedder"):  # or the model could not be loaded
+        """Close the model. Ray deletes the instance when it stops the actor."""
+        if hasattr(self, "_embedder"):  # missing if the model could not be loaded
             self._embedder.close()
 
     def _texts(self, batch: Any) -> list[list[str]]:
-        """The texts of each column. Raises InvalidInput for a batch or a row that cannot be run."""
+        """Return the texts of each column to read. Raises InvalidInput if the batch is no Arrow
+        table or has a column to add, and as `_column`."""
         if not isinstance(batch, pa.Table):
             raise InvalidInput(
                 f"batches must be of pyarrow.Table, and are of {type(batch).__name__}: add "
                 "batch_format='pyarrow' to map_batches"
             )
-        if taken := [name for name in self._adds if name in batch.column_names]:
+        if existing := [name for name in self._adds if name in batch.column_names]:
             raise InvalidInput(
-                f"the rows already have a column {taken[0]!r}, which is one of those to add; "
+                f"the rows already have a column {existing[0]!r}, which is one of those to add; "
                 "rename it or drop it before",
-                field=taken[0],
+                field=existing[0],
             )
         return [self._column(batch, name) for name in self._columns]
 
     def _column(self, batch: pa.Table, name: str) -> list[str]:
+        """Return the texts of a column. Raises InvalidInput unless all are strings and none is
+        empty."""
         if name not in batch.column_names:
             raise InvalidInput(
                 f"the rows have no column {name!r}, only {', '.join(batch.column_names)}; name the "
@@ -78,7 +82,8 @@ class _Actor:
         return texts
 
     def _refusal(self, batch: pa.Table, row: int, column: str, why: str) -> InvalidInput:
-        """The error of a row: its id, if there is a column of ids, and the text it has."""
+        """Return the error of a row. It names the row's id, if there is one, and quotes its
+        text."""
         text = batch[column][row].as_py()
         shown = "" if text is None else f" It begins {text[:SHOWN]!r}."
         if self._id_column in batch.column_names:
@@ -95,9 +100,9 @@ class Embed(_Actor):
     batch_format="pyarrow", batch_size=4096, compute=ray.data.ActorPoolStrategy(size=n),
     num_gpus=1)`
 
-    `outputs` are the columns added: "dense" fixed_size_list<float>[dim] (of halffloat, int8 or
-    uint8 with an `output_dtype`), "sparse" struct<indices: list<int32>, values: list<float>> and
-    "multi_vector" list<fixed_size_list<float>[width]>. `id_column` names the rows in errors.
+    `outputs` are the columns to add: "dense" as fixed_size_list<float>[dim] (of halffloat, int8 or
+    uint8 with an `output_dtype`), "sparse" as struct<indices: list<int32>, values: list<float>>,
+    "multi_vector" as list<fixed_size_list<float>[width]>. Errors name a row by its `id_column`.
     `arguments` are those of Embedder (config, cache_dir, adapters...) and the options of
     `Embedder.encode_outputs` (prompt_name, role, dimensions, output_dtype...).
 
@@ -117,8 +122,8 @@ class Embed(_Actor):
         super().__init__(model, [column], self._outputs, id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
-        """The batch with the outputs of its texts. Ray calls it for the next batches of a block
-        while this one runs."""
+        """Return the batch with the outputs of its texts. Ray calls this for further batches of a
+        block while a call runs."""
         (texts,) = self._texts(batch)
         try:
             values = await self._embedder.encode_outputs_async(
@@ -134,11 +139,11 @@ class Embed(_Actor):
 
 
 class Rerank(_Actor):
-    """Adds the `score` (float) of a column of documents for a column of queries to batches of Ray
-    Data, as `Embedder.rerank` gives it.
+    """Adds a column `score` (float) to batches of Ray Data: the score that `Embedder.rerank` gives
+    a row's document for its query.
 
-    The options of `Embedder.rerank` are its options; otherwise as Embed. Rows of a batch
-    with the same query are scored together, so sort by query where there are many.
+    It takes the options of `Embedder.rerank`; otherwise it is like Embed. Rows of a batch with the
+    same query are scored together, so sort the rows by query if many share one.
     """
 
     def __init__(
@@ -154,23 +159,25 @@ class Rerank(_Actor):
         super().__init__(model, [query_column, column], ["score"], id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
-        """The batch with the score of each row."""
+        """Return the batch with the score of each row."""
         queries, documents = self._texts(batch)
         rows: dict[str, list[int]] = {}
         for row, query in enumerate(queries):
             rows.setdefault(query, []).append(row)
         ranked = await asyncio.gather(
-            *(self._rank(batch, query, chosen, documents) for query, chosen in rows.items())
+            *(self._rank(batch, query, query_rows, documents) for query, query_rows in rows.items())
         )
         scores = np.empty(len(documents), np.float32)
-        for chosen, found in zip(rows.values(), ranked, strict=True):
-            for one in found:
-                scores[chosen[one.index]] = one.score
+        for query_rows, results in zip(rows.values(), ranked, strict=True):
+            for result in results:
+                scores[query_rows[result.index]] = result.score
         return batch.append_column("score", pa.array(scores))
 
     async def _rank(
         self, batch: pa.Table, query: str, rows: list[int], documents: list[str]
     ) -> list[Ranked]:
+        """Score those of the batch's documents that are in these rows for the query. Raises
+        InvalidInput, which names the row, and BackendError."""
         try:
             chosen = [documents[row] for row in rows]
             return await self._embedder.rerank_async(query, chosen, **self._options)
@@ -183,10 +190,10 @@ class Rerank(_Actor):
 
 
 class Classify(_Actor):
-    """Adds the `labels` of a column of texts to batches of Ray Data: list<struct<label: string,
-    score: float>>, best first, as `Embedder.classify` gives them.
+    """Adds a column `labels` to batches of Ray Data: the labels of a text with their scores, best
+    first, as `Embedder.classify` gives them: list<struct<label: string, score: float>>.
 
-    The options of `Embedder.classify` are its options; otherwise as Embed.
+    It takes the options of `Embedder.classify`; otherwise it is like Embed.
     """
 
     def __init__(
@@ -201,7 +208,7 @@ class Classify(_Actor):
         super().__init__(model, [column], ["labels"], id_column, arguments, names)
 
     async def __call__(self, batch: Any) -> pa.Table:
-        """The batch with the labels of its texts."""
+        """Return the batch with the labels of its texts."""
         (texts,) = self._texts(batch)
         try:
             labels = await self._embedder.classify_async(texts, **self._options)

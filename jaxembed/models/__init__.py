@@ -1,4 +1,4 @@
-"""The towers by name, and the model of a checkpoint as one pure function of its parameters."""
+"""Backbones by name, and the model of a checkpoint as a pure function of its parameters."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ ARCHITECTURES = {
 
 
 class Model(nnx.Module):
-    """A tower and the heads on it."""
+    """A backbone and the heads that compute the outputs from its hidden states."""
 
     def __init__(self, spec: ModelSpec):
         self.tower = tower_class(spec.architecture)(tower_config(spec))
@@ -40,12 +40,13 @@ class Model(nnx.Module):
     def __call__(
         self, tokens: PackedTokens, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
+        """Return the requested `outputs` by name; "tokens" is the backbone's hidden states."""
         if self.image is not None:
             assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalised(tokens.pixels, self.image))
         with adapters.chosen(tokens.adapters):
             hidden = self.tower(tokens)
-        # in the table's order: that of a set changes from process to process, and the program too
+        # in the order of OUTPUTS: a set's order differs by process, and would change the program
         return {
             name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
             for name in OUTPUTS
@@ -56,18 +57,23 @@ class Model(nnx.Module):
 def normalised(
     pixels: UInt8[Array, "rows length values"], rules: ImageRules
 ) -> Float[Array, "rows length values"]:
-    """The values of patches as the tower takes them: rescaled, less the mean of their colour, over
-    its standard deviation. The colours of a pixel follow each other."""
-    per_colour = pixels.shape[-1] // len(rules.mean)
+    """Return pixel values as the backbone takes them: (value * rescale - mean) / std.
+
+    `mean` and `std` have a value for each colour. The last axis of `pixels` holds the bytes of a
+    token's patches, pixel by pixel, with the colours of a pixel side by side.
+    """
+    pixel_count = pixels.shape[-1] // len(rules.mean)
     mean, std = (
-        jnp.tile(jnp.array(one, jnp.float32), per_colour) for one in (rules.mean, rules.std)
+        jnp.tile(jnp.array(by_colour, jnp.float32), pixel_count)
+        for by_colour in (rules.mean, rules.std)
     )
     scaled = pixels.astype(jnp.float32) * jnp.float32(rules.rescale)
     return (scaled - mean[None, None]) / std[None, None]
 
 
 def tower_class(architecture: str) -> Any:
-    """The class of a tower in ARCHITECTURES. Raises UnsupportedModel, with the names of all."""
+    """Return the class of a backbone in ARCHITECTURES. Raises UnsupportedModel for another name;
+    the message lists the known ones."""
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {architecture!r} is not supported; known: {known}")
@@ -75,11 +81,12 @@ def tower_class(architecture: str) -> Any:
 
 
 def tower_config(spec: ModelSpec) -> Any:
-    """The config of the model's tower. Raises CheckpointError if a field is unknown or missing."""
-    kind = tower_class(spec.architecture).Config
+    """Build the config of the model's backbone. Raises UnsupportedModel for an unknown
+    architecture, and CheckpointError if a field of the config is unknown or missing."""
+    config_class = tower_class(spec.architecture).Config
     try:
-        return kind(**spec.config)
-    except TypeError as error:  # it names the field
+        return config_class(**spec.config)
+    except TypeError as error:  # its message names the field
         raise CheckpointError(
             f"the {spec.architecture} of this checkpoint, written by "
             f"{spec.written_by or 'an early jaxembed'}, is not known here "
@@ -89,7 +96,8 @@ def tower_config(spec: ModelSpec) -> Any:
 
 
 def position_limit(spec: ModelSpec) -> int | None:
-    """The most tokens that the tower has positions for; None where there is no limit."""
+    """Return the maximum number of tokens that the backbone takes, or None if it has no limit.
+    Raises as `tower_config`."""
     if spec.is_static:
         return None
     return tower_class(spec.architecture).position_limit(tower_config(spec))
@@ -97,13 +105,17 @@ def position_limit(spec: ModelSpec) -> int | None:
 
 @dataclass(frozen=True)
 class Program:
-    """A model as data: the names and shapes of its parameters, and a pure function of them.
+    """A model as a pure function, with the names and shapes of its parameters.
 
-    `forward(parameters, planes, slots, outputs)` gives float32 arrays by the name of the output:
-    `[rows, slots, width]`, or `[rows, length, width]` for those per token, none normalised. It
-    computes the `outputs` asked for and no others. `slots` and `outputs` are static: each choice of
-    them is a program of its own. `primary` is the output that the model is served for, `outputs`
-    are all that it can give. `planes` is the number of planes of PackedTokens that it takes.
+    `forward(parameters, planes, slots, outputs)` returns float32 arrays by the name of the output:
+    `[rows, slots, width]`, or `[rows, length, width]` for an output per token. None is normalized,
+    and only the requested `outputs` are computed. `planes` is a batch as `PackedTokens.unstack`
+    takes it, and `slots` is the number of slots of each row. `slots` and `outputs` are static: each
+    combination is compiled by itself.
+
+    `shapes` are the parameters' shapes by name. `primary` is the output that the model is served
+    for. `outputs` are all outputs that it can compute. The field `planes` is the number of planes
+    that `forward` takes.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
@@ -116,9 +128,9 @@ class Program:
     planes: int = PackedTokens.PLANES
 
     def order(self, parameters: dict[str, Any]) -> list[Any]:
-        """The parameters in the order `forward` takes them.
+        """Return the parameters as a list, in the order that `forward` takes.
 
-        Raises CheckpointError listing every missing, unknown and wrongly shaped one.
+        Raises CheckpointError that lists every missing, unknown or wrongly shaped parameter.
         """
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
@@ -134,7 +146,8 @@ class Program:
 
 
 def program(spec: ModelSpec) -> Program:
-    """Build the model from shapes alone: no weights are made and no device is started."""
+    """Build the model from shapes alone: no weights are made and no device is started. Raises
+    UnsupportedModel or CheckpointError if the spec names no known model."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
     flat = nnx.to_flat_state(state)
     names = [".".join(map(str, path)) for path, _ in flat]
@@ -160,7 +173,8 @@ def program(spec: ModelSpec) -> Program:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """The dotted name and float32 shape of every parameter a checkpoint must hold."""
+    """Return the dotted name and the float32 shape of every parameter a checkpoint must hold.
+    Raises as `program`."""
     if spec.is_static:
         shapes = static.static_shapes(spec)
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

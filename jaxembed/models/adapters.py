@@ -1,8 +1,8 @@
-"""Low-rank adapters beside the layers of a tower: each token takes those of its own number.
+"""Low-rank adapters (LoRA) beside the layers of a backbone; each token may use another adapter.
 
-Hu et al. 2021, arXiv:2106.09685. The adapters of a layer stand side by side in one product: a token
-keeps the columns of its own adapter, the others become zeros. Tokens without an adapter have the
-number 0. Knows nothing of names of adapters.
+Hu et al. 2021, arXiv:2106.09685. A layer's adapters are computed as one: their matrices are
+concatenated, and for each token the columns of the other adapters are set to zero. Adapters are
+numbered from 1, in the order of the model's spec; 0 stands for no adapter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,25 +19,25 @@ from jaxembed.errors import CheckpointError
 from jaxembed.models import native
 from jaxembed.models.layers import Embedding, Linear
 
-Numbers = Int[Array, "rows length"]  # of the adapter of each token, from 1; 0: none
+Numbers = Int[Array, "rows length"]  # the number of each token's adapter, from 1; 0: none
 
 _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
 
 @contextmanager
 def chosen(numbers: Numbers | None) -> Iterator[None]:
-    """Let the layers that this thread traces in the context take these adapters."""
-    before = _numbers.set(numbers)
+    """Set each token's adapter number for the layers that this thread traces in the block."""
+    reset_token = _numbers.set(numbers)
     try:
         yield
     finally:
-        _numbers.reset(before)
+        _numbers.reset(reset_token)
 
 
 class LowRank(nnx.Module):
-    """What the adapters add to the result of a layer: (the token's columns of x . down) . up.
+    """The sum that adapters add to the output of a layer: (the token's columns of x . down) . up.
 
-    `owners` are the numbers of the adapters that the columns between down and up belong to.
+    `owners` has, for each column between down and up, the number of the adapter it belongs to.
     """
 
     def __init__(self, layer: Linear | Embedding, owners: Sequence[int] | Array):
@@ -50,39 +50,44 @@ class LowRank(nnx.Module):
         self.owners = owners
 
     def __call__(self, x: Array) -> Float[Array, "rows length out"]:
-        own = _chosen()[:, :, None] == jnp.asarray(self.owners, jnp.int32)[None, None]
-        return self.up(jnp.where(own, self.down(x), 0.0))
+        """Return the sum for the input of the layer: hidden states, or ids for an embedding."""
+        is_own = _current_numbers()[:, :, None] == jnp.asarray(self.owners, jnp.int32)[None, None]
+        return self.up(jnp.where(is_own, self.down(x), 0.0))
 
     def for_native(self) -> native.AdapterOperands:
-        """The same for a native call, which computes it within the product of a linear layer."""
+        """Return the operands of a native call, which adds the adapters within its product."""
         assert isinstance(self.down, Linear)
         owners = jnp.asarray(self.owners, jnp.int32)
-        return native.AdapterOperands(_chosen(), self.down.kernel[...], self.up.kernel[...], owners)
+        return native.AdapterOperands(
+            _current_numbers(), self.down.kernel[...], self.up.kernel[...], owners
+        )
 
 
-def _chosen() -> Numbers:
+def _current_numbers() -> Numbers:
+    """Return the numbers that the enclosing `chosen` block set."""
     numbers = _numbers.get()
     assert numbers is not None
     return numbers
 
 
 def owners_of(ranks: Sequence[int]) -> tuple[int, ...]:
-    """The owners of the columns of adapters of these ranks, in the order of their numbers.
+    """Return the number of the adapter that owns each column between down and up.
 
-    There are so many columns that native kernels take them; the last are of no adapter (-1).
+    `ranks` are the numbers of columns of adapters 1, 2, and so on. The native kernels take a
+    multiple of PANEL columns, so the rest is filled up with -1, which is no adapter.
     """
     columns = [number for number, rank in enumerate(ranks, start=1) for _ in range(rank)]
     return (*columns, *[-1] * (-len(columns) % native.PANEL))
 
 
 def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
-    """Put a LowRank beside each layer that some of the adapters change.
+    """Set `adapter` to a LowRank in each layer that at least one of the adapters changes.
 
-    Raises CheckpointError if the tower has no such layer.
+    Raises CheckpointError if the backbone has no layer of that name.
     """
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
         layer: Any = tower
-        for part in name.split(".")[1:]:  # as in `tower.layers.0.mlp.up`
+        for part in name.split(".")[1:]:  # after `tower.`, as in `tower.layers.0.mlp.up`
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
         if not isinstance(layer, Linear | Embedding):
             raise CheckpointError(f"the model has no layer {name}, for which it has an adapter")

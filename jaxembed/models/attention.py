@@ -1,4 +1,4 @@
-"""Computes attention within the segments of packed rows, with one implementation per platform."""
+"""Attention within the segments of packed rows, with one implementation for each platform."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +17,17 @@ from jaxembed.models import native
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Segments
 
-# Rows up to this length compute all scores at once, longer rows one block of queries at a time. On
-# CPU with MiniLM blocks are a fifth slower at 128, 7 % faster at 256 and a third faster at 512
-# (benchmarks/README.md).
+# In rows up to this length all scores are computed at once, in longer rows one block of queries at
+# a time. On CPU with MiniLM, blocks are a fifth slower at a length of 128, 7 % faster at 256 and a
+# third faster at 512 (benchmarks/README.md).
 WHOLE_SCORES = 128
-QUERY_BLOCK = 64  # queries on CPU: blocks of 32 are 4 to 8 % slower, blocks of 128 no faster
-LOCAL_BLOCK = 64  # on CPU with a window: 12 to 16 % less time than 32, and 128 gains nothing more
-ACCELERATOR_QUERY_BLOCK = 512  # fewer, larger steps; it bounds the memory of scores in long rows
-ACCELERATOR_LOCAL_BLOCK = 128  # with a window; larger blocks score keys that no query sees
+QUERY_BLOCK = 64  # tokens, on CPU: blocks of 32 are 4 to 8 % slower, blocks of 128 no faster
+LOCAL_BLOCK = 64  # the same with a window: 12 to 16 % faster than 32, and 128 is no faster
+ACCELERATOR_QUERY_BLOCK = 512  # tokens; it bounds the memory of the scores in long rows
+ACCELERATOR_LOCAL_BLOCK = 128  # with a window; larger blocks score keys that no query needs
 SIMD_FLOATS = 16  # float32 in one vector of AVX-512 or two of AVX2
-MOST_PARTS = 32  # parts of a row of scores, a power of two; each becomes a slice in the program
-MASKED = -1e30  # finite, so that a query that sees no key gets uniform weights and not NaN
+MOST_PARTS = 32  # parts of a row of scores, a power of 2; each becomes a slice in the program
+MASKED = -1e30  # finite, so that a query without keys gets uniform weights and not NaN
 
 Heads = Float[Array, "rows length heads width"]
 Grouped = Float[Array, "rows length groups width"]
@@ -41,18 +41,17 @@ Bias = Float[Array, "heads distances"]  # 2 * length - 1 distances: from 1 - len
 
 @dataclass(frozen=True)
 class Sight:
-    """Which tokens of its own segment a token attends to, by default all of them, and whether the
-    scores have a soft cap."""
+    """Which tokens of its segment a token attends to (by default all), and the soft cap."""
 
-    causal: bool = False  # if True, no token after itself
+    causal: bool = False  # whether a token attends only to itself and earlier tokens
     reach: int | None = None  # the largest distance on either side; None: no limit
     cap: float | None = None  # scores become cap * tanh(score / cap); None: no soft cap
 
 
 EVERYTHING = Sight()
 
-# It is called as by_xla is, and with a bias or segments of keys only if there are any: an
-# implementation without that parameter is for models without them.
+# The type of by_xla. `bias` and `key_segments` are passed only if they are not None, so an
+# implementation for models without them may lack these parameters.
 Attend = Callable[..., Array]
 
 
@@ -68,24 +67,25 @@ def attend(
     """Compute softmax(query . key / sqrt(width) + bias) . value within the segments of each row.
 
     `query` is `[rows, length, heads, width]`. Keys and values may have fewer heads (groups): each
-    then serves heads / groups neighbouring query heads. The result has the shape of `query`. With
-    `sight.reach` the cost is length times reach in rows longer than WHOLE_SCORES.
+    then serves heads / groups neighbouring query heads. The result has the shape of `query`.
+    `segments` numbers the sequences of a row; 0 is padding. If the mask has a reach, the time in
+    rows longer than WHOLE_SCORES is proportional to length times reach.
 
     `bias` is `[heads, 2 * length - 1]`, float32: column d + length - 1 is added to the scores of
-    keys d tokens after the query (`BiasByDistance` and `alibi` make it). A soft cap is
-    applied to scores before the bias.
+    keys d tokens after the query (`BiasByDistance` and `alibi` make it). A soft cap is applied to
+    scores before the bias.
 
-    A query sees the keys whose `key_segments` are its segment; without them they are the segments.
-    A token that differs in the two is hidden as a key. A query that sees no key gets anything
-    finite.
+    A query attends to the keys whose `key_segments` are the query's segment. `key_segments` are the
+    `segments` by default; a token whose number differs in the two is hidden as a key. A query that
+    attends to no key gets arbitrary finite numbers.
 
     Matrix products take operands of the given dtype; scores and softmax are float32. The result is
     float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: its
     keys are masked and its values are replaced by zeros. `using` chooses the implementation.
     """
     optional = {"bias": bias, "key_segments": key_segments}
-    given = {name: value for name, value in optional.items() if value is not None}
-    return _IMPLEMENTATION.get()(query, key, value, segments, sight, **given)
+    present = {name: value for name, value in optional.items() if value is not None}
+    return _IMPLEMENTATION.get()(query, key, value, segments, sight, **present)
 
 
 def attend_joint(
@@ -99,15 +99,17 @@ def attend_joint(
 ) -> Heads:
     """Compute attention as `attend` does, with query, key and value side by side in one array.
 
-    They have the same number of heads. With a `rotation` queries and keys are rotated before; a
-    float32 `joint` is then rounded to `dtype`, if that is given. The result is `[rows, length,
-    heads, width]`.
+    All three have the same number of heads. A `rotation` rotates queries and keys first. Without a
+    native call, query, key and value are then rounded to `dtype`, by default that of `joint`. The
+    result is `[rows, length, heads, width]`.
     """
     _, length, _, _, width = joint.shape
     if key_segments is None and takes_joint(length, width, joint.dtype):
-        mask = sight.causal, sight.reach, sight.cap
+        mask_fields = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
-        return native.joint_attention(joint, segments, *mask, distance_bias=bias, angles=angles)
+        return native.joint_attention(
+            joint, segments, *mask_fields, distance_bias=bias, angles=angles
+        )
     query, key, value = joint[:, :, 0], joint[:, :, 1], joint[:, :, 2]
     if rotation is not None:
         query, key = rotation(query), rotation(key)
@@ -116,7 +118,8 @@ def attend_joint(
 
 
 def takes_joint(length: int, width: int, dtype: Any) -> bool:
-    """Whether `attend_joint` is a native call, which rotates heads that are rounded already."""
+    """Whether `attend_joint` makes a native call for rows of this length and heads of this width.
+    The native call takes heads that are rounded to `dtype` and rotates them afterwards."""
     return is_native("joint_attention") and native.takes(length, width, str(jnp.dtype(dtype)))
 
 
@@ -124,22 +127,22 @@ def takes_joint(length: int, width: int, dtype: Any) -> bool:
 def using(implementation: Attend) -> Iterator[None]:
     """Make `attend` use this implementation in everything that this thread traces in the context.
 
-    JAX caches traced functions and does not see this choice: pass a new function to jit each time.
+    JAX caches traced functions whatever the implementation: pass a new function to jit each time.
     """
-    before = _IMPLEMENTATION.set(implementation)
+    reset_token = _IMPLEMENTATION.set(implementation)
     try:
         yield
     finally:
-        _IMPLEMENTATION.reset(before)
+        _IMPLEMENTATION.reset(reset_token)
 
 
 def is_native(call: str) -> bool:
-    """Whether the program that this thread traces may use this native kernel.
+    """Whether the program that this thread traces may use a native kernel.
 
-    `call` is one of native.CALLS, or a name of native.ENDS.
+    `call` is one of native.CALLS or native.ENDS.
     """
-    used = _IMPLEMENTATION.get()
-    return isinstance(used, ByNative) and call not in used.without
+    implementation = _IMPLEMENTATION.get()
+    return isinstance(implementation, ByNative) and call not in implementation.without
 
 
 def by_xla(
@@ -151,8 +154,8 @@ def by_xla(
     bias: Bias | None = None,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """Compute attention in plain JAX, which runs on every platform. The default of `attend`."""
-    of_keys = segments if key_segments is None else key_segments
+    """Compute attention in plain JAX, on every platform. This is the default of `attend`."""
+    segments_of_keys = segments if key_segments is None else key_segments
     rows, length, heads, width = query.shape
     groups = key.shape[2]
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
@@ -162,7 +165,7 @@ def by_xla(
         query = query.swapaxes(2, 3).reshape(rows, -1, groups, width)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
-        mixed = _mix(query, segments, 0, key, value, of_keys, 0, sight, bias)
+        mixed = _mix(query, segments, 0, key, value, segments_of_keys, 0, sight, bias)
     else:
         cpu, accelerator = (
             (QUERY_BLOCK, ACCELERATOR_QUERY_BLOCK)
@@ -174,7 +177,7 @@ def by_xla(
             key,
             value,
             segments,
-            of_keys,
+            segments_of_keys,
             bias,
             cpu=partial(_in_query_blocks, sight=sight, size=cpu),
             default=partial(_in_query_blocks, sight=sight, size=accelerator),
@@ -189,8 +192,8 @@ def by_xla(
 class ByNative:
     """An implementation that uses native kernels for the shapes that they take, and XLA otherwise.
 
-    native.load_library must have succeeded before. `without` names calls that are not to be used,
-    in attention or in the layers around it.
+    native.load_library must have succeeded. The native calls that `without` names are left out, in
+    attention and in the layers around it.
     """
 
     without: frozenset[str] = frozenset()
@@ -205,11 +208,12 @@ class ByNative:
         bias: Bias | None = None,
         key_segments: Segments | None = None,
     ) -> Heads:
+        """Compute attention as `attend` does."""
         length, width = query.shape[1], query.shape[3]
         takes = key_segments is None and native.takes(length, width, str(query.dtype))
         if takes and "attention" not in self.without:
-            mask = sight.causal, sight.reach, sight.cap
-            return native.attention(query, key, value, segments, *mask, distance_bias=bias)
+            mask_fields = sight.causal, sight.reach, sight.cap
+            return native.attention(query, key, value, segments, *mask_fields, distance_bias=bias)
         return by_xla(query, key, value, segments, sight, bias, key_segments)
 
 
@@ -223,7 +227,7 @@ def _in_query_blocks(
     key: KeyHeads,
     value: KeyHeads,
     segments: Segments,
-    of_keys: Segments,
+    key_segments: Segments,
     bias: Bias | None,
     *,
     sight: Sight,
@@ -231,7 +235,9 @@ def _in_query_blocks(
 ) -> QueryHeads:
     """Compute attention for the queries of `size` tokens at a time.
 
-    The scores of a block stay in the cache, and keys that no query of the block sees are skipped.
+    The scores of a block fit in the CPU's cache. Keys beyond the reach of all queries of a block
+    are skipped. `query` has heads / groups neighbouring queries for each token, as `by_xla`
+    arranges them.
     """
     length = segments.shape[1]
     per_group = query.shape[1] // length
@@ -245,84 +251,96 @@ def _in_query_blocks(
         before, span, around = 0, length, (0, 0)
     else:
         around = (before, padding + after)
-    keys = [_padded(x, around) for x in (key, value, of_keys)]
-    if bias is not None:  # distances of the queries that fill the last block
+    keys = [_padded(x, around) for x in (key, value, key_segments)]
+    if bias is not None:  # the padding queries of the last block have distances, too
         bias = _padded(bias, (padding, 0))
 
-    def block(one):
-        start, queries, of_query = one
-        first = start if span < length else 0
-        near_key, near_value, of_key = (
-            lax.dynamic_slice_in_dim(x, first, span, axis=1) for x in keys
+    def block(operands):
+        start, queries, query_segments = operands
+        first_key = start if span < length else 0
+        near_key, near_value, near_segments = (
+            lax.dynamic_slice_in_dim(x, first_key, span, axis=1) for x in keys
         )
-        key_start = first - before
-        near = bias
+        key_start = first_key - before  # in the row without its padding
+        near_bias = bias
         if bias is not None:
-            nearest = bias.shape[1] - length + key_start - (start + size - 1)
-            near = lax.dynamic_slice_in_dim(bias, nearest, size + span - 1, axis=1)
-        return _mix(queries, of_query, start, near_key, near_value, of_key, key_start, sight, near)
+            column = bias.shape[1] - length + key_start - (start + size - 1)
+            near_bias = lax.dynamic_slice_in_dim(bias, column, size + span - 1, axis=1)
+        return _mix(
+            queries,
+            query_segments,
+            start,
+            near_key,
+            near_value,
+            near_segments,
+            key_start,
+            sight,
+            near_bias,
+        )
 
     starts = jnp.arange(blocks) * size
     queries = _split(_padded(query, (0, padding * per_group)), blocks)
-    of_query = _split(_padded(segments, (0, padding)), blocks)
-    mixed = lax.map(block, (starts, queries, of_query))  # [blocks, rows, queries, groups, width]
+    query_segments = _split(_padded(segments, (0, padding)), blocks)
+    # [blocks, rows, queries, groups, width]
+    mixed = lax.map(block, (starts, queries, query_segments))
     rows, _, groups, width = query.shape
     return mixed.swapaxes(0, 1).reshape(rows, -1, groups, width)[:, : query.shape[1]]
 
 
 def _mix(
     query: QueryHeads,
-    of_query: Int[Array, "rows tokens"],
+    query_segments: Int[Array, "rows tokens"],
     query_start: int | Int[Array, ""],
     key: KeyHeads,
     value: KeyHeads,
-    of_key: Int[Array, "rows keys"],
+    key_segments: Int[Array, "rows keys"],
     key_start: int | Int[Array, ""],
     sight: Sight,
     bias: Bias | None,
 ) -> QueryHeads:
     """Compute attention of some queries over some keys of the same rows.
 
-    `of_query` and `of_key` are the segments of their tokens, `query_start` and `key_start` the
-    position of the first token in the row. Within a segment, distances in the row are distances in
-    the sequence. `bias` begins with the distance from the last query to the first key.
+    Each token has one or more neighbouring queries. `query_segments` and `key_segments` are the
+    segments of the tokens. `query_start` and `key_start` are the positions of the first token in
+    the row; distances in the row are distances in the sequence. `bias` begins with the distance
+    from the last query to the first key.
     """
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
     if sight.cap is not None:
         scores = sight.cap * jnp.tanh(scores / sight.cap)
     if bias is not None:
-        scores = scores + _spread(bias, of_query.shape[1], key.shape[2])[None]
-    seen = of_query[:, :, None] == of_key[:, None, :]
-    query_at = query_start + jnp.arange(of_query.shape[1])
-    key_at = key_start + jnp.arange(of_key.shape[1])
+        scores = scores + _spread(bias, query_segments.shape[1], key.shape[2])[None]
+    visible = query_segments[:, :, None] == key_segments[:, None, :]
+    query_at = query_start + jnp.arange(query_segments.shape[1])
+    key_at = key_start + jnp.arange(key_segments.shape[1])
     distance = (query_at[:, None] - key_at[None, :])[None]
     if sight.causal:
-        seen &= distance >= 0
+        visible &= distance >= 0
     if sight.reach is not None:
-        seen &= abs(distance) <= sight.reach
-    seen = jnp.repeat(seen, query.shape[1] // of_query.shape[1], axis=1)
-    scores = jnp.where(seen[:, None], scores, MASKED)
+        visible &= abs(distance) <= sight.reach
+    visible = jnp.repeat(visible, query.shape[1] // query_segments.shape[1], axis=1)
+    scores = jnp.where(visible[:, None], scores, MASKED)
     return weighted_values(scores, value).swapaxes(1, 2)
 
 
 def weighted_values(scores: AttentionScores, value: KeyHeads) -> Mixed:
-    """Compute softmax(scores) . value, by the platform's fastest order of operations."""
+    """Compute softmax(scores) . value, in the platform's fastest order of operations."""
     return lax.platform_dependent(
-        scores, value, cpu=_softmax_in_lanes, default=_softmax_in_reductions
+        scores, value, cpu=_softmax_by_parts, default=_softmax_by_reductions
     )
 
 
 def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups queries keys"]:
-    """The bias of each query and key, from that of each distance.
+    """Return the bias of each query and key, from the bias of each distance.
 
-    It is a gather of whole rows: one of single numbers, or a reshape, takes XLA:CPU several times
-    as long. The barrier keeps it from being computed once for each row of the batch.
+    It gathers whole rows: XLA:CPU takes several times as long to gather single numbers or to
+    reshape. The barrier keeps XLA from computing the result again for each row of the batch.
     """
     heads, distances = bias.shape
     keys = distances - tokens + 1
 
-    def of_token(before: Int[Array, ""]) -> Float[Array, "heads keys"]:
-        return lax.dynamic_slice_in_dim(bias, before, keys, axis=1)
+    def of_token(start: Int[Array, ""]) -> Float[Array, "heads keys"]:
+        return lax.dynamic_slice_in_dim(bias, start, keys, axis=1)
 
     rows = jax.vmap(of_token, out_axes=1)(tokens - 1 - jnp.arange(tokens))
     if heads != groups:  # as in by_xla
@@ -330,18 +348,18 @@ def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups querie
     return lax.optimization_barrier(rows.reshape(groups, -1, keys))
 
 
-def _softmax_in_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:
-    """Compute softmax(scores) . value."""
+def _softmax_by_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:
+    """Compute softmax(scores) . value with reductions over the last axis."""
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
     return _product(weights, value) / weights.sum(axis=-1, keepdims=True)
 
 
-def _softmax_in_lanes(scores: AttentionScores, value: KeyHeads) -> Mixed:
+def _softmax_by_parts(scores: AttentionScores, value: KeyHeads) -> Mixed:
     """Compute softmax(scores) . value for XLA:CPU, without reductions over the last axis.
 
-    XLA:CPU runs such a reduction one element at a time. Here elementwise maxima of 16 lanes give
-    the largest score, and a column of ones beside the values gives the sum of the weights. This
-    saves three passes over the scores.
+    XLA:CPU runs such a reduction one element at a time. Here elementwise maxima of parts of the row
+    give the largest score, and a column of ones beside the values gives the sum of the weights.
+    This saves three passes over the scores.
     """
     weights = jnp.exp(scores - _largest(scores))
     ones = jnp.ones((*value.shape[:-1], 1), value.dtype)
@@ -350,7 +368,7 @@ def _softmax_in_lanes(scores: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
-    """Multiply weights and values, in an order of axes that XLA:CPU computes without copies.
+    """Multiply weights by values, in an order of axes that XLA:CPU computes without copies.
 
     If the values are transposed before, XLA:CPU converts both operands to float32; if the result
     has another order, it transposes the weights.
@@ -361,7 +379,7 @@ def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]:
-    """The largest score of each query, mostly by elementwise maxima of parts of its row."""
+    """Return the largest score of each query, mostly by elementwise maxima of parts of its row."""
     keys = scores.shape[-1]
     if keys % SIMD_FLOATS == 0:
         parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MOST_PARTS), axis=-1)
@@ -372,7 +390,7 @@ def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]
 
 
 def _padded(x: Array, around: tuple[int, int]) -> Array:
-    """Pad the second axis with this many zeros before and after."""
+    """Pad the second axis with `around` = (before, after) zeros."""
     if around == (0, 0):
         return x
     return jnp.pad(x, [(0, 0), around, *[(0, 0)] * (x.ndim - 2)])

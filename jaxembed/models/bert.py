@@ -1,14 +1,14 @@
-"""The tower of BERT and its kin: encoders with a norm after each block.
+"""The backbone of BERT and its kin: encoders with a norm after each block.
 
 Devlin et al. 2019, arXiv:1810.04805. Names and the order of operations are those of transformers'
-BertModel. The config says in what the others differ: RoBERTa (Liu et al. 2019, arXiv:1907.11692)
-counts positions from another number; DistilBERT (Sanh et al. 2019, arXiv:1910.01108) has no token
-types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by distance to the scores; NomicBERT
-(Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al. 2024, arXiv:2407.19669) have rotary
-positions and gated MLPs; JinaBERT (Günther et al. 2023, arXiv:2310.19923) has gated MLPs and lowers
-scores by the distance; ELECTRA (Clark et al. 2020, arXiv:2003.10555) has embeddings of another
-width; ALBERT (Lan et al. 2019, arXiv:1909.11942) has them too, and runs one layer many times. Knows
-nothing of pooling.
+BertModel. The config selects what differs in other models: RoBERTa (Liu et al. 2019,
+arXiv:1907.11692) starts to count positions at another number; DistilBERT (Sanh et al. 2019,
+arXiv:1910.01108) has no token types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by
+distance to the scores; NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al.
+2024, arXiv:2407.19669) have rotary positions and gated MLPs; JinaBERT (Günther et al. 2023,
+arXiv:2310.19923) has gated MLPs and ALiBi; ELECTRA (Clark et al. 2020, arXiv:2003.10555) projects
+embeddings of another width; ALBERT (Lan et al. 2019, arXiv:1909.11942) does so, too, and runs one
+layer many times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,40 +36,41 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The sizes and switches of a tower. The defaults of the switches are BERT's."""
+    """The sizes and switches of the backbone. The defaults of the switches are BERT's."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int  # size of the table of positions; without one, the most tokens
+    max_positions: int  # rows of the position table; without a table, tokens of a sequence
     type_vocab_size: int  # 0: tokens have no types, as in DistilBERT
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
-    pad_id: int | None = None  # RoBERTa counts positions from it; None: positions start at 0
+    pad_id: int | None = None  # RoBERTa's positions start at pad_id + 1; None: at 0
     rope_theta: float | None = None  # base of rotary angles; None: a table of positions instead
     rope_scaling: Mapping[str, Any] | None = None  # fields of a RopeScaling; None: not scaled
-    bias_reach: int | None = None  # distance from which on MPNet's biases stay the same; None: none
-    alibi: bool = False  # whether scores are lowered by the distance; then positions have no table
-    attention_bias: bool = True  # of the products of attention
-    qk_norm: bool = False  # a norm of whole queries and one of whole keys, before heads are split
-    residual_norm: bool = False  # whether x is added to attention once more, followed by a norm
+    bias_reach: int | None = None  # MPNet's bias is constant from this distance on; None: no bias
+    alibi: bool = False  # whether scores have ALiBi's bias instead of a table of positions
+    attention_bias: bool = True  # whether attention's linear layers have a bias
+    qk_norm: bool = False  # whether whole queries and keys are normed before heads are split
+    residual_norm: bool = False  # whether the layer's input is added and normed once more
     gated: bool = False  # whether the MLP is gated
-    up_bias: bool = True  # of the first product of the MLP
-    down_bias: bool = True  # of its last product
-    embedding_size: int | None = None  # width of embeddings to project; None: hidden_size, as is
-    layer_order: Sequence[int] | None = None  # numbers of the layers as they run; None: each once
+    up_bias: bool = True  # whether the MLP's first linear layer has a bias
+    down_bias: bool = True  # whether its last one has a bias
+    embedding_size: int | None = None  # width of embeddings to project; None: not projected
+    layer_order: Sequence[int] | None = None  # layer numbers in running order; None: each once
 
 
 class Bert(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`."""
 
     Config = BertConfig
 
     @staticmethod
     def position_limit(config: BertConfig) -> int:
-        """The most tokens of a sequence: JAX would clamp a later position without an error."""
+        """Return the maximum length of a sequence in tokens. JAX would clamp a later position
+        without an error."""
         return config.max_positions - (0 if config.pad_id is None else config.pad_id + 1)
 
     def __init__(self, config: BertConfig):
@@ -101,17 +102,20 @@ class Bert(nnx.Module):
 
 
 def alibi(heads: int, length: int) -> Bias:
-    """The bias of ALiBi in rows of this length, -slope times the distance, which is its form for
-    both directions: Press et al. 2021, arXiv:2108.12409."""
+    """Return the bias of ALiBi in its symmetric form, -slope * |distance|, as `attend` takes it.
+
+    `length` is that of the rows, so the result is `[heads, 2 * length - 1]`. Press et al. 2021,
+    arXiv:2108.12409.
+    """
     distances = np.abs(np.arange(1 - length, length, dtype=np.float32))
     return jnp.asarray(-np.asarray(alibi_slopes(heads), np.float32)[:, None] * distances)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """ALiBi's slope of each head: powers of two with equal steps between them, down to 2^-8.
+    """Return ALiBi's slope of each head: a geometric sequence that ends with 2^-8.
 
-    If the number of heads is no power of two, the slopes are those of the next lower one, then
-    every second one of twice that.
+    If the number of heads is not a power of two, the slopes are those of the next lower power of
+    two, then every second slope of twice that power.
     """
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
@@ -120,14 +124,14 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 class BertEmbeddings(nnx.Module):
-    """The sum of word, type and position embeddings, as far as there are any, its norm, and the
-    projection of that to the width of the tower, if there is one."""
+    """The embeddings: the sum of word, type and position embeddings, a norm, and a projection.
+    Types, positions and the projection to the width of the backbone are optional."""
 
     def __init__(self, config: BertConfig):
         size = config.embedding_size or config.hidden_size
         self.word = Embedding(config.vocab_size, size)
-        learned = config.rope_theta is None and not config.alibi
-        self.position = Embedding(config.max_positions, size) if learned else None
+        has_table = config.rope_theta is None and not config.alibi
+        self.position = Embedding(config.max_positions, size) if has_table else None
         types = config.type_vocab_size
         self.type = Embedding(types, size) if types else None
         self.norm = LayerNorm(size, eps=config.norm_eps)
@@ -149,16 +153,16 @@ class BertEmbeddings(nnx.Module):
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:
-    """Compute RoBERTa's positions within each segment.
+    """Return RoBERTa's positions within each segment.
 
     They start at pad_id + 1. A pad token within a text gets the position pad_id and is not counted.
     This is transformers' create_position_ids_from_input_ids for packed rows.
     """
     pads = (tokens.ids == pad_id).astype(jnp.int32)
-    before = jnp.cumsum(pads, axis=1) - pads
-    first = jnp.arange(tokens.ids.shape[1])[None] - tokens.positions
-    before_in_segment = before - jnp.take_along_axis(before, first, axis=1)
-    return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - before_in_segment)
+    pads_before = jnp.cumsum(pads, axis=1) - pads
+    segment_start = jnp.arange(tokens.ids.shape[1])[None] - tokens.positions
+    pads_in_segment = pads_before - jnp.take_along_axis(pads_before, segment_start, axis=1)
+    return jnp.where(pads == 1, pad_id, pad_id + 1 + tokens.positions - pads_in_segment)
 
 
 class BertLayer(nnx.Module):
@@ -186,6 +190,7 @@ class BertLayer(nnx.Module):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
+        """Return the layer's output, from one native call after the attention if possible."""
         mixed = self.attention(hidden, tokens, rotation, bias)
         mlp = self.mlp
         linears = {
@@ -198,7 +203,7 @@ class BertLayer(nnx.Module):
             native.takes_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
         )
         takes = takes_up and native.takes_mlp(hidden, out[0], up[0], down[0])
-        if takes and self.residual_norm is None and is_native("mlp"):  # it does all that follows
+        if takes and self.residual_norm is None and is_native("mlp"):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
@@ -215,14 +220,14 @@ class BertLayer(nnx.Module):
 
 
 class BertAttention(nnx.Module):
-    """Self-attention without its output product `out`, which the layer computes with the norm."""
+    """Self-attention without its output layer `out`, which BertLayer computes with the norm."""
 
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
         self.num_heads = config.num_heads
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
-        # of whole queries and of whole keys, before they are split into heads
+        # norms of whole queries and whole keys, before they are split into heads
         norms = {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
         self.norms = nnx.Dict(norms) if config.qk_norm else None
 
@@ -233,12 +238,13 @@ class BertAttention(nnx.Module):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
-        seen = {"bias": bias, "rotation": rotation, "key_segments": tokens.key_segments}
+        """Return the concatenated heads, `[rows, length, dim]`."""
+        options = {"bias": bias, "rotation": rotation, "key_segments": tokens.key_segments}
         if self.norms is None:
-            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **seen)
+            return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **options)
         rows, length, dim = hidden.shape
         query, key, value = jnp.split(self.qkv(hidden), 3, axis=-1)
         parts = (self.norms["query"](query), self.norms["key"](key), value)
         joint = jnp.concatenate(parts, axis=-1).astype(self.qkv.kernel[...].dtype)
         joint = joint.reshape(rows, length, 3, self.num_heads, dim // self.num_heads)
-        return attend_joint(joint, tokens.segments, **seen).reshape(rows, length, dim)
+        return attend_joint(joint, tokens.segments, **options).reshape(rows, length, dim)

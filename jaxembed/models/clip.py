@@ -1,10 +1,9 @@
-"""The two towers of CLIP and its kin, one of texts and one of images: a norm before each block.
+"""The text and image encoders of CLIP and its kin: transformers with a norm before each block.
 
 Radford et al. 2021, arXiv:2103.00020. Names and the order of operations are those of transformers'
-CLIPModel. The config says in what SigLIP (Zhai et al. 2023, arXiv:2303.15343) differs: its texts
-are not causal, and its images have no class token. SigLIP2 (Tschannen et al. 2025,
-arXiv:2502.14786) takes images in their own shapes, to which it resizes its positions. Knows nothing
-of pooling.
+CLIPModel. The config selects what differs in SigLIP (Zhai et al. 2023, arXiv:2303.15343): attention
+between texts' tokens is not causal, and images have no class token. SigLIP2 (Tschannen et al. 2025,
+arXiv:2502.14786) takes images of any shape and resizes its position table to them.
 """
 
 from dataclasses import dataclass
@@ -19,40 +18,41 @@ from jaxembed.models.attention import Sight
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
 from jaxembed.models.tokens import Hidden, PackedTokens
 
-CLASS_ID = 1  # the id of the token of an image that has no patch; the others have 0
+CLASS_ID = 1  # the id of an image's class token, which has no patch; tokens of patches have 0
 
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The sizes and switches of a tower: of texts if it has a `vocab_size`, else of images."""
+    """The sizes and switches of an encoder: of texts if it has a `vocab_size`, else of images."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int  # with the class token, if there is one
+    max_positions: int  # rows of the position table; they include the class token's
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
     causal: bool = False
     vocab_size: int | None = None
-    patch_bytes: int | None = None  # of an image's patch: three times its area
+    patch_bytes: int | None = None  # bytes of a patch: three times its area in pixels
     patch_bias: bool = False
-    class_token: bool = False  # whether an image begins with a token of its own
+    class_token: bool = False  # whether the tokens of an image begin with a class token
     input_norm: bool = False  # whether there is a norm before the first layer
-    resizes_positions: bool = False  # whether they are a square that is resized to each image
+    resizes_positions: bool = False  # whether the position table is resized to each image
 
 
 class Clip(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`.
+    """An encoder: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`.
 
-    Images must be normalised: `pixels` is then float32 `[rows, length, patch_bytes]`.
+    Images must be normalized: `pixels` is then float32 `[rows, length, patch_bytes]`.
     """
 
     Config = ClipConfig
 
     @staticmethod
     def position_limit(config: ClipConfig) -> int | None:
-        """The most tokens of a sequence: JAX would clamp a later position without an error."""
+        """Return the maximum length of a sequence in tokens, or None if positions are resized. JAX
+        would clamp a later position without an error."""
         return None if config.resizes_positions else config.max_positions
 
     def __init__(self, config: ClipConfig):
@@ -80,22 +80,23 @@ class TextEmbeddings(nnx.Module):
 
 
 class PatchEmbeddings(nnx.Module):
-    """The projected patches, the class token before them if there is one, and their positions."""
+    """The embeddings of an image: its projected patches, after a class token if there is one, plus
+    their positions, and a norm if the config asks for it."""
 
     def __init__(self, config: ClipConfig):
         dim = config.hidden_size
         self.patch = Linear(config.patch_bytes or 0, dim, bias=config.patch_bias)
         self.class_token = Embedding(1, dim) if config.class_token else None
-        position = ResizedPositions if config.resizes_positions else Embedding
-        self.position = position(config.max_positions, dim)
+        position_class = ResizedPositions if config.resizes_positions else Embedding
+        self.position = position_class(config.max_positions, dim)
         self.norm = _norm(config) if config.input_norm else None
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         assert tokens.pixels is not None
         hidden = self.patch(tokens.pixels)
         if self.class_token is not None:
-            first = (tokens.ids == CLASS_ID)[:, :, None]
-            hidden = jnp.where(first, self.class_token(jnp.zeros_like(tokens.ids)), hidden)
+            is_class = (tokens.ids == CLASS_ID)[:, :, None]
+            hidden = jnp.where(is_class, self.class_token(jnp.zeros_like(tokens.ids)), hidden)
         if isinstance(self.position, ResizedPositions):
             assert tokens.places is not None
             hidden = hidden + self.position(tokens.places)
@@ -105,16 +106,18 @@ class PatchEmbeddings(nnx.Module):
 
 
 class ResizedPositions(nnx.Module):
-    """A square table of positions, resized to the rows and columns of each image by a triangle
-    filter, which is as wide as a step between patches where these are fewer than the table's.
+    """A square table of position embeddings, resized to the grid of each image's patches.
 
-    A place is row and column of a patch, and the numbers of rows and columns of its image.
+    The resizing filter is a triangle. If the image has fewer patches on a side than the table has
+    rows, the triangle is as wide as the distance between patches, which avoids aliasing.
     """
 
     def __init__(self, size: int, dim: int):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
 
     def __call__(self, places: Int[Array, "rows length 4"]) -> Hidden:
+        """Return the position embeddings of patches. A place is the row and the column of a patch,
+        and the numbers of rows and columns of its image."""
         table = self.embedding[...].astype(jnp.float32)
         side = isqrt(len(table))
         by_row = triangle_weights(places[:, :, 0], places[:, :, 2], side)
@@ -129,10 +132,11 @@ class ResizedPositions(nnx.Module):
 def triangle_weights(
     place: Int[Array, "rows length"], size: Int[Array, "rows length"], side: int
 ) -> Float[Array, "rows length side"]:
-    """How much each of `side` values counts at a place when they are resized to `size` values, as
-    torch's bilinear interpolation with antialias and without aligned corners has it. The sum is 1.
+    """Return the weights of the table's `side` entries at index `place` of a resized axis.
 
-    Distances are whole numbers of 1 / (2 * size) values, so that no rounding moves the filter.
+    The axis is resized from `side` to `size` entries, as by torch's bilinear interpolation with
+    antialias and without aligned corners. The weights of a place sum to 1. Distances are integers,
+    in units of 1 / (2 * size) entries, so that rounding does not move the filter.
     """
     centre = (2 * place + 1)[:, :, None] * side
     distance = abs((2 * jnp.arange(side) + 1)[None, None] * size[:, :, None] - centre)

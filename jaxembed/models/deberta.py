@@ -1,7 +1,7 @@
-"""The tower of DeBERTa v2 and v3: BERT's, with attention to contents and to relative positions.
+"""The backbone of DeBERTa v2 and v3: BERT's, with attention to contents and relative positions.
 
 He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543. Names and the order of operations are
-those of transformers' DebertaV2Model. Knows nothing of pooling.
+those of transformers' DebertaV2Model.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
-# Queries and keys of a tile of scores. Rows up to this length are one tile; of longer rows a block
-# of queries is computed at a time, with all keys that any of them may see. Smaller blocks are
-# slower on CPU.
+# Tokens of a tile of queries or keys. A row up to this length is one tile. In a longer row one tile
+# of queries is computed at a time, with all keys that any of its queries may attend to. Smaller
+# tiles are slower on CPU.
 SCORES_TILE = 128
 
 Table = Float[Array, "places heads width"]
@@ -31,26 +31,26 @@ Offset = int | Int[Array, ""]
 
 @dataclass(frozen=True, kw_only=True)
 class DebertaConfig(BertConfig):
-    """The sizes and switches of a DeBERTa tower."""
+    """The sizes and switches of a DeBERTa backbone."""
 
     embedding_size: int | None = None  # width of the embedding tables; None: hidden_size
     absolute_positions: bool  # whether positions are added to the word embeddings
-    buckets: int  # places of the relative tables on either side; 0: one for each distance
-    max_distance: int  # from which on distances share the last place
+    buckets: int  # rows of the relative tables for each direction; 0: a row for each distance
+    max_distance: int  # distances from this one on share the last row
     content_to_position: bool  # whether queries look up relative keys
     position_to_content: bool  # whether keys look up relative queries
-    conv_width: int = 0  # tokens that the convolution beside the first layer sees; 0: there is none
+    conv_width: int = 0  # tokens in the window of the first layer's convolution; 0: no convolution
     conv_activation: str = "tanh"  # a name in ACTIVATIONS
 
 
 class Deberta(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`."""
 
     Config = DebertaConfig
 
     @staticmethod
     def position_limit(config: DebertaConfig) -> int:
-        """The most tokens of a sequence: the tower was not trained on larger distances."""
+        """Return the maximum length of a sequence in tokens. Training had no larger distances."""
         return config.max_positions
 
     def __init__(self, config: DebertaConfig):
@@ -70,7 +70,8 @@ class Deberta(nnx.Module):
 
 
 class DebertaEmbeddings(nnx.Module):
-    """The sum of word, type and position embeddings, brought to the width of the tower, normed."""
+    """The sum of word, type and position embeddings, projected to the backbone's width, and a norm.
+    Types, positions and the projection are optional."""
 
     def __init__(self, config: DebertaConfig):
         width, size = config.hidden_size, config.embedding_size or config.hidden_size
@@ -91,7 +92,7 @@ class DebertaEmbeddings(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """A convolution over the embeddings, added to the result of the first layer, and a norm."""
+    """A convolution over the embeddings, whose result is added to the first layer's, and a norm."""
 
     def __init__(self, config: DebertaConfig):
         self.width = config.conv_width
@@ -100,28 +101,30 @@ class Convolution(nnx.Module):
         self.activation = ACTIVATIONS[config.conv_activation]
 
     def __call__(self, embedded: Hidden, hidden: Hidden, segments: Segments) -> Hidden:
+        """Return norm(hidden + activation(convolution of `embedded`)). `hidden` is the result of
+        the first layer. The convolution takes zeros beyond a segment's ends."""
         side = self.width // 2
         around = jnp.pad(embedded, ((0, 0), (side, side), (0, 0)))
-        of_around = jnp.pad(segments, ((0, 0), (side, side)), constant_values=-1)
-        near = []
+        segments_around = jnp.pad(segments, ((0, 0), (side, side)), constant_values=-1)
+        neighbours = []
         for first in range(self.width):
             token = slice(first, first + segments.shape[1])
-            same = (of_around[:, token] == segments)[:, :, None]
-            near.append(jnp.where(same, around[:, token], 0.0))  # zeros beyond a segment's ends
-        return self.norm(hidden + self.activation(self.linear(jnp.concatenate(near, axis=2))))
+            same = (segments_around[:, token] == segments)[:, :, None]
+            neighbours.append(jnp.where(same, around[:, token], 0.0))
+        return self.norm(hidden + self.activation(self.linear(jnp.concatenate(neighbours, axis=2))))
 
 
 class DebertaAttention(BertAttention):
-    """Self-attention whose scores have terms of contents and of relative positions.
+    """Disentangled self-attention: its scores have terms of contents and of relative positions.
 
-    The relative keys and queries are constants of a checkpoint: conversion computes them from the
-    relative embeddings, which would cost more than a short text in each run.
+    The relative keys and queries are parameters. Conversion of a checkpoint computes them from the
+    relative embeddings, because to compute them in each run would cost more than a short text.
     """
 
     def __init__(self, config: DebertaConfig):
         super().__init__(config)
-        places = 2 * (config.buckets or config.max_distance)  # rows of the relative tables
-        shape = (places, config.hidden_size)
+        table_rows = 2 * (config.buckets or config.max_distance)
+        shape = (table_rows, config.hidden_size)
         by_content, by_position = config.content_to_position, config.position_to_content
         self.relative_key = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_content else None
         self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None
@@ -159,27 +162,27 @@ class DebertaAttention(BertAttention):
 
 @dataclass(frozen=True)
 class Distances:
-    """How a distance, the query's position less the key's, becomes a place in a relative table."""
+    """How a distance (the query's position minus the key's) becomes a row of a relative table."""
 
-    buckets: int  # places on either side; 0: one for each distance
-    max_distance: int  # from which on distances share the last place
-    largest: int  # of any two tokens of a sequence
+    buckets: int  # rows for each direction; 0: a row for each distance
+    max_distance: int  # distances from this one on share the last row
+    largest: int  # the largest distance of two tokens of a sequence
 
     def places(self, distances: np.ndarray) -> np.ndarray:
-        """The places of distances.
+        """Return the rows of the table for these distances.
 
-        Up to half the buckets each distance has a place of its own, then buckets grow by a factor.
-        The arithmetic is transformers', in float32, which may round to another bucket than float64.
+        Each distance up to half the buckets has a row; the buckets beyond grow geometrically. The
+        arithmetic is transformers', in float32, which may round to another bucket than float64.
         """
         side = self.buckets or self.max_distance
-        places = distances
+        rows = distances
         if self.buckets:
             middle = self.buckets // 2
             ratio = np.maximum(abs(distances), middle).astype(np.float32) / np.float32(middle)
             end = np.log(np.float32((self.max_distance - 1) / middle))
             far = np.ceil(np.log(ratio) / end * np.float32(middle - 1)) + middle
-            places = np.where(abs(distances) <= middle, distances, np.sign(distances) * far)
-        return np.clip(places.astype(int) + side, 0, 2 * side - 1)
+            rows = np.where(abs(distances) <= middle, distances, np.sign(distances) * far)
+        return np.clip(rows.astype(int) + side, 0, 2 * side - 1)
 
 
 def attend_disentangled(
@@ -195,51 +198,57 @@ def attend_disentangled(
     """Compute disentangled attention within the segments of each row.
 
     The score of a query and a key is query . key + query . relative_key + key . relative_query,
-    with the relative vectors of their distance, over sqrt(width of a head * number of terms). A
-    distance in the row is the distance in the segment. `key_segments` are as in `attend`.
+    over sqrt(width of a head * number of terms). The relative vectors are those of the distance
+    between query and key; a relative table that is None leaves out its term. A distance in the row
+    is the distance in the segment. `key_segments` are as in `attend`.
 
-    Nothing is gathered by score, which is slower on CPU: a block of queries is multiplied
-    with the relative keys of all distances that it has to any key, in the order of distances, and
-    the diagonals of that product are its scores.
+    To gather a vector for each score would be slower on CPU. Instead a tile of queries is
+    multiplied by the relative keys of all distances between the tile and any key, in the order of
+    distances, and the diagonals of the product are the scores.
     """
     rows, length, heads, _ = query.shape
     tile = min(SCORES_TILE, length)
     blocks = -(-length // tile)
-    around = -(-distances.largest // tile)  # tiles on either side that a block may see
-    near = 2 * around + 1
-    if near >= blocks:  # every block takes all keys
-        around, near = 0, blocks
+    side_tiles = -(-distances.largest // tile)  # tiles of keys on either side of a tile of queries
+    near_tiles = 2 * side_tiles + 1
+    if near_tiles >= blocks:  # every tile of queries takes all keys
+        side_tiles, near_tiles = 0, blocks
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     tiled = partial(_tiled, tile=tile, count=blocks)
-    of_keys = segments if key_segments is None else key_segments
-    keys = [tiled(x, around=around) for x in (key, value, of_keys)]
-    largest = near * tile - 1  # distance between a tile and those that it sees
-    every = np.arange(-largest, largest + 1)
-    keys_apart, queries_apart = (
-        None if table is None else jnp.take(table, distances.places(order), axis=0)
-        for table, order in ((relative_key, every[::-1]), (relative_query, every))
+    segments_of_keys = segments if key_segments is None else key_segments
+    keys = [tiled(x, around=side_tiles) for x in (key, value, segments_of_keys)]
+    max_distance = near_tiles * tile - 1  # between a query of a tile and the keys that it takes
+    all_distances = np.arange(-max_distance, max_distance + 1)
+    keys_by_distance, queries_by_distance = (
+        None if table is None else jnp.take(table, distances.places(tabled_distances), axis=0)
+        for table, tabled_distances in (
+            (relative_key, all_distances[::-1]),
+            (relative_query, all_distances),
+        )
     )
-    relative = Relative(keys_apart, queries_apart, tile, largest)
+    relative = Relative(keys_by_distance, queries_by_distance, tile, max_distance)
 
-    def block(one):
-        number, queries, of_query = one
-        near_key, near_value, of_key = keys
-        if around:  # tiles of padding stand before the first
-            near_key, near_value, of_key = (
-                lax.dynamic_slice_in_dim(x, number, near, axis=0) for x in keys
+    def block(operands):
+        number, queries, query_segments = operands
+        near_key, near_value, near_segments = keys
+        if side_tiles:  # the keys begin with side_tiles tiles of padding
+            near_key, near_value, near_segments = (
+                lax.dynamic_slice_in_dim(x, number, near_tiles, axis=0) for x in keys
             )
-        offset = around or number  # of the queries, in tiles from the first of the keys
-        rows_first = (x.swapaxes(0, 1) for x in (near_key, near_value, of_key))
-        all_key, all_value, of_key = (x.reshape(rows, -1, *x.shape[3:]) for x in rows_first)
-        scores = _product("bshk,bthk->bhst", queries, all_key)
+        offset = side_tiles or number  # tiles from the keys' first tile to the queries' tile
+        rows_first = (x.swapaxes(0, 1) for x in (near_key, near_value, near_segments))
+        block_key, block_value, near_segments = (
+            x.reshape(rows, -1, *x.shape[3:]) for x in rows_first
+        )
+        scores = _product("bshk,bthk->bhst", queries, block_key)
         if relative.keys is not None:
-            scores += relative.by_query(queries, all_key.shape[1], offset)
+            scores += relative.by_query(queries, block_key.shape[1], offset)
         if relative.queries is not None:
             scores += relative.by_key(near_key, offset)
-        seen = (of_query[:, :, None] == of_key[:, None, :])[:, None]
+        visible = (query_segments[:, :, None] == near_segments[:, None, :])[:, None]
         terms = 1 + (relative.keys is not None) + (relative.queries is not None)
         scale = (queries.shape[3] * terms) ** -0.5
-        mixed = weighted_values(jnp.where(seen, scores * scale, MASKED), all_value)
+        mixed = weighted_values(jnp.where(visible, scores * scale, MASKED), block_value)
         return mixed.swapaxes(1, 2)
 
     if blocks == 1:
@@ -251,15 +260,19 @@ def attend_disentangled(
 
 @dataclass(frozen=True)
 class Relative:
-    """The relative keys and queries of every distance between a tile and those that it sees."""
+    """The relative keys and queries of all distances between a tile of queries and its keys."""
 
-    keys: Table | None  # from the largest distance to the smallest
-    queries: Table | None  # from the smallest to the largest
-    tile: int
-    largest: int
+    keys: Table | None  # rows from the largest distance to the smallest
+    queries: Table | None  # rows from the smallest distance to the largest
+    tile: int  # tokens
+    largest: int  # the largest distance
 
     def by_query(self, query: Heads, keys: int, offset: Offset) -> AttentionScores:
-        """Multiply a tile of queries with relative keys."""
+        """Return the scores query . relative_key of a tile of queries.
+
+        `keys` is the number of keys. `offset` is the number of tiles from the first tile of the
+        keys to that of the queries.
+        """
         assert self.keys is not None
         first = self.largest - (offset + 1) * self.tile + 1
         table = lax.dynamic_slice_in_dim(self.keys, first, keys + self.tile - 1, axis=0)
@@ -267,7 +280,7 @@ class Relative:
         return _diagonals(_product("bshk,whk->hbsw", query, table)).swapaxes(0, 1)
 
     def by_key(self, key: Tiles, offset: Offset) -> AttentionScores:
-        """Multiply tiles of keys with the relative queries of a tile."""
+        """Return the scores key . relative_query of tiles of keys; `offset` is as in `by_query`."""
         assert self.queries is not None
         count, rows, tile, heads, _ = key.shape
         tables = []
@@ -280,10 +293,10 @@ class Relative:
 
 
 def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... length others"]:
-    """Take one place less of each next row: result[i, j] is product[i, length - 1 - i + j].
+    """Return result[i, j] = product[i, length - 1 - i + j] over the last two axes.
 
-    Rows that are one place shorter begin one place further left each, so this is a slice of the
-    flat product, and no gather.
+    A row of the result is one column shorter than a row of the product, so the next row begins one
+    column further left: the result is a slice of the flat product and needs no gather.
     """
     *axes, length, places = product.shape
     flat = product.reshape(*axes, length * places)
@@ -292,8 +305,8 @@ def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... 
 
 
 def _tiled(x: Array, *, tile: int, count: int, around: int = 0) -> Array:
-    """Reshape [rows, length, ...] to [tiles, rows, tile, ...], with zeros for what is missing and
-    for `around` tiles on either side."""
+    """Reshape [rows, length, ...] to [tiles, rows, tile, ...], padded with zeros. The result has
+    `count` tiles and `around` tiles of zeros on either side of them."""
     rows, length, *rest = x.shape
     before = around * tile
     after = (count + around) * tile - length

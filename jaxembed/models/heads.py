@@ -1,7 +1,8 @@
-"""What follows a tower: from hidden states to the outputs of a model.
+"""Heads: they compute the outputs of a model from the hidden states of its backbone.
 
 Poolings are pure functions from the hidden states of packed rows to one float32 vector for each
-slot, zeros for an empty one. Definitions: sentence_transformers.models.Pooling.
+slot, zeros for an empty slot. Their names and definitions are those of
+sentence_transformers.models.Pooling.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,51 +28,52 @@ from jaxembed.models.attention import MASKED
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.tokens import Hidden, PackedTokens
 
-BLOCK_TOKENS = 256  # whose logits are in memory at once: 31 MB of 30,592 terms
-TABLE_OF_TERMS = ".terms.kernel"  # how the name of its parameter ends
-TERM_TILE = 128  # the table of terms is padded to a multiple: the lanes of a TPU, and whole panels
+BLOCK_TOKENS = 256  # tokens whose logits are in memory at once: 31 MB for 30,592 terms
+TABLE_OF_TERMS = ".terms.kernel"  # the end of the name of the table's parameter
+TERM_TILE = 128  # the term table is padded to a multiple: vectors of a TPU, whole native panels
 
 SlotVectors = Float[Array, "rows slots dim"]
 Member = Bool[Array, "rows slots length"]
 
 
 def members(tokens: PackedTokens) -> Member:
-    """Which tokens belong to which slot."""
+    """Return whether each token belongs to each slot."""
     index = jnp.arange(tokens.ids.shape[1])[None, None, :]
     return (index >= tokens.bounds[:, :, :1]) & (index < tokens.bounds[:, :, 1:])
 
 
 def cls_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The first token."""
+    """Return the hidden state of the first token of each slot."""
     return _gather(hidden, tokens, tokens.bounds[:, :, 0])
 
 
 def last_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The last token."""
+    """Return the hidden state of the last token of each slot."""
     return _gather(hidden, tokens, jnp.maximum(tokens.bounds[:, :, 1] - 1, 0))
 
 
 def mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The average of the tokens."""
+    """Return the mean of the hidden states of each slot."""
     weights = members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
 def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The sum of the tokens over the square root of their number."""
+    """Return the sum of the hidden states of each slot over the square root of their number."""
     weights = members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / jnp.sqrt(_total(weights))
 
 
 def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The average weighted by the index in the sequence, from 1."""
+    """Return the mean weighted by each token's index in its sequence, counted from 1."""
     index = (tokens.positions + 1).astype(jnp.float32)
     weights = jnp.where(members(tokens), index[:, None, :], 0.0)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
 def max_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """The largest value of each dimension. One slot at a time: all at once would not fit."""
+    """Return the maximum of each dimension over the tokens of each slot. Slots are computed one at
+    a time: all together would not fit into memory."""
     index = jnp.arange(hidden.shape[1])[None, :]
 
     def one(bounds):
@@ -93,23 +95,25 @@ POOLINGS: dict[str, Callable[[Hidden, PackedTokens], SlotVectors]] = {
 
 
 def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> SlotVectors:
-    """The hidden state of the token at `index` of its row, for each slot that is in use."""
+    """Return for each slot the hidden state of the token at `index` of its row; zeros if empty."""
     chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
     used = tokens.bounds[:, :, 1:] > 0
     return jnp.where(used, chosen, 0.0)
 
 
 def _total(weights: Float[Array, "rows slots length"]) -> Float[Array, "rows slots one"]:
+    """Return the sum of each slot's weights, at least 1e-9 so that it can be divided by."""
     return jnp.maximum(weights.sum(axis=2, keepdims=True), 1e-9)
 
 
 def _weighted_sum(hidden: Hidden, tokens: PackedTokens, weights) -> SlotVectors:
-    real = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
-    return jnp.einsum("bnt,btd->bnd", weights, real, precision=lax.Precision.HIGHEST)
+    """Return the weighted sum of the hidden states of each slot."""
+    finite = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
+    return jnp.einsum("bnt,btd->bnd", weights, finite, precision=lax.Precision.HIGHEST)
 
 
 class PooledHead(nnx.Module):
-    """The pooled hidden states of each slot, through the modules of the head."""
+    """A head of one vector for each slot: its poolings side by side, then the head's modules."""
 
     def __init__(self, head: Pooled):
         self.modules = _modules(head)
@@ -121,7 +125,7 @@ class PooledHead(nnx.Module):
 
 
 class TokenHead(nnx.Module):
-    """The hidden state of each token, through the modules of the head."""
+    """A head of one vector for each token: its hidden state, through the head's modules."""
 
     def __init__(self, head: PerToken):
         self.modules = _modules(head)
@@ -131,11 +135,12 @@ class TokenHead(nnx.Module):
 
 
 class VocabularyHead(nnx.Module):
-    """The weights of the vocabulary's terms in each slot, zeros for an empty one.
+    """A head of sparse embeddings: the weight of each term in each slot, zeros for an empty slot.
 
-    The logits of all tokens together would not fit: those of a block are folded into their slots
-    before the next block's. The maximum commutes with the bias and the activation, which follow
-    once for each slot. A token is of the first slot that holds it.
+    The logits of all tokens together would not fit into memory: the logits of a block of tokens are
+    reduced into their slots before the next block is computed. The maximum commutes with the bias
+    and the activation, which are therefore applied once for each slot. A token in several slots
+    counts for the first of them.
     """
 
     def __init__(self, head: Vocabulary):
@@ -152,21 +157,21 @@ class VocabularyHead(nnx.Module):
         member = members(tokens)
         first = jnp.arange(rows)[:, None] * slots
         slot_of = jnp.where(member.any(axis=1), first + member.argmax(axis=1), rows * slots)
-        slot_of = slot_of.reshape(-1)  # among those of all rows; of a token in none one more
+        slot_of = slot_of.reshape(-1)  # counted over all rows; the last is for tokens in no slot
         block = min(BLOCK_TOKENS, len(x))
         missing = -len(x) % block
         x = jnp.pad(x, ((0, missing), (0, 0)))
         slot_of = jnp.pad(slot_of, (0, missing), constant_values=rows * slots)
 
-        def fold(folded, one):
-            x, slot_of = one
+        def fold(folded, block_of_tokens):
+            x, slot_of = block_of_tokens
             logits = self.terms(x[None])[0]
             if self.over_tokens == "max":
                 return folded.at[slot_of].max(logits), None
             return folded.at[slot_of].add(self._activated(logits)), None
 
-        nothing = -jnp.inf if self.over_tokens == "max" else 0.0
-        folded = jnp.full((rows * slots + 1, self.terms.shape[1]), nothing)  # the last: padding
+        initial = -jnp.inf if self.over_tokens == "max" else 0.0
+        folded = jnp.full((rows * slots + 1, self.terms.shape[1]), initial)
         blocks = x.reshape(-1, block, x.shape[-1]), slot_of.reshape(-1, block)
         folded, _ = lax.scan(fold, folded, blocks)
         folded = folded[:-1, : self.vocab_size]
@@ -174,14 +179,18 @@ class VocabularyHead(nnx.Module):
         return weights.reshape(rows, slots, -1)
 
     def _activated(self, logits: Float[Array, "n terms"]) -> Float[Array, "n terms"]:
+        """Return log(1 + max(logits + bias, 0)), and log(1 + that) for "log1p_relu"."""
         bias = self.bias[...][None, : logits.shape[1]]
         weights = jnp.log1p(jnp.maximum(logits + bias, 0.0))
         return jnp.log1p(weights) if self.twice else weights
 
 
 class ProbedHead(nnx.Module):
-    """What a learned query finds among the tokens of each slot, through a norm and an MLP with a
-    residual, and the modules of the head. An empty slot has anything finite."""
+    """An attention pooling head: a learned query attends to the tokens of each slot.
+
+    The result goes through a norm and an MLP with a residual connection, and then through the
+    head's modules. An empty slot gets arbitrary finite numbers.
+    """
 
     def __init__(self, head: Probed):
         dim = head.width_in
@@ -201,15 +210,15 @@ class ProbedHead(nnx.Module):
             self.num_heads, -1
         )
         joint = self.key_value(hidden).reshape(rows, length, 2, self.num_heads, -1)
-        exact = lax.Precision.HIGHEST
-        scores = jnp.einsum("blhw,hw->bhl", joint[:, :, 0], query, precision=exact)
+        highest = lax.Precision.HIGHEST
+        scores = jnp.einsum("blhw,hw->bhl", joint[:, :, 0], query, precision=highest)
         scores = scores[:, None] * query.shape[-1] ** -0.5
         scores = jnp.where(members(tokens)[:, :, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1)
-        found = jnp.einsum("bshl,blhw->bshw", weights, joint[:, :, 1], precision=exact)
-        found = self.out(found.reshape(rows, -1, dim))
-        found = found + self.down(ACTIVATIONS[self.activation](self.up(self.norm(found))))
-        return _through(self.modules, found)
+        pooled = jnp.einsum("bshl,blhw->bshw", weights, joint[:, :, 1], precision=highest)
+        pooled = self.out(pooled.reshape(rows, -1, dim))
+        pooled = pooled + self.down(ACTIVATIONS[self.activation](self.up(self.norm(pooled))))
+        return _through(self.modules, pooled)
 
 
 HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
@@ -221,13 +230,12 @@ HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
 
 
 def padded_terms(vocab_size: int) -> int:
-    """The number of columns of a table of terms in a checkpoint: those over `vocab_size` are
-    zero."""
+    """Return the number of columns of a stored term table; those from `vocab_size` on are zero."""
     return -(-vocab_size // TERM_TILE) * TERM_TILE
 
 
 class Dense(Linear):
-    """sentence-transformers' Dense: a linear layer, its activation, and perhaps a residual."""
+    """sentence-transformers' Dense: a linear layer, an activation, and an optional residual."""
 
     def __init__(self, layer: DenseLayer):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
@@ -244,7 +252,7 @@ class Dense(Linear):
 
 
 class Normalize(nnx.Module):
-    """Scale to length one; zero stays zero."""
+    """A module that scales vectors to length one; zero stays zero."""
 
     def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
@@ -258,10 +266,12 @@ MODULES: dict[type[Module], Callable[..., nnx.Module]] = {
 
 
 def _modules(head: Head) -> Sequence[nnx.Module]:
+    """Build the modules of the head that run on the device."""
     return nnx.List([MODULES[type(layer)](layer) for layer in head.device_modules])
 
 
 def _through(modules: Sequence, x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Apply the modules one after the other."""
     for layer in modules:
         x = layer(x)
     return x

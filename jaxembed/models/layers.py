@@ -1,8 +1,8 @@
-"""Defines the layers that towers share.
+"""The layers that backbones share.
 
 Products take operands in the parameters' dtype; everything else is float32. Parameters are declared
 as zeros of the right shape and only created abstractly, because a checkpoint brings their values.
-The weight of a Linear is its parameter `kernel`, a name that converted checkpoints hold.
+The weight of a Linear is its parameter `kernel`, the name that converted checkpoints use.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """GELU in its exact form, x * Phi(x), computed by erf."""
+    """Return GELU in its exact form, x * Phi(x), computed by erf."""
     return 0.5 * x * (1.0 + lax.erf(x * 0.7071067811865476))
 
 
@@ -45,11 +45,11 @@ ACTIVATIONS: dict[str, Callable] = {
 
 
 class Linear(nnx.Module):
-    """A linear layer: x @ weight + bias, in float32 sums whatever the weight's dtype.
+    """A linear layer: x @ weight + bias, with float32 sums whatever the weight's dtype.
 
     A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
-    precision would be TF32 on GPU and bfloat16 passes on TPU. A weight in panels is multiplied by
-    the native kernels. `adapter`, a LowRank, adds its own product of x.
+    precision would be TF32 on GPU and bfloat16 passes on TPU. The native kernels multiply a weight
+    that is packed into panels. `adapter` is None or a LowRank, whose result is added.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -75,7 +75,7 @@ class Linear(nnx.Module):
 
     @property
     def native_adapters(self) -> native.AdapterOperands | None:
-        """The adapters for a native call, if there are any; the weight is in panels."""
+        """The operands of the adapters for a native call, or None without adapters."""
         return None if self.adapter is None else self.adapter.for_native()
 
     def rounded(
@@ -83,13 +83,14 @@ class Linear(nnx.Module):
     ) -> Float[Array, "rows length out"]:
         """Apply the layer and an activation, and round the result to the weight's dtype.
 
-        It is for results that are operands of a further product, which would round them anyway.
+        Use it if the result is only an operand of another product, which would round it anyway.
+        `activation` is a name in ACTIVATIONS.
         """
         kernel, bias = self.parameters
-        gelu = activation == "gelu" and is_native("gelu")
-        if native.is_packed(kernel) and (gelu or activation == "identity"):
+        native_gelu = activation == "gelu" and is_native("gelu")
+        if native.is_packed(kernel) and (native_gelu or activation == "identity"):
             adapters, dtype = self.native_adapters, str(kernel.dtype)
-            end = "gelu" if gelu else "linear"
+            end = "gelu" if native_gelu else "linear"
             return native.linear(x, kernel, bias, end, dtype=dtype, adapters=adapters)
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
@@ -100,7 +101,7 @@ class Linear(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of inputs and outputs."""
+        """The number of inputs and the number of outputs, also of a packed weight."""
         inputs, outputs = native.plain_shape(self.kernel[...].shape)
         return inputs, outputs
 
@@ -108,8 +109,8 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors, looked up by index.
 
-    An index past the end is clamped without an error, so callers must check indices before.
-    `adapter`, a LowRank, adds what it has for the index.
+    An index past the end is clamped without an error, so callers must check indices. `adapter` is
+    None or a LowRank, whose result for the index is added.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -123,13 +124,13 @@ class Embedding(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of vectors and of their dimensions."""
+        """The number of vectors and their number of dimensions."""
         size, dim = self.embedding[...].shape
         return size, dim
 
 
 def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length one"]:
-    """The mean over the last axis.
+    """Return the mean over the last axis, which is kept with size 1.
 
     On CPU it is a product with ones, because XLA:CPU runs a reduction over the last axis one
     element at a time.
@@ -146,7 +147,7 @@ def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length on
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm: mean 0 and variance 1 over the last axis, then a scale and, if any, a shift."""
+    """Layer norm: mean 0 and variance 1 over the last axis, then a scale and an optional shift."""
 
     def __init__(self, dim: int, *, eps: float, bias: bool = True):
         self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
@@ -190,10 +191,9 @@ class RMSNorm(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """An MLP: down(activation(up(x))).
+    """An MLP: down(activation(up(x))), or, if `gated`, down(activation(gate(x)) * up(x)).
 
-    A gated one is down(activation(gate(x)) * up(x)), gate and up in one product, `gate_up`. Shazeer
-    2020.
+    A gated one computes gate and up in one product, `gate_up`. Shazeer 2020, arXiv:2002.05202.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Mlp(nnx.Module):
         activation: str,
         gated: bool = True,
         bias: bool = False,
-        down_bias: bool | None = None,  # None: as `bias`
+        down_bias: bool | None = None,  # None: the same as `bias`
     ):
         if gated:
             self.gate_up = Linear(dim, 2 * width, bias=bias)
@@ -217,14 +217,14 @@ class Mlp(nnx.Module):
         return self.down(self.wide(x))
 
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
-        """What `down` is applied to; the native kernels round it, as `down` would."""
+        """Return the operand of `down`. The native kernels round it, as `down` would."""
         if not self.gated:
             return self.up.rounded(x, self.activation)
         kernel, bias = self.gate_up.parameters
-        gate = f"gated_{self.activation}"
-        if native.takes_gated(kernel, self.activation) and is_native(gate):
+        gate_mode = f"gated_{self.activation}"
+        if native.takes_gated(kernel, self.activation) and is_native(gate_mode):
             adapters = self.gate_up.native_adapters
-            return native.linear(x, kernel, bias, gate, dtype="bfloat16", adapters=adapters)
+            return native.linear(x, kernel, bias, gate_mode, dtype="bfloat16", adapters=adapters)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
@@ -239,37 +239,38 @@ def attend_hidden(
     rotation: Rotation | None = None,
     key_segments: Segments | None = None,
 ) -> Float[Array, "rows length inner"]:
-    """Compute the product that gives queries, keys and values, and `attend_joint` of them.
+    """Return self-attention of hidden states: the `qkv` product, and attention of its result.
 
-    The result is as wide as all heads together. It is one native call if possible. Otherwise heads
-    are rotated before they are rounded, unless a native call rotates them.
+    `heads` is the number of heads. The result is `[rows, length, inner]`, the heads side by side
+    before the output layer. The rest is as in `attend_joint`. All is one native call if possible.
+    Otherwise heads are rotated before they are rounded, unless a native call rotates them.
     """
     rows, length, dim = hidden.shape
     inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
     width = inner // heads
     takes = inner == dim and native.takes_self_attention(hidden, heads, kernel)
     if key_segments is None and is_native("self_attention") and takes:
-        mask = sight.causal, sight.reach, sight.cap
+        mask_fields = sight.causal, sight.reach, sight.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.self_attention(
             hidden,
             *qkv.parameters,
             segments,
             heads,
-            *mask,
+            *mask_fields,
             distance_bias=bias,
             angles=angles,
             adapters=qkv.native_adapters,
         )
-    joined = key_segments is None and takes_joint(length, width, kernel.dtype)
-    rounds = rotation is None or joined
+    rotates_natively = key_segments is None and takes_joint(length, width, kernel.dtype)
+    rounds = rotation is None or rotates_natively
     joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
     mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype, key_segments)
     return mixed.reshape(rows, length, inner)
 
 
 class SelfAttention(nnx.Module):
-    """Self-attention of heads that are together `inner` wide, and its output product."""
+    """Self-attention whose heads are together `inner` wide, and its output layer."""
 
     def __init__(
         self, dim: int, inner: int, heads: int, *, sight: Sight = EVERYTHING, bias: bool = False
@@ -299,7 +300,8 @@ class SelfAttention(nnx.Module):
 
 
 class PreNormLayer(nnx.Module):
-    """One layer: attention and MLP, each after a norm, if any, and with a residual connection."""
+    """A transformer layer: attention and MLP, each after a norm and with a residual connection.
+    Without an `attention_norm` attention takes the input as it is."""
 
     def __init__(
         self,
@@ -324,7 +326,7 @@ class PreNormLayer(nnx.Module):
 
 
 class WordEmbeddings(nnx.Module):
-    """The word embeddings, perhaps times a scale, and their norm if there is one."""
+    """Word embeddings, times a scale, then an optional norm."""
 
     def __init__(self, size: int, dim: int, *, scale: float = 1.0, norm: LayerNorm | None = None):
         self.word = Embedding(size, dim)
@@ -337,17 +339,17 @@ class WordEmbeddings(nnx.Module):
 
 
 class BiasByDistance(nnx.Module):
-    """A bias of attention scores for each head and distance of key and query.
+    """A learned bias of attention scores for each head and each distance between key and query.
 
-    From `reach` on, on either side, it stays the same, as in MPNet and T5.
+    Distances of `reach` and more share a bias, by direction, as in MPNet and T5.
     """
 
     def __init__(self, heads: int, reach: int):
-        # in order of the distance from query to key
+        # columns by the key's position minus the query's, from -reach to reach
         self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
 
     def __call__(self, length: int) -> Bias:
-        """The biases in rows of this length, as `attend` takes them."""
+        """Return the biases for rows of this length, as `attend` takes them."""
         table = self.bias[...]
         beyond = max(length - 1 - table.shape[1] // 2, 0)
         wide = jnp.pad(table.astype(jnp.float32), ((0, 0), (beyond, beyond)), mode="edge")

@@ -1,7 +1,7 @@
-"""The tower of ModernBERT: rotary positions, local and global layers, a norm before each block.
+"""The backbone of ModernBERT: rotary positions, local and global layers, norms before blocks.
 
 Warner et al. 2024, arXiv:2412.13663. Names and the order of operations are those of transformers'
-ModernBertModel. Knows nothing of pooling.
+ModernBertModel.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class ModernBertConfig:
-    """The sizes and switches of a ModernBERT tower."""
+    """The sizes and switches of a ModernBERT backbone."""
 
     vocab_size: int
     hidden_size: int
@@ -25,8 +25,8 @@ class ModernBertConfig:
     num_heads: int
     intermediate_size: int
     max_positions: int
-    global_layers: Sequence[int]  # numbers of the layers, from 0; the others are local
-    local_reach: int  # how many tokens a token of a local layer sees on either side
+    global_layers: Sequence[int]  # layer numbers, from 0; the other layers are local
+    local_reach: int  # tokens on either side that a token of a local layer attends to
     global_theta: float  # base of the rotary angles in global layers
     local_theta: float  # the same in local layers
     norm_eps: float
@@ -37,13 +37,13 @@ class ModernBertConfig:
 
 
 class ModernBert(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`."""
 
     Config = ModernBertConfig
 
     @staticmethod
     def position_limit(config: ModernBertConfig) -> int:
-        """The most tokens of a sequence: the tower was not trained on later positions."""
+        """Return the maximum length of a sequence in tokens. Training had no later positions."""
         return config.max_positions
 
     def __init__(self, config: ModernBertConfig):

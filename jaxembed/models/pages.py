@@ -1,6 +1,6 @@
-"""The tower of models that read pages: a decoder that takes images in the place of words.
+"""The backbone of models that read pages: a decoder whose input mixes words and image patches.
 
-Faysse et al. 2024, arXiv:2407.01449 (ColPali). A tower of images makes a hidden state of each
+Faysse et al. 2024, arXiv:2407.01449 (ColPali). An image encoder computes a hidden state for each
 patch, which takes the place of a word embedding. Texts and images share rows. Names and the order
 of operations are those of transformers' PaliGemmaModel.
 """
@@ -22,18 +22,18 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class PagesConfig(Qwen3Config):
-    """The sizes and switches of the decoder, and those of the tower of images."""
+    """The sizes and switches of the decoder, and those of the image encoder."""
 
     image_tower: str = "clip"  # a name in IMAGE_TOWERS
-    image: Mapping[str, Any] | None = None  # the fields of its config
-    image_token_id: int = 0  # of the tokens that are patches
+    image: Mapping[str, Any] | None = None  # the fields of the image encoder's config
+    image_token_id: int = 0  # the id of tokens that stand for patches
 
 
 class Pages(Qwen3):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`.
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`.
 
-    Images must be normalised: `pixels` is then float32 `[rows, length, values]`. A batch without an
-    image does not run the tower of images.
+    Images must be normalized: `pixels` is then float32 `[rows, length, values]`. The image encoder
+    runs only if the batch has an image.
     """
 
     Config = PagesConfig
@@ -50,19 +50,19 @@ class Pages(Qwen3):
         def with_images() -> Hidden:
             assert tokens.pixels is not None
             at_patch = is_patch[:, :, None]
-            seen = replace(
+            image_tokens = replace(
                 tokens,
                 segments=jnp.where(is_patch, tokens.segments, 0),
                 pixels=jnp.where(at_patch, tokens.pixels, 0.0),
             )
-            return jnp.where(at_patch, self.image(seen), words)
+            return jnp.where(at_patch, self.image(image_tokens), words)
 
         hidden = lax.cond(jnp.any(is_patch), with_images, lambda: words)
         return self.run(hidden, tokens)
 
 
 class ProjectedClip(nnx.Module):
-    """The tower of SigLIP, without its head, and a projection to the width of the decoder."""
+    """SigLIP's image encoder without its head, and a projection to the width of the decoder."""
 
     def __init__(self, config: PagesConfig):
         self.tower = Clip(sizes := ClipConfig(**(config.image or {})))
@@ -76,4 +76,4 @@ IMAGE_TOWERS: dict[str, Callable[[PagesConfig], nnx.Module]] = {
     "clip": ProjectedClip,
     "qwen_vision": lambda config: QwenVision(QwenVisionConfig(**(config.image or {}))),
 }
-"""The towers of images by name. They map packed tokens to hidden states of the decoder's width."""
+"""The image encoders by name. They map packed tokens to hidden states of the decoder's width."""

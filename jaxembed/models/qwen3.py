@@ -1,8 +1,8 @@
-"""The tower of decoders, named after Qwen3: rotary positions, grouped heads, norms before blocks.
+"""The backbone of decoders such as Qwen3: rotary positions, grouped heads, norms before blocks.
 
-Yang et al. 2025, arXiv:2505.09388. By its config it is also that of Qwen2, Llama, Mistral, Gemma
-and EuroBERT, with or without the causal mask. The order of operations is that of transformers'
-models of these names. Knows nothing of pooling or of the language model's head.
+Yang et al. 2025, arXiv:2505.09388. The config selects what differs in Qwen2, Llama, Mistral, Gemma
+and EuroBERT; the causal mask is optional. The order of operations is that of transformers' models
+of these names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The sizes and switches of a decoder's tower."""
+    """The sizes and switches of a decoder."""
 
     vocab_size: int
     hidden_size: int
@@ -33,35 +33,35 @@ class Qwen3Config:
     rope_theta: float  # base of the rotary angles
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
-    qkv_bias: bool  # True in Qwen2
+    qkv_bias: bool  # whether the query, key and value layers have a bias; True in Qwen2
     out_bias: bool
-    qk_norm: bool  # a norm of each query and key head; True in Qwen3
+    qk_norm: bool  # whether each query head and key head has a norm; True in Qwen3
     causal: bool
     mlp_bias: bool = False
     rope_scaling: Mapping[str, Any] | None = None  # the fields of a RopeScaling
-    local_layers: Sequence[int] = ()  # numbers of the layers with a window, from 0
-    local_reach: int | None = None  # how many tokens a token of a local layer sees on either side
-    local_theta: float | None = None  # base of unscaled angles in local layers; None: as elsewhere
+    local_layers: Sequence[int] = ()  # numbers of the layers with an attention window, from 0
+    local_reach: int | None = None  # tokens on either side that a token of a local layer attends to
+    local_theta: float | None = None  # base of unscaled angles in local layers; None: as in others
     embedding_scale: float = 1.0  # factor of the word embeddings; sqrt(hidden_size) in Gemma
-    block_norms: bool = False  # norms after the blocks, too; True in Gemma
+    block_norms: bool = False  # whether blocks also end with a norm; True in Gemma
     query_scale: float = 1.0  # factor of the scores besides 1 / sqrt(head_width)
     score_cap: float | None = None  # soft cap of the scores; 50 in Gemma 2
     # queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length)
     query_growth: float = 0.0
     query_growth_length: int = 1
-    overflows_float16: bool = False  # whether hidden states leave the range of float16
-    # numbers of pairs of dimensions rotated by a token's time, row and column; empty: by position
+    overflows_float16: bool = False  # whether hidden states exceed the range of float16
+    # how many pairs of dimensions a token's time, row and column rotate; empty: its position does
     rope_sections: Sequence[int] = ()
 
 
 class Qwen3(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`."""
 
     Config = Qwen3Config
 
     @staticmethod
     def position_limit(config: Qwen3Config) -> int:
-        """The most tokens of a sequence: the tower was not trained on later positions."""
+        """Return the maximum length of a sequence in tokens. Training had no later positions."""
         return config.max_positions
 
     def __init__(self, config: Qwen3Config):
@@ -76,10 +76,10 @@ class Qwen3(nnx.Module):
         return self.run(self.embeddings(tokens), tokens)
 
     def run(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        """The last hidden states of tokens whose embeddings are given."""
-        everywhere, local = self.positions(tokens)
+        """Return the last hidden states, given the embeddings `hidden` of the tokens."""
+        global_rotations, local_rotations = self.positions(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, tokens, local if layer.is_local else everywhere)
+            hidden = layer(hidden, tokens, local_rotations if layer.is_local else global_rotations)
         return self.norm(hidden)
 
 
@@ -87,9 +87,9 @@ Rotations = tuple[Rotation, Rotation]  # of queries and of keys
 
 
 class Qwen3Positions(nnx.Module):
-    """The rotations of global and of local layers. It has no parameters.
+    """The rotations of queries and keys in global and in local layers. It has no parameters.
 
-    What multiplies queries is part of their rotation.
+    The rotation of queries includes the factors that multiply them.
     """
 
     def __init__(self, config: Qwen3Config):
@@ -103,18 +103,20 @@ class Qwen3Positions(nnx.Module):
         self.growth_length = config.query_growth_length
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
+        """Return the rotations of global layers, and those of local layers."""
         theta, sections = self.theta, self.sections
         keys = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
-        everywhere = self._for_queries(keys, tokens), keys
+        global_rotations = self._for_queries(keys, tokens), keys
         if self.local_theta is None:
-            return everywhere, everywhere
-        local = Rotation.of(tokens, self.head_width, self.local_theta)
-        return everywhere, (self._for_queries(local, tokens), local)
+            return global_rotations, global_rotations
+        local_keys = Rotation.of(tokens, self.head_width, self.local_theta)
+        return global_rotations, (self._for_queries(local_keys, tokens), local_keys)
 
     def _for_queries(self, rotation: Rotation, tokens: PackedTokens) -> Rotation:
+        """Multiply a rotation by the factors of queries."""
         if self.growth:
-            turns = (tokens.positions // self.growth_length).astype(jnp.float32)
-            factor = self.query_scale * (1 + self.growth * jnp.log(1 + turns))[:, :, None]
+            multiples = (tokens.positions // self.growth_length).astype(jnp.float32)
+            factor = self.query_scale * (1 + self.growth * jnp.log(1 + multiples))[:, :, None]
             return Rotation(rotation.cos * factor, rotation.sin * factor)
         if self.query_scale != 1.0:
             return Rotation(rotation.cos * self.query_scale, rotation.sin * self.query_scale)
@@ -124,7 +126,7 @@ class Qwen3Positions(nnx.Module):
 class Qwen3Layer(nnx.Module):
     """One layer: attention and gated MLP, each after a norm and with a residual connection.
 
-    With `block_norms` there is another norm between each block and its residual connection.
+    With `block_norms` each block also ends with a norm, before its residual connection.
     """
 
     def __init__(self, config: Qwen3Config, number: int):
@@ -151,7 +153,7 @@ class Qwen3Layer(nnx.Module):
 
 
 class Qwen3Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions, over a segment or within a window."""
+    """Grouped-query self-attention with rotary positions, within a window if `is_local`."""
 
     def __init__(self, config: Qwen3Config, is_local: bool):
         self.num_heads = config.num_heads
@@ -159,10 +161,10 @@ class Qwen3Attention(nnx.Module):
         self.head_width = config.head_width
         reach = config.local_reach if is_local else None
         self.sight = Sight(causal=config.causal, reach=reach, cap=config.score_cap)
-        wide = config.num_heads * config.head_width
+        inner = config.num_heads * config.head_width
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
-        self.out = Linear(wide, config.hidden_size, bias=config.out_bias)
+        self.out = Linear(inner, config.hidden_size, bias=config.out_bias)
         self.query_norm, self.key_norm = (
             RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
             for _ in range(2)
@@ -175,8 +177,8 @@ class Qwen3Attention(nnx.Module):
         query, key, value = jnp.split(heads, ends, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        of_query, of_key = rotations
-        operands = of_query(query), of_key(key), value
+        rotate_query, rotate_key = rotations
+        operands = rotate_query(query), rotate_key(key), value
         query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
         mixed = attend(
             query, key, value, tokens.segments, self.sight, key_segments=tokens.key_segments

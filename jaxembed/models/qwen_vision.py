@@ -1,8 +1,8 @@
-"""The tower of images of Qwen2-VL and Qwen2.5-VL: rotary positions, and patches merged to tokens.
+"""The image encoder of Qwen2-VL and Qwen2.5-VL: rotary positions, and patches merged to tokens.
 
 Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923. Names and the order of
-operations are those of transformers' models of these names. Knows nothing of the language model
-that reads its tokens.
+operations are those of transformers' models of these names. A token's place is three numbers to be
+added to its position: they give its time, row and column, as the decoder counts them.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
 @dataclass(frozen=True)
 class QwenVisionConfig:
-    """The sizes and switches of the tower."""
+    """The sizes and switches of the image encoder."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    out_size: int  # of a token, as the language model takes it
-    patch_bytes: int  # of a patch: three times its area
-    merge: int  # patches on a side of a token
+    out_size: int  # dimensions of a token's result, which are the language model's
+    patch_bytes: int  # bytes of a patch: three times its area in pixels
+    merge: int  # a token is made of merge * merge patches
     activation: str  # a name in ACTIVATIONS
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
-    rms_norm: bool = False  # RMS norms and a gated MLP; True in Qwen2.5-VL
-    window: int | None = None  # tokens on a side of what a layer sees; None: the whole image
+    rms_norm: bool = False  # whether norms are RMS norms and MLPs gated; True in Qwen2.5-VL
+    window: int | None = None  # tokens on a side of an attention window; None: the whole image
     global_layers: Sequence[int] = ()  # numbers of the layers without a window, from 0
 
 
 class QwenVision(nnx.Module):
-    """The tower: maps the tokens of images to what the language model has in their place, float32
-    `[rows, length, out_size]`.
+    """The image encoder: maps the tokens of images to float32 `[rows, length, out_size]`.
 
-    `pixels` is normalised, float32 `[rows, length, values]`; `segments` are 0 but for tokens of
-    images; `places` are as `page_places` gives them. What other tokens get has no meaning.
+    The language model takes the result in the place of word embeddings. `pixels` is normalized,
+    float32 `[rows, length, values]`; `segments` are 0 for tokens of texts, whose result is
+    arbitrary; `places` are as `page_places` returns them.
     """
 
     Config = QwenVisionConfig
@@ -50,30 +50,30 @@ class QwenVision(nnx.Module):
         self.patch = Linear(config.patch_bytes, config.hidden_size, bias=False)
         self.layers = nnx.List([VisionLayer(config, n) for n in range(config.num_layers)])
         self.norm = _norm(config)
-        wide = config.hidden_size * config.merge**2
-        self.up, self.down = Linear(wide, wide), Linear(wide, config.out_size)
+        merged_size = config.hidden_size * config.merge**2
+        self.up, self.down = Linear(merged_size, merged_size), Linear(merged_size, config.out_size)
         self.merge, self.window, self.theta = config.merge, config.window, config.rope_theta
         self.head_width = config.hidden_size // config.num_heads
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
         assert tokens.pixels is not None
         rows, length, _ = tokens.pixels.shape
-        of_token = self.merge**2
-        patches = tokens.pixels.reshape(rows, length * of_token, -1)
-        images = jnp.repeat(tokens.segments, of_token, axis=1)
+        patches_per_token = self.merge**2
+        patches = tokens.pixels.reshape(rows, length * patches_per_token, -1)
+        images = jnp.repeat(tokens.segments, patches_per_token, axis=1)
         windows = images
         if self.window is not None:
-            windows = jnp.repeat(windows_of(tokens, self.window), of_token, axis=1)
+            windows = jnp.repeat(windows_of(tokens, self.window), patches_per_token, axis=1)
         # each patch is rotated by its row and column in its image
         within = jnp.arange(self.merge)
         row, column = _row_and_column(tokens)
         shape = rows, length, self.merge, self.merge
         in_row = self.merge * row[:, :, None, None] + within[None, None, :, None]
         in_column = self.merge * column[:, :, None, None] + within[None, None, None, :]
-        down, across = (
-            jnp.broadcast_to(one, shape).reshape(rows, -1) for one in (in_row, in_column)
+        patch_rows, patch_columns = (
+            jnp.broadcast_to(numbers, shape).reshape(rows, -1) for numbers in (in_row, in_column)
         )
-        rotation = Rotation.of_grid(down, across, self.head_width, self.theta)
+        rotation = Rotation.of_grid(patch_rows, patch_columns, self.head_width, self.theta)
         hidden = self.patch(patches)
         for layer in self.layers:
             hidden = layer(hidden, images, windows, rotation)
@@ -102,9 +102,11 @@ class VisionLayer(nnx.Module):
     def __call__(
         self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
     ) -> Hidden:
+        """Return the layer's output; `images` and `windows` are segments for attention. A local
+        layer attends within windows, the others within images."""
         normal = self.attention_norm(hidden)
         if self.is_local:
-            with using(by_xla):  # kernels take a segment for a stretch of neighbours
+            with using(by_xla):  # kernels need contiguous segments, and a window is not
                 mixed = attend_hidden(normal, self.qkv, self.num_heads, windows, rotation=rotation)
         else:
             mixed = attend_hidden(normal, self.qkv, self.num_heads, images, rotation=rotation)
@@ -113,19 +115,22 @@ class VisionLayer(nnx.Module):
 
 
 def windows_of(tokens: PackedTokens, side: int) -> Segments:
-    """Segments that are the windows of `side` by `side` tokens of each image, from its upper left
-    corner on; 0 where `segments` are. Each is named by where its own upper left token lies."""
+    """Return segments that are the windows of `side` by `side` tokens of each image.
+
+    Windows are counted from the image's upper left corner. The number of a window is 1 plus the
+    index in the row of its upper left token. Tokens whose segment is 0 keep 0.
+    """
     assert tokens.places is not None
     row, column = _row_and_column(tokens)
-    before = -tokens.places[:, :, 0]  # tokens of the image before this one
-    columns = (before - column) // jnp.maximum(row, 1)  # of the image, if there are rows above
+    preceding = -tokens.places[:, :, 0]  # tokens of its image before each token
+    columns = (preceding - column) // jnp.maximum(row, 1)  # the image's; 0 in its first row
     corner = (row - row % side) * columns + column - column % side
-    first = jnp.arange(row.shape[1])[None] - before
+    first = jnp.arange(row.shape[1])[None] - preceding
     return jnp.where(tokens.segments != 0, first + corner + 1, 0)
 
 
 def _row_and_column(tokens: PackedTokens) -> tuple[Segments, Segments]:
-    """Where each token lies in its image."""
+    """Return the row and the column of each token in its image."""
     assert tokens.places is not None
     time, row, column = (tokens.places[:, :, number] for number in range(3))
     return row - time, column - time

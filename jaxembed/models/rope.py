@@ -1,8 +1,9 @@
 """Rotary position embeddings: the angles of each token, and the kinds of scaling for long texts.
 
 Su et al. 2021, arXiv:2104.09864. Frequencies are computed on the host in float32, in the order of
-transformers' modeling_rope_utils, so that they have torch's values. Kinds that depend on the length
-of a text take the length of each segment, so that its vector does not depend on its neighbours.
+transformers' modeling_rope_utils, so that they have torch's values. Scalings that depend on the
+length of a text take the length of each segment, so that a vector does not depend on the texts that
+share its row.
 """
 
 import math
@@ -40,37 +41,38 @@ class YarnRope(msgspec.Struct, frozen=True, tag_field="kind", tag="yarn"):
     arXiv:2309.00071."""
 
     factor: float
-    length: int  # of the texts that the model was trained on first
-    magnitude: float  # factor of cosine and sine, by which scores grow
-    beta_fast: float = 32.0  # dimensions that turn this often within `length` are not scaled
-    beta_slow: float = 1.0  # those that turn less often than this are scaled in full
-    truncate: bool = True  # whether the ramp between them begins and ends at whole dimensions
+    length: int  # tokens of the longest texts before the training for long texts
+    magnitude: float  # factor of cosine and sine, which raises scores
+    beta_fast: float = 32.0  # dimensions with more turns than this in `length` are not scaled
+    beta_slow: float = 1.0  # dimensions with fewer turns than this are scaled in full
+    truncate: bool = True  # whether the ramp between the two has whole dimensions as its ends
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, tag_field="kind", tag="llama3"):
-    """Long waves are divided by `factor`, short ones are not. Llama 3.1."""
+    """Low frequencies are divided by `factor`, high ones are not, in the way of Llama 3.1."""
 
     factor: float
-    length: int  # of the texts that the model was trained on first
+    length: int  # tokens of the longest texts before the training for long texts
     low: float  # waves longer than length / low are scaled in full
     high: float  # waves shorter than length / high are not scaled
 
 
 class LongRope(msgspec.Struct, frozen=True, tag_field="kind", tag="longrope"):
-    """Each frequency is divided by a factor of its own. Ding et al. 2024, arXiv:2402.13753."""
+    """Each frequency is divided by its own factor. Ding et al. 2024, arXiv:2402.13753."""
 
-    short: tuple[float, ...]
-    long: tuple[float, ...]  # of texts that are longer than `length` tokens
+    short: tuple[float, ...]  # factors for texts of at most `length` tokens
+    long: tuple[float, ...]  # factors for longer texts
     length: int
     magnitude: float  # factor of cosine and sine
 
 
 RopeScaling = LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
-"""How angles are scaled."""
+"""The kinds of scaling."""
 
 
 def read_scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
-    """The scaling that a tower's config names by `kind` and its fields; None: there is none."""
+    """Return the scaling that a config gives as a `kind` and its fields; None means no scaling.
+    Raises msgspec.ValidationError for an unknown kind or fields that do not fit it."""
     return None if fields is None else msgspec.convert(fields, RopeScaling)
 
 
@@ -78,7 +80,7 @@ def read_scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
-    """The angles by which rotary position embeddings rotate each token's heads.
+    """The cosines and sines by which rotary position embeddings rotate each token's heads.
 
     They are float32 whatever the parameters' dtype, because bfloat16 rounds position 257 to 256.
     """
@@ -95,11 +97,11 @@ class Rotation:
         scaling: RopeScaling | None = None,
         sections: Sequence[int] = (),
     ) -> "Rotation":
-        """Compute the angles: position / theta^(2k / width) for the k-th pair of dimensions.
+        """Return the rotation by position / theta^(2k / width) for the k-th pair of dimensions.
 
-        `width` is the width of a head. With `sections` the first so many pairs take the time of a
-        token for its position, the next its row, the others its column: its position plus the
-        number in `places`. Wang et al. 2024, arXiv:2409.12191.
+        `width` is the width of a head. With `sections`, three numbers, the first sections[0] pairs
+        use a token's time as its position, the next sections[1] its row, and the others its column.
+        Each is the position plus a number in `places`. Wang et al. 2024, arXiv:2409.12191.
         """
         positions = tokens.positions[:, :, None]
         if sections:
@@ -113,8 +115,8 @@ class Rotation:
 
     @classmethod
     def of_grid(cls, row: Segments, column: Segments, width: int, theta: float) -> "Rotation":
-        """Compute the angles of tokens in a plane: the first half of the pairs of dimensions is
-        rotated by the row, the second by the column, both by the same frequencies."""
+        """Return the rotation of tokens on a grid. The row rotates the first half of the pairs of
+        dimensions, the column the second half, both by the same frequencies."""
         frequencies = jnp.asarray(_plain(width // 2, theta))[None, None]
         axes = (axis[:, :, None].astype(jnp.float32) * frequencies for axis in (row, column))
         angles = jnp.concatenate(list(axes), axis=-1)
@@ -130,7 +132,7 @@ class Rotation:
 
 
 def segment_lengths(tokens: PackedTokens) -> Segments:
-    """The number of tokens of each token's segment."""
+    """Return the number of tokens of each token's segment."""
     segments, index = tokens.segments, jnp.arange(tokens.segments.shape[1])[None]
     ends = jnp.ones_like(segments, bool).at[:, :-1].set(segments[:, 1:] != segments[:, :-1])
     last = lax.cummin(jnp.where(ends, index, segments.shape[1]), axis=1, reverse=True)
@@ -141,11 +143,12 @@ def segment_lengths(tokens: PackedTokens) -> Segments:
 def _frequencies(
     tokens: PackedTokens, width: int, theta: float, rope: RopeScaling | None
 ) -> Float[Array, "..."]:
-    """The angle of position 1 in each pair of dimensions, for all tokens or for each."""
+    """Return the scaled angle of position 1 for each pair of dimensions. The result is `[rows,
+    length, half]`, where rows and length are 1 if all tokens have the same."""
     plain = _plain(width, theta)
     if isinstance(rope, DynamicRope):
-        # those of theta * growth^(width / (width - 2)), computed as plain * growth^(-2k / (width -
-        # 2)): the power of the whole base would lose more digits on the device
+        # The base is theta * growth^(width / (width - 2)), so the result is plain *
+        # growth^(-2k / (width - 2)). A power of the whole base would lose more digits.
         longer = jnp.maximum(segment_lengths(tokens), rope.length)
         growth = rope.factor * (longer.astype(jnp.float32) / rope.length) - (rope.factor - 1)
         powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
@@ -171,13 +174,16 @@ def _frequencies(
 
 
 def _plain(width: int, theta: float) -> Frequencies:
+    """Return the unscaled angle of position 1 for each pair of dimensions."""
     # rounding the power before its reciprocal gives torch's values: 127 of 128 bit for bit
     return 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
 
 
 def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequencies:
+    """Return YaRN's frequencies: scaled and plain ones, mixed by a ramp over the dimensions."""
+
     def dimension(turns: float) -> float:
-        """The dimension that turns this often within the original length."""
+        """Return the dimension that turns this often within the original length."""
         return width * math.log(rope.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

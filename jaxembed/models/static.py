@@ -1,4 +1,4 @@
-"""Static models, computed on the host: means of table rows, or weights of terms. Starts no device.
+"""Static models, computed on the host without a device: means of table rows, or term weights.
 
 A sequence has the same vector alone and in any batch, bit for bit: its rows are added in order, in
 blocks whose size depends on the width alone.
@@ -17,8 +17,8 @@ from jaxembed.memory import KIB
 
 TABLE = "table"
 
-BLOCK_BYTES = 256 * KIB  # of rows that are added in float32; sums of such blocks are float64
-LEAST_LENGTH = 1e-12  # of a vector that a Normalize before other modules divides by
+BLOCK_BYTES = 256 * KIB  # a block of rows is added in float32; blocks are added in float64
+LEAST_LENGTH = 1e-12  # a Normalize before other modules divides a vector by this at least
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class StaticConfig:
     """The config of a static model.
 
     Tokens with the `dropped_id` are left out after tokenization. With `characters_per_token` a text
-    is cut to so many characters for each token of the limit before it is tokenized. model2vec asks
-    for both.
+    is truncated before tokenization: it keeps this many characters for each token of the limit.
+    Both come from model2vec.
     """
 
     vocab_size: int
@@ -57,16 +57,16 @@ HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
 
 
 Means = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""As `numpy_means`, bit for bit."""
+"""A function that returns what `numpy_means` returns, bit for bit."""
 
 
 def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int) -> np.ndarray:
-    """The mean of the table's rows for the ids of each slot: float32 `[slots, width]`, zeros for an
-    empty slot.
+    """Return the mean of the table's rows for the ids of each slot, zeros for an empty slot.
 
-    `table` is float32 `[rows, width]`; an id below or above its rows counts as the nearest. The
-    `bounds` of a slot are its first id and the one after its last. Rows are added in order, of more
-    than `block` ids in float64 over blocks of so many.
+    `table` is float32 `[rows, width]`, and the result float32 `[slots, width]`. An id outside the
+    table counts as the nearest row. `bounds` holds for each slot the index of its first id, and the
+    index after its last. Rows are added in order in float32; if a slot has more than `block` ids,
+    the sums of blocks of `block` ids are added in float64.
     """
     means = np.zeros((len(bounds), table.shape[1]), np.float32)
     for number, (start, end) in enumerate(bounds.tolist()):
@@ -76,33 +76,34 @@ def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: i
 
 
 def _mean(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
+    """Return the mean of the rows of one or more ids, as `numpy_means` does."""
     if len(ids) <= block:
-        return _added(table, ids) / np.float32(len(ids))
+        return _row_sum(table, ids) / np.float32(len(ids))
     total = np.zeros(table.shape[1])
-    for at in range(0, len(ids), block):
-        total += _added(table, ids[at : at + block])
+    for start in range(0, len(ids), block):
+        total += _row_sum(table, ids[start : start + block])
     return total.astype(np.float32) / np.float32(len(ids))
 
 
-def _added(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _row_sum(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return the float32 sum of the rows of these ids, added in order."""
     rows = table.take(ids, axis=0, mode="clip")
-    if rows.shape[1] == 1:  # which `reduce` adds in another order
+    if rows.shape[1] == 1:  # `reduce` would add a single column in another order
         return np.add.accumulate(rows, axis=0)[-1] + np.float32(0)
-    return np.add.reduce(rows, axis=0)  # from zero on: the sum of negative zeros is positive
+    return np.add.reduce(rows, axis=0)  # it begins with +0, so a sum of negative zeros is +0
 
 
 class StaticModel:
-    """A table of a row for each token. Threads may share it."""
+    """A table with a row for each token id. Threads may share it."""
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
-        """Raises CheckpointError if the parameters are not those of `static_shapes`, with every one
-        that is missing, unknown or wrongly shaped."""
+        """Raises CheckpointError that lists every missing, unknown or wrongly shaped parameter."""
         shapes = static_shapes(spec)
-        found = {name: parameter.shape for name, parameter in parameters.items()}
+        actual_shapes = {name: parameter.shape for name, parameter in parameters.items()}
         problems = [
-            f"{name}: wanted shape {shapes.get(name)}, got {found.get(name)}"
-            for name in sorted(shapes.keys() | found.keys())
-            if shapes.get(name) != found.get(name)
+            f"{name}: wanted shape {shapes.get(name)}, got {actual_shapes.get(name)}"
+            for name in sorted(shapes.keys() | actual_shapes.keys())
+            if shapes.get(name) != actual_shapes.get(name)
         ]
         if problems:
             raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
@@ -110,7 +111,8 @@ class StaticModel:
         self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
 
     def compute(self, work: Work) -> WorkResult:
-        """The outputs of some sequences, as the engine gives them: float32, not normalised."""
+        """Compute the requested outputs of some sequences, float32 and not normalized. This class
+        computes "tokens", the table's rows."""
         if "tokens" not in work.outputs:
             return {}
         offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
@@ -119,12 +121,13 @@ class StaticModel:
 
 
 class StaticEmbeddings(StaticModel):
-    """A table of token vectors, and the modules after their mean."""
+    """A static model of dense embeddings: token vectors, and the modules after their mean."""
 
     def __init__(
         self, spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
     ):
-        """`means` computes several vectors; a single one is faster with numpy."""
+        """`means` computes the vectors of several slots; for a single slot numpy is faster. Raises
+        CheckpointError as StaticModel."""
         super().__init__(spec, parameters)
         self._means = means
         self._modules: list[tuple[Module, np.ndarray | None, np.ndarray | float]] = []
@@ -143,7 +146,7 @@ class StaticEmbeddings(StaticModel):
         vectors = self._vectors(work.planes["ids"], _slots(work))
         for layer, kernel, bias in self._modules:
             if isinstance(layer, DenseLayer):
-                # one by one: products of several rows may differ in the last bits with their number
+                # one by one: the last bits of a product of several rows may depend on their number
                 products = [vector @ kernel for vector in vectors]
                 linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
                 vectors = HOST_ACTIVATIONS[layer.activation](linear)
@@ -155,7 +158,7 @@ class StaticEmbeddings(StaticModel):
         return result
 
     def _vectors(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """The mean of each slot, as `numpy_means` gives it."""
+        """Return the mean of each slot, as `numpy_means` does."""
         if len(slots) == 1:
             ((start, end),) = slots.tolist()
             if start < end:
@@ -164,8 +167,8 @@ class StaticEmbeddings(StaticModel):
 
 
 class StaticTerms(StaticModel):
-    """A table of one weight for each term: a term that is among the tokens has its weight, however
-    often."""
+    """A static model of sparse embeddings: a table with one weight for each term. A term that is
+    among the tokens of a slot has its weight, however often it occurs."""
 
     def compute(self, work: Work) -> WorkResult:
         result = super().compute(work)
@@ -184,7 +187,7 @@ class StaticTerms(StaticModel):
 def static_model(
     spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
 ) -> StaticModel:
-    """The static model of a checkpoint, as its head says; `means` is for embeddings. Raises
+    """Build the static model that the spec's head asks for; `means` is for dense embeddings. Raises
     CheckpointError if the parameters are not those of `static_shapes`."""
     if isinstance(spec.head, Vocabulary):
         return StaticTerms(spec, parameters)
@@ -192,7 +195,7 @@ def static_model(
 
 
 def static_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter that the checkpoint of a static model must hold."""
+    """Return the name and shape of every parameter that a static model's checkpoint must hold."""
     config = StaticConfig(**spec.config)
     shapes: dict[str, tuple[int, ...]] = {TABLE: (config.vocab_size, config.hidden_size)}
     if isinstance(spec.head, Vocabulary):
@@ -210,8 +213,8 @@ def _name(number: int, parameter: str) -> str:
 
 
 def _slots(work: Work) -> np.ndarray:
-    """The first token of each slot and the one after its last, counted over all sequences: int
-    `[slots, 2]`."""
+    """Return the first token of each slot and the one after its last, int `[slots, 2]`. Tokens are
+    counted over all sequences together, and not from the start of each."""
     if len(work) == 1:
         return work.bounds
     starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths

@@ -1,8 +1,8 @@
-"""The tower of T5's encoder: norms before the blocks, and a bias of scores by distance.
+"""The backbone of T5's encoder: norms before the blocks, and a bias of scores by distance.
 
 Raffel et al. 2020, arXiv:1910.10683. The order of operations is that of transformers'
-T5EncoderModel; that scores are not divided by the root of the heads' width is the converter's
-matter. Knows nothing of pooling or of the decoder.
+T5EncoderModel. T5 does not divide scores by the root of the heads' width: the converter scales the
+query weights to make up for the division in `attend`.
 """
 
 from dataclasses import dataclass
@@ -30,20 +30,20 @@ class T5Config:
     num_heads: int
     head_width: int  # all heads together may be wider than the hidden states
     intermediate_size: int
-    bias_reach: int  # distance from which on biases stay the same
+    bias_reach: int  # the bias is constant from this distance on
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
     gated: bool  # whether the MLP is gated, as in version 1.1
 
 
 class T5(nnx.Module):
-    """The tower: maps packed tokens to their last hidden states, float32 `[rows, length, dim]`."""
+    """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`."""
 
     Config = T5Config
 
     @staticmethod
     def position_limit(config: T5Config) -> None:
-        """There is no limit: biases stay the same from a distance on."""
+        """Return None, which is no limit: the bias is constant from a distance on."""
 
     def __init__(self, config: T5Config):
         self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size)

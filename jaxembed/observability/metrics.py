@@ -1,7 +1,8 @@
-"""Defines every metric of a model once, with its name and help text.
+"""Every metric of a model, defined once with its name and help text.
 
-The names, labels and buckets of te_ metrics are those of Text Embeddings Inference 1.9, so its
-dashboards work. Each series is present from the start.
+The names, labels and buckets of te_ metrics are those of Text Embeddings Inference (TEI) 1.9, so
+its dashboards work. Each series is present from the start. A series is a metric with a value for
+its label, if it has one.
 """
 
 import math
@@ -19,11 +20,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, those of TEI
+DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s, as in TEI
 POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
 INPUT_LENGTH = "Tokens of an input after truncation"
-MOST_KEPT = 1024  # values that a histogram buffers before it counts them
+MOST_KEPT = 1024  # values that a histogram buffers before it adds them to its buckets
 METHODS = ("single", "batch")
 FAILURES = (
     "validation",
@@ -35,15 +36,15 @@ FAILURES = (
     "dropped",
 )
 LANES = ("interactive", "bulk")
-ANSWER_STAGES = ("tokenization", "queue", "inference")  # which every answer of a model has
+ANSWER_STAGES = ("tokenization", "queue", "inference")  # stages of every answer of a model
 STAGES = ("decode", *ANSWER_STAGES, "encode")
 OF_THE_PROCESS = {
     "jaxembed_compile_count",
     "jaxembed_compile_cache_hits",
     "jaxembed_compile_seconds",
 }
-NO_MODEL = ""  # the label of requests that no model is known for
-WITHOUT_A_MODEL = {"te_request_failure", "jaxembed_stage_seconds"}  # what is counted of these
+NO_MODEL = ""  # the label of requests whose model is unknown
+WITHOUT_A_MODEL = {"te_request_failure", "jaxembed_stage_seconds"}  # metrics that count them
 
 
 Observed = TypeVar("Observed")
@@ -54,97 +55,98 @@ class Counter(Collector):
     """A counter without the suffix `_total`, which prometheus_client appends but TEI does not."""
 
     def __init__(self, name: str, text: str, read: Callable[[], float] | None = None):
-        """It shows what `read` returns, by default what was added."""
+        """The counter shows what `read` returns, or by default the sum of what was added."""
         self.name, self._text = name, text
         self._value = 0.0
         self._lock = threading.Lock()
         self._read = read or (lambda: self._value)
 
     def inc(self, amount: int | float = 1) -> None:
-        """Add to the counter."""
+        """Add `amount` to the counter."""
         with self._lock:
             self._value += amount
 
     def set_function(self, read: Callable[[], float]) -> None:
-        """Show what the function returns instead of what was added."""
+        """Show what `read` returns instead of the sum of what was added."""
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """The counter with its value now."""
+        """Return the counter with its current value."""
         family = CounterMetricFamily(self.name, self._text)
         family.samples.append(Sample(self.name, {}, float(self._read())))
         return [family]
 
 
 class BulkHistogram(Collector):
-    """A histogram that counts values when it has many of them, or when it is read: counting each
-    one as it comes takes 2 us."""
+    """A histogram that buffers values, and adds them to its buckets many at a time. To add each
+    value when it comes would take 2 us. Reading the histogram adds the buffered values."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
-        """`bounds` are the upper bounds of its buckets, in rising order and without infinity."""
+        """`bounds` are the upper bounds of the buckets, ascending and without infinity."""
         self.name, self._text = name, text
         self._bounds = np.append(bounds, math.inf)
         self._created_at = time.time()
         self._counts = np.zeros(len(self._bounds), np.int64)
         self._sum = 0.0
-        self._kept: deque[float] = deque()
+        self._buffer: deque[float] = deque()
         self._lock = threading.Lock()
 
     def observe(self, value: int | float) -> None:
         """Add one value."""
-        self._kept.append(value)
-        if len(self._kept) >= MOST_KEPT:
-            self._count_kept()
+        self._buffer.append(value)
+        if len(self._buffer) >= MOST_KEPT:
+            self._count_buffered()
 
     def observe_many(self, values: Sequence[float]) -> None:
         """Add several values."""
-        if len(self._kept) + len(values) < MOST_KEPT:
-            self._kept.extend(values)
+        if len(self._buffer) + len(values) < MOST_KEPT:
+            self._buffer.extend(values)
         else:
-            self._count_kept(values)
+            self._count_buffered(values)
 
     def totals(self) -> tuple[int, float]:
-        """The number of values and their sum."""
-        counts, total = self._count_kept()
+        """Return the number of values and their sum."""
+        counts, total = self._count_buffered()
         return int(counts.sum()), total
 
     def collect(self) -> Iterable[Metric]:
-        """The histogram with the values observed until now."""
-        counts, total = self._count_kept()
+        """Return the histogram of all values observed so far."""
+        counts, total = self._count_buffered()
         family = _histogram_of(self.name, self._text, self._bounds, np.cumsum(counts), total)
         family.samples.append(Sample(f"{self.name}_created", {}, self._created_at))
         return [family]
 
-    def _count_kept(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
-        """Count the values kept and some more, and return how many values each bucket has, and
-        their sum."""
+    def _count_buffered(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
+        """Add the buffered values and `more` to the buckets. Returns a copy of the number of values
+        of each bucket, and the sum of all values."""
         with self._lock:
-            values = [*_taken(self._kept), *more]
+            values = [*_drain(self._buffer), *more]
             np.add.at(self._counts, self._buckets_of(values), 1)
             self._sum += sum(values)
             return self._counts.copy(), self._sum
 
     def _buckets_of(self, values: list[float]) -> np.ndarray:
+        """Return the index of the bucket of each value."""
         return np.searchsorted(self._bounds, values, side="left")
 
 
-def _taken(kept: deque[Observed]) -> list[Observed]:
-    """What is in a deque, taken out of it; other threads may add to it."""
-    return [kept.popleft() for _ in range(len(kept))]
+def _drain(buffer: deque[Observed]) -> list[Observed]:
+    """Remove and return the items of a deque, while other threads may append to it."""
+    return [buffer.popleft() for _ in range(len(buffer))]
 
 
 Series = TypeVar("Series", Counter, BulkHistogram)
 
 
 class Labelled(Collector, Generic[Series]):
-    """A series for each value of a label."""
+    """A metric with a series for each value of one label."""
 
     def __init__(self, label: str, series: Mapping[str, Series]):
         self._label, self._series = label, series
         self.labels: Callable[[str], Series] = series.__getitem__  # the series of a value
 
     def collect(self) -> Iterable[Metric]:
-        """All series as one metric."""
+        """Return all series as one metric."""
         families: dict[str, Metric] = {}
         for value, series in self._series.items():
             for metric in series.collect():
@@ -153,11 +155,11 @@ class Labelled(Collector, Generic[Series]):
 
 
 class InputSeries(Collector):
-    """The answered inputs of one kind of task, as TEI counts them: their number, and four
-    histograms of the seconds that each took."""
+    """The answered inputs of one kind of task, as TEI counts them. They are two counters, and four
+    histograms of the seconds of an input in total and by stage."""
 
     def __init__(self, prefix: str, verb: str, participle: str):
-        """`prefix` is that of the names; the others are for the help texts."""
+        """`prefix` begins the names; `verb` and `participle` are words of the help texts."""
         self._counters = (
             Counter(f"{prefix}_count", f"Inputs to {verb}", lambda: self.count),
             Counter(f"{prefix}_success", f"Inputs {participle}", lambda: self.count),
@@ -172,76 +174,81 @@ class InputSeries(Collector):
         ]
         text = f"Seconds for an input to {verb}"
         self._total = BulkHistogram(f"{prefix}_duration", text, DURATION_BUCKETS)
-        self._kept: deque[tuple[float, float, float]] = deque()
+        self._buffer: deque[tuple[float, float, float]] = deque()
         self._lock = threading.Lock()
 
     @property
     def count(self) -> int:
         """The number of answered inputs."""
-        self._count_kept()
+        self._count_buffered()
         return self._total.totals()[0]
 
     def observe_many(
         self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
     ) -> None:
-        """Add answered inputs, which took the same time to tokenize."""
+        """Add answered inputs, by their seconds in three stages. All have the same seconds of
+        tokenization; the sequences have an element for each input."""
         columns = [tokenization_s] * len(queue_s), queue_s, inference_s
         if len(queue_s) >= MOST_KEPT:
             self._count(*columns)
             return
-        self._kept.extend(zip(*columns, strict=True))
-        if len(self._kept) >= MOST_KEPT:
-            self._count_kept()
+        self._buffer.extend(zip(*columns, strict=True))
+        if len(self._buffer) >= MOST_KEPT:
+            self._count_buffered()
 
-    def _count_kept(self) -> None:
+    def _count_buffered(self) -> None:
+        """Add the buffered inputs to the histograms."""
         with self._lock:
-            rows = _taken(self._kept)
+            rows = _drain(self._buffer)
         if rows:
             self._count(*zip(*rows, strict=True))
 
     def _count(self, *columns: Sequence[float]) -> None:
+        """Add inputs to the histograms; the columns are the seconds of the stages, in order."""
         for stage, seconds in zip(self._stages, columns, strict=True):
             stage.observe_many(seconds)
         self._total.observe_many(list(map(sum, zip(*columns, strict=True))))
 
     def collect(self) -> Iterable[Metric]:
-        """All series with the inputs observed until now."""
-        self._count_kept()
+        """Yield all series with the inputs observed so far."""
+        self._count_buffered()
         for series in (*self._counters, self._total, *self._stages):
             yield from series.collect()
 
 
 class LengthCounts(BulkHistogram):
-    """Counts inputs of each length exactly, and shows them as two histograms.
+    """Counts the inputs of each length in tokens exactly, and shows them as two histograms.
 
     The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
     """
 
     def __init__(self, most: int):
+        """`most` is the largest length that is counted separately, in tokens. Longer inputs count
+        as inputs of that length."""
         super().__init__("jaxembed_input_tokens", INPUT_LENGTH, ())
-        self._counts = np.zeros(most + 1, np.int64)  # longer inputs count as those of `most` tokens
+        self._counts = np.zeros(most + 1, np.int64)  # by length
 
     def _buckets_of(self, values: list[float]) -> np.ndarray:
         return np.minimum(values, len(self._counts) - 1).astype(np.int64)
 
     def collect(self) -> Iterable[Metric]:
-        """The counts as the histograms of TEI and of ours."""
-        counts, _ = self._count_kept()
-        most, upto = len(counts) - 1, np.cumsum(counts)
-        total = float(counts @ np.arange(most + 1))
-        powers = [power for power in POWERS[:20] if power <= most]
+        """Yield the counts as a histogram with TEI's buckets and one with jaxembed's."""
+        counts, _ = self._count_buffered()
+        max_length, cumulative = len(counts) - 1, np.cumsum(counts)
+        total = float(counts @ np.arange(max_length + 1))
+        powers = [power for power in POWERS[:20] if power <= max_length]
         for name, bounds in (
             ("te_request_input_length", powers),
-            (self.name, row_lengths(most)),
+            (self.name, row_lengths(max_length)),
         ):
             yield _histogram_of(
-                name, INPUT_LENGTH, (*bounds, math.inf), upto[[*bounds, most]], total
+                name, INPUT_LENGTH, (*bounds, math.inf), cumulative[[*bounds, max_length]], total
             )
 
 
 def row_lengths(most: int) -> list[int]:
-    """The row lengths that are told apart, up to the limit: every eighth token up to 128, then
-    eight to an octave."""
+    """Return the row lengths in tokens that the histogram tells apart, ascending, up to `most`.
+    They are every eighth token up to 128, then eight lengths to an octave, and `most` itself."""
     octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
     return [*(length for octave in octaves for length in octave if length < most), most]
 
@@ -249,7 +256,8 @@ def row_lengths(most: int) -> list[int]:
 def _histogram_of(
     name: str, text: str, bounds: Iterable[int | float], upto: np.ndarray, total: float
 ) -> HistogramMetricFamily:
-    """A histogram with `upto[i]` values up to the bound i, of this sum; the last bound is +Inf."""
+    """Return a histogram that has `upto[i]` values up to bound i, and the sum `total`. The last
+    bound is infinity."""
     buckets = [
         (floatToGoString(bound), float(count)) for bound, count in zip(bounds, upto, strict=True)
     ]
@@ -257,7 +265,7 @@ def _histogram_of(
 
 
 class Telemetry:
-    """The metrics of one model, in a registry of their own."""
+    """The metrics of one model, in their own registry."""
 
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
@@ -266,20 +274,21 @@ class Telemetry:
         self._add_our_series()
 
     def exposition(self) -> bytes:
-        """The metrics in Prometheus' text format, version 0.0.4."""
+        """Return the metrics in Prometheus' text format, version 0.0.4."""
         return text_format(self.registry)
 
     def show_compiles(self, events: Any) -> None:
-        """Show the CompileEvents of the process."""
+        """Show the process's CompileEvents, `events`."""
         self.compile_count.set_function(lambda: events.compiles)
         self.compile_cache_hits.set_function(lambda: events.cache_hits)
         self.compile_seconds.set_function(lambda: events.seconds)
 
     def add_to(self, gauge: Gauge, read: Callable[[], float]) -> None:
-        """Add what `read` gives to a gauge: the engines of a model share its gauges."""
+        """Add what `read` returns to a gauge, whose value is the sum over all `read` functions. The
+        engines of a model share its gauges."""
         reads = self._reads.setdefault(id(gauge), [])
         reads.append(read)
-        gauge.set_function(lambda: sum(one() for one in reads))
+        gauge.set_function(lambda: sum(function() for function in reads))
 
     def _add_series_of_tei(self, max_input_tokens: int) -> None:
         self.request_count = self._counters(
@@ -376,7 +385,7 @@ class Telemetry:
         self.stage = self._add(Labelled("stage", stages))
 
     def _add(self, series: Added) -> Added:
-        """Register a series, and return it."""
+        """Register a series and return it."""
         self.registry.register(series)
         return series
 
@@ -386,6 +395,7 @@ class Telemetry:
     def _counters(
         self, name: str, text: str, label: str, values: Iterable[str]
     ) -> Labelled[Counter]:
+        """Register a counter with a series for each of the `values` of a label."""
         return self._add(Labelled(label, {value: Counter(name, text) for value in values}))
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
@@ -400,15 +410,15 @@ class Telemetry:
 class _ByModel:
     """The series of several models together, each with the label `model`.
 
-    Series that count the whole process are the same in each model; they appear once, without it.
-    Of requests that no model is known for there are only the series that can count them.
+    Series that count the whole process are the same in each model: they appear once, without the
+    label. Requests whose model is unknown have only the series of WITHOUT_A_MODEL.
     """
 
     def __init__(self, telemetries: Mapping[str, Telemetry]):
         self.telemetries = telemetries
 
     def collect(self) -> Iterable[Metric]:
-        """The merged metrics of all models."""
+        """Return the merged metrics of all models."""
         families: dict[str, Metric] = {}
         for model, telemetry in self.telemetries.items():
             for metric in telemetry.registry.collect():
@@ -420,7 +430,7 @@ class _ByModel:
 
 
 def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) -> None:
-    """Add the metric's samples to the family of its name, each with this label."""
+    """Add a metric's samples, with one more label, to the family of its name."""
     metric.samples = [
         sample._replace(labels={**sample.labels, label: value}) for sample in metric.samples
     ]
@@ -430,10 +440,9 @@ def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) 
 
 
 def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False) -> bytes:
-    """The metrics in Prometheus' text format, for models by served name.
+    """Return the metrics of models, by served name, in Prometheus' text format.
 
-    With a single model the series are exactly TEI's and ours, unless `label_one`; with several each
-    gets the label `model`.
+    With a single model the series have no label `model`, exactly as in TEI, unless `label_one`.
     """
     if len(telemetries) == 1 and not label_one:
         return next(iter(telemetries.values())).exposition()
@@ -441,6 +450,6 @@ def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False)
 
 
 def text_format(collector: CollectorRegistry | _ByModel) -> bytes:
-    """What a collector gives in Prometheus' text format, version 0.0.4."""
+    """Return the metrics of a collector in Prometheus' text format, version 0.0.4."""
     text = generate_latest(collector)
     return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)

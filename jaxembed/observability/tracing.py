@@ -1,4 +1,7 @@
-"""What is noted of a traced request, for spans that are made of it later. Imports no library."""
+"""What is recorded of a traced request, from which a tracer makes spans when the request ends.
+
+It imports no tracing library. Times are those of time.monotonic(), in seconds.
+"""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-MOST_STAGES = 64  # that are noted of a request: one of many parts has several of each name
-MOST_LINKS = 64  # of a batch to requests, and of a request to batches
+MOST_STAGES = 64  # stages of a request; a request in several parts has several of a name
+MOST_LINKS = 64  # links of a batch to requests, and of a stage of a request to batches
 
 StageName = Literal["decode", "tokenize", "queue", "device", "encode"]
 
@@ -19,18 +22,19 @@ class BatchRun:
 
     model: str
     bucket: str
-    fill: float  # share of the bucket's tokens that are useful
+    fill: float  # utilization: the share of the bucket's tokens that are useful, 0 to 1
     sequences: int
     tokens: int
     replica: int
-    failed: bool  # nothing in it was answered
+    failed: bool  # whether no sequence was answered
     started_at: float  # time.monotonic()
     ended_at: float
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """A part of a request's time; `links` are the contexts of the spans of its batches."""
+    """A stage of a request: when it began and ended. `links` are the span contexts of the batches
+    of the stage."""
 
     name: StageName
     started_at: float  # time.monotonic()
@@ -39,21 +43,22 @@ class StageTimes:
 
 
 class Trace:
-    """A request whose spans are wanted, and what is noted of it until it is answered.
+    """What is recorded of a sampled request until it is answered.
 
-    `span` is the tracer's own. Threads of the engine and the tokenizer may add stages.
+    `span` is the tracer's span of the request. Threads of the engine and the tokenizer may add
+    stages.
     """
 
-    task: str | None = None  # that the model does for it
+    task: str | None = None  # what the model does for the request
     model: str | None = None  # as the request named it
     lane: str | None = None
     inputs = 0
     tokens = 0
     truncated = 0
     cached = 0
-    status: int | None = None  # of HTTP; None if its client went away before
+    status: int | None = None  # the HTTP status; None if the client disconnected first
     request_id: str | None = None
-    error: str | None = None  # the class of what it failed with
+    error: str | None = None  # the class name of the error that it failed with, or another reason
 
     def __init__(self, trace_id: str, span: Any, tracer: "Tracer"):
         """`trace_id` is in hexadecimal digits."""
@@ -63,13 +68,12 @@ class Trace:
         self.stages: list[StageTimes] = []
 
     def note(self, name: StageName, started_at: float, ended_at: float, *links: Any) -> None:
-        """Add a stage, unless there are many; times are time.monotonic()."""
+        """Add a stage with its batches' span contexts, unless there are MOST_STAGES stages."""
         if len(self.stages) < MOST_STAGES:
             self.stages.append(StageTimes(name, started_at, ended_at, links))
 
     def count(self, inputs: int, tokens: int, truncated: int, cached: int) -> None:
-        """Add what was answered: inputs and their tokens, and how many inputs were cut to the limit
-        or had an answer in the cache."""
+        """Add numbers of answered inputs, their tokens, and truncated and cached inputs."""
         self.inputs += inputs
         self.tokens += tokens
         self.truncated += truncated
@@ -77,17 +81,20 @@ class Trace:
 
 
 class TicketTrace:
-    """What the engine notes of one ticket of a traced request."""
+    """What the engine records of one future of a traced request."""
 
     def __init__(self, trace: Trace):
         self.trace = trace
-        self.queued_at: float | None = None  # time.monotonic(); None: the cache had every answer
-        self.runs: list[tuple[BatchRun, Any]] = []  # its batches, with the contexts of their spans
+        self.queued_at: float | None = None  # None: the cache had every answer
+        self.runs: list[tuple[BatchRun, Any]] = []  # the batches, with their span contexts
 
     def finish(self) -> None:
-        """Note the stages of a ticket that is complete or was dropped: it waited until its first
-        batch began, and was on the device, with pauses, until its last batch ended. One that was
-        not queued has none."""
+        """Add the stages of a future that is complete or was dropped.
+
+        The queue stage lasts until the first batch begins, or until now without batches. The device
+        stage lasts from then until the last batch ends, pauses included. A future that was never
+        queued has neither stage.
+        """
         if self.queued_at is None:
             return
         runs = list(self.runs)
@@ -100,33 +107,33 @@ class TicketTrace:
 
 @runtime_checkable
 class Tracer(Protocol):
-    """Makes spans of what was noted, and sends them. None of its methods raises or waits."""
+    """Makes and sends spans from what was recorded. Its methods neither raise nor wait."""
 
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
-        """The trace of a request with this ASGI scope; None if it is not sampled."""
+        """Return the trace of the request with this ASGI scope, or None if it is not sampled."""
 
     def end(self, trace: Trace, route: str | None) -> None:
-        """Make the spans of a request that has ended. `route` is the pattern of its path, None if
-        no route has it."""
+        """Make the spans of a request that has ended. `route` is the pattern of its path, or None
+        if no route matches it."""
 
     def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
-        """Make the span of a batch, linked to the requests, and add the run to their tickets."""
+        """Make the span of a batch with links to its requests, and add the run to the traces."""
 
     def close(self, timeout_s: float) -> None:
-        """Send what was not sent yet, for so many seconds at most."""
+        """Send the unsent spans, within a timeout in seconds."""
 
 
 _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 current_trace = _current.get
-"""The trace of the request that this task answers; None if it has none."""
+"""The trace of the request that this asyncio task answers, or None."""
 
 
 @contextmanager
 def as_current(trace: Trace) -> Iterator[None]:
-    """Make it the trace of this task, and of those that it starts, in the context."""
-    token = _current.set(trace)
+    """Make `trace` the current trace of this task, and of tasks that it starts, in the block."""
+    reset_token = _current.set(trace)
     try:
         yield
     finally:
-        _current.reset(token)
+        _current.reset(reset_token)

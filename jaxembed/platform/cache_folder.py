@@ -1,6 +1,6 @@
 """Makes cache directories private, and refuses those that other users can write to.
 
-Files there are loaded and run unchecked. Knows nothing of their content.
+Files in a cache directory are loaded and run unchecked.
 """
 
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from jaxembed.errors import ConfigError
 
-ROOT = 0  # may own the cache, as in a container image; it can write anywhere in any case
+ROOT = 0  # user id; root may own the cache, as in a container image: it can write anywhere
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path) -> None:
     """Make a directory and its missing parents, with access for this user alone (mode 700).
 
-    Raises OSError if one cannot be made.
+    Raises OSError if a directory cannot be made.
     """
     for path in [*reversed(folder.parents), folder]:
         if path == folder or not path.exists():
@@ -26,7 +26,7 @@ def make_private(folder: Path) -> None:
 def refuse_shared(*folders: Path) -> None:
     """Raise ConfigError if an existing folder belongs to another user, or others can write to it.
 
-    Root may own it too. Nothing is checked on Windows, which has no such owners and modes.
+    Root may own it, too. On Windows, which has no such owners and modes, nothing is checked.
     """
     if os.name == "nt":
         return
@@ -35,16 +35,16 @@ def refuse_shared(*folders: Path) -> None:
             status = folder.stat()
         except OSError:  # it does not exist, so nothing is loaded from there
             continue
-        of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+        owner = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         danger = "whoever can write there can run code in this process"
         if status.st_uid not in (os.geteuid(), ROOT):
             raise ConfigError(
-                f"the cache directory {folder} {of}, and this process runs as user "
+                f"the cache directory {folder} {owner}, and this process runs as user "
                 f"{os.geteuid()}: {danger}; set --cache-dir to a directory of its own"
             )
         if status.st_mode & OTHERS_WRITE:
             raise ConfigError(
-                f"the cache directory {folder} {of}, and others can write to it: {danger}; run "
+                f"the cache directory {folder} {owner}, and others can write to it: {danger}; run "
                 f"`chmod -R go-w {folder}` if nobody else has written there, or set --cache-dir to "
                 "another directory"
             )

@@ -1,5 +1,4 @@
-"""Reads which CPU this is, which cores the process may use, and how long its threads wait for
-one."""
+"""The CPU's identity, the cores that the process may use, and how long threads wait for one."""
 
 import hashlib
 import os
@@ -15,23 +14,23 @@ from typing import TypeVar
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
-# A measurement with a larger `waited_share` or `lost_share` shows what else the machine does, not
-# its speed. On two quiet cores they were 0.00 of a large product, up to 0.2 of small calls and 0.02
-# to 0.25 of batches. Beside one busy program they were 0.4 to 0.8, beside six 0.9.
+# A measurement with a larger `waited_share` or `lost_share` was disturbed by other programs. On two
+# idle cores the shares were 0.00 for a large product, up to 0.2 for small calls and 0.02 to 0.25
+# for batches. Beside one busy program they were 0.4 to 0.8, beside six 0.9.
 MOST_WAITED = 1 / 3
 
 Result = TypeVar("Result")
 
 
 def usable_cores() -> set[int]:
-    """The cores that the process may run on. XLA starts a thread for each on a CPU."""
+    """Return the ids of the cores that the process may run on. XLA:CPU starts a thread for each."""
     if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def host_id() -> str:
-    """A hash that names this kind of host by its CPU's model and features.
+    """Return a hash of the CPU's model and features, which identifies this kind of host.
 
     Hosts that share a home directory may differ in speed, and may not run each other's compiled
     programs.
@@ -46,9 +45,9 @@ def host_id() -> str:
 
 
 def quota_cores() -> float | None:
-    """The number of cores that the quota of the control group allows; None without a quota.
+    """Return the number of cores that control group quotas allow, or None without a quota.
 
-    The least quota of the group and those above it counts, of version 1 or 2.
+    The smallest quota of the process's group and the groups above it counts, of version 1 or 2.
     """
     quotas = []
     for group in _control_groups():
@@ -62,48 +61,50 @@ def quota_cores() -> float | None:
 
 
 def core_count() -> float:
-    """The number of cores that the process may keep busy: those it may run on, or its quota."""
+    """Return the number of cores that the process may keep busy: its usable cores, or its quota."""
     cores = float(len(usable_cores()))
     quota = quota_cores()
     return cores if quota is None else min(cores, quota)
 
 
 def throttled_s() -> float | None:
-    """Seconds for which quotas have stopped the process; None if the system does not count them."""
+    """Return the seconds for which quotas have stopped the process; None if nobody counts them."""
     seconds = []
     for group in _control_groups():
         stat = keyed(group / "cpu.stat")
-        for key, in_a_second in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # versions 2, 1
+        for key, per_second in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # versions 2, 1
             with suppress(KeyError, ValueError):
-                seconds.append(float(stat[key]) / in_a_second)
+                seconds.append(float(stat[key]) / per_second)
     return sum(seconds) if seconds else None
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """How long some work took, and what its threads got of the cores, in seconds.
+    """How long some work took, and how long its threads ran and waited, in seconds.
 
     `cpu` and `waited` are sums over all threads of the process.
     """
 
-    wall: float = 0.0  # by the clock
-    cpu: float = 0.0  # in which a thread ran on a core
-    waited: float = 0.0  # in which a thread could have run but had no core; 0 if nobody counts it
+    wall: float = 0.0  # elapsed time
+    cpu: float = 0.0  # time in which a thread ran on a core
+    waited: float = 0.0  # time in which a runnable thread had no core; 0 if it is not counted
 
     @property
     def waited_share(self) -> float:
-        """The share of the time that threads wanted to run in which they waited for a core."""
+        """The share of the time that threads were running or waiting in which they waited."""
         return self._share(self.waited)
 
     def lost_share(self, cores: float) -> float:
-        """The same of waiting for other programs, for a process that may use so many `cores`.
+        """Return the share of runnable time that threads waited because of other programs.
 
-        Threads that wait while their own process keeps all its cores busy wait for each other.
+        `cores` is the number of cores that the process may use. Threads that wait while the process
+        keeps all of them busy wait for each other, which is not counted.
         """
         return self._share(min(self.waited, max(cores * self.wall - self.cpu, 0.0)))
 
     def _share(self, waited: float) -> float:
-        # a device may have most of the work, so that little time on a core is much of that
+        """Return `waited` over the runnable time, or over the elapsed time if that is longer."""
+        # if a device does most of the work, the threads' time is short and its share would mislead
         return waited / max(self.cpu + waited, self.wall, 1e-9)
 
     def __add__(self, other: "CpuTimes") -> "CpuTimes":
@@ -111,7 +112,7 @@ class CpuTimes:
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, CpuTimes]:
-    """Call `work`. Returns its result and its times. Raises what it raises."""
+    """Call `work`, and return its result and its times. Raises what it raises."""
     waited_before = _waited_ns()
     cpu_before, began_at = time.process_time(), time.perf_counter()
     result = work()
@@ -123,13 +124,14 @@ def timed(work: Callable[[], Result]) -> tuple[Result, CpuTimes]:
 
 
 def keyed(path: Path) -> dict[str, str]:
-    """Parse a file of the kernel: the first word of each line is the key, the second the value."""
+    """Parse a file of the kernel: the first word of each line is the key, the second the value. The
+    result is empty if the file cannot be read."""
     words = (line.split() for line in text_of(path).splitlines())
     return {line[0]: line[1] for line in words if len(line) > 1}
 
 
 def text_of(path: Path) -> str:
-    """The content of a file of the kernel; empty if the file cannot be read."""
+    """Return the content of a file of the kernel, or "" if it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -137,10 +139,10 @@ def text_of(path: Path) -> str:
 
 
 def _waited_ns() -> dict[str, int]:
-    """How long each thread of the process has waited for a core so far, by its id, in nanoseconds.
+    """Return the nanoseconds that each thread of the process has waited for a core, by thread id.
 
-    Only Linux counts it (proc_pid_schedstat(5): time spent waiting on a runqueue). Stops by a quota
-    count as well.
+    Only Linux counts them (proc_pid_schedstat(5): time spent waiting on a runqueue); elsewhere the
+    result is empty. The time that a quota stops a thread counts, too.
     """
     try:
         threads = os.listdir(PROC / "self" / "task")
@@ -154,7 +156,7 @@ def _waited_ns() -> dict[str, int]:
 
 
 def _control_groups() -> Iterator[Path]:
-    """The folders of the process's control group for the CPU and of those above it."""
+    """Yield the folders of the process's CPU control group and of the groups above it."""
     root, path = CGROUPS, ""
     for line in text_of(PROC / "self" / "cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

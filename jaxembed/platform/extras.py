@@ -1,4 +1,4 @@
-"""The extras of the package: the modules that each installs, and the error if one is missing."""
+"""The optional extras of the package: the modules of each, and the error if one is missing."""
 
 from contextlib import suppress
 from importlib.util import find_spec
@@ -22,14 +22,14 @@ MODULES = {
 def require(extra: str, purpose: str) -> None:
     """Raise ConfigError if a module of an extra is not installed.
 
-    `purpose` begins the message: it is what the extra is needed for, such as "Parquet files".
-    Commands call this before they load a model.
+    `purpose` begins the message: it names what needs the extra, such as "Parquet files". Commands
+    call this before they load a model.
     """
     for module in MODULES[extra]:
-        found = None
-        with suppress(ModuleNotFoundError):  # of the package that the module is in
-            found = find_spec(module)
-        if found is None:
+        spec = None
+        with suppress(ModuleNotFoundError):  # the package of the module is missing
+            spec = find_spec(module)
+        if spec is None:
             raise ConfigError(
                 f"{purpose}: the extra `{extra}` is needed, and {module} is not installed. Install "
                 f"it: pip install 'jaxembed[{extra}]', or in a clone: make .venv/{extra}.stamp"

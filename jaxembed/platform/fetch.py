@@ -1,4 +1,4 @@
-"""Reads a URL, and reports failures in one line. Knows nothing of the content."""
+"""Reads a URL, and reports failures in one line."""
 
 import http.client
 import urllib.error
@@ -6,22 +6,22 @@ import urllib.request
 
 from jaxembed.errors import ConfigError, Unanswered
 
-FETCH_S = 10.0  # timeout
+FETCH_S = 10.0  # timeout in seconds
 
 
 def fetch(
     url: str, expectation: str, *, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> bytes:
-    """Send a GET request, or a POST with `body`, and return the body of the answer.
+    """Send a GET request, or a POST request with `body`, and return the body of the response.
 
-    Raises ConfigError if the answer is an HTTP error, and Unanswered if there is no HTTP answer.
-    The messages give the reason and end with `expectation`, a clause that says what the URL should
-    be.
+    Raises ConfigError if the response is an HTTP error, and Unanswered if there is no HTTP
+    response. The messages give the reason and end with `expectation`, a clause that says what the
+    URL should be.
     """
     try:
         request = urllib.request.Request(url, body, headers or {})
-        with urllib.request.urlopen(request, timeout=FETCH_S) as answer:
-            return answer.read()
+        with urllib.request.urlopen(request, timeout=FETCH_S) as response:
+            return response.read()
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection
         raise ConfigError(f"cannot read {url}: {_reason(error)}; {expectation}") from error
@@ -30,8 +30,8 @@ def fetch(
 
 
 def _reason(error: Exception) -> str:
-    """The reason why a URL could not be read, for people."""
-    if isinstance(error, urllib.error.HTTPError):  # the answer may lack the phrase of its status
+    """Return the reason why a URL could not be read, for people."""
+    if isinstance(error, urllib.error.HTTPError):  # the response may lack the status phrase
         return f"HTTP {error.code} {http.client.responses.get(error.code, '')}".rstrip()
     if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
         return "it is no URL"

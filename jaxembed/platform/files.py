@@ -1,5 +1,4 @@
-"""Replaces files atomically, removes what is unfinished when the process ends at once, checks paths
-before the work whose result they will hold, and reads JSON that users wrote."""
+"""Replaces files atomically, removes unfinished files, checks output paths, reads users' JSON."""
 
 import errno
 import json
@@ -12,9 +11,9 @@ from uuid import uuid4
 
 from jaxembed.errors import ConfigError
 
-PARTIAL = ".partial-"  # in the names of unfinished copies, before a random part
+PARTIAL = ".partial-"  # part of the names of unfinished copies; a random part follows
 
-MOST_SHOWN = 60  # characters of a value in a message
+MOST_SHOWN = 60  # characters of a value that a message shows
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,7 +22,7 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """A file or folder that `remove_unfinished` removes until the end of the block."""
+    """Mark a file or folder as unfinished in the block: `remove_unfinished` removes it."""
     _unfinished.add(path)
     try:
         yield path
@@ -32,7 +31,7 @@ def unfinished(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Remove the files and folders that are unfinished now. Errors are ignored."""
+    """Remove the files and folders that are marked as unfinished. Errors are ignored."""
     for path in list(_unfinished):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -43,25 +42,25 @@ def remove_unfinished() -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to, beside `path`; at the end of the block it replaces `path`.
+    """Yield a path to write to; at the end of the block that file replaces `path`.
 
     Readers see the old file or the new one, never a part of one. If the block raises, the old file
     stays and the new one is removed. Raises OSError if the new file cannot take its place.
     """
-    # random: two containers that share a folder may have the same process id
+    # random, because two containers that share a folder may have the same process id
     partial = path.with_name(f".{path.name}{PARTIAL}{uuid4().hex}")
     try:
         with unfinished(partial):
             yield partial
             partial.replace(path)
     finally:
-        with suppress(OSError):  # it is gone if all went well; or the disk has become read-only
+        with suppress(OSError):  # after success it is gone; or the disk has become read-only
             partial.unlink()
 
 
 def check_output(path: Path, flag: str, suffixes: Iterable[str]) -> None:
-    """Raise ConfigError, which begins with the flag and the path, unless the path has one of the
-    suffixes and its directory exists."""
+    """Raise ConfigError unless `path` has one of the suffixes and its directory exists. The message
+    begins with the command line's `flag` and the path."""
     if path.suffix not in suffixes:
         raise ConfigError(f"{flag} {path}: wanted a name that ends in {' or '.join(suffixes)}")
     if not path.absolute().parent.is_dir():
@@ -69,7 +68,7 @@ def check_output(path: Path, flag: str, suffixes: Iterable[str]) -> None:
 
 
 def is_copy_of(path: Path, name: str) -> bool:
-    """Whether `path` is the file `name`, or a copy that `replacing` has not finished."""
+    """Whether `path` is named `name`, or is a copy of it that `replacing` has not finished."""
     return path.name == name or path.name.startswith(f".{name}{PARTIAL}")
 
 
@@ -96,6 +95,6 @@ def read_user_json(path: Path, name: str, expectation: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON for a message, cut after MOST_SHOWN characters."""
+    """Return a value as JSON for a message, truncated after MOST_SHOWN characters."""
     text = json.dumps(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

@@ -1,7 +1,6 @@
 """Reads and writes files in object stores, s3:// and gs://, by fsspec, and reads those of hf://.
-Knows nothing of models.
 
-Credentials and endpoints are those that s3fs and gcsfs find by themselves. No message shows them.
+s3fs and gcsfs find credentials and endpoints by themselves. No message shows credentials.
 """
 
 import logging
@@ -16,13 +15,13 @@ from jaxembed.errors import CheckpointError, JaxembedError, StoreUnreachable
 from jaxembed.platform.extras import MODULES, require
 from jaxembed.platform.files import DISK_FULL
 
-# What reads each scheme. The extras are named by scheme, but hf, which needs none.
+# The package that reads each scheme. The extra has the name of the scheme; hf needs no extra.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-OF_DATA = ("hf",)  # schemes of files of rows, not of models
-TRANSFERS = 16  # files at a time
-# What stores say of an object that changes with its content.
+OF_DATA = ("hf",)  # schemes of data files only, not of models
+TRANSFERS = 16  # files that are transferred at a time
+# Fields of a store's description of an object, of which the first present is its version.
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
-LONGEST_REASON = 300  # characters of another library's message
+LONGEST_REASON = 300  # characters of another library's message that are kept
 
 PIN = "@sha256:"
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -33,28 +32,29 @@ class Location(NamedTuple):
     """A folder in an object store, and the digest that its content must have."""
 
     url: str
-    digest: str | None = None  # None: whatever is there
+    digest: str | None = None  # SHA-256 in hexadecimal digits; None: any content
 
     def __str__(self) -> str:
         return self.url if self.digest is None else f"{self.url}{PIN}{self.digest}"
 
 
 def is_url(name: str, *, of_data: bool = False) -> bool:
-    """Whether `name` is meant as a place of models, or `of_data` of files of rows."""
+    """Whether `name` is the URL of a model, or with `of_data` also of a file of rows."""
     schemes = [scheme for scheme in PACKAGES if of_data or scheme not in OF_DATA]
     return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
 
 
 def require_extra(url: str) -> None:
-    """Raise ConfigError if the extra that reads the URL is not installed. Paths need none."""
+    """Raise ConfigError if the extra that reads the URL is missing. Paths need no extra."""
     if _scheme(url) in MODULES:
         require(_scheme(url), url)
 
 
 def location(name: str) -> Location:
-    """The place that `scheme://bucket/path` or `scheme://bucket/path@sha256:DIGEST` names.
+    """Parse `scheme://bucket/path` or `scheme://bucket/path@sha256:DIGEST`.
 
-    Raises CheckpointError if it is no such URL, or if it holds credentials.
+    Raises CheckpointError if the URL has no path, holds credentials or parameters, or has a
+    malformed digest.
     """
     url, pin, digest = name.rstrip("/").partition(PIN)
     if CREDENTIALS.search(url) or "?" in url or "#" in url:
@@ -73,9 +73,10 @@ def location(name: str) -> Location:
 
 
 def read_object(url: str, name: str) -> bytes | None:
-    """The content of the file `name` below `url`, None if there is none.
+    """Return the content of the file `name` below `url`, or None if there is no such file.
 
-    Raises CheckpointError if access is denied, and StoreUnreachable if the store gives no answer.
+    Raises ConfigError if the extra is not installed, CheckpointError if access is denied, and
+    StoreUnreachable if the store does not answer.
     """
     with _asking(f"cannot read {url}/{name}"):
         try:
@@ -86,7 +87,7 @@ def read_object(url: str, name: str) -> bytes | None:
 
 def copy_objects(url: str, names: Iterable[str], folder: Path) -> None:
     """Copy files below `url` into `folder`, TRANSFERS at a time. Raises as `read_object`,
-    CheckpointError if one is missing, and OSError if the disk is full."""
+    CheckpointError if a file is missing, and OSError if the disk is full."""
 
     def copy(name: str) -> None:
         to = folder / name
@@ -110,13 +111,13 @@ def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
 
 
 def remove_object(url: str) -> None:
-    """Remove the object at `url`. Raises as `read_object`, and CheckpointError if there is none."""
+    """Remove the object at `url`. Raises as `read_object`, and CheckpointError if it is missing."""
     with _asking(f"cannot remove {url}"):
         store_of(url).rm_file(_path(url))
 
 
 class FoundObject(NamedTuple):
-    """An object: its URL, its size in bytes, and what changes whenever its content does."""
+    """An object in a store: its URL, its size in bytes, and a version that changes with it."""
 
     url: str
     size: int
@@ -124,36 +125,40 @@ class FoundObject(NamedTuple):
 
 
 def find_objects(url: str) -> list[FoundObject]:
-    """The object at `url`, those below it, or those that match it if it holds `*`, `?` or `[`.
+    """Return the object at `url`, or those below it, or those that match it as a glob pattern.
 
-    Raises CheckpointError if there is none or access is denied, and StoreUnreachable.
+    `url` is a pattern if it holds `*`, `?` or `[`. The list may be empty. Raises as `read_object`,
+    and CheckpointError if the store says that there is no such bucket or folder.
     """
     scheme, path = _scheme(url), _path(url)
     with _asking(f"cannot list {url}"):
         store = store_of(url)
         wild = any(sign in path for sign in "*?[")
-        found = store.glob(path, detail=True) if wild else store.find(path, detail=True)
+        infos = store.glob(path, detail=True) if wild else store.find(path, detail=True)
         return [
             FoundObject(
                 f"{scheme}://{name}",
-                one["size"],
-                next((str(one[key]) for key in VERSION_KEYS if one.get(key)), ""),
+                info["size"],
+                next((str(info[key]) for key in VERSION_KEYS if info.get(key)), ""),
             )
-            for name, one in found.items()
-            if one["type"] == "file"
+            for name, info in infos.items()
+            if info["type"] == "file"
         ]
 
 
 @contextmanager
 def open_object(url: str, store: Any = None) -> Iterator[Any]:
-    """An object to read from its start, fetched as it is read. `store` is the `store_of` its URL,
-    for many objects. Raises as `read_object`, and CheckpointError if there is none."""
+    """Open an object to read it from its start, fetched as it is read.
+
+    `store` is the `store_of` its URL, to share between many objects. Raises as `read_object`, and
+    CheckpointError if the object is missing.
+    """
     with _asking(f"cannot read {url}"), (store or store_of(url)).open(_path(url), "rb") as file:
         yield file
 
 
 def has_objects(url: str) -> bool:
-    """Whether there is anything at or below `url`. Raises as `read_object`."""
+    """Whether there is an object at or below `url`. Raises as `read_object`."""
     with _asking(f"cannot list {url}"):
         try:
             return bool(store_of(url).ls(_path(url), detail=False))
@@ -162,8 +167,9 @@ def has_objects(url: str) -> bool:
 
 
 def _for_each(run: Callable[[str], None], names: Iterable[str]) -> None:
+    """Call `run` with each name, TRANSFERS at a time. Raises the first error."""
     with ThreadPoolExecutor(TRANSFERS, thread_name_prefix="object-store") as threads:
-        list(threads.map(run, names))  # after an error the rest is not begun
+        list(threads.map(run, names))  # after an error no further calls begin
 
 
 def _scheme(url: str) -> str:
@@ -171,25 +177,29 @@ def _scheme(url: str) -> str:
 
 
 def _path(url: str) -> str:
-    """The bucket and the path, as fsspec's file systems take them."""
+    """Return the bucket and the path, as fsspec's file systems take them."""
     return url.partition("://")[2]
 
 
 def store_of(url: str) -> Any:
-    """The file system of a URL, which threads may share. It remembers no listing: others write
-    there too. Raises as `read_object`."""
+    """Return the file system of a URL, which threads may share. It caches no listing, because
+    others write to the store, too. Raises as `read_object`."""
     require_extra(url)
-    import fsspec  # which s3fs and gcsfs bring
+    import fsspec  # installed with s3fs and gcsfs
 
     scheme = _scheme(url)
-    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it raises what it logs
+    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it also raises its errors
     with _asking(f"cannot open {url}"):
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
 
 @contextmanager
 def _asking(failure: str) -> Iterator[None]:
-    """Raise what goes wrong as an error of ours that begins with `failure`."""
+    """Raise errors of the block as errors of jaxembed whose message begins with `failure`.
+
+    These are CheckpointError if the object is missing or access is denied, otherwise
+    StoreUnreachable. OSError of a full disk is raised unchanged.
+    """
     try:
         yield
     except JaxembedError:
@@ -201,13 +211,13 @@ def _asking(failure: str) -> Iterator[None]:
             f"{failure}: access is denied ({_reason(error)}); give this process credentials that "
             "have it"
         ) from error
-    except Exception as error:  # each of these packages has a tree of errors of its own
+    except Exception as error:  # each of these packages has its own error classes
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         raise StoreUnreachable(f"{failure}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what went wrong, without credentials."""
+    """Return the first line of the message of an error, without credentials."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return CREDENTIALS.sub("//", lines[0])[:LONGEST_REASON]

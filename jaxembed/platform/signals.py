@@ -13,13 +13,13 @@ from jaxembed.platform.files import remove_unfinished
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOG_S = 1.0  # time limit for the last log line, which blocks if the log is a pipe nobody reads
+LOG_S = 1.0  # timeout in seconds of the last log line, which blocks on a pipe that nobody reads
 
 _resume_hint = ""
 
 
 def set_resume_hint(hint: str) -> None:
-    """Set what the last log line says after a signal: how the work can go on."""
+    """Set the end of the last log line after a signal, which says how the work can go on."""
     global _resume_hint
     _resume_hint = f"; {hint}"
 
@@ -27,14 +27,14 @@ def set_resume_hint(hint: str) -> None:
 def end_at_signals() -> None:
     """Let a signal end the process with the exit status 128 plus its number, as shells report it.
 
-    Unfinished files are removed. Handlers are needed because a signal without one does nothing to
-    process 1, which a container's first process is. A thread ends the process: Python runs handlers
-    in the main thread only, which may be inside XLA for minutes.
+    Unfinished files are removed. The handlers are needed because the kernel ignores a signal
+    without one for process 1, the first process of a container. A thread ends the process: Python
+    runs handlers in the main thread only, which may be inside XLA for minutes.
     """
     ending, waking = socket.socketpair()
     waking.setblocking(False)
 
-    def wake(number: int, _: object) -> None:  # in case an event loop took the wake-up descriptor
+    def wake(number: int, _: object) -> None:  # for an event loop that took the wake-up descriptor
         waking.send(bytes([number]))
 
     for number in STOP_SIGNALS:
@@ -44,7 +44,7 @@ def end_at_signals() -> None:
 
 
 def _end(ending: socket.socket, waking: socket.socket) -> None:
-    """Wait for a signal and end the process. `waking` is held so that it is not closed."""
+    """Wait for a signal and end the process. `waking` is a parameter so that it is not closed."""
     number = ending.recv(1)[0]
     name = signal.Signals(number).name
     leave(128 + number, logging.INFO, f"{name}: exiting at once{_resume_hint}")
@@ -53,8 +53,8 @@ def _end(ending: socket.socket, waking: socket.socket) -> None:
 def leave(status: int, level: int, reason: str) -> NoReturn:
     """Log the reason and end the process at once, whatever still runs.
 
-    `status` is the exit status. The log line has LOG_S seconds, in case nobody reads the log's
-    pipe.
+    `status` is the exit status, and `level` the log level. The log line has a timeout of LOG_S
+    seconds, in case nobody reads the log's pipe.
     """
 
     def write() -> None:

@@ -1,1 +1,1 @@
-"""Turns the inputs of requests into encodings. So far they are texts, pairs and token ids."""
+"""Turns the inputs of requests (texts, pairs, token ids and images) into encodings."""

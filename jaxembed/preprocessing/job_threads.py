@@ -1,4 +1,4 @@
-"""The threads in which inputs are made ready: what is small waits for nothing large."""
+"""Threads that prepare inputs, such as tokenizing texts: small inputs never wait for large ones."""
 
 import threading
 from collections.abc import Callable
@@ -8,28 +8,31 @@ from typing import Any
 
 from jaxembed.errors import BackendError
 
-_thread = threading.local()  # `is_for_small` says what the current thread is for
+_thread = threading.local()  # `is_for_small`: whether the current thread is for small inputs
 
 
 class _LargeError(Exception):
-    """A job with a large input is in a thread for small ones."""
+    """Stops a job in a thread for small inputs, because it has a large input."""
 
 
 def is_for_small() -> bool:
-    """Whether the current thread is one for small inputs."""
+    """Return whether the current thread is one of JobThreads for small inputs."""
     return getattr(_thread, "is_for_small", False)
 
 
 def go_on_among_large() -> None:
-    """Begin the current job anew in a thread for large inputs, unless it is in one already, or in
-    none of JobThreads."""
+    """Stop the current job if its thread is for small inputs, by an exception at which JobThreads
+    starts the job anew in a thread for large inputs. In any other thread this does nothing."""
     if is_for_small():
         raise _LargeError
 
 
 class JobThreads(Executor):
-    """Threads for small inputs, and as many for large ones. A job begins among the small ones,
-    where its inputs are looked at, and goes on among the large ones if it has one of these."""
+    """An executor with `workers` threads for small inputs, and as many for large ones.
+
+    Every job starts in a thread for small inputs. If it finds that it has a large input, it calls
+    `go_on_among_large`, and starts anew in a thread for large inputs.
+    """
 
     def __init__(self, workers: int, name: str):
         self.workers = workers
@@ -38,42 +41,44 @@ class JobThreads(Executor):
         self._large = ThreadPoolExecutor(workers, f"{name}-large")
 
     def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
-        """Run a job in a thread. Raises RuntimeError after `shutdown`."""
-        answer: Future = Future()
-        self._small.submit(self._run, [answer, partial(call, *arguments, **named)])
-        return answer
+        """Run a job in a thread, and return the future of its result. Raises RuntimeError after
+        shutdown."""
+        future: Future = Future()
+        self._small.submit(self._run, [future, partial(call, *arguments, **named)])
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no further jobs. With `wait` all are done when it returns; without, those that are
-        not among the large ones yet and belong there fail. `cancel_futures` is not served: whoever
-        was given an answer may cancel it."""
+        """Accept no further jobs. With `wait`, return when all jobs are done. Without it, a job
+        fails with BackendError if it still has to start anew among the large ones. `cancel_futures`
+        has no effect: callers can cancel their futures."""
         self._small.shutdown(wait)
         self._large.shutdown(wait)
 
     def _run(self, task: list[Any]) -> None:
-        """Run the job of a task, unless its answer was cancelled."""
-        # The task holds them no longer: an answer keeps its error, and that keeps the frames it
-        # went through and the thread's below them, in which the task is.
-        answer, job = task
+        """Run the job of `task`, a list of a future and the job, and resolve the future. Skips the
+        job if the future was cancelled."""
+        # Empty the task, against a cycle of references: the future keeps its error, the error keeps
+        # the frames of this thread, and one of these frames keeps the task.
+        future, job = task
         task.clear()
         try:
-            _settle(answer, None if answer.cancelled() else job())
-        except _LargeError:
+            _resolve(future, None if future.cancelled() else job())
+        except _LargeError:  # start anew in a thread for large inputs
             try:
-                self._large.submit(self._run, [answer, job])
-            except RuntimeError:  # they were shut down
-                _settle(answer, error=BackendError("this Embedder is closed"))
+                self._large.submit(self._run, [future, job])
+            except RuntimeError:  # these threads were shut down
+                _resolve(future, error=BackendError("this Embedder is closed"))
         except BaseException as error:
-            _settle(answer, error=error)
+            _resolve(future, error=error)
         finally:
-            del answer, job  # the frames that an error keeps must not lead back to the answer
+            del future, job  # the frames that an error keeps must not refer to the future
 
 
-def _settle(answer: Future, result: Any = None, *, error: BaseException | None = None) -> None:
-    """Answer with a result or an error, unless the answer was cancelled."""
-    if not answer.set_running_or_notify_cancel():
+def _resolve(future: Future, result: Any = None, *, error: BaseException | None = None) -> None:
+    """Resolve a future with a result or an error, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
         return
     if error is None:
-        answer.set_result(result)
+        future.set_result(result)
     else:
-        answer.set_exception(error)
+        future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Joins two texts into one sequence with special tokens. Knows no limits and no requests."""
+"""Joins two texts, such as a query and a document, into one sequence with special tokens."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,17 +22,18 @@ class Frame:
     before: np.ndarray  # int32
     between: np.ndarray  # int32
     after: np.ndarray  # int32
-    # token types of before, the first text, between, the second text and after; None: all zero
+    # the token type of each part: before, first text, between, second text, after; None: all zero
     types: tuple[int, ...] | None = None
     template: PairTemplate | None = None  # wraps a query and a document before they are tokenized
 
     @property
     def length(self) -> int:
-        """The number of tokens besides those of the texts."""
+        """The number of tokens in a pair without those of the texts."""
         return len(self.before) + len(self.between) + len(self.after)
 
     def first(self, text: str, instruction: str | None) -> str:
-        """The first text as it is tokenized. Without an instruction the template's own is used."""
+        """Return the first text, such as a query, as it is tokenized: within the template, if any.
+        Without an `instruction` the template's default is used."""
         if self.template is None:
             return text
         if instruction is None:
@@ -41,21 +42,20 @@ class Frame:
 
     @property
     def around_second(self) -> tuple[str, str]:
-        """What the template puts before and after the second text."""
+        """The template's text before and after the second text; "" for both without a template."""
         if self.template is None:
             return "", ""
         before, _, after = self.template.second.partition("{document}")
         return before, after
 
     def second(self, text: str) -> str:
-        """The second text as it is tokenized."""
+        """Return the second text, such as a document, as it is tokenized: within the template, if
+        any."""
         return text if self.template is None else _fill(self.template.second, document=text)
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Join the ids of two texts. Returns the ids and the types of the pair, or None for types.
-
-        Both are int32 `[length]`.
-        """
+        """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair, and its
+        token types or None if all are zero."""
         parts = (self.before, first, self.between, second, self.after)
         ids = np.concatenate(parts)
         if self.types is None:
@@ -64,10 +64,12 @@ class Frame:
 
 
 def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Frame | None:
-    """The frame of a model's pairs: that of its template, or else the one of its tokenizer.
+    """Return the frame of a model's pairs: from its template for pairs if it has one, else from its
+    tokenizer. `with_types` keeps the token types of the tokenizer's frame.
 
-    None if the tokenizer's template is not a frame and the model is no reranker. Raises
-    CheckpointError if a placeholder is missing, and UnsupportedModel for such a reranker.
+    Returns None if the tokenizer's way to join pairs is not a frame and the model is not a
+    reranker. Raises CheckpointError if the template lacks a placeholder, and UnsupportedModel for a
+    reranker without a frame.
     """
     if spec.template is not None:
         return template_frame(
@@ -82,7 +84,8 @@ def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Fr
 
 
 def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:
-    """Make the frame of a language model's template; `tokenize` returns the ids of a text.
+    """Make the frame of a language model's template. `tokenize` returns the ids of a text without
+    special tokens.
 
     Raises CheckpointError if the template lacks the placeholder of a text.
     """
@@ -98,13 +101,13 @@ def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[in
 
 
 def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Frame:
-    """Make the frame that the tokenizer itself puts around two texts, read from a sample.
+    """Make the frame that a tokenizer puts around two texts, by tokenizing a sample pair.
 
-    `with_types` keeps the token types. Raises UnsupportedModel if the tokenizer's template is not a
-    frame: it repeats or reorders the texts, or changes the type within a part.
+    `with_types` keeps the token types. Raises UnsupportedModel if the tokenizer's template for
+    pairs is not a frame: it repeats or reorders the texts, or changes the type within a part.
     """
     sample = tokenizer.encode("a", "b")
-    owners = sample.sequence_ids
+    owners = sample.sequence_ids  # of each token: its text, 0 or 1, or None
     texts = [owner for owner, _ in groupby(owners) if owner is not None]
     columns = zip(owners, sample.special_tokens_mask, strict=True)
     strays = [1 for owner, special in columns if owner is None and not special]
@@ -117,13 +120,14 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
     types = None
     if with_types:
-        kinds = [{*part.tolist()} or {0} for part in np.split(np.array(sample.type_ids), cuts)]
-        if any(len(kind) > 1 for kind in kinds):
+        type_sets = [{*part.tolist()} or {0} for part in np.split(np.array(sample.type_ids), cuts)]
+        if any(len(type_set) > 1 for type_set in type_sets):
             raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
-        types = tuple(kind.pop() for kind in kinds)
+        types = tuple(type_set.pop() for type_set in type_sets)
     return Frame(before, between, after, types if types and any(types) else None)
 
 
 def _fill(part: str, **texts: str) -> str:
-    """Fill the placeholders in one pass, so that braces in users' texts are not filled."""
+    """Fill the placeholders of `part` with the texts by name. A single pass leaves braces in users'
+    texts as they are."""
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)

@@ -1,6 +1,7 @@
-"""Chooses one of a checkpoint's prompts: by name, by the purpose of a text, or the default.
+"""Chooses one of a checkpoint's prompts: by its name, by the purpose of a text, or the default.
 
-Knows no wire format.
+A purpose is how an API names the use of a text, such as "search_query". Its role is the use itself,
+such as "query"; several purposes have the same role.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -31,7 +32,8 @@ PROMPTS: dict[Role, tuple[str, ...]] = {  # names that sentence-transformers tri
 
 
 def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
-    """The prompt for inputs without one: the one of the flags, or else of the checkpoint, or empty.
+    """Return the text of the prompt for inputs without one: of the flags, else of the checkpoint,
+    or "".
 
     Raises ConfigError if the flags give two prompts or the checkpoint has none with the name.
     """
@@ -49,37 +51,40 @@ def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
 
 
 def default_prompt_name(config: TextConfig, spec: ModelSpec) -> str | None:
-    """The name of that prompt; None if it has none."""
+    """Return the name of the prompt that `default_prompt` returns; None if it has no name."""
     if config.default_prompt is not None:
         return None
     return config.default_prompt_name or spec.default_prompt_name
 
 
 def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
-    """The prompt with this name. Raises UnknownPrompt if there is none."""
+    """Return the text of the prompt with this name. `prompts` are texts by name. Raises
+    UnknownPrompt if there is none."""
     if name in prompts:
         return prompts[name]
     raise UnknownPrompt(name, sorted(prompts))
 
 
 def role_of(purpose: str) -> Role | None:
-    """The role of texts with this purpose; None if no known API has such a purpose."""
+    """Return the role of texts with this purpose; None if no known API has the purpose."""
     return PURPOSES.get(purpose) or next(
         (role for suffix, role in SUFFIXES.items() if purpose.endswith(suffix)), None
     )
 
 
 def prompt_of_role(role: Role, prompts: Collection[str]) -> str | None:
-    """The prompt name that sentence-transformers chooses for a role; None if there is none."""
+    """Return the name of the prompt that sentence-transformers chooses for a role; None if it finds
+    none in `prompts`, the checkpoint's names."""
     return next((name for name in PROMPTS.get(role, ()) if name in prompts), None)
 
 
 def prompt_for(purpose: str, prompts: Collection[str], field: str | None = None) -> str | None:
-    """The name of the prompt for a purpose; None if the checkpoint has none for it.
+    """Return the name of the prompt for a purpose; None if the checkpoint has none for it.
 
-    It is the prompt with the name of the purpose, else the one that sentence-transformers chooses
-    for its role, else another with the same role. `prompts` are the checkpoint's names. Raises
-    UnknownPurpose, of the `field` that gave the purpose, if it has no role.
+    The first of these is chosen: the prompt with the name of the purpose, the prompt that
+    sentence-transformers chooses for its role, another prompt with the same role. `prompts` are the
+    checkpoint's names. Raises UnknownPurpose, for the request's `field`, if the purpose has no
+    role.
     """
     role = role_of(purpose)
     if role is None:
@@ -91,6 +96,6 @@ def prompt_for(purpose: str, prompts: Collection[str], field: str | None = None)
 
 
 def same_purpose(purpose: str, names: Iterable[str]) -> str | None:
-    """The first of the names with the role of this purpose; None if there is none."""
+    """Return the first of the names that has the role of the purpose; None if there is none."""
     role = role_of(purpose)
     return next((name for name in names if role is not None and role_of(name) == role), None)

@@ -1,5 +1,5 @@
-"""Tokenizes texts in batches, without holding the interpreter lock, and shows the tokens of a text
-one by one. Knows no prompts or pairs."""
+"""Tokenizes texts in batches, without holding the interpreter lock, and lists the tokens of a text
+with their offsets."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,26 +19,26 @@ from jaxembed.preprocessing.job_threads import go_on_among_large
 Side = Literal["left", "right"]
 
 # Of a long text this many characters for each needed token are read first. Real texts have 1 to 6
-# characters a token with any tokenizer, so that nearly always one reading is enough.
+# characters a token with any tokenizer, so that one reading is nearly always enough.
 FIRST_CUT = 7
 # A cut changes the tokens of the words near it. So the kept tokens must be this many tokens and
-# words of the tokenizer away from it; a special token that is cut in two becomes several of them.
+# words away from the cut. A special token that is cut in two becomes several tokens.
 CUT_MARGIN = 128  # tokens
 CUT_WORDS = 8
-SHORT_CHARACTERS = 512  # characters of a text that is tokenized with the lock held: 0.2 ms at most
+SHORT_CHARACTERS = 512  # of a text that is tokenized with the lock held: 0.2 ms at most
 INPUTS_A_JOB = 128  # inputs in one job of a tokenizer thread: 2 ms for short sentences
 JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
-# Texts of which more characters are read at a time go to the threads for large inputs. So many take
-# 4 ms of prose and 15 ms of Chinese with WordPiece.
+# Texts of which more characters are read at a time go to the threads for large inputs. This many
+# characters take 4 ms of prose, and 15 ms of Chinese with WordPiece.
 SMALL_TEXT = 8 * KIB
-MOST_GROWTH = 1000  # characters that a normalizer may make of one
-MOST_READ = 512 * KIB  # characters of a text that are read at most to find enough tokens
+MOST_GROWTH = 1000  # characters that a normalizer may make of one character
+MOST_READ = 512 * KIB  # characters of a text that may be read to find enough tokens
 # Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
 # WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
 # (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
-# limit 8192, and 400 MB for a text of which MOST_READ characters are read.
+# limit 8192, and 400 MB for a text of which MAX_READ characters are read.
 CHARACTER_BYTES = 800
-# The first characters of two, three and four units.
+# For each unit the first code points that take two, three and four of it.
 WIDER: dict[OffsetUnit, tuple[int, ...]] = {
     "code-points": (),
     "utf-16": (0x10000,),
@@ -50,7 +50,7 @@ Item = TypeVar("Item")
 
 
 class Tokenizer:
-    """A tokenizer that all threads share: it is configured once and not changed by requests.
+    """A tokenizer that all threads share. It is configured once, and requests do not change it.
 
     Raises CheckpointError if the file at `path` cannot be read.
     """
@@ -64,11 +64,12 @@ class Tokenizer:
         self.file.no_truncation()
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
-        """Tokenize each text. Returns one tokenizers.Encoding each.
+        """Tokenize each text. Returns a tokenizers.Encoding for each.
 
         `special` adds the tokenizer's special tokens. `fast` leaves out offsets and words. Text
-        that spells a special token becomes that token, as in transformers. Raises TokenizerError if
-        the tokenizer refuses a text.
+        that spells a special token becomes that token, as in transformers. A job with a text over
+        SMALL_TEXT starts anew in a thread for large inputs. Raises TokenizerError if the tokenizer
+        refuses a text.
         """
         if max(map(len, texts), default=0) > SMALL_TEXT:
             go_on_among_large()
@@ -101,9 +102,9 @@ class Tokenizer:
 
         Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
         long text is read only until `most` of its tokens are certain to be those of the whole text.
-        `side` is the side that tokens are cut from. `fast` leaves out offsets where all texts of a
-        chunk are short. Raises InvalidInput if `most_read` characters
-        of a text do not suffice, because its words are too long, and TokenizerError.
+        `side` is the side that tokens are cut from. `special` and `fast` are those of `encode`, but
+        a long text turns `fast` off for its chunk. Raises TokenizerError, and InvalidInput if
+        `max_read` characters of a text do not suffice, because its words are too long.
         """
         first_cut = FIRST_CUT * (most + CUT_MARGIN)
         for chunk in chunks(texts, len):
@@ -122,14 +123,16 @@ class Tokenizer:
     def rows(
         self, texts: Iterable[str], most: int, side: Side
     ) -> Iterator[tuple[np.ndarray, bool]]:
-        """Yield what `encode_enough` does, as int32 ids `[tokens]` without special tokens."""
+        """Tokenize texts as `encode_enough` does, without special tokens. Yields the ids of each
+        text, int32 `[tokens]`, and whether they are those of the whole text."""
         for encoding, whole in self.encode_enough(texts, most, side, special=False):
             yield np.array(encoding.ids, np.int32), whole
 
     def _read_on(
         self, text: str, encoding, most: int, side: Side, *, special: bool
     ) -> tuple[tokenizers.Encoding, bool]:
-        """Read more of a text than the first cut, whose encoding is given, as far as needed."""
+        """Tokenize more and more of a long text, until `most` of its tokens are certain. `encoding`
+        is that of its first cut. Returns and raises as `encode_enough`."""
         cut = FIRST_CUT * (most + CUT_MARGIN)
         while cut < len(text) and not _is_enough(encoding, most, side):
             if cut >= most_read(most):
@@ -144,20 +147,20 @@ class Tokenizer:
 
 
 def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
-    """The tokenizer of the content of a tokenizer.json. Raises CheckpointError if the content is
-    damaged, or makes texts longer and longer; the message names it as `name`."""
+    """Parse the content of a tokenizer.json. Raises CheckpointError if it is damaged, or if its
+    normalizer may lengthen texts without bound; the message calls it `name`."""
     try:
-        # How many characters the replacements of the normalizer make of one at most, about: factors
-        # multiply where a step can replace what an earlier one has inserted.
+        # Estimate how many characters the normalizer may make of one character: factors multiply
+        # where a step can replace what an earlier step has inserted.
         growth, inserted = 1, ""
         for step in _steps(msgspec.json.decode(stored, type=_Stored).normalizer):
             content, pattern = step.get("content"), step.get("pattern")
             if not isinstance(content, str) or not isinstance(pattern, dict):
                 continue
             text, factor = pattern.get("String"), max(len(content), 1)
-            again = not isinstance(text, str) or text in inserted  # a regular expression may fit
-            growth = growth * factor if again else max(growth, factor)
-            inserted += 2 * content  # two may stand beside each other
+            fits = not isinstance(text, str) or text in inserted  # a regular expression may fit
+            growth = growth * factor if fits else max(growth, factor)
+            inserted += 2 * content  # twice: two insertions may be adjacent
         if growth > MOST_GROWTH:
             raise ValueError(f"its normalizer makes up to {growth} characters of one")
         return tokenizers.Tokenizer.from_str(stored.decode())
@@ -168,55 +171,56 @@ def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
 
 
 class _Stored(msgspec.Struct):
-    """What is looked at in a tokenizer.json."""
+    """The part of a tokenizer.json that is checked."""
 
     normalizer: Any = None
 
 
 def _steps(normalizer: Any) -> list[dict[str, Any]]:
-    """The steps of a normalizer, in order."""
+    """Return the steps of a normalizer, in order. A normalizer may be a sequence of normalizers."""
     if not isinstance(normalizer, dict):
         return []
     steps = normalizer.get("normalizers")
     return (
-        [one for step in steps for one in _steps(step)] if isinstance(steps, list) else [normalizer]
+        [sub for step in steps for sub in _steps(step)] if isinstance(steps, list) else [normalizer]
     )
 
 
 def most_read(most: int) -> int:
-    """The number of characters of a text that are read at most to find `most` tokens."""
+    """Return the most characters of a text that are read to find `most` tokens."""
     return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
 
 
 def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Divide items into chunks that take little time and memory to tokenize, in order.
+    """Divide items, in order, into chunks that take little time and memory to tokenize.
 
-    `size` returns the characters of an item; an item with more than JOB_CHARACTERS is alone.
+    `size` returns the characters of an item. A chunk has at most INPUTS_A_JOB items and
+    JOB_CHARACTERS characters; a longer item is alone.
     """
     chunk: list[Item] = []
-    room = JOB_CHARACTERS
+    remaining = JOB_CHARACTERS
     for item in items:
         characters = size(item)
-        if chunk and (characters > room or len(chunk) == INPUTS_A_JOB):
+        if chunk and (characters > remaining or len(chunk) == INPUTS_A_JOB):
             yield chunk
-            chunk, room = [], JOB_CHARACTERS
+            chunk, remaining = [], JOB_CHARACTERS
         chunk.append(item)
-        room -= characters
+        remaining -= characters
     if chunk:
         yield chunk
 
 
 def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
-    """Cut token ids from `side` so that at most `most` are left."""
+    """Truncate token ids on `side`, so that at most `most` are left."""
     return ids[:most] if side == "right" else ids[max(len(ids) - most, 0) :]
 
 
 def _cut(text: str, most: int, side: Side) -> str:
-    """The first `most` characters of a text, or about the last ones if it is cut from the left.
+    """Return the first `most` characters of a text, or about the last ones if `side` is "left".
 
     A left cut begins at the first space, because a tokenizer with words continues after a space as
     if nothing had been before it. The rest of a number or of a line of dashes might be tokenized in
-    another way.
+    another way. Without a space the result is empty.
     """
     if side == "right" or len(text) <= most:
         return text[:most]
@@ -225,7 +229,7 @@ def _cut(text: str, most: int, side: Side) -> str:
 
 
 def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
-    """Whether the `most` tokens that are kept are far enough from the cut."""
+    """Return whether the `most` tokens that are kept are far enough from the cut to be certain."""
     if len(encoding) <= most + CUT_MARGIN:
         return False
     words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
@@ -236,10 +240,9 @@ def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenPiece:
-    """One token, as /tokenize shows it.
+    """A token as /tokenize shows it.
 
-    `start` and `stop` are byte offsets into the UTF-8 text with its prompt; None for a special
-    token.
+    `start` and `stop` are byte offsets into the UTF-8 of prompt and text; None for a special token.
     """
 
     id: int
@@ -250,9 +253,9 @@ class TokenPiece:
 
 
 def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> list[TokenPiece]:
-    """The tokens of a text, from its tokenizers.Encoding, whose offsets count characters.
+    """Return the tokens of a text, from its tokenizers.Encoding, whose offsets count characters.
 
-    `name_of` returns the token with an id, which is the text of special tokens.
+    `name_of` returns the token with an id, which is the text of a special token.
     """
     data = text.encode()
     offsets = character_offsets(text, "utf-8")[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
@@ -266,7 +269,8 @@ def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> l
 
 
 def character_offsets(text: str, unit: OffsetUnit) -> np.ndarray:
-    """The offset of each character in this unit, and the length of the text: int32."""
+    """Return the offset in `unit` of each character of a text, and at the end the length of the
+    text: int32 `[characters + 1]`."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = np.ones(len(codes) + 1, np.int8)
     widths[0] = 0

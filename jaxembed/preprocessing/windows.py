@@ -1,5 +1,5 @@
 """Divides long texts into windows: documents that are scored or compared, and texts whose chunks
-are pooled one by one from the hidden states of the whole text (late chunking). Runs nothing."""
+are pooled one by one from the hidden states of the whole text (late chunking)."""
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
@@ -15,20 +15,20 @@ from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
 from jaxembed.preprocessing.tokenizer import MOST_READ, Tokenizer, character_offsets
 
 MOST_WINDOWS = 64  # of a document
-LEAST_ROOM = 64  # tokens of the document in a window: shorter ones say little of it
+LEAST_ROOM = 64  # tokens of the document in a window: shorter windows say little of it
 LARGEST_DEFAULT_OVERLAP = 80  # tokens, as BCEmbedding and jina-reranker-v2 take it
-LEAST_CHUNK = 8  # tokens of a chunk size: more vectors than this of a text say little each
-LARGEST_CONTEXT = 512  # tokens of a window that only the one before pools
+LEAST_CHUNK = 8  # tokens of a chunk size: vectors of shorter chunks say little
+LARGEST_CONTEXT = 512  # tokens at the start of a window that are context: the one before pools them
 LEAST_WINDOW = 16  # tokens of the text in a window
-MOST_LAYERS = 16  # chunks longer than a window that may lie above each other, on the average
+MOST_LAYERS = 16  # chunks longer than a window that may hold the same token, on average
 WHITE_SPACE = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 
 
 class Windows(msgspec.Struct, frozen=True, eq=False):
-    """The windows of some documents, back to back."""
+    """The windows of some documents, concatenated."""
 
-    counts: np.ndarray  # int64 [documents]: how many windows each has, one or more
-    # int64 [windows, 2]: the first character of each, and the one after its last
+    counts: np.ndarray  # int64 [documents]: the number of windows of each, at least 1
+    # int64 [windows, 2]: the first character of each, and the character after its last
     bounds: np.ndarray
 
 
@@ -36,26 +36,26 @@ class Division(NamedTuple):
     """How the documents of a request are divided."""
 
     start: int  # characters that a template or a prompt puts before a document
-    head: np.ndarray  # and their ids,
-    tail: np.ndarray  # and after it
+    head: np.ndarray  # int32: the token ids of these characters
+    tail: np.ndarray  # int32: the token ids that the template puts after a document
     room: int  # tokens of the document in a window
     overlap: int  # tokens that neighbouring windows share
 
 
 class Divided(NamedTuple):
-    """One document in windows."""
+    """One document, divided into windows."""
 
     rows: list[np.ndarray]  # the ids of each window, with the head and the tail
-    bounds: list[tuple[int, int]]  # its first character, and the one after its last
-    is_cut: bool  # whether tokens are in no window
+    bounds: list[tuple[int, int]]  # of each its first character, and the one after its last
+    is_cut: bool  # whether some tokens of the document are in no window
 
 
 def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> int:
-    """The tokens that neighbouring windows of `room` tokens share: a quarter of a window, at most
-    LARGEST_DEFAULT_OVERLAP, unless the request says otherwise; never more than half of one.
+    """Return how many tokens neighbouring windows of `room` tokens share: `overlap`, or if that is
+    None a quarter of a window but at most LARGEST_DEFAULT_OVERLAP; never more than half a window.
 
-    Raises InvalidInput if there is room for less than LEAST_ROOM tokens, beside the query where
-    windows have it.
+    `with_query`: each window has the query, too. Raises InvalidInput if `room` is less than
+    MIN_ROOM.
     """
     if room < LEAST_ROOM:
         what = "the query leaves" if with_query else "the model has"
@@ -70,10 +70,11 @@ def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> in
 
 
 def windows(count: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """The first token of each window of a document of `count` tokens, and the one after its last.
+    """Return the windows of a document of `count` tokens, each as its first token and the one after
+    its last.
 
-    A document that fits is one window. Of others each window but the last has `room` tokens, of
-    which `overlap` are in the one before, too.
+    A document that fits is one window. Otherwise each window but the last has `room` tokens, and
+    each but the first shares its first `overlap` tokens with the window before.
     """
     if count <= room:
         return [(0, count)]
@@ -81,32 +82,33 @@ def windows(count: int, room: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def join_windows(parts: Sequence[Windows | None]) -> Windows | None:
-    """The windows of all parts of a request, in order; None if its documents are not divided."""
-    found = [part for part in parts if part is not None]
-    if len(found) <= 1:
-        return found[0] if found else None
-    counts = np.concatenate([part.counts for part in found])
-    return Windows(counts, np.concatenate([part.bounds for part in found]))
+    """Concatenate the windows of all parts of a request, in order. Skips parts that are None,
+    because their documents are not divided; returns None if all are."""
+    divided = [part for part in parts if part is not None]
+    if len(divided) <= 1:
+        return divided[0] if divided else None
+    counts = np.concatenate([part.counts for part in divided])
+    return Windows(counts, np.concatenate([part.bounds for part in divided]))
 
 
 class Chunked(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of some texts, back to back, and the slots of the work that they are pooled in.
+    """The chunks of some texts, concatenated, and the slots of the work that they are pooled in.
 
     A chunk that is longer than a window has several slots.
     """
 
-    counts: np.ndarray  # int64 [texts]: how many chunks each has
+    counts: np.ndarray  # int64 [texts]: the number of chunks of each
     bounds: np.ndarray  # int64 [chunks, 2]: where each starts and ends, in its text's offset unit
-    tokens: np.ndarray  # int64 [texts]: of each text with prompt and special tokens, once each
-    windows: np.ndarray  # int64 [texts]: how many each was divided into; 1 if it fits
-    owners: np.ndarray  # int64 [slots]: the chunk of each slot
+    tokens: np.ndarray  # int64 [texts]: tokens of each with prompt and special tokens, no overlaps
+    windows: np.ndarray  # int64 [texts]: the number of windows of each; 1 if it fits
+    owners: np.ndarray  # int64 [slots]: the index of the chunk of each slot
 
 
 NO_CHUNKS = Chunked(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
 
 
 class Late(NamedTuple):
-    """How the texts of a request are tokenized and run."""
+    """How the texts of a request for late chunking are tokenized and run."""
 
     tokenizer: Tokenizer
     prompt: str
@@ -114,9 +116,9 @@ class Late(NamedTuple):
     unpooled: int  # tokens at the start that are in no chunk, because a prompt is not pooled
     has_types: bool
     limit: int  # tokens of a sequence
-    slots: int  # the most ranges of a sequence that are pooled
-    truncate: bool  # whether a text over the limit is run in windows, or refused
-    can_divide: bool  # whether the vector of a chunk is a mean of those of its parts
+    slots: int  # the most ranges that are pooled in a sequence
+    truncate: bool  # whether a text over the limit is run in windows; else it is refused
+    can_divide: bool  # whether a chunk's vector is the mean of the vectors of its parts
 
 
 class LateText(NamedTuple):
@@ -125,20 +127,20 @@ class LateText(NamedTuple):
     planes: np.ndarray  # int32 [1 or 2, tokens]: the ids, and the types if the model has any
     head: int  # special tokens and prompt before the text
     tail: int  # special tokens after it
-    starts: np.ndarray  # int64 [own tokens]: the first character that is not white space, ascending
-    ends: np.ndarray  # int64 [own tokens]: the character after the last
+    starts: np.ndarray  # int64 [own tokens]: first character that is not white space, ascending
+    ends: np.ndarray  # int64 [own tokens]: the character after the last of the token
 
 
 class Piece(NamedTuple):
-    """Tokens of a text that are pooled together: a chunk, or a part of one."""
+    """Tokens of a text that are pooled together, a chunk or a part of one, in its window."""
 
-    chunk: int
-    start: int
-    end: int
+    chunk: int  # index
+    start: int  # token of the text
+    end: int  # the token after the last
 
 
 class LateWindow(NamedTuple):
-    """Tokens of a text that are run together, and what is pooled of them."""
+    """A range of a text's tokens that are run together, and what is pooled in it."""
 
     start: int
     end: int
@@ -146,17 +148,17 @@ class LateWindow(NamedTuple):
 
 
 class ChunkPlaces(NamedTuple):
-    """Where the chunks of a text are."""
+    """Where the chunks of a text are, in tokens and in offset units."""
 
-    ranges: list[Span]
+    ranges: list[Span]  # tokens of each chunk
     bounds: np.ndarray  # int64 [chunks, 2], in the text's offset unit
     at_start: np.ndarray  # bool [chunks]: whether it starts where the text does
     at_end: np.ndarray  # bool [chunks]: whether it ends where the text does
 
 
 def is_linear(head: Head) -> bool:
-    """Whether the vector of a mean is the mean of the vectors: then a chunk may be pooled in
-    parts."""
+    """Return whether a head maps the mean of vectors to the mean of their outputs. Then a chunk may
+    be pooled in parts."""
     return all(
         isinstance(layer, DenseLayer) and layer.activation == "identity"
         for layer in head.device_modules
@@ -164,8 +166,8 @@ def is_linear(head: Head) -> bool:
 
 
 def join_texts(texts: Sequence[str]) -> ChunkedText:
-    """The texts as the chunks of one: joined by a space where no white space is between them, which
-    counts for the second."""
+    """Join texts to one ChunkedText, whose chunks they are. Texts without white space between them
+    get a space, which belongs to the second."""
     parts: list[str] = []
     for text in texts:
         is_apart = not parts or parts[-1][-1:].isspace() or text[:1].isspace()
@@ -175,11 +177,11 @@ def join_texts(texts: Sequence[str]) -> ChunkedText:
 
 
 def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encoding], Chunked]:
-    """The sequences of some texts, and which chunk each of their slots belongs to.
+    """Tokenize texts for late chunking. Returns the sequences to run, and the chunks that are
+    pooled in their slots.
 
-    A window with more chunks than a sequence has slots is run several times.
-    Raises EmptyInput, InputTooLong, InvalidChunk, InvalidInput or TokenizerError for the first text
-    at fault.
+    A window with more chunks than a sequence has slots is run several times. Raises EmptyInput,
+    InputTooLong, InvalidChunk, InvalidInput or TokenizerError for the first text at fault.
     """
     encodings: list[Encoding] = []
     parts: list[Chunked] = []
@@ -190,11 +192,11 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
             length = tokens.planes.shape[1]
             if length > late.limit and not late.truncate:
                 raise InputTooLong(late.limit, length)
-            found = _windows(tokens, places, late)
+            text_windows = _windows(tokens, places, late)
             owners: list[int] = []
-            for window in found:
+            for window in text_windows:
                 planes = tokens.planes
-                if window.end - window.start < len(tokens.starts):  # a part, with what is around
+                if window.end - window.start < len(tokens.starts):  # a part of the text
                     start, end = tokens.head + window.start, tokens.head + window.end
                     head, tail = planes[:, : tokens.head], planes[:, length - tokens.tail :]
                     planes = np.concatenate([head, planes[:, start:end], tail], axis=1)
@@ -202,7 +204,7 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
                 spans: list[Span] = []
                 for chunk, start, end in window.pieces:
                     first, after = (tokens.head + place - window.start for place in (start, end))
-                    # The special tokens and the prompt count for a chunk at that end of the text.
+                    # A chunk at an end of the text includes the special tokens and prompt there.
                     if places.at_end[chunk] and end == len(tokens.starts):
                         after += tokens.tail
                     if places.at_start[chunk] and start == 0:
@@ -216,7 +218,7 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
                 counts=np.array([len(places.ranges)]),
                 bounds=places.bounds,
                 tokens=np.array([length]),
-                windows=np.array([len(found)]),
+                windows=np.array([len(text_windows)]),
                 owners=np.array(owners, np.int64),
             )
             parts.append(chunked)
@@ -226,27 +228,28 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
 
 
 def join_chunked(parts: Sequence[Chunked | None]) -> Chunked | None:
-    """The chunks of all parts of a request, in order; None if it has none."""
-    found = [part for part in parts if part is not None]
-    if len(found) <= 1:
-        return found[0] if found else None
-    firsts = np.cumsum([0, *(len(part.bounds) for part in found)])
-    owners = [part.owners + first for part, first in zip(found, firsts, strict=False)]
+    """Concatenate the chunks of all parts of a request, in order. Skips parts that are None;
+    returns None if all are."""
+    chunked = [part for part in parts if part is not None]
+    if len(chunked) <= 1:
+        return chunked[0] if chunked else None
+    firsts = np.cumsum([0, *(len(part.bounds) for part in chunked)])
+    owners = [part.owners + first for part, first in zip(chunked, firsts, strict=False)]
     return Chunked(
-        np.concatenate([part.counts for part in found]),
-        np.concatenate([part.bounds for part in found]),
-        np.concatenate([part.tokens for part in found]),
-        np.concatenate([part.windows for part in found]),
+        np.concatenate([part.counts for part in chunked]),
+        np.concatenate([part.bounds for part in chunked]),
+        np.concatenate([part.tokens for part in chunked]),
+        np.concatenate([part.windows for part in chunked]),
         np.concatenate(owners),
     )
 
 
 def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: Chunked) -> np.ndarray:
-    """The vector of each chunk, float32 `[chunks, width]`: the mean of its slots, weighted by their
-    numbers of tokens.
+    """Return the vector of each chunk, float32 `[chunks, width]`: the mean of the vectors of its
+    slots, weighted by their numbers of tokens.
 
-    `dense` are the vectors of the slots, float32 `[slots, width]`, and `bounds` their tokens. The
-    vector of a chunk with one slot is that of the slot to the last bit.
+    `dense` are the vectors of the slots, float32 `[slots, width]`, and `bounds` the first token of
+    each and the one after its last. The vector of a chunk with one slot is exactly the slot's.
     """
     sizes = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
     totals = np.bincount(chunked.owners, sizes)
@@ -257,41 +260,42 @@ def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: Chunked) -> np.nd
 
 
 def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[LateWindow]:
-    """The windows of a text of `count` tokens, of `room` tokens at most, that pool all `ranges`.
+    """Plan windows for a text of `count` tokens, so that each of the token `ranges` is pooled.
 
     A window has `room` tokens, or ends with the text. It pools the ranges that end in it. The next
-    one starts `overlap` tokens before the first range that is not pooled yet, so that this range
-    has some context. A range of more than `room - overlap` tokens is pooled in several.
+    window starts `overlap` tokens before the first range that is not pooled yet, so that this range
+    has some context. Several windows pool the parts of a range of more than `room - overlap`
+    tokens.
     """
     order = sorted(range(len(ranges)), key=lambda chunk: ranges[chunk][0])
-    found: list[LateWindow] = []
+    planned: list[LateWindow] = []
     waiting: list[Piece] = []  # ranges that a window saw and did not pool to their ends
-    at = seen = 0
+    first = seen = 0
     while waiting or seen < len(order):
-        start = max(at - overlap, 0)
+        start = max(first - overlap, 0)
         end = min(start + room, count)
         while seen < len(order) and ranges[order[seen]][0] < end:
             waiting.append(Piece(order[seen], *ranges[order[seen]]))
             seen += 1
-        pieces, later = [], []
+        pieces, still_waiting = [], []
         for piece in waiting:
             if piece.end <= end:
                 pieces.append(piece)
             elif piece.end - piece.start > room - overlap:
                 pieces.append(Piece(piece.chunk, piece.start, end))
-                later.append(Piece(piece.chunk, end, piece.end))
+                still_waiting.append(Piece(piece.chunk, end, piece.end))
             else:
-                later.append(piece)
+                still_waiting.append(piece)
         if pieces:
-            found.append(LateWindow(start, end, pieces))
-        waiting = later
+            planned.append(LateWindow(start, end, pieces))
+        waiting = still_waiting
         starts = [piece.start for piece in waiting]
-        at = min(starts + [ranges[chunk][0] for chunk in order[seen : seen + 1]], default=count)
-    return found
+        first = min(starts + [ranges[chunk][0] for chunk in order[seen : seen + 1]], default=count)
+    return planned
 
 
 def _tokenize(text: ChunkedText, late: Late) -> LateText:
-    """Tokenize a text with its prompt. Raises EmptyInput, InvalidInput or TokenizerError."""
+    """Tokenize a text after its prompt. Raises EmptyInput, InvalidInput or TokenizerError."""
     if not text.text:
         raise EmptyInput()
     whole = late.prompt + text.text
@@ -306,35 +310,42 @@ def _tokenize(text: ChunkedText, late: Late) -> LateText:
     planes = np.array(rows, np.int32)
     ends = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
     places = ends.reshape(-1, 2)[before : len(encoding) - tail]
-    # Where each token starts, in ascending order: at its first character that is not white space,
-    # because tokenizers put the space between two words into either token or none.
+    # A token starts at its first character that is not white space, because tokenizers put the
+    # space between two words into either token or none.
     codes = np.frombuffer(whole.encode("utf-32-le"), "<u4")
-    at = np.arange(len(codes) + 1)
-    at[:-1][np.isin(codes, WHITE_SPACE)] = len(codes)
-    visible = np.minimum.accumulate(at[::-1])[::-1][places[:, 0]]
+    first_visible = np.arange(len(codes) + 1)
+    first_visible[:-1][np.isin(codes, WHITE_SPACE)] = len(codes)
+    visible = np.minimum.accumulate(first_visible[::-1])[::-1][places[:, 0]]
     starts = np.where(visible < places[:, 1], visible, places[:, 0])
     starts = np.maximum.accumulate(starts) - len(late.prompt)
-    own = int(np.searchsorted(starts, 0))
-    return LateText(planes, before + own, tail, starts[own:], places[own:, 1] - len(late.prompt))
+    own = int(np.searchsorted(starts, 0))  # the first token after the prompt
+    return LateText(
+        planes,
+        before + own,
+        tail,
+        starts[own:],
+        places[own:, 1] - len(late.prompt),
+    )
 
 
 def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
-    """Where the chunks of a text are. Raises InvalidChunk for one that is no range of the text or
-    has no tokens, and InvalidInput for a text without chunks."""
+    """Find the token ranges and the bounds of a text's chunks. Raises InvalidChunk for a chunk that
+    is not a range of the text, is out of order or has no tokens, and InvalidInput for a text
+    without chunks."""
     offsets = character_offsets(text.text, text.offset_unit)
     if isinstance(text.chunks, ChunkSize):  # divided by its tokens
         own_tokens = len(tokens.starts)
         if not own_tokens:
             raise InvalidInput("the text has no tokens: it is white space")
-        found = windows(own_tokens, text.chunks.tokens, text.chunks.overlap)
-        firsts, stops = np.array(found).T
+        ranges_of_size = windows(own_tokens, text.chunks.tokens, text.chunks.overlap)
+        firsts, stops = np.array(ranges_of_size).T
         bounds = np.stack([tokens.starts[firsts], tokens.ends[stops - 1]], axis=1)
         bounds[0, 0], bounds[-1, 1] = 0, len(offsets) - 1
         bounds = offsets[bounds].astype(np.int64)
-        return ChunkPlaces(found, bounds, at_start=firsts == 0, at_end=stops == own_tokens)
+        return ChunkPlaces(ranges_of_size, bounds, at_start=firsts == 0, at_end=stops == own_tokens)
     if not len(text.chunks):
         raise InvalidInput("the text has no chunks")
-    size, unit, before = int(offsets[-1]), text.offset_unit, 0
+    size, unit, previous = int(offsets[-1]), text.offset_unit, 0
     for chunk, (start, end) in enumerate(text.chunks):
         if not 0 <= start < end <= size:
             raise InvalidChunk(
@@ -342,12 +353,12 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
                 f"of [{start}, {end}] is no range of its text, which has {size} {unit}: wanted "
                 "0 <= start < end",
             )
-        if start < before:
+        if start < previous:
             raise InvalidChunk(
                 chunk,
-                f"of [{start}, {end}] starts before the one before it, at {before}; sort them",
+                f"of [{start}, {end}] starts before the one before it, at {previous}; sort them",
             )
-        before = start
+        previous = start
     bounds = np.array(text.chunks, np.int64)
     characters = np.searchsorted(offsets, bounds)
     if (inside := (offsets[characters] != bounds).any(axis=1)).any():
@@ -357,8 +368,8 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
             f"of {bounds[chunk].tolist()} starts or ends within a character in {unit}",
         )
     ranges = np.searchsorted(tokens.starts, characters)
-    if not (full := ranges[:, 0] < ranges[:, 1]).all():
-        raise InvalidChunk(int(np.argmin(full)), "has no tokens: it is empty or white space")
+    if not (has_tokens := ranges[:, 0] < ranges[:, 1]).all():
+        raise InvalidChunk(int(np.argmin(has_tokens)), "has no tokens: it is empty or white space")
     return ChunkPlaces(
         [(start, end) for start, end in ranges.tolist()],
         bounds,
@@ -368,11 +379,14 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
 
 
 def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWindow]:
-    """The windows of a text: one if it fits. Raises InvalidInput if the prompt leaves no room for
-    windows, and InvalidChunk for a chunk that would have to be divided and cannot be."""
+    """Divide a text into windows, if it does not fit in one.
+
+    Raises InvalidInput if the prompt leaves no room for windows or the long chunks overlap too
+    much, and InvalidChunk for a chunk that does not fit a window and cannot be pooled in parts.
+    """
     room, own_tokens = late.limit - tokens.head - tokens.tail, len(tokens.starts)
     if own_tokens <= room:
-        pieces = [Piece(chunk, *one) for chunk, one in enumerate(places.ranges)]
+        pieces = [Piece(chunk, *token_range) for chunk, token_range in enumerate(places.ranges)]
         return [LateWindow(0, own_tokens, pieces)]
     if room < LEAST_WINDOW:
         raise InvalidInput(
@@ -380,15 +394,15 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
             f"{LEAST_WINDOW}; shorten the prompt or the text"
         )
     overlap = min(LARGEST_CONTEXT, room // 4)
-    long = sum(end - start for start, end in places.ranges if end - start > room - overlap)
-    if long > MOST_LAYERS * own_tokens:
+    long_tokens = sum(end - start for start, end in places.ranges if end - start > room - overlap)
+    if long_tokens > MOST_LAYERS * own_tokens:
         raise InvalidInput(
             f"the chunks that do not fit a window, which has room for {room - overlap} tokens, "
-            f"have {long} tokens together, and may have {MOST_LAYERS} times the "
+            f"have {long_tokens} tokens together, and may have {MOST_LAYERS} times the "
             f"{own_tokens} of the text; send fewer of them"
         )
-    found = plan_windows(places.ranges, own_tokens, room, overlap)
-    for piece in (piece for window in found for piece in window.pieces):
+    planned = plan_windows(places.ranges, own_tokens, room, overlap)
+    for piece in (piece for window in planned for piece in window.pieces):
         start, end = places.ranges[piece.chunk]
         if not late.can_divide and end - start > piece.end - piece.start:
             raise InvalidChunk(
@@ -397,4 +411,4 @@ def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWind
                 "after this model's pooling is not linear, so that it cannot be pooled in parts: "
                 "send smaller chunks",
             )
-    return found
+    return planned

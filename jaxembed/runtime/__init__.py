@@ -1,1 +1,1 @@
-"""A loaded model: what a request means for it, and how it is answered."""
+"""Loads models, makes requests to them from validated options, and runs these."""

@@ -1,4 +1,4 @@
-"""A model in memory: its routes, the requests it can make and answer, and what it may admit."""
+"""Loads a model into memory, and gives access to its routes, tasks, admission and state."""
 
 import logging
 import time
@@ -33,19 +33,19 @@ from jaxembed.runtime.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
-QUEUED_BATCHES = 64  # of waiting work a device may have before requests are refused
+QUEUED_BATCHES = 64  # batches that may wait for each device before requests are refused
 
 
 class LoadedModel(Dispatcher):
-    """A model that is loaded, compiled and ready to run requests, which its `tasks` make.
+    """A model that is loaded and runs requests. Its `tasks` make the requests.
 
-    Each of its `routes` takes texts or images: a request has the name of the one that it is for.
+    Each of its `routes` takes texts or images, and a request names its route.
 
-    With `wait=False` the constructor returns while buckets still compile; requests wait until then.
-    The models of one process may share a `capacity`. `reserve` is called with the bytes that the
-    model will take before its parameters are read. Compiled programs are kept in the cache for the
-    next process, as `keep_programs` does it, unless `compile_cache` is False. Raises
-    CheckpointError or ConfigError, and what `reserve` does.
+    With `wait=False` the constructor returns while buckets still compile, and requests wait. The
+    models of one process may share a `capacity`. `reserve` is called with the number of bytes that
+    the model will take, before its parameters are read. Compiled programs are kept for the next
+    process, as `keep_programs` does it, unless `compile_cache` is False. Raises CheckpointError or
+    ConfigError, and what `reserve` and `wait_ready` raise.
     """
 
     def __init__(
@@ -75,56 +75,58 @@ class LoadedModel(Dispatcher):
         self.name = source.name
         specs = load_specs(self.path, source.pooling)
         planned = plan_routes(specs, self.config, source.cache_dir)
-        self._planned_bytes = sum(one.resident_bytes for one in planned.values())
+        self._planned_bytes = sum(engine.resident_bytes for engine in planned.values())
         reserve(self._planned_bytes)
-        self.telemetry = Telemetry(max(one.plan.max_input_tokens for one in planned.values()))
+        self.telemetry = Telemetry(max(engine.plan.max_input_tokens for engine in planned.values()))
         self.routes = load_routes(
             self.name, self.path, self.text, self.telemetry, planned, specs, on_progress
         )
-        # The routes that take texts; the other one, if there is one, takes images.
-        self.text_routes = {name: one for name, one in self.routes.items() if one.takes_texts}
+        # The routes that take texts. A model has at most one more, which takes images.
+        self.text_routes = {name: route for name, route in self.routes.items() if route.takes_texts}
         self.takes_images = len(self.text_routes) < len(self.routes)
-        # The routes with an engine of their own: each engine once.
-        self.engines = {name: one for name, one in self.routes.items() if not one.shares_engine}
+        # One route for each engine, because two routes may share an engine.
+        self.engines = {
+            name: route for name, route in self.routes.items() if not route.shares_engine
+        }
         self._texts = specs.of_texts
         self.main = self.routes[self._texts.main_route]
         self.spec, plan = self.main.spec, self.main.plan
         self.runner = self.main.runner  # for work off the event loop
         self.device, self.dtype = plan.device_name, plan.dtype
         self.max_input_tokens = plan.max_input_tokens
-        # Of a batch, or of an input where that is more: it runs alone.
+        # An input of more tokens than a batch may have runs alone in its batch.
         self.max_batch_tokens = max(plan.max_batch_tokens, plan.max_input_tokens)
         self.tokenization_workers = tokenizer_threads(self.text)
-        # The most that all tokenizer threads together take.
-        job_bytes = sum(one.processor.job_bytes for one in self.routes.values())
+        # The largest memory that all tokenizer threads together take.
+        job_bytes = sum(route.processor.job_bytes for route in self.routes.values())
         self.tokenizing_bytes = self.tokenization_workers * job_bytes
         ranges = load_ranges(self.path)
         self.tasks = Tasks(self.name, specs, self.main.text_processor, self.text, ranges)
         queued_tokens = [
-            QUEUED_BATCHES * max(len(one.plan.devices), 1) * one.plan.max_batch_tokens
-            for one in self.routes.values()
+            QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
+            for route in self.routes.values()
         ]
         capacity = capacity or capacity_of(self.config)
         # The recent throughput of the slowest engine; 0 before the first batch.
-        engines = [one.engine for one in self.engines.values()]
+        engines = [route.engine for route in self.engines.values()]
         admission = Admission(
             capacity,
             max(queued_tokens),
-            lambda: min(filter(None, [one.tokens_per_s for one in engines]), default=0.0),
+            lambda: min(filter(None, [engine.tokens_per_s for engine in engines]), default=0.0),
         )
-        runners = {route: one.runner for route, one in self.routes.items()}
+        runners = {name: route.runner for name, route in self.routes.items()}
         super().__init__(runners, admission)
         self.telemetry.show_compiles(compile_events())
         self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
         self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
-        for one in self.engines.values():
-            one.engine.start()
+        for route in self.engines.values():
+            route.engine.start()
         if wait:
             try:
                 self.wait_ready()
             except BaseException:
-                self.close()  # or its threads would keep it, and the device's memory
+                self.close()  # otherwise its threads would keep it and its device memory alive
                 raise
 
     async def tokenize_async(
@@ -135,10 +137,11 @@ class LoadedModel(Dispatcher):
         prompt_name: str | None,
         held: Held | None = None,
     ) -> list[list[TokenPiece]]:
-        """The tokens of each text with their byte offsets; nothing is cut.
+        """Return the tokens of each text and the prompt before it, with byte offsets.
 
-        For admission each character counts as a token, those of the prompt once for each text.
-        Raises UnknownPrompt, and UnknownRoute as `Tasks.named_route`.
+        Texts are not truncated. For admission each character counts as a token. Raises
+        UnknownPrompt, UnknownRoute, EmptyInput, TokenizerError, BackendError if the model is
+        closed, and the errors of `Admission.admit`.
         """
         route = self.routes[self.tasks.named_route(prompt_name)]
         processor = route.text_processor
@@ -157,7 +160,11 @@ class LoadedModel(Dispatcher):
         prompt_name: str | None = None,
         held: Held | None = None,
     ) -> list[str]:
-        """The text of each list of ids, which are of the route of the prompt."""
+        """Decode each list of token ids with the tokenizer of the prompt's route.
+
+        Raises UnknownRoute, EmptyInput, InvalidInput for an id that is not in the vocabulary,
+        BackendError if the model is closed, and the errors of `Admission.admit`.
+        """
         route = self.routes[self.tasks.named_route(prompt_name)]
         call = partial(route.text_processor.decode, ids, skip_special_tokens=skip_special_tokens)
         tokens = sum(map(len, ids))
@@ -166,26 +173,27 @@ class LoadedModel(Dispatcher):
             return await route.runner.off_loop(call)
 
     def tokenized_by(self, name: str) -> TextProcessor:
-        """The processor of a request for this route, or if it is for images that of the main
-        route."""
+        """Return the text processor of the route `name`, or that of the main route if `name` takes
+        images."""
         return self.text_routes.get(name, self.main).text_processor
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that the model takes: of one device, or on a CPU of the host. Parameters and
-        programs as planned, and what runs take of the buckets compiled so far."""
+        """The bytes that the model takes on one device or, for a CPU, on the host: parameters and
+        programs as planned, and the largest run on the buckets compiled so far."""
         return self._planned_bytes + max(
-            one.engine.temporary_bytes for one in self.engines.values()
+            route.engine.temporary_bytes for route in self.engines.values()
         )
 
     @property
     def ready(self) -> bool:
         """Whether every request has a compiled bucket and the device answers."""
-        return all(one.engine.ready for one in self.engines.values())
+        return all(route.engine.ready for route in self.engines.values())
 
     @property
     def healthy(self) -> bool:
-        return all(one.engine.healthy for one in self.engines.values())
+        """Whether every engine has a device that answers without failing again and again."""
+        return all(route.engine.healthy for route in self.engines.values())
 
     @property
     def waiting(self) -> int:
@@ -194,18 +202,17 @@ class LoadedModel(Dispatcher):
 
     @property
     def stuck(self) -> bool:
-        """Whether no device returns from its current call, of any route, so that only a restart
-        helps."""
-        return any(one.engine.stuck for one in self.engines.values())
+        """Whether no device of some engine returns from its call, so that only a restart helps."""
+        return any(route.engine.stuck for route in self.engines.values())
 
     def snapshot(self) -> dict[str, EngineState]:
-        """The state of each route's engine at this moment."""
-        return {route: one.engine.snapshot() for route, one in self.engines.items()}
+        """Return the current state of each engine, by its route."""
+        return {name: route.engine.snapshot() for name, route in self.engines.items()}
 
     def describe(self) -> dict[str, object]:
-        """The fields that /info has in addition to TEI's."""
+        """Return the fields that jaxembed adds to TEI's fields of `/info`."""
         spec, template, capacity = self.spec, self.spec.template, self.admission.capacity
-        of_task: dict[str, object] = {
+        task_fields: dict[str, object] = {
             "labels": list(spec.labels),
             "score_function": spec.score_function,
             "template": template is not None,
@@ -214,10 +221,10 @@ class LoadedModel(Dispatcher):
             else None,
         }
         if spec.task == "embed":
-            of_task = {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
+            task_fields = {"dimensions": spec.dim, "prompts": sorted(spec.prompts)}
         described = {
             "task": spec.task,
-            **of_task,
+            **task_fields,
             "adapters": list(spec.adapter_names),
             **_describe_route(self.main),
             "parallel": self.config.parallel,
@@ -238,41 +245,45 @@ class LoadedModel(Dispatcher):
         return described
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises the error of the compiler for a bucket that is needed."""
+        """Block until ready. Raises TimeoutError, the compiler's error for a bucket that is needed,
+        or BackendError if the model is closed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for one in self.engines.values():
-            one.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
+        for route in self.engines.values():
+            route.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
 
     def probe(self) -> None:
-        """Run a short input on every route, before others may. Raises BackendError if one does not
-        answer, or not with finite numbers."""
+        """Run a short input on every engine to test it. Raises BackendError if an engine does not
+        answer or its result is not finite."""
         rules = Rules("", truncate=True, side="right")
-        for route, one in self.engines.items():
-            item = Pair("probe", "probe") if one.spec.task == "rerank" else Text("probe")
-            if not one.spec.takes_texts:
+        for name, route in self.engines.items():
+            item = Pair("probe", "probe") if route.spec.task == "rerank" else Text("probe")
+            if not route.spec.takes_texts:
                 item = Image(np.zeros((1, 1, 3), np.uint8))
-            outputs: frozenset[OutputName] = frozenset({one.spec.primary})
-            self.run(ComputeRequest([item], rules, outputs, "interactive", route=route))
+            outputs: frozenset[OutputName] = frozenset({route.spec.primary})
+            self.run(ComputeRequest([item], rules, outputs, "interactive", route=name))
 
     @property
     def draining(self) -> bool:
-        """Whether no further request is admitted."""
+        """Whether the model has stopped admitting requests."""
         return self.admission.draining
 
     def drain(self) -> None:
-        """Admit no further request."""
+        """Stop admitting requests."""
         self.admission.drain()
 
     def close(self, timeout_s: float = 20.0) -> None:
-        """Finish what is queued, stop the threads, and free the parameters and programs, whoever
-        still refers to the model."""
-        for one in self.routes.values():
-            one.runner.close()
+        """Finish queued requests, stop the threads, and free the parameters and programs.
+
+        Requests that last longer than `timeout_s` seconds fail. The memory is freed even if other
+        objects still refer to the model.
+        """
+        for route in self.routes.values():
+            route.runner.close()
         self.admission.close()
         deadline = time.monotonic() + timeout_s
-        for one in self.engines.values():
-            one.engine.close(max(deadline - time.monotonic(), 0.0))
-            one.engine.free()
+        for route in self.engines.values():
+            route.engine.close(max(deadline - time.monotonic(), 0.0))
+            route.engine.free()
 
 
 def _describe_route(route: LoadedRoute) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""The options of a request to an Embedder, and the answers. Knows no wire format."""
+"""Defines the options of requests to an Embedder, and their answers, as plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ PRIORITY = '"interactive" or "bulk" (default: "interactive" if the request is sm
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """The options of one request. None means the default of the server or of the checkpoint."""
+    """The options of one request for embeddings. None: the default of the server or checkpoint."""
 
     outputs: frozenset[OutputName] = described(frozenset({"dense"}), "Outputs of the model.")
     prompt: str | None = described(
@@ -62,13 +62,14 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for, in its own words, before it is known what that means for a model.
+    """What a request for embeddings asks for. `Tasks.intent` resolves it for a model.
 
-    `purposes` say what the texts are for, by the field of each, such as ("input_type", "query").
-    `outputs` are named by the client, in place of those of the options; empty for the model's
-    usual ones. `multi_vector` asks for several vectors an input, `tokens` for the names of tokens
-    and terms. `dtype` is the one that the client names, if any; `types` are further ones, which
-    came in `types_field`. `dimensions_field` has the number of dimensions.
+    `purposes` say what the texts are for: pairs of a request field and its value, such as
+    ("input_type", "query"). `outputs` are the outputs that the request names, which replace those
+    of the options; empty means the model's default outputs, and None those of the options.
+    `multi_vector` asks for several vectors for each input, `tokens` for the names of tokens and
+    terms. `dtype` is the dtype that the request names, if any. `types` are further dtypes, from the
+    request field `types_field`. `dimensions_field` is the request field of the dimensions.
     """
 
     options: EncodeOptions
@@ -84,9 +85,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The options of one request to a reranker or classifier. It has no prompts: they are for
-    embedding models. `weights` are for embedding models that give several outputs, which take no
-    `instruction` and `max_document_tokens`."""
+    """The options of one request for scores or a ranking. `weights` are only for embedding models,
+    `instruction` and `max_document_tokens` only for models that score pairs."""
 
     truncate: bool | None = described(None, TRUNCATE)
     truncation_side: Side = described("right", TRUNCATION_SIDE)
@@ -110,65 +110,68 @@ class ScoreOptions:
 
 
 class Embeddings(msgspec.Struct, frozen=True, eq=False):
-    """The answer to a request, in input order."""
+    """The answer to a request for embeddings, in the order of the inputs."""
 
-    values: WorkResult  # of each output asked for, cut, normalised and encoded as asked
-    num_tokens: np.ndarray  # int [n], tokens really run
-    truncated: int  # inputs that were cut
-    tokenization_s: float  # this and the next two are means over the inputs
-    queue_s: float
-    inference_s: float
-    cached: int = 0  # inputs whose answers the engine had kept
-    chunked: Chunked | None = None  # where the chunks are that each have a vector, of chunked texts
-    windows: Windows | None = None  # of documents in windows, each of which is an input
-    vector_ids: np.ndarray | None = None  # int32 [rows of `multi_vector`], the token of each
+    values: WorkResult  # each output, truncated, normalised and quantized as the options say
+    num_tokens: np.ndarray  # int [n], tokens of each input after truncation
+    truncated: int  # number of inputs that were truncated
+    tokenization_s: float  # of all inputs together
+    queue_s: float  # mean over the inputs
+    inference_s: float  # mean over the inputs
+    cached: int = 0  # inputs that were answered from the engine's cache
+    chunked: Chunked | None = None  # for late chunking: the chunks that the vectors belong to
+    windows: Windows | None = None  # of divided documents: then each window counts as an input
+    vector_ids: np.ndarray | None = None  # int32 [vectors]: the token id of each of `multi_vector`
 
     @staticmethod
     def joined(parts: "Sequence[Embeddings]") -> "Embeddings":
-        """The answers, which have the same outputs, as one; there is one or more."""
-        counts = [len(one.num_tokens) for one in parts]
+        """Join one or more answers that have the same outputs."""
+        counts = [len(part.num_tokens) for part in parts]
         mean = partial(np.average, weights=counts)
-        ids = [one.vector_ids for one in parts if one.vector_ids is not None]
+        ids = [part.vector_ids for part in parts if part.vector_ids is not None]
         return Embeddings(
-            join_results([one.values for one in parts]),
-            num_tokens=np.concatenate([one.num_tokens for one in parts]),
-            truncated=sum(one.truncated for one in parts),
-            tokenization_s=float(mean([one.tokenization_s for one in parts])),
-            queue_s=float(mean([one.queue_s for one in parts])),
-            inference_s=float(mean([one.inference_s for one in parts])),
-            cached=sum(one.cached for one in parts),
+            join_results([part.values for part in parts]),
+            num_tokens=np.concatenate([part.num_tokens for part in parts]),
+            truncated=sum(part.truncated for part in parts),
+            tokenization_s=float(mean([part.tokenization_s for part in parts])),
+            queue_s=float(mean([part.queue_s for part in parts])),
+            inference_s=float(mean([part.inference_s for part in parts])),
+            cached=sum(part.cached for part in parts),
             vector_ids=np.concatenate(ids) if ids else None,
         )
 
     @property
     def dense(self) -> np.ndarray:
-        """float32 `[n, dim]`, or of the dtype asked for, as `quantise` gives it. Raises KeyError if
-        it was not asked for."""
+        """The dense vectors: float32 `[n, dim]`, or another dtype as `quantise` returns it. Raises
+        KeyError if the request did not ask for them."""
         return self.values["dense"]
 
     @property
     def sparse(self) -> SparseRows:
-        """The weights of terms, a row for each input. Raises KeyError if they were not asked
-        for."""
+        """The sparse embeddings: a row of term weights for each input. Raises KeyError if the
+        request did not ask for them."""
         return self.values["sparse"]
 
     @property
     def multi_vector(self) -> Ragged:
-        """The vectors of each input to compare token by token: float32 `[vectors, width]`, or of
-        the dtype asked for. Raises KeyError if they were not asked for."""
+        """The multi-vector embeddings: for each input float32 `[vectors, width]`, or another dtype.
+        Raises KeyError if the request did not ask for them."""
         return self.values["multi_vector"]
 
     @property
     def tokens(self) -> Ragged:
-        """The last hidden states of each input, before pooling: float32 `[length, width]`, or of
-        the dtype asked for. Raises KeyError if they were not asked for."""
+        """The last hidden states: for each input float32 `[length, width]`, or another dtype.
+        Raises KeyError if the request did not ask for them."""
         return self.values["tokens"]
 
 
 @dataclass(frozen=True)
 class EncodedChunks:
-    """The chunks of one text: their vectors `[chunks, dim]`, as `dense` of Embeddings has them, and
-    where each starts and ends in the text's offset unit, int64 `[chunks, 2]`."""
+    """The vectors of the chunks of one text.
+
+    `vectors` has the shape `[chunks, dim]` and the dtype of `Embeddings.dense`. `bounds` has the
+    start and the end of each chunk in the text's offset unit, int64 `[chunks, 2]`.
+    """
 
     vectors: np.ndarray
     bounds: np.ndarray
@@ -176,7 +179,7 @@ class EncodedChunks:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A window of a document: its number, its first character and the one after its last."""
+    """A window of a document: its number, its first character, and the character after its last."""
 
     index: int
     start: int
@@ -186,20 +189,23 @@ class Chunk:
 def best_windows(
     scores: np.ndarray, windows: Windows
 ) -> tuple[np.ndarray, np.ndarray, list[Chunk]]:
-    """Of documents whose windows have these scores, float `[windows]`: the first window of each,
-    the best one, int64 `[documents]`, and which part of the document that is."""
-    first = np.cumsum(windows.counts) - windows.counts
-    parts = np.split(scores, first[1:])
+    """Find the window of each document that has the highest score.
+
+    `scores` are float `[windows]`, for the windows of all documents. Returns the index of the first
+    and of the best window of each document, both int64 `[documents]`, and the best windows.
+    """
+    firsts = np.cumsum(windows.counts) - windows.counts
+    parts = np.split(scores, firsts[1:])
     numbers = np.array([int(np.argmax(part)) for part in parts], np.int64)
-    bounds = windows.bounds[first + numbers].tolist()
+    bounds = windows.bounds[firsts + numbers].tolist()
     chunks = [Chunk(k, *bound) for k, bound in zip(numbers.tolist(), bounds, strict=True)]
-    return first, first + numbers, chunks
+    return firsts, firsts + numbers, chunks
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A document's place in the list that was given, and its score; of a request whose documents
-    may be divided also the window that has this score."""
+    """The score of a document, and its index in the request. `chunk` is the window that has this
+    score, if documents may be divided."""
 
     index: int
     score: float
@@ -208,7 +214,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Label:
-    """A class and its score."""
+    """A label of the model and its score for an input."""
 
     label: str
     score: float
@@ -216,31 +222,31 @@ class Label:
 
 @dataclass(frozen=True)
 class Scores:
-    """The answer of a reranker or classifier, in input order."""
+    """The answer of a reranker or classifier, in the order of the inputs."""
 
     logits: np.ndarray  # float32 [n, labels]
     labels: tuple[str, ...]
     score_function: ScoreFunction
-    num_tokens: np.ndarray  # int [n], tokens really run
-    truncated: int  # inputs that were cut
-    tokenization_s: float  # this and the next two are means over the inputs
-    queue_s: float
-    inference_s: float
-    cached: int = 0  # inputs whose answers the engine had kept
+    num_tokens: np.ndarray  # int [n], tokens of each input after truncation
+    truncated: int  # number of inputs that were truncated
+    tokenization_s: float  # of all inputs together
+    queue_s: float  # mean over the inputs
+    inference_s: float  # mean over the inputs
+    cached: int = 0  # inputs that were answered from the engine's cache
     chunks: list[Chunk] | None = None  # the best window of each document, if they may be divided
 
     def shown(self, raw_scores: bool) -> np.ndarray:
-        """float32 [n, labels]: from 0 to 1, or the logits."""
+        """Return scores from 0 to 1, or with `raw_scores` the logits: float32 `[n, labels]`."""
         return self.logits if raw_scores else scores(self.logits, self.score_function)
 
     def ranked(self, raw_scores: bool) -> list[Ranked]:
-        """Each input by its first label, best first."""
+        """Return the inputs, sorted by the score of their first label, the best first."""
         values = self.shown(raw_scores)[:, 0]
         chunks = self.chunks or [None] * len(values)
         return [Ranked(int(k), float(values[k]), chunks[k]) for k in rank(self.logits[:, 0])]
 
     def labelled(self, raw_scores: bool) -> list[list[Label]]:
-        """Every label of each input, best first."""
+        """Return the labels of each input with their scores, the best first."""
         rows = zip(self.logits, self.shown(raw_scores), strict=True)
         return [
             [Label(self.labels[k], float(row[k])) for k in rank(logits)] for logits, row in rows
@@ -249,11 +255,10 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Similarities(Scores):
-    """How similar documents are to a query. The `logits` are the similarities; `num_tokens` begins
-    with the query's."""
+    """The similarities of documents to a query, in `logits`. `num_tokens` has the query first."""
 
-    raw: np.ndarray | None = None  # float32 [n, 1], the sums that they are the means of
+    raw: np.ndarray | None = None  # float32 [n, 1]: the sums of which `logits` are the means
 
     def shown(self, raw_scores: bool) -> np.ndarray:
-        """float32 [n, 1]: the similarities, or the sums where they are means of such."""
+        """Return the similarities, float32 `[n, 1]`, or with `raw_scores` the sums, if any."""
         return self.raw if raw_scores and self.raw is not None else self.logits

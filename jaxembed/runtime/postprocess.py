@@ -1,8 +1,5 @@
-"""Compares, scores, ranks and encodes what models give, on the host: vectors, logits, weights of
-terms, and several vectors a text.
-
-Uses no device and no HTTP.
-"""
+"""Compares, scores, ranks and encodes the outputs of models on the host: dense vectors, logits,
+sparse embeddings and multi-vector embeddings."""
 
 import base64
 from collections.abc import Collection
@@ -15,13 +12,13 @@ from jaxembed.data.spec import ScoreFunction
 from jaxembed.data.work import Ragged, SparseRows
 
 Ties = Literal["first", "last"]  # which of equal logits is ranked higher
-PRODUCT_BYTES = 4 << 20  # of the products of a query with some rows, held at once
+PRODUCT_BYTES = 4 << 20  # of dot products that `maxsim` holds at a time
 
 
 def similarity(
     source: Float[np.ndarray, " dim"], others: Float[np.ndarray, "rows dim"]
 ) -> Float[np.ndarray, " rows"]:
-    """The cosine similarity of `source` and each of `others`; 0 if one of them is a zero vector."""
+    """Return the cosine similarity of `source` to each of `others`; 0 for a zero vector."""
     products = np.einsum("nd,d->n", others, source, dtype=np.float64)
     lengths = _lengths(others) * _lengths(source[None, :])
     cosines = products / np.where(lengths > 0, lengths, 1.0)
@@ -31,7 +28,7 @@ def similarity(
 def scores(
     logits: Float[np.ndarray, "rows labels"], score_function: ScoreFunction
 ) -> Float[np.ndarray, "rows labels"]:
-    """Scores from 0 to 1: the sigmoid of each logit, or the softmax of each row."""
+    """Convert logits to scores from 0 to 1: by the sigmoid, or by the softmax of each row."""
     exact = logits.astype(np.float64)
     if score_function == "sigmoid":
         return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # 1 + exp(-x) could overflow
@@ -40,10 +37,10 @@ def scores(
 
 
 def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarray, " n"]:
-    """The indices that sort the logits from the highest to the lowest.
+    """Return the indices that sort the logits from the highest to the lowest.
 
-    `ties` says which of equal logits comes first: the first or the last. Scores would not do,
-    because different logits far from zero have the same score.
+    `ties` says which of equal logits comes first: the first or the last. Logits are sorted rather
+    than scores, because different logits far from zero can have the same score.
     """
     if ties == "first":
         return np.argsort(-logits, kind="stable")
@@ -51,13 +48,15 @@ def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarra
 
 
 def to_bytes(vectors: Shaped[np.ndarray, "..."]) -> bytes:
-    """The bytes of the vectors, row after row, of their own dtype, little-endian everywhere."""
+    """Return the bytes of the vectors, row after row, in their dtype and little-endian."""
     return np.ascontiguousarray(vectors, dtype=vectors.dtype.newbyteorder("<")).tobytes()
 
 
 def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
-    """The bytes of a vector, or of several row after row, in standard base64, as OpenAI's clients
-    decode those of float32, and Voyage's those of any dtype."""
+    """Encode the bytes of vectors, row after row, in standard base64.
+
+    OpenAI's clients decode float32 vectors in this form, and Voyage's clients vectors of any dtype.
+    """
     return base64.b64encode(to_bytes(vectors)).decode("ascii")
 
 
@@ -69,25 +68,28 @@ def terms_of_tokens(
     skipped: Collection[int],
     vocab_size: int,
 ) -> SparseRows:
-    """The weight of each term in each text: the largest of its tokens', as in BGE-M3 (Chen et al.
-    2024, arXiv:2402.03216, section 3.2).
+    """Return the weight of each term in each text: the largest weight of its tokens.
 
-    The texts' tokens are one after the other, `lengths` of each. Tokens whose id is `skipped` or
-    whose weight is not over 0 give no term.
+    It is the lexical weight of BGE-M3 (Chen et al. 2024, arXiv:2402.03216, section 3.2). `weights`
+    and `ids` hold the tokens of all texts, one text after the other, and `lengths` the number of
+    tokens of each text. Tokens with an id in `skipped` or a weight of 0 or less are left out.
     """
     counted = (weights > 0) & ~np.isin(ids, list(skipped))
     text_of = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)[counted]
-    places, own = text_of * vocab_size + ids[counted], weights[counted]
+    # indices in the flattened matrix of the weights `[texts, terms]`
+    places, values = text_of * vocab_size + ids[counted], weights[counted]
     order = np.argsort(places, kind="stable")
-    places, own = places[order], own[order]
+    places, values = places[order], values[order]
     first = np.flatnonzero(np.diff(places, prepend=-1))
-    largest = np.maximum.reduceat(own, first) if len(first) else own
+    largest = np.maximum.reduceat(values, first) if len(first) else values
     return SparseRows.of_places(places[first], largest, len(lengths), vocab_size)
 
 
 def most_active(rows: SparseRows, most: int) -> SparseRows:
-    """The rows with at most `most` values each, those of the largest magnitude; of equal ones those
-    with the least index. A row that is short enough is kept as it is."""
+    """Keep at most `most` values of each row: those of the largest magnitude.
+
+    Of equal values, those with the lowest index are kept.
+    """
     indices, values = list(rows.indices), list(rows.values)
     for number, weights in enumerate(values):
         if len(weights) > most:
@@ -97,51 +99,50 @@ def most_active(rows: SparseRows, most: int) -> SparseRows:
 
 
 def products(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
-    """The inner product of each row with each of the others, summed in float64."""
-    found = np.zeros((len(rows), len(others)), np.float32)
+    """Return the inner product of each row with each of `others`, summed in float64."""
+    result = np.zeros((len(rows), len(others)), np.float32)
     values, indices, offsets = others.csr
-    held = np.diff(offsets) > 0
+    filled = np.diff(offsets) > 0
     dense = np.zeros(rows.width)
-    for number, (own, weights) in enumerate(zip(rows.indices, rows.values, strict=True)):
-        dense[own] = weights
-        if held.any():
-            found[number, held] = np.add.reduceat(values * dense[indices], offsets[:-1][held])
-        dense[own] = 0
-    return found
+    for number, (columns, weights) in enumerate(zip(rows.indices, rows.values, strict=True)):
+        dense[columns] = weights
+        if filled.any():
+            result[number, filled] = np.add.reduceat(values * dense[indices], offsets[:-1][filled])
+        dense[columns] = 0
+    return result
 
 
 def cosines(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
-    """The cosine similarity of each row with each of the others; 0 if one of them has no values."""
-    each = [
-        np.array([np.linalg.norm(values.astype(np.float64)) for values in one.values])
-        for one in (rows, others)
+    """Return the cosine similarity of each row to each of `others`; 0 where one has no values."""
+    norms = [
+        np.array([np.linalg.norm(values.astype(np.float64)) for values in matrix.values])
+        for matrix in (rows, others)
     ]
-    lengths = np.outer(each[0], each[1])
-    found = products(rows, others) / np.where(lengths > 0, lengths, 1.0)
-    return np.clip(found, -1.0, 1.0).astype(np.float32)
+    lengths = np.outer(norms[0], norms[1])
+    result = products(rows, others) / np.where(lengths > 0, lengths, 1.0)
+    return np.clip(result, -1.0, 1.0).astype(np.float32)
 
 
 def maxsim(
     query: Float[np.ndarray, "vectors dim"], documents: Ragged
 ) -> Float[np.ndarray, " documents"]:
-    """MaxSim of the query and each document, float32: the sum over the query's vectors of the
-    highest dot product with one of the document's vectors (Khattab and Zaharia, ColBERT,
-    arXiv:2004.12832, equation 3).
+    """Return the MaxSim score of each document, float32: the sum, over the query's vectors, of the
+    highest dot product with a vector of the document.
 
-    `documents` has an array of float32 `[vectors, dim]` for each document, whose length and order
-    do not matter to the others. Vectors are taken as they are, normalised or not. A document
-    without vectors scores -inf, below all others. A query without vectors scores 0 with every
-    document that has vectors. Finite vectors whose products are finite never give NaN.
+    Source: Khattab and Zaharia 2020, ColBERT, arXiv:2004.12832, equation 3. `documents` has float32
+    `[vectors, dim]` for each document. A score does not depend on the other documents. Vectors are
+    not normalised here. A document without vectors scores -inf. A query without vectors scores 0
+    with every document that has vectors. If all dot products are finite, no score is NaN.
 
-    Products of at most PRODUCT_BYTES are held at once, and the maxima of these. They are computed
-    in the threads of numpy's BLAS, with the interpreter's lock released.
+    Dot products are computed in blocks of at most PRODUCT_BYTES, in the threads of numpy's BLAS,
+    with the interpreter lock released.
     """
     scores = np.full(len(documents), -np.inf, np.float32)
     filled = np.flatnonzero(np.diff(documents.offsets))  # the documents with vectors
     if not len(filled):
         return scores
-    starts = documents.offsets[filled]  # ascending: between them lies no other document
-    rows = max(PRODUCT_BYTES // (4 * max(len(query), 1)), 1)  # whose products fit a block
+    starts = documents.offsets[filled]  # ascending; the documents between these are empty
+    rows = max(PRODUCT_BYTES // (4 * max(len(query), 1)), 1)  # of documents in a block
     buffer = np.empty(len(query) * min(rows, len(documents.values)), np.float32)
     carried = np.full(len(query), -np.inf, np.float32)  # the maxima of an unfinished document
     end = documents.offsets[-1]
@@ -162,6 +163,6 @@ def maxsim(
 
 
 def _lengths(vectors: np.ndarray) -> np.ndarray:
-    """The Euclidean length of each row, in float64 because squares can overflow float32."""
+    """Return the Euclidean length of each row, in float64 because squares can overflow float32."""
     squares = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
     return np.sqrt(squares, out=squares)

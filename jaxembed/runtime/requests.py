@@ -1,5 +1,5 @@
-"""One request as plain data: it makes work for the engine of its inputs, and the answer of results.
-Runs nothing."""
+"""Requests as plain data: how each kind of request tokenizes its inputs for the engine, and makes
+its answer from the engine's results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,12 @@ from jaxembed.quantise import quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
 from jaxembed.runtime.postprocess import most_active, terms_of_tokens
 
-INPUT_BYTES = 1024  # of memory an input takes beside its text and its tokens: measured 0.8 KB
-TOKEN_BYTES = 8  # a token takes: its id, twice while a batch is packed
+INPUT_BYTES = 1024  # memory of an input besides text and tokens; measured: 0.8 KB
+TOKEN_BYTES = 8  # memory of a token: its id, twice while a batch is packed
 FLOAT_BYTES = 4
-TERM_BYTES = 8  # of a value and its index
-TERMS_A_TOKEN = 16  # of a sparse answer, as a guess; `excess_bytes` counts what is more
-LEAST = 5e-324  # the least float64 over zero
+TERM_BYTES = 8  # memory of a term of a sparse embedding: its value and its index
+TERMS_A_TOKEN = 16  # estimated terms of a sparse embedding per token; `excess_bytes` corrects it
+LEAST = 5e-324  # the least float64 above zero
 LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 Answer = TypeVar("Answer")
@@ -41,14 +41,14 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
     values: WorkResult
     tokenized: Tokenized
-    tokenization_s: float  # of all inputs together
+    tokenization_s: float  # seconds, of all inputs together
     queue_s: list[float]  # of each input
     inference_s: list[float]  # of each input
-    cached: int = 0  # inputs whose answers the engine had kept
+    cached: int = 0  # inputs that were answered from the engine's cache
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The fields that Embeddings and Scores have in common."""
+        """The fields that Embeddings and Scores have in common, by name."""
         return {
             "num_tokens": self.tokenized.work.own_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
@@ -61,11 +61,11 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
 @dataclass(frozen=True)
 class Request(ABC, Generic[Answer]):
-    """One request: `items` to tokenize by `rules`, and the `outputs` wanted of the engine of its
-    `route`, computed with the `adapter` of that number; 0 is none.
+    """One request: the `items` to tokenize, the tokenization options, and the outputs to compute.
 
+    The engine of `route` computes the `outputs`, with the adapter number `adapter`; 0 means none.
     `share` is called once, then `prepare` for each chunk of the items, in several threads at the
-    same time, and `finish` when the engine has answered.
+    same time, and `finish` after the engine has answered.
     """
 
     items: Sequence
@@ -76,28 +76,31 @@ class Request(ABC, Generic[Answer]):
     adapter: int = field(default=0, kw_only=True)
 
     def share(self, processor: Processor) -> Row | None:
-        """What the chunks have in common, tokenized. Raises InvalidInput."""
+        """Tokenize what all chunks use, such as a query; None if there is nothing. Raises
+        InvalidInput or TokenizerError."""
         return None
 
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
-        """Tokenize some of the items. Raises InvalidInput or TokenizerError."""
+        """Tokenize a chunk of the items. `shared` is the result of `share`. Raises InvalidInput or
+        TokenizerError."""
         return processor.encode(chunk, self.rules)
 
     @abstractmethod
     def finish(self, spec: ModelSpec, run: Run) -> Answer:
-        """Make the answer from the results."""
+        """Make the answer from the results. Raises InvalidInput for a value that the requested
+        dtype cannot hold."""
 
     def inputs(self) -> Sequence[Input]:
-        """The items as inputs of the model."""
+        """Return the items as inputs of the model."""
         return self.items
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
-        """The cost of the request if it is made of so many sequences and tokens."""
+        """Return the inputs, tokens and bytes of memory to admit, from the sequences and tokens."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
         if spec.image is not None:
-            token_bytes += 2 * spec.image.token_bytes  # twice while a batch is packed
+            token_bytes += 2 * spec.image.token_bytes  # copied while a batch is packed
         for name in self.outputs:
-            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # twice while they are normalised
+            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # copied while they are normalised
             if OUTPUTS[name].sparse:
                 token_bytes += min(row_bytes, TERM_BYTES * TERMS_A_TOKEN)
             elif OUTPUTS[name].per == "slot":
@@ -110,17 +113,21 @@ class Request(ABC, Generic[Answer]):
 
 @dataclass(frozen=True)
 class EncodeRequest(Request[Embeddings]):
-    """A request for vectors; `items` are Inputs. `ranges` are those of the dtype asked for, if it
-    needs any."""
+    """A request for embeddings. `items` are Inputs. `ranges` are the calibration ranges for the
+    dtype of the options, if it needs any."""
 
     options: EncodeOptions
     ranges: np.ndarray | None = field(default=None, kw_only=True)  # float32 [2, dim]
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """Cut, normalise and encode the outputs as the options say."""
+        """Truncate, normalise and quantize the outputs as the options say.
+
+        Drop the vectors of tokens that the head skips, and make sparse embeddings of token weights.
+        Raises InvalidInput for a value that the dtype cannot hold.
+        """
         values, vector_ids = dict(run.values), None
         if "dense" in values:
-            values["dense"] = self._shaped(values["dense"], spec.dense)
+            values["dense"] = self._shape(values["dense"], spec.dense)
         if "tokens" in values:
             encoded = quantise(values["tokens"].values, self.options.output_dtype)
             values["tokens"] = Ragged(encoded, values["tokens"].offsets)
@@ -134,12 +141,12 @@ class EncodeRequest(Request[Embeddings]):
                 kept[rows.offsets[:-1]] = False
             if not kept.all():
                 rows, vector_ids = rows.where(kept), vector_ids[kept]
-            values["multi_vector"] = Ragged(self._shaped(rows.values, head), rows.offsets)
+            values["multi_vector"] = Ragged(self._shape(rows.values, head), rows.offsets)
         if "sparse" in self.options.outputs:
-            most = None
+            max_active = None
             if "sparse" in values:
                 head, terms = spec.heads["sparse"], values["sparse"]
-                most = head.max_active if isinstance(head, Vocabulary) else None
+                max_active = head.max_active if isinstance(head, Vocabulary) else None
             else:
                 head, work = spec.heads["token_weights"], run.tokenized.work
                 assert isinstance(head, PerToken)
@@ -150,12 +157,12 @@ class EncodeRequest(Request[Embeddings]):
                     skipped=head.skipped_ids,
                     vocab_size=int(spec.config["vocab_size"]),
                 )
-            most = self.options.max_active_dims or most
-            values["sparse"] = terms if most is None else most_active(terms, most)
+            max_active = self.options.max_active_dims or max_active
+            values["sparse"] = terms if max_active is None else most_active(terms, max_active)
         return Embeddings(values, **run.figures, vector_ids=vector_ids)
 
     def divided(self, most: int) -> "MixedRequest":
-        """The request in parts of at most so many items."""
+        """Divide the request into parts of at most `most` items."""
         firsts = range(0, len(self.items), most)
         return MixedRequest(
             self.items,
@@ -167,8 +174,8 @@ class EncodeRequest(Request[Embeddings]):
             places=tuple(np.arange(len(self.items))[k : k + most] for k in firsts),
         )
 
-    def _shaped(self, vectors: np.ndarray, head: Head) -> np.ndarray:
-        """The vectors cut, normalised and encoded."""
+    def _shape(self, vectors: np.ndarray, head: Head) -> np.ndarray:
+        """Truncate, normalise and quantize vectors as the options say."""
         options = self.options
         normalize = head.normalize if options.normalize is None else options.normalize
         shaped = shape_vectors(vectors, dimensions=options.dimensions, normalize=normalize)
@@ -179,16 +186,16 @@ class EncodeRequest(Request[Embeddings]):
 
 @dataclass(frozen=True)
 class MixedRequest(EncodeRequest):
-    """A request for vectors of texts and images, in parts: requests of texts or of some images, and
-    the places of their inputs, int `[inputs of the part]`, among all."""
+    """A request for embeddings that is divided into `parts`, each for texts or for images. `places`
+    are the indices of each part's inputs in the whole request, int `[inputs of the part]`."""
 
     parts: tuple[EncodeRequest, ...] = field(kw_only=True)
     places: tuple[np.ndarray, ...] = field(kw_only=True)
 
     @contextmanager
     def placed(self, number: int) -> Iterator[EncodeRequest]:
-        """The part with this number, to run in the context: an InvalidInput of one of its inputs
-        gets the place of that among all."""
+        """Yield the part with this number, to run it in the context. An InvalidInput that this
+        raises gets the index of its input in the whole request."""
         try:
             yield self.parts[number]
         except InvalidInput as error:
@@ -197,7 +204,7 @@ class MixedRequest(EncodeRequest):
             raise error.at(int(self.places[number][error.index])) from error
 
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
-        """The answer of answers to the parts, in the order of the inputs."""
+        """Join the answers to the parts into one answer, in the order of the inputs."""
         first = Embeddings.joined(answers)
         order = np.argsort(np.concatenate(self.places))
         values = chosen_rows(first.values, order)
@@ -210,31 +217,34 @@ class MixedRequest(EncodeRequest):
 
 @dataclass(frozen=True)
 class ComparedRequest(EncodeRequest):
-    """A request for the outputs of documents that are compared with a query; `items` are Texts,
-    which may be empty, and divided into windows."""
+    """A request for the outputs of documents to compare with a query. `items` are Texts, which may
+    be empty and may be divided into windows."""
 
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
-        """Tokenize some of the documents. Raises InvalidInput or TokenizerError."""
+        """Tokenize a chunk of the documents. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         return processor.encode_documents(chunk, self.rules)
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """The outputs of each document, or of each of its windows."""
+        """Return the outputs of each document, or of each window if documents are divided."""
         return msgspec.structs.replace(super().finish(spec, run), windows=run.tokenized.windows)
 
 
 @dataclass(frozen=True)
 class LateRequest(EncodeRequest):
-    """A request for a vector of each chunk of some texts; `items` are ChunkedTexts."""
+    """A request for late chunking: a vector of each chunk of texts. `items` are ChunkedTexts."""
 
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
-        """Tokenize some of the texts. Raises InvalidInput or TokenizerError."""
+        """Tokenize a chunk of the items. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         return processor.encode_late(chunk, self.rules, Bucket(1, processor.limit).slots)
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """The vectors of all chunks, in order, shaped as the options say. Each token of a text
-        counts once, in however many windows it was run."""
+        """Pool the vectors of all chunks, in order, and finish them as the options say.
+
+        `num_tokens` counts a token once, even if several windows contain it. Raises InvalidInput
+        for a value that the dtype cannot hold.
+        """
         chunked = run.tokenized.chunked or NO_CHUNKS
         dense = run.values["dense"]
         if len(dense):
@@ -243,84 +253,85 @@ class LateRequest(EncodeRequest):
         return msgspec.structs.replace(answer, num_tokens=chunked.tokens, chunked=chunked)
 
     def inputs(self) -> Sequence[Input]:
-        """The texts without their chunks."""
+        """Return the texts as inputs, without their chunks."""
         return [Text(item.text) for item in self.items]
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
-        """The cost of the request, with what its vectors take: one for each chunk."""
+        """Return the cost of the request, including a vector for each chunk."""
         whole = super().cost(spec, sequences, tokens)
-        # The most chunks of all texts, if they have so many tokens together.
+        # The maximum number of chunks in texts of `tokens` tokens together.
         chunks: list[Sequence[Span] | ChunkSize] = [item.chunks for item in self.items]
-        most = sum(len(one) for one in chunks if not isinstance(one, ChunkSize))
-        steps = [one.tokens - one.overlap for one in chunks if isinstance(one, ChunkSize)]
+        max_chunks = sum(len(spans) for spans in chunks if not isinstance(spans, ChunkSize))
+        steps = [size.tokens - size.overlap for size in chunks if isinstance(size, ChunkSize)]
         if steps:
-            most += len(steps) + tokens // min(steps)
-        vectors = most * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
+            max_chunks += len(steps) + tokens // min(steps)
+        vectors = max_chunks * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
         return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
 
 
 @dataclass(frozen=True)
 class ScoreRequest(Request[Scores]):
-    """A request for logits; `items` are Texts and Pairs."""
+    """A request for logits. `items` are Texts and Pairs."""
 
     options: ScoreOptions
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
-        """The logits, with what it takes to show them as scores."""
+        """Return the logits, with the labels and the score function."""
         return Scores(run.values["logits"], spec.labels, spec.score_function, **run.figures)
 
 
 @dataclass(frozen=True)
 class QueryRequest(ScoreRequest):
-    """A request for the logits of documents, the `items`, each beside the one query."""
+    """A request for the logits of one `query` with each document; `items` are documents."""
 
     query: str
 
     def share(self, processor: Processor) -> Row | None:
-        """Tokenize the query."""
+        """Tokenize the query. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
         return processor.query_row(self.query, self.rules)
 
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
-        """Tokenize some of the documents, each beside the tokenized query."""
+        """Tokenize pairs of the query, which `shared` holds, and a chunk of the documents. Raises
+        InvalidInput or TokenizerError."""
         assert shared is not None
         assert isinstance(processor, TextProcessor)
         return processor.encode_beside(shared, chunk, self.rules)
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
-        """The logits of the best window of each document, if they may be divided."""
+        """Return the logits of each document; of a divided document those of its best window."""
         answer, windows = super().finish(spec, run), run.tokenized.windows
         if windows is None:
             return answer
-        first, best, chunks = best_windows(answer.logits[:, 0], windows)
+        firsts, best, chunks = best_windows(answer.logits[:, 0], windows)
         return replace(
             answer,
             logits=answer.logits[best],
-            num_tokens=np.add.reduceat(answer.num_tokens, first),
+            num_tokens=np.add.reduceat(answer.num_tokens, firsts),
             chunks=chunks,
         )
 
     def inputs(self) -> Sequence[Input]:
-        """The pairs of the query and each document."""
+        """Return the pairs of the query and each document."""
         return [Pair(self.query, document) for document in self.items]
 
 
 @dataclass(frozen=True)
 class ComputeRequest(Request[WorkResult]):
-    """A request for any outputs of a model; `items` are Inputs."""
+    """A request for any outputs of a model. `items` are Inputs."""
 
     def finish(self, spec: ModelSpec, run: Run) -> WorkResult:
-        """The outputs as the heads give them."""
+        """Return the outputs as the heads of the model compute them."""
         return run.values
 
 
 def shape_vectors(
     dense: Float[np.ndarray, "rows width"], *, dimensions: int | None, normalize: bool
 ) -> Float[np.ndarray, "rows dim"]:
-    """The first `dimensions` of each vector (None: all), normalised to length one if `normalize`.
+    """Truncate vectors to their first `dimensions` (None: all), and normalise them if `normalize`.
 
-    The result is C-contiguous float32. Vectors are cut before they are normalised, so that a
-    shortened vector has length one too. A zero vector stays zero.
+    The result is C-contiguous float32. Vectors are truncated before they are normalised, so that a
+    truncated vector has length one too. A zero vector stays zero.
     """
     cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
     if not normalize:
@@ -329,14 +340,13 @@ def shape_vectors(
     lengths = np.einsum("nd,nd->n", cut, cut, dtype=np.float64)
     np.sqrt(lengths, out=lengths)
     np.maximum(lengths, LEAST, out=lengths)
-    if len(cut) == 1:  # the same in half the time: it takes no buffers
+    if len(cut) == 1:  # the same result in half the time, because it needs no buffers
         return (cut / lengths).astype(np.float32)
-    # Divided in float64 and rounded once, in numpy's small buffers rather than a second matrix.
+    # Divide in float64 and round once, in numpy's small buffers and not a second matrix.
     return np.divide(cut, lengths[:, None], out=np.empty_like(cut), casting="same_kind")
 
 
 def excess_bytes(answer: Embeddings) -> int:
-    """The bytes of weights of terms beyond those that `Request.cost` counts: how many a text has,
-    only its answer says."""
-    usual = TERMS_A_TOKEN * int(answer.num_tokens.sum())
-    return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - usual, 0)
+    """Return the bytes of the terms of a sparse answer beyond the estimate of `Request.cost`."""
+    estimated = TERMS_A_TOKEN * int(answer.num_tokens.sum())
+    return TERM_BYTES * max(sum(map(len, answer.sparse.values)) - estimated, 0)

@@ -1,5 +1,5 @@
-"""The routes of a loaded model: which engine runs each, what it takes to run a request there, and
-how they are loaded."""
+"""Plans and loads the routes of a model: for each the processor of its inputs, and the engine that
+runs them."""
 
 import logging
 import os
@@ -34,18 +34,17 @@ from jaxembed.runtime.tasks import KIND
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # of the number of compiled buckets, and the total
 
-PROGRAM_BYTES = 10 * MIB  # about: of the host, for the program of a bucket on a CPU
+PROGRAM_BYTES = 10 * MIB  # approximate memory of the program of one bucket on a CPU
 
 
 class OnDevices:
-    """An engine that runs programs on JAX's devices. Its limits are decided in `plan`; its
-    parameters are not loaded yet."""
+    """A planned engine that runs on JAX's devices. `plan` has its limits; `load` makes it."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
-        """Start the devices and decide. Raises ConfigError as `make_plan` does, and CheckpointError
-        for a damaged spec."""
+        """Start the devices, and choose dtype, limits, kernels and buckets. Raises ConfigError for
+        settings that do not fit, and CheckpointError for a damaged spec."""
         self._spec, self._config = spec, config
         try:
             self._program = program(spec)
@@ -58,8 +57,10 @@ class OnDevices:
 
     @property
     def resident_bytes(self) -> int:
-        """The memory that it takes once it is loaded, of each device, or on a CPU of the host:
-        parameters and, on a CPU, programs; what a run takes besides is not known yet."""
+        """The bytes that the loaded engine takes on each device or, for a CPU, on the host.
+
+        It counts parameters and, on a CPU, programs and the answer cache, but no memory of runs.
+        """
         devices = self.plan.devices
         if not devices:
             return 0
@@ -73,10 +74,10 @@ class OnDevices:
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress, name: str
     ) -> ServedEngine:
-        """Place the parameters of the checkpoint at `path` on the devices. The engine is not
-        started yet.
+        """Place the parameters of the checkpoint at `path` on the devices.
 
-        `on_progress` is as in Warmup, `name` is the model's, for the log. Raises CheckpointError.
+        `name` names the model in the log. Returns an engine that is not started yet. Raises
+        CheckpointError.
         """
         return build(
             self.plan,
@@ -91,23 +92,23 @@ class OnDevices:
 
 
 class OnHost:
-    """An engine that computes a static model on the host, to be loaded as OnDevices. It uses no
-    device."""
+    """A planned engine for a static model on the host. `plan` has its limits; `load` makes it."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
-        """Decide. Raises ConfigError as `host_plan` does."""
+        """Choose the limits. Raises ConfigError for settings that need buckets or a device."""
         self._spec, self._cache_dir = spec, cache_dir
         self.plan = host_plan(spec, config)
 
     @property
     def resident_bytes(self) -> int:
-        """The table and the modules after it."""
+        """The bytes of the table of token vectors and the modules after it."""
         return placed_bytes(static_shapes(self._spec), "float32")
 
     def load(
         self, path: Path, telemetry: Telemetry, on_progress: Progress, name: str
     ) -> ServedEngine:
-        """Read the table into memory."""
+        """Read the parameters of the checkpoint at `path`. `name` names the model in the log.
+        Returns an engine that is not started yet. Raises CheckpointError."""
         parameters = checkpoint.load_params(path, self._spec)
         try:
             means: Means = native.load_means(self._cache_dir)
@@ -121,16 +122,16 @@ PlannedEngine = OnDevices | OnHost
 
 
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
-    """Choose the engine of a model, and its limits. Raises ConfigError for settings that do not
-    fit."""
+    """Plan the engine of a model: on the host for a static model, otherwise on devices. Raises
+    ConfigError for settings that do not fit, and CheckpointError for a damaged spec."""
     return (OnHost if spec.is_static else OnDevices)(spec, config, cache_dir)
 
 
 @dataclass(frozen=True)
 class LoadedRoute:
-    """A processor and the engine that runs what it makes, with the limits of both.
+    """A loaded route: the processor of its inputs, and the engine that runs them.
 
-    The route of images of a model that reads them among texts has the engine of its texts.
+    With `shares_engine` it takes images, and the engine is that of the route of texts.
     """
 
     spec: ModelSpec
@@ -142,21 +143,21 @@ class LoadedRoute:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether its inputs are texts; else they are images."""
+        """Whether the inputs of the route are texts; otherwise they are images."""
         return isinstance(self.processor, TextProcessor)
 
     @property
     def text_processor(self) -> TextProcessor:
-        """The processor, of a route of texts."""
+        """The processor of a route that takes texts."""
         assert isinstance(self.processor, TextProcessor)
         return self.processor
 
 
 def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
-    """The specs of the checkpoint at `path`, with another pooling if one is chosen. Raises
-    CheckpointError, and ConfigError for a model that was made for its own pooling."""
+    """Read the specs of the checkpoint at `path`, and replace the pooling if one is given. Raises
+    CheckpointError, and ConfigError for a model whose pooling cannot be replaced."""
     specs = checkpoint.load_routes(path)
-    if pooling is None or pooling == "splade":  # which was converted
+    if pooling is None or pooling == "splade":  # the conversion has applied "splade"
         return specs
     spec = specs.main
     if len(specs.specs) > 1:
@@ -179,19 +180,23 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
 
 
 def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[str, PlannedEngine]:
-    """The engine of each spec. A grid and a cache are for those that run on devices, if there are
-    any; these divide the cache. Raises as `plan_engine`."""
-    towers = sum(not spec.is_static for spec in specs.specs.values())
-    of_tower = of_static = config
-    if towers:
-        of_tower = replace(config, cache_bytes=config.cache_bytes // towers)
-        of_static = replace(config, buckets=None, cache_bytes=0)
-    of_image = replace(of_tower, buckets=None, max_input_tokens=None)
+    """Plan the engine of each route.
+
+    Engines on devices divide the answer cache equally. If there are any, static routes ignore
+    --buckets and the cache. Images ignore --buckets and --max-input-length. Raises ConfigError and
+    CheckpointError.
+    """
+    on_devices = sum(not spec.is_static for spec in specs.specs.values())
+    device_config = static_config = config
+    if on_devices:
+        device_config = replace(config, cache_bytes=config.cache_bytes // on_devices)
+        static_config = replace(config, buckets=None, cache_bytes=0)
+    image_config = replace(device_config, buckets=None, max_input_tokens=None)
 
     def config_of(spec: ModelSpec) -> EngineConfig:
         if not spec.takes_texts:
-            return of_image
-        return of_static if spec.is_static else of_tower
+            return image_config
+        return static_config if spec.is_static else device_config
 
     return {
         route: plan_engine(spec, config_of(spec), cache_dir) for route, spec in specs.specs.items()
@@ -199,8 +204,8 @@ def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[st
 
 
 def tokenizer_threads(text: TextConfig) -> int:
-    """The number of tokenizer threads: by TEI's rule, but four or more, so that one huge text does
-    not delay all others."""
+    """Return the number of tokenizer threads: the setting or, by TEI's rule, the cores less one, up
+    to 64. It is at least 4, so that one huge text does not delay all others."""
     return text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
 
 
@@ -215,19 +220,19 @@ def load_routes(
 ) -> dict[str, LoadedRoute]:
     """Load the routes of the model `name` from the checkpoint at `path`.
 
-    Texts take the route that they ask for, images IMAGE_ROUTE. Engines are not started yet. Raises
-    CheckpointError and ConfigError.
+    Images have the route IMAGE_ROUTE. The engines are not started yet. Raises CheckpointError and
+    ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
     workers = tokenizer_threads(text)
     counts: dict[str, tuple[int, int]] = dict.fromkeys(planned, (0, 0))
 
     def note(route: str, done: int, total: int) -> None:
-        """Tell the sums over all engines."""
+        """Store the progress of one route, and report the sums over all routes."""
         counts[route] = done, total
         if on_progress is not None:
-            every = counts.values()
-            on_progress(sum(done for done, _ in every), sum(total for _, total in every))
+            pairs = counts.values()
+            on_progress(sum(done for done, _ in pairs), sum(total for _, total in pairs))
 
     for route, spec in specs.specs.items():
         folder, plan = checkpoint.route_path(path, route), planned[route].plan
@@ -236,13 +241,13 @@ def load_routes(
             processor = TextProcessor(tokenizer, spec, plan.max_input_tokens, text, workers)
         else:
             processor = ImageProcessor(spec, workers)
-        shown = f"{name}, {route}" if route else name
-        engine = planned[route].load(folder, telemetry, partial(note, route), shown)
+        log_name = f"{name}, {route}" if route else name
+        engine = planned[route].load(folder, telemetry, partial(note, route), log_name)
         runner = runner_of(engine, processor, telemetry, spec)
         routes[route] = LoadedRoute(spec, plan, processor, engine, runner)
     if specs.is_dual:
         return {"": routes.pop(TEXT_ROUTE)} | routes
-    if specs.image is not None:  # the engine of the texts runs the images among them
+    if specs.image is not None:  # the engine of the texts also runs the images
         texts = routes[""]
         processor = ImageProcessor(texts.spec, workers)
         limit = texts.plan.max_input_tokens

@@ -1,5 +1,5 @@
-"""Runs the requests of a model: admission, tokenizer threads, the engine, the answer. In a thread
-that may block, and on an event loop that may not."""
+"""Runs the requests of a model: admission, tokenization in threads, the engine, and the answer.
+Each step can block, or run without blocking an event loop."""
 
 import asyncio
 import contextlib
@@ -35,23 +35,23 @@ from jaxembed.runtime.requests import (
     excess_bytes,
 )
 
-Part = TypeVar("Part")  # what a job makes of some items of a request
-Job = Callable[[Row | None, Sequence], Part]  # of what the chunks share, and a chunk
-OnCost = Callable[[Cost], object]
+Part = TypeVar("Part")  # the result of a job
+Job = Callable[[Row | None, Sequence], Part]  # of what `Request.share` returned, and a chunk
+OnCost = Callable[[Cost], object]  # is called with the cost of a request
 
 # Jobs of one asynchronous request that are submitted at a time, for each thread. Jobs of other
-# requests can run between them.
+# requests run between them.
 JOBS_A_THREAD = 2
-IMAGES_A_PART = 64  # of a call: the next ones are decoded while these are computed
-PARTS_AT_ONCE = 2  # of a request in parts: one is decoded while another is computed
+IMAGES_A_PART = 64  # a blocking call decodes the next images while it computes these
+PARTS_AT_ONCE = 2  # one part of a request is decoded while another is computed
 
 
 class RequestRunner(ABC):
-    """Runs the requests of one route and counts what is answered, until it is closed.
+    """Runs the requests of one route in the threads of its processor, and counts the answers.
 
-    A small request is one job. A large one is many, a chunk of its items each, so that it shares
-    the threads with others; `Request.share` is a job before them. When a request is dropped, its
-    jobs that have begun are finished and the others are dropped too.
+    A small request is one job. A large one has a job for each chunk of its items, so that jobs of
+    other requests run between them; `Request.share` is a job before them. When a request is
+    dropped, jobs that have begun finish, and the others are dropped.
     """
 
     def __init__(self, processor: Processor, telemetry: Telemetry, spec: ModelSpec):
@@ -62,71 +62,74 @@ class RequestRunner(ABC):
         self._closed = False
 
     def run(self, request: Request[Answer]) -> Answer:
-        """Block until the answer is there. Raises the errors of InvalidInput and BackendError."""
+        """Run a request, and block until it is answered. Raises InvalidInput, TokenizerError or
+        BackendError."""
         if not request.items:
-            return self._nothing(request)
+            return self._empty_answer(request)
         return self._answer(request, self._run(request))
 
     async def run_async(self, request: Request[Answer], on_cost: OnCost | None = None) -> Answer:
-        """`run` without blocking the event loop. `on_cost` is called with the exact cost before the
-        engine computes; from any thread, and again when it is more.
+        """Run a request without blocking the event loop.
 
-        If the task is cancelled, what is still queued of the request is dropped.
+        `on_cost` is called, from any thread, with the exact cost before the engine computes, and
+        again if the cost grows. If the task is cancelled, queued work of the request is dropped.
+        Raises as `run`, and what `on_cost` raises.
         """
         if not request.items:
-            return self._nothing(request)
+            return self._empty_answer(request)
         return self._answer(request, await self._run_async(request, on_cost))
 
     @abstractmethod
     def _run(self, request: Request) -> Run:
-        """Compute a request, and block until that is done."""
+        """Tokenize and compute a request, and block until that is done."""
 
     @abstractmethod
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
-        """Compute a request without blocking the event loop."""
+        """Tokenize and compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
-        """Make the call in a tokenizer thread; to be awaited. Raises BackendError when closed."""
-        return asyncio.wrap_future(self._in_thread(call, *arguments))
+        """Run a call in a tokenizer thread. Return a future. Raises BackendError when closed."""
+        return asyncio.wrap_future(self._submit(call, *arguments))
 
     def close(self) -> None:
-        """Take no further request."""
+        """Refuse further requests."""
         self._closed = True
         self.processor.executor.shutdown(wait=False)
 
-    def _brief(self, request: Request, job: Job[Part]) -> list[Part] | None:
-        """What the job of one short text makes, in the calling thread: another costs 200 us, a
-        short query 15 us. None for other requests."""
+    def _run_short(self, request: Request, job: Job[Part]) -> list[Part] | None:
+        """Run the job of one short text in the calling thread: a change to another thread costs
+        200 us, a short query 15 us. Return its result in a list; None for other requests."""
         items = request.items
         if len(items) != 1 or not isinstance(items[0], Text) or self._closed:
             return None
         return [job(None, items)] if len(items[0].text) <= SHORT_CHARACTERS else None
 
-    def _parts(self, request: Request, job: Job[Part]) -> list[Part]:
-        """What the jobs of a request make, in order. Blocks until they are done."""
+    def _run_jobs(self, request: Request, job: Job[Part]) -> list[Part]:
+        """Run the jobs of a request in tokenizer threads, and block until they are done. Return
+        their results in order. If a job fails, drop the others and raise its error."""
         if _is_one_job(request.items):
-            return self._in_thread(self._whole, request, job).result()
-        shared = self._in_thread(request.share, self.processor).result()
+            return self._submit(self._run_single_job, request, job).result()
+        shared = self._submit(request.share, self.processor).result()
         parts: list[Future] = []
         try:
             for first, chunk in _chunks(request.items):
-                parts.append(self._in_thread(_run_job, job, shared, chunk, first))
+                parts.append(self._submit(_run_job, job, shared, chunk, first))
             for part in wait(parts, return_when=FIRST_EXCEPTION).done:
-                part.result()  # raises what one failed with, while others may wait
+                part.result()  # raises the error of a failed job, while others may still wait
             return [part.result() for part in parts]
         except BaseException:
             _cancel(parts)
             raise
 
-    async def _parts_async(self, request: Request, job: Job[Part]) -> list[Part]:
-        """`_parts` without blocking the event loop."""
+    async def _run_jobs_async(self, request: Request, job: Job[Part]) -> list[Part]:
+        """Run the jobs of a request, as `_run_jobs`, without blocking the event loop."""
         if _is_one_job(request.items):
-            return await self.off_loop(self._whole, request, job)
+            return await self.off_loop(self._run_single_job, request, job)
         shared = await self.off_loop(request.share, self.processor)
-        turns = asyncio.Semaphore(self.processor.executor.workers * JOBS_A_THREAD)
+        permits = asyncio.Semaphore(self.processor.executor.workers * JOBS_A_THREAD)
 
         async def run(first: int, chunk: Sequence) -> Part:
-            async with turns:
+            async with permits:
                 return await self.off_loop(_run_job, job, shared, chunk, first)
 
         parts = [asyncio.ensure_future(run(*chunk)) for chunk in _chunks(request.items)]
@@ -136,24 +139,24 @@ class RequestRunner(ABC):
             _cancel(parts)
             raise
 
-    def _whole(self, request: Request, job: Job[Part]) -> list[Part]:
-        """The one job of a small request."""
+    def _run_single_job(self, request: Request, job: Job[Part]) -> list[Part]:
+        """Run the only job of a small request. Return a list with its result."""
         return [job(request.share(self.processor), request.items)]
 
-    def _in_thread(self, call: Callable, *arguments) -> Future:
+    def _submit(self, call: Callable, *arguments) -> Future:
         try:
             return self.processor.executor.submit(call, *arguments)
         except RuntimeError as error:  # it was shut down
             raise BackendError("this Embedder is closed") from error
 
-    def _nothing(self, request: Request[Answer]) -> Answer:
-        """The answer to a request without items."""
+    def _empty_answer(self, request: Request[Answer]) -> Answer:
+        """Return the answer to a request without items."""
         nothing = work_of([], request.outputs)
         values = empty_result(nothing, self.spec.widths)
         return request.finish(self.spec, Run(values, Tokenized(nothing, 0), 0.0, [], []))
 
     def _answer(self, request: Request[Answer], run: Run) -> Answer:
-        """Count what was run, and make the answer of it."""
+        """Count the results of a request in the metrics, and make its answer from them."""
         tokenized, telemetry = run.tokenized, self._telemetry
         count = len(tokenized.work)
         if tokenized.truncated:
@@ -167,17 +170,20 @@ class RequestRunner(ABC):
 
 
 class QueueRunner(RequestRunner):
-    """Tokenizes a request in its jobs, and queues it as a whole with an engine."""
+    """Runs requests on an Engine: tokenizes a request in jobs, and queues it as a whole."""
 
     def __init__(self, processor: Processor, engine: Engine, telemetry: Telemetry, spec: ModelSpec):
         super().__init__(processor, telemetry, spec)
         self._engine = engine
 
     def _run(self, request: Request) -> Run:
+        """Tokenize a request, queue it with the engine, and block until it is computed."""
         started_at = time.monotonic()
         job = partial(request.prepare, self.processor)
-        tokenized = _join(self._brief(request, job) or self._parts(request, job), request)
-        took_s = time.monotonic() - started_at
+        tokenized = _join_chunks(
+            self._run_short(request, job) or self._run_jobs(request, job), request
+        )
+        tokenization_s = time.monotonic() - started_at
         ticket = self._engine.submit(tokenized.work, priority=request.priority)
         try:
             ticket.result()
@@ -185,45 +191,45 @@ class QueueRunner(RequestRunner):
             self._engine.cancel(ticket)
             raise
         times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
-        return Run(ticket.values, tokenized, took_s, *times, ticket.withdrawn)
+        return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
 
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
+        """Tokenize a request, queue it with the engine, and wait for its call of `wake`."""
         started_at = time.monotonic()
         job = partial(request.prepare, self.processor)
-        parts = self._brief(request, job) or await self._parts_async(request, job)
-        tokenized = _join(parts, request)
+        parts = self._run_short(request, job) or await self._run_jobs_async(request, job)
+        tokenized = _join_chunks(parts, request)
         work, tokenized_at = tokenized.work, time.monotonic()
         if on_cost is not None:
             on_cost(request.cost(self.spec, len(work), work.tokens))
-        trace, noted = current_trace(), None
+        trace, engine_trace = current_trace(), None
         if trace is not None:
             trace.note("tokenize", started_at, tokenized_at)
-            noted = TicketTrace(trace)
+            engine_trace = TicketTrace(trace)
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
         def wake() -> None:  # the engine calls it once
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        ticket = self._engine.submit(work, wake, request.priority, noted)
+        ticket = self._engine.submit(work, wake, request.priority, engine_trace)
         try:
             await done
         except asyncio.CancelledError:
             self._engine.cancel(ticket)
             raise
         finally:
-            if noted is not None:
-                noted.finish()
+            if engine_trace is not None:
+                engine_trace.finish()
         ticket.result(timeout_s=0.0)
         times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
-        took_s = tokenized_at - started_at
-        return Run(ticket.values, tokenized, took_s, *times, ticket.withdrawn)
+        tokenization_s = tokenized_at - started_at
+        return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
 
 
 class HostRunner(RequestRunner):
-    """Tokenizes and computes a request in its jobs, so that each thread computes what it has just
-    tokenized, while others tokenize."""
+    """Runs requests on a HostEngine: each job tokenizes a chunk and then computes it."""
 
     def __init__(
         self, processor: TextProcessor, engine: HostEngine, telemetry: Telemetry, spec: ModelSpec
@@ -233,24 +239,25 @@ class HostRunner(RequestRunner):
 
     def _run(self, request: Request) -> Run:
         job = partial(self._compute, request, None, None)
-        return _join_runs(self._brief(request, job) or self._parts(request, job), request)
+        return _join_runs(self._run_short(request, job) or self._run_jobs(request, job), request)
 
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
+        # Numbers of sequences and tokens: those that admission counts, and those of the jobs.
         told, sums = self.processor.estimate(request.inputs(), request.rules), (0, 0)
         lock = threading.Lock()
 
         def add(work: Work) -> None:
-            """Add the size of a job to the sums, and tell when they are more than estimated."""
+            """Add the size of a job to the sums, and call `on_cost` if they exceed `told`."""
             nonlocal told, sums
             with lock:
                 sums = sums[0] + len(work), sums[1] + work.tokens
-                most = max(sums[0], told[0]), max(sums[1], told[1])
-                if most != told and on_cost is not None:
-                    on_cost(request.cost(self.spec, *most))
-                told = most
+                larger = max(sums[0], told[0]), max(sums[1], told[1])
+                if larger != told and on_cost is not None:
+                    on_cost(request.cost(self.spec, *larger))
+                told = larger
 
         job = partial(self._compute, request, add, current_trace())
-        parts = self._brief(request, job) or await self._parts_async(request, job)
+        parts = self._run_short(request, job) or await self._run_jobs_async(request, job)
         return _join_runs(parts, request)
 
     def _compute(
@@ -261,8 +268,9 @@ class HostRunner(RequestRunner):
         shared: Row | None,
         chunk: Sequence,
     ) -> Run:
+        """Tokenize a chunk of a request, call `add` with its work, and compute it."""
         started_at = time.monotonic()
-        tokenized = _join([request.prepare(self.processor, shared, chunk)], request)
+        tokenized = _join_chunks([request.prepare(self.processor, shared, chunk)], request)
         work = tokenized.work
         if add is not None:
             add(work)
@@ -279,7 +287,7 @@ class HostRunner(RequestRunner):
 def runner_of(
     engine: ServedEngine, processor: Processor, telemetry: Telemetry, spec: ModelSpec
 ) -> RequestRunner:
-    """The runner for the requests to an engine."""
+    """Return the runner for requests to an engine; `processor` makes its inputs."""
     if isinstance(engine, HostEngine):
         assert isinstance(processor, TextProcessor)
         return HostRunner(processor, engine, telemetry, spec)
@@ -288,17 +296,15 @@ def runner_of(
 
 
 class Dispatcher:
-    """Runs requests on the routes of one model: for the library, or admitted for a server. A
-    request in parts has one route for each part."""
+    """Runs requests on the routes of one model: `answer` with admission, for a server; `run` and
+    `run_async` without, for the library."""
 
     def __init__(self, runners: Mapping[str, RequestRunner], admission: Admission):
         self._runners, self.admission = runners, admission
 
     def run(self, request: Request[Answer]) -> Answer:
-        """Run a request and block until it is answered. Nothing is refused for want of room.
-
-        Raises the errors of InvalidInput and BackendError.
-        """
+        """Run a request without admission, and block until it is answered. Raises InvalidInput,
+        TokenizerError or BackendError."""
         if isinstance(request, MixedRequest):
             return cast(Answer, self._run_parts(request))
         is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
@@ -307,7 +313,7 @@ class Dispatcher:
         return self._runners[request.route].run(request)
 
     def _run_parts(self, request: MixedRequest) -> Embeddings:
-        """Run the parts of a request, the next one while one is computed."""
+        """Run the parts of a request in PARTS_AT_ONCE threads, and join their answers."""
 
         def run(number: int) -> Embeddings:
             with request.placed(number) as part:
@@ -320,19 +326,19 @@ class Dispatcher:
             threads.shutdown(cancel_futures=True)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
-        """`run` without blocking the event loop. If the task is cancelled, what is still queued of
-        the request is dropped."""
+        """Run a request without admission and without blocking the event loop. If the task is
+        cancelled, queued work of the request is dropped."""
         if isinstance(request, MixedRequest):
             return cast(Answer, await self._answer_parts(request, self.run_async))
         return await self._runners[request.route].run_async(request)
 
     async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
-        """`run_async` for a server: admit the request first, as a part of the one that `held`
-        counts for.
+        """Admit a request, run it without blocking the event loop, and return its answer.
 
-        Raises also NoInputs, and Overloaded, RequestTooLarge or ShuttingDown before any work; the
-        first two also after it, if the answer is larger than such answers are. If `held` has an
-        account, it is charged for the tokens, and refuses what its key may not have.
+        `held` is the reservation that the request belongs to; None: its own. If it has an account,
+        this is charged for the tokens. Raises NoInputs and the errors of `run`. Raises Overloaded,
+        QuotaExceeded, RequestTooLarge or ShuttingDown before any work, and Overloaded or
+        RequestTooLarge also later, if the request needs more memory than was estimated.
         """
         if not request.items:
             raise NoInputs()
@@ -352,7 +358,7 @@ class Dispatcher:
     async def _answer_parts(
         self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
     ) -> Embeddings:
-        """The answer to a request in parts, which are answered in turn."""
+        """Answer the parts of a request one after the other, and join the answers."""
         answers: list[Embeddings] = []
         for number in range(len(request.parts)):
             with request.placed(number) as part:
@@ -365,7 +371,7 @@ def _is_one_job(items: Sequence) -> bool:
 
 
 def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
-    """For each chunk: the index of its first item, and its items."""
+    """Yield the chunk of each job: the index of its first item, and its items."""
     first = 0
     for chunk in chunks(items, characters):
         yield first, chunk
@@ -373,7 +379,8 @@ def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
 
 
 def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) -> Part:
-    """Run the job of the items from number `first` on; an error names its item by that number."""
+    """Run a job. `first` is the index of the chunk's first item in the request. An InvalidInput
+    gets the index of its item in the request."""
     try:
         return job(shared, chunk)
     except InvalidInput as error:
@@ -390,8 +397,8 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
         part.cancel()
 
 
-def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
-    """The columns of all parts, in order, as the request wants them."""
+def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
+    """Join the tokenized chunks of a request, in order."""
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
     if len(parts) == 1:
         (part,) = parts
@@ -404,12 +411,12 @@ def _join(parts: Sequence[Tokenized], request: Request) -> Tokenized:
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:
-    """The results of all jobs of a request, in order."""
+    """Join the results of all jobs of a request, in order."""
     if len(parts) == 1:
         return parts[0]
     return Run(
         join_results([part.values for part in parts]),
-        _join([part.tokenized for part in parts], request),
+        _join_chunks([part.tokenized for part in parts], request),
         sum(part.tokenization_s for part in parts),
         list(chain.from_iterable(part.queue_s for part in parts)),
         list(chain.from_iterable(part.inference_s for part in parts)),

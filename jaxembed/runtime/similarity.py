@@ -1,5 +1,5 @@
-"""How similar texts are by their outputs: by dense vectors, by weights of terms, token by token, or
-of BGE-M3 by all three. Uses no device and no HTTP."""
+"""Compares texts by their model outputs: by dense vectors, sparse embeddings, multi-vector
+embeddings, or several of these, as BGE-M3 gives them."""
 
 from collections.abc import Sequence
 
@@ -15,23 +15,25 @@ from jaxembed.runtime.postprocess import cosines, maxsim, products, similarity
 
 Weights = dict[OutputName, float]
 
-LEAST_SIMILARITY = -1.0  # of vectors of length one
+LEAST_SIMILARITY = -1.0  # the lowest cosine
 
 
 def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> Weights:
-    """The share of each output in a score: those asked for, of dense, sparse and multi_vector, over
-    their sum; else each of those offered has the same. Outputs without a share are left out."""
-    given = dict(zip(REPRESENTATIONS, asked, strict=True)) if asked else dict.fromkeys(offered, 1.0)
-    total = sum(given.values())
-    return {name: weight / total for name, weight in given.items() if weight}
+    """Return the weight of each output in a combined score. The weights sum to 1.
+
+    `asked` are the requested weights of dense, sparse and multi_vector, in this order. Without them
+    all `offered` outputs weigh the same. An output with weight 0 is left out.
+    """
+    raw = dict(zip(REPRESENTATIONS, asked, strict=True)) if asked else dict.fromkeys(offered, 1.0)
+    total = sum(raw.values())
+    return {name: weight / total for name, weight in raw.items() if weight}
 
 
 def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
-    """How similar the first text of an answer with one output is to each of the others.
+    """Return the similarity of the first text of an answer to each other text.
 
-    Of dense vectors and of weights of terms it is the cosine. Of several vectors a text it is the
-    mean over those of the first of the largest inner product with one of the other's, as in
-    `compare_outputs`.
+    The answer has one output. For dense vectors and sparse embeddings it is the cosine, for
+    multi-vector embeddings MeanMaxSim, as in `compare_outputs`.
     """
     if "dense" in answer.values:
         return similarity(answer.dense[0], answer.dense[1:])
@@ -40,32 +42,34 @@ def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
         return cosines(rows[[0]], rows[range(1, len(rows))])[0]
     vectors = answer.multi_vector
     sums = maxsim(vectors[0], Ragged(vectors.values, vectors.offsets[1:]))
-    return _means(vectors[0], sums)
+    return _mean_maxsim(vectors[0], sums)
 
 
 def compare_outputs(
     query: Embeddings, documents: Embeddings, weights: Weights, texts: Sequence[str | Image]
 ) -> Similarities:
-    """The similarities of a query's outputs, each with one row, and those of each document. `texts`
-    are the documents, which may be images; an empty text has LEAST_SIMILARITY, so that none is
-    ranked below it.
+    """Compare the outputs of a query with those of each document.
 
-    The dense one is the inner product, the sparse one that of the weights of terms, and the one of
-    several vectors the mean over the query's of the largest inner product with the document's
-    (MeanMaxSim; Khattab and Zaharia 2020, arXiv:2004.12832). Their weighted mean is the score. Of
-    several vectors alone the raw score is the sum (MaxSim). Of a document in windows the best one
-    counts.
+    `texts` are the documents, which may be images. An empty text gets LEAST_SIMILARITY, so that no
+    document ranks below it. The score is the mean, by `weights`, of these similarities:
+
+    - dense vectors and sparse embeddings: the inner product
+    - multi-vector embeddings: the mean, over the query's vectors, of the largest inner product with
+      a vector of the document (MeanMaxSim; Khattab and Zaharia 2020, arXiv:2004.12832)
+
+    If only multi-vector embeddings are compared, the raw score is the sum instead (MaxSim). A
+    document that is divided into windows has the score of its best window.
     """
     raw = None
-    parts: dict[OutputName, np.ndarray] = {}
+    similarities: dict[OutputName, np.ndarray] = {}
     if "dense" in weights:
-        parts["dense"] = documents.dense.astype(np.float64) @ query.dense[0]
+        similarities["dense"] = documents.dense.astype(np.float64) @ query.dense[0]
     if "sparse" in weights:
-        parts["sparse"] = products(query.sparse, documents.sparse)[0]
+        similarities["sparse"] = products(query.sparse, documents.sparse)[0]
     if "multi_vector" in weights:
         raw = _column(maxsim(query.multi_vector[0], documents.multi_vector))
-        parts["multi_vector"] = _means(query.multi_vector[0], raw[:, 0])
-    scores = np.sum([weight * parts[name] for name, weight in weights.items()], axis=0)
+        similarities["multi_vector"] = _mean_maxsim(query.multi_vector[0], raw[:, 0])
+    scores = np.sum([weight * similarities[name] for name, weight in weights.items()], axis=0)
     chunks = None
     if documents.windows is not None:
         _, best, chunks = best_windows(scores, documents.windows)
@@ -73,19 +77,19 @@ def compare_outputs(
     is_empty = np.array([not text for text in texts], bool)
     scores = np.where(is_empty, LEAST_SIMILARITY, scores)
     if raw is not None:
-        least = LEAST_SIMILARITY * len(query.multi_vector[0])
-        raw = _column(np.where(is_empty, least, raw[:, 0]))
-    both = query, documents
+        lowest = LEAST_SIMILARITY * len(query.multi_vector[0])
+        raw = _column(np.where(is_empty, lowest, raw[:, 0]))
+    answers = query, documents
     return Similarities(
         _column(scores),
         ("similarity",),
         "sigmoid",
-        num_tokens=np.concatenate([one.num_tokens for one in both]),
-        truncated=sum(one.truncated for one in both),
-        tokenization_s=sum(one.tokenization_s for one in both),
-        queue_s=sum(one.queue_s for one in both),
-        inference_s=sum(one.inference_s for one in both),
-        cached=sum(one.cached for one in both),
+        num_tokens=np.concatenate([answer.num_tokens for answer in answers]),
+        truncated=sum(answer.truncated for answer in answers),
+        tokenization_s=sum(answer.tokenization_s for answer in answers),
+        queue_s=sum(answer.queue_s for answer in answers),
+        inference_s=sum(answer.inference_s for answer in answers),
+        cached=sum(answer.cached for answer in answers),
         chunks=chunks,
         raw=raw if weights.keys() == {"multi_vector"} else None,
     )
@@ -100,31 +104,34 @@ def compare_pairs(
     *,
     raw_scores: bool,
 ) -> Float[np.ndarray, " documents"]:
-    """The scores of documents, of which each has the query with its number, float32: those that
-    `compare_outputs` gives. Each query has a document."""
-    found, query_of = np.empty(len(texts), np.float32), np.array(numbers, np.int64)
+    """Return the score of each document with its query, as `compare_outputs` computes it, float32.
+
+    Document k has the text `texts[k]`, and its query has the index `numbers[k]` in `queries`. Every
+    query has a document.
+    """
+    result, query_of = np.empty(len(texts), np.float32), np.array(numbers, np.int64)
     order = np.argsort(query_of, kind="stable")
     ends = np.cumsum(np.bincount(query_of))
     for number, chosen in enumerate(np.split(order, ends)[:-1]):
         scores = compare_outputs(
-            _chosen(queries, np.array([number])),
-            _chosen(documents, chosen),
+            _select(queries, np.array([number])),
+            _select(documents, chosen),
             weights,
             [texts[int(k)] for k in chosen],
         )
-        found[chosen] = scores.shown(raw_scores)[:, 0]
-    return found
+        result[chosen] = scores.shown(raw_scores)[:, 0]
+    return result
 
 
-def _chosen(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:
-    """The outputs of the inputs with these numbers."""
+def _select(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:
+    """Return an answer with the outputs of the inputs with these indices."""
     return msgspec.structs.replace(
         answer, values=chosen_rows(answer.values, chosen), num_tokens=answer.num_tokens[chosen]
     )
 
 
-def _means(query: np.ndarray, sums: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """The means over a query's vectors of which these are the sums."""
+def _mean_maxsim(query: np.ndarray, sums: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """Convert MaxSim sums to means over the vectors of the query, `[vectors, width]`."""
     return sums / max(len(query), 1)
 
 

@@ -1,4 +1,4 @@
-"""Summarises a model from its spec, before it is served. Reads no parameters, starts no device."""
+"""Summarises a model from its spec alone, before it is loaded."""
 
 import math
 from typing import Any, get_args
@@ -12,22 +12,25 @@ from jaxembed.models import parameter_shapes, position_limit
 
 
 def summary_of_routes(routes: Routes) -> dict[str, Any]:
-    """Summarise a model; of one with several routes the main one, and then each under `routes`."""
+    """Summarise the main route of a model as plain values for JSON.
+
+    If the model has several routes, `routes` has the summary of each.
+    """
     facts = summary(routes.main)
     if len(routes.specs) == 1:
         return facts
-    each = {route: summary(spec) for route, spec in routes.specs.items()}
-    return facts | {"default_route": routes.default, "routes": each}
+    summaries = {route: summary(spec) for route, spec in routes.specs.items()}
+    return facts | {"default_route": routes.default, "routes": summaries}
 
 
 def summary(spec: ModelSpec) -> dict[str, Any]:
-    """Summarise a model as plain values for JSON.
+    """Summarise one route of a model as plain values for JSON.
 
-    `parameter_bytes` is the size of the parameters on the device, by dtype.
+    `parameter_bytes` is the size of the parameters on the device, for each dtype.
     """
     shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
     if spec.task == "embed":
-        of_task = {
+        task_fields = {
             "outputs": spec.widths,
             "normalized": spec.head.normalize,
             "prompts": spec.prompts,
@@ -36,14 +39,14 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
             "interaction": msgspec.to_builtins(spec.interaction),
         }
     else:
-        of_task = {
+        task_fields = {
             "outputs": {"logits": spec.dim},
             "labels": list(spec.labels),
             "score_function": spec.score_function,
             "template": msgspec.to_builtins(spec.template),
         }
-    # The limits in tokens: the checkpoint's own, the positions of the tower (None: no limit), and
-    # the one that is served if neither --max-input-length nor --buckets is given.
+    # The limits in tokens: the checkpoint's, the positions of the backbone (None: no limit), and
+    # that of a server if neither --max-input-length nor --buckets is given.
     positions = position_limit(spec)
     limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
     limits = {
@@ -61,7 +64,7 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
         "architecture": spec.architecture,
         "task": spec.task,
         "dimensions": spec.dim,
-        **of_task,
+        **task_fields,
         "pooling": list(spec.pooling),
         "adapters": list(spec.adapter_names),
         "modules": [msgspec.to_builtins(module) for module in spec.head.modules],

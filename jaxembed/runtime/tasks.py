@@ -1,4 +1,4 @@
-"""The tasks that a model can do, and the requests for them, checked. Runs nothing."""
+"""Checks what requests ask of a model, and makes the requests for its tasks."""
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
@@ -51,34 +51,33 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-# Options for pairs, by the field of a request that has each.
+# The options of models that score pairs, with the field of a request for each.
 PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
-MOST_PURPOSE = 100  # characters of a purpose whose intent is kept: it may end in any known one
-VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs that can be cut
-IMAGE_URI = "data:image/"  # how the data URI of an image begins
+MOST_PURPOSE = 100  # characters; the intent of a request with a longer purpose is not cached
+VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs with dimensions to truncate
+IMAGE_URI = "data:image/"  # the data URI of an image begins with it
 NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
 
 
 class Intent(msgspec.Struct, frozen=True, eq=False):
-    """What a request for embeddings means for a model."""
+    """What a request for embeddings asks for, resolved for one model."""
 
-    options: EncodeOptions  # with the outputs, the prompt and the route that are meant
+    options: EncodeOptions  # with the outputs, the prompt and the route that were chosen
     rules: Rules
-    outputs: frozenset[OutputName]  # of the engine
+    outputs: frozenset[OutputName]  # that the engine computes
     route: str
-    adapter: int
-    ranges: np.ndarray | None  # float32 [2, dim], of a dtype that needs them
-    prompt_name: str | None  # of the prompt that was chosen; empty for none; None for the default
-    dtype: EmbeddingDtype | None  # that was named
-    types: dict[EmbeddingDtype, np.ndarray | None]  # further ones, each with its ranges
+    adapter: int  # its number; 0: none
+    ranges: np.ndarray | None  # float32 [2, dim]: calibration ranges, if the dtype needs them
+    prompt_name: str | None  # of the chosen prompt; empty: none; None: the default
+    dtype: EmbeddingDtype | None  # that the request names
+    types: dict[EmbeddingDtype, np.ndarray | None]  # further dtypes, with the ranges of each
 
 
 class Tasks:
     """Makes the requests to one model.
 
-    All methods raise WrongTask for what the model cannot do, and InvalidInput for options that it
-    does not have.
+    All methods raise WrongTask for what the model cannot do, and InvalidInput for wrong options.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class Tasks:
         text: TextConfig,
         ranges: Mapping[VectorKind, KeptRanges] = NO_RANGES,
     ):
-        """`processor` is that of any route: all have the same prompts. `ranges` are those kept for
-        the model's vectors."""
+        """`processor` is that of any route, because all have the same prompts. `ranges` are the
+        calibration ranges for each kind of vectors."""
         self._name = name
         self._routes = routes.of_texts
         self._takes_images = routes.image is not None
@@ -99,29 +98,28 @@ class Tasks:
         self._processor = processor
         self._text = text
         self._ranges = ranges
-        # The same is asked again and again. A prompt of a client could be long, and is not kept.
-        self._usual_intent = lru_cache(maxsize=64)(self._intent)
+        # Requests repeat. Those with a prompt text, which could be long, are not cached.
+        self._usual_intent = lru_cache(maxsize=64)(self._resolve)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
-        """The request for a vector of each input, and for the other outputs of the options.
-
-        Images are refused with a prompt, which is for texts.
-        """
+        """Make the request for the embeddings of each input: the outputs of the options. Raises
+        WrongTask, and InvalidInput, also for images together with a prompt."""
         with_images = Image in map(type, inputs)
         return self.request(inputs, self.intent(Asked(options), with_images=with_images))
 
     def intent(self, asked: Asked, *, with_images: bool = False) -> Intent:
-        """What a request means for the model, of texts or also of images. Raises WrongTask,
-        InvalidInput, and TypeError for a number of dimensions that is no integer."""
+        """Resolve what a request asks for: its prompt, route, adapter, outputs and dtype. Raises
+        WrongTask, InvalidInput, and TypeError for dimensions that are not an integer."""
         for count in (asked.options.dimensions, asked.options.max_active_dims):
             if count is not None:
-                operator.index(count)  # 8.0 equals 8, whose intent may be kept
+                operator.index(count)  # 8.0 equals 8, whose intent may be cached
         is_long = any(len(purpose) > MOST_PURPOSE for _, purpose in asked.purposes)
-        known = self._intent if is_long or asked.options.prompt else self._usual_intent
-        return known(asked, with_images)
+        resolve = self._resolve if is_long or asked.options.prompt else self._usual_intent
+        return resolve(asked, with_images)
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
-        """The request of this intent for the outputs of each input."""
+        """Make the request with this intent for the outputs of each input. Raises InvalidInput for
+        an image that is sent as a text, and for a text that should be an image."""
         options = intent.options
         plain = EncodeRequest(
             inputs,
@@ -137,16 +135,16 @@ class Tasks:
             return plain
         _check_texts(inputs)
         images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
-        others = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
-        if others and intent.rules.role == "document" and self._spec.image is not None:
+        texts = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
+        if texts and intent.rules.role == "document" and self._spec.image is not None:
             raise InvalidInput(
                 f"the documents of {self._name} are images, and its texts are queries; send images"
             )
-        plain = replace(plain, items=[inputs[k] for k in others])
+        plain = replace(plain, items=[inputs[k] for k in texts])
         if not images:
             return plain
         of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
-        if not others:
+        if not texts:
             return of_images
         return MixedRequest(
             inputs,
@@ -155,11 +153,11 @@ class Tasks:
             plain.priority,
             plain.options,
             parts=(plain, of_images),
-            places=(np.array(others), np.array(images)),
+            places=(np.array(texts), np.array(images)),
         )
 
-    def _intent(self, asked: Asked, with_images: bool) -> Intent:
-        """The intent, worked out. Raises WrongTask and InvalidInput."""
+    def _resolve(self, asked: Asked, with_images: bool) -> Intent:
+        """Resolve a request without the cache. Raises WrongTask and InvalidInput."""
         check_task(self._name, self._spec, "embed")
         options = asked.options
         if asked.purposes:
@@ -185,7 +183,7 @@ class Tasks:
                         field=name,
                     )
         types: dict[EmbeddingDtype, np.ndarray | None] = {
-            one: self.ranges(options, one, asked.types_field) for one in asked.types
+            name: self.ranges(options, name, asked.types_field) for name in asked.types
         }
         chosen = options.prompt_name if options.prompt is None else ""
         adapted, adapter = self._with_prompt_of_adapter(options)
@@ -198,10 +196,10 @@ class Tasks:
             bare_ids=options.bare_ids,
             role=self._role(adapted),
         )
-        # Weights of terms are made of one of two outputs of the engine.
-        made = "sparse" if "sparse" in self._routes.specs[route].heads else "token_weights"
+        # A sparse embedding is computed by its own head, or made from the weights of tokens.
+        source = "sparse" if "sparse" in self._routes.specs[route].heads else "token_weights"
         outputs: frozenset[OutputName] = frozenset(
-            made if name == "sparse" else name for name in options.outputs
+            source if name == "sparse" else name for name in options.outputs
         )
         ranges = self.ranges(options, options.output_dtype)
         return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype, types)
@@ -209,15 +207,19 @@ class Tasks:
     def _with_purposes(
         self, options: EncodeOptions, purposes: Sequence[tuple[str, str]]
     ) -> EncodeOptions:
-        """The options with what the purposes of the texts choose. Raises InvalidInput for an
-        unknown one, and for such that contradict each other or the name of a prompt."""
+        """Return the options with the prompt, the route and the role that the purposes choose.
+
+        `purposes` are pairs of a request field and its value. Raises InvalidInput for an unknown
+        purpose, and for purposes that contradict each other or the prompt name.
+        """
         prompts = self._spec.prompts
-        found: dict[str, tuple[str, Role | None, str | None]] = {}
+        # For each field: its value, and the role and the prompt name that this chooses.
+        chosen: dict[str, tuple[str, Role | None, str | None]] = {}
         for field, purpose in purposes:
-            found[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
-        # Adapters for purposes, as those of Jina v3: the vector of none would look right.
+            chosen[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
+        # Models such as Jina v3 have an adapter for each purpose, and are wrong without it.
         tasks = [name for name in self._spec.adapter_names if name in prompts]
-        for field, (purpose, _, name) in found.items():
+        for field, (purpose, _, name) in chosen.items():
             if tasks and name not in tasks:
                 raise InvalidInput(
                     f"`{field}` of {purpose!r}: the model has no such task; it has "
@@ -226,14 +228,14 @@ class Tasks:
                 )
         if options.prompt_name is not None:
             name = options.prompt_name
-            found["prompt_name"] = name, role_of(name), name
-        roles, names = ({one[k] for one in found.values()} - {None} for k in (1, 2))
+            chosen["prompt_name"] = name, role_of(name), name
+        roles, names = ({choice[k] for choice in chosen.values()} - {None} for k in (1, 2))
         if len(roles) > 1 or len(names) > 1:
             shown = " and ".join(
-                f"`{field}` of {value!r}" for field, (value, _, _) in found.items()
+                f"`{field}` of {value!r}" for field, (value, _, _) in chosen.items()
             )
             raise InvalidInput(
-                f"{shown} ask for different prompts; send one of them", field=next(iter(found))
+                f"{shown} ask for different prompts; send one of them", field=next(iter(chosen))
             )
         field, purpose = purposes[0]
         return replace(
@@ -241,12 +243,13 @@ class Tasks:
             prompt=None if names else "",
             prompt_name=next(iter(names), None),
             route=self.route_for(purpose, field),
-            role=found[field][1],
+            role=chosen[field][1],
         )
 
     def _named_outputs(self, asked: Asked) -> frozenset[OutputName]:
-        """The outputs that a client names: without any the dense one, or of a model without it all
-        that it has. Raises InvalidInput for unknown ones, and if it contradicts itself."""
+        """Return the outputs that a request names, or else the dense output or, if the model has
+        none, all its outputs. Raises InvalidInput for outputs that the model lacks, and for fields
+        that contradict each other."""
         offered, field = self._offered, "return_multivector"
         if asked.outputs:
             if unknown := [name for name in asked.outputs if name not in offered]:
@@ -281,9 +284,9 @@ class Tasks:
             raise WrongTask(f"{self._name} takes texts and no images")
 
     def _check_outputs(self, options: EncodeOptions, dimensions_field: str = "dimensions") -> None:
-        """Raises WrongTask for outputs that the model does not give, and InvalidInput for options
-        that ask for nothing of those asked for, or for what they cannot have. `dimensions_field` is
-        where the request has the number of dimensions."""
+        """Raise WrongTask for outputs that the model lacks, and InvalidInput for dimensions, a
+        number of terms or a dtype that the outputs cannot have. `dimensions_field` is the request
+        field of the dimensions."""
         unknown = {*options.outputs}.difference(self._offered)
         if missing := [name for name in REPRESENTATIONS if name in unknown]:
             raise WrongTask(
@@ -304,25 +307,25 @@ class Tasks:
                 "float",
                 field="output_dtype",
             )
-        most = options.max_active_dims
-        if most is not None and "sparse" not in options.outputs:
+        max_terms = options.max_active_dims
+        if max_terms is not None and "sparse" not in options.outputs:
             raise InvalidInput(
                 "`max_active_dims` is for sparse outputs; ask for one or leave it out",
                 field="max_active_dims",
             )
-        check_positive("max_active_dims", most)
+        check_positive("max_active_dims", max_terms)
 
     def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
-        """The request for a vector of each chunk of some texts (late chunking): all tokens of a
-        text are run together, and those of a chunk are pooled.
+        """Make the request for late chunking: a vector of each chunk of some texts.
 
-        Raises InvalidInput for a model that does not pool by the mean alone, and for texts that are
-        divided into chunks of an impossible size.
+        All tokens of a text run together, and then the tokens of each chunk are pooled. Raises
+        WrongTask, and InvalidInput, also for a model that does not pool by the mean alone and for a
+        chunk size that is out of range.
         """
         return self.request_chunks(texts, self.intent(Asked(options)))
 
     def request_chunks(self, texts: Sequence[ChunkedText], intent: Intent) -> LateRequest:
-        """The request of this intent for a vector of each chunk, as `embed_chunks`."""
+        """Make the request for late chunking with this intent. Raises as `embed_chunks`."""
         spec, options = self._routes.specs[intent.route], intent.options
         if "dense" not in spec.representations:
             raise InvalidInput(
@@ -357,7 +360,7 @@ class Tasks:
                     f"Given: {size.overlap}",
                     field="chunk_overlap",
                 )
-        windows = MOST_READ if intent.rules.truncate else 1  # as many as it takes
+        windows = MOST_READ if intent.rules.truncate else 1  # more than any text needs
         return LateRequest(
             texts,
             msgspec.structs.replace(intent.rules, max_windows=windows),
@@ -372,30 +375,31 @@ class Tasks:
     def ranges(
         self, options: EncodeOptions, dtype: EmbeddingDtype, field: str = "output_dtype"
     ) -> np.ndarray | None:
-        """The ranges to quantise the vectors of such a request with, float32 `[2, dim]`; None for
-        a dtype that needs none. The `output_dtype` of the options does not count.
+        """Return the calibration ranges to quantize vectors to `dtype`, float32 `[2, dim]`; None if
+        the dtype needs none.
 
-        Raises InvalidInput, which names the field that asked for the dtype, if none are kept for
-        such vectors.
+        The options describe the vectors; their `output_dtype` does not count. Raises InvalidInput,
+        which names the request field `field`, if no ranges are stored for such vectors.
         """
         if dtype not in NEEDS_RANGES:
             return None
-        which, normalize = None, options.normalize  # calibration has ranges of no others
+        # Calibration has ranges only for dense vectors that are normalised.
+        which, normalize = None, options.normalize
         if "dense" not in options.outputs or options.outputs & PER_TOKEN:
             which = "of inputs, not of tokens"
         elif not (self._spec.dense.normalize if normalize is None else normalize):
             which = "of length one; ask for them by `normalize`"
         if which is not None:
-            others = ", ".join(one for one in get_args(EmbeddingDtype) if one not in NEEDS_RANGES)
+            others = ", ".join(t for t in get_args(EmbeddingDtype) if t not in NEEDS_RANGES)
             raise InvalidInput(
                 f"`{field}` of {dtype} is for vectors {which}; for others there are {others}",
                 field=field,
             )
         kind = self.kind(options)
         spec = self._routes.specs[kind.route]
-        kept = self._ranges.get(kind)
-        if kept is None or kept.content_hash != spec.content_hash:
-            why = "there are none" if kept is None else "those kept are of another checkpoint"
+        stored = self._ranges.get(kind)
+        if stored is None or stored.content_hash != spec.content_hash:
+            why = "there are none" if stored is None else "those kept are of another checkpoint"
             command = f"jaxembed calibrate {self._name} TEXTS"
             if kind.route:
                 command += f" --prompt-name {kind.route}"
@@ -408,11 +412,11 @@ class Tasks:
                 f"`{command}` with the flags that load the model, and load it again",
                 field=field,
             )
-        return kept.values
+        return stored.values
 
     def kind(self, options: EncodeOptions) -> VectorKind:
-        """The kind of the vectors of such a request, by which ranges are kept. Raises
-        InvalidInput."""
+        """Return the kind of dense vectors that the options ask for, by which calibration ranges
+        are stored. Raises WrongTask and InvalidInput."""
         self._check_outputs(options)
         options, number = self._with_prompt_of_adapter(options)
         route = self._route(options)
@@ -425,21 +429,21 @@ class Tasks:
         )
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
-        """The request for the logits of each text or pair."""
+        """Make the request for the logits of each input. Raises WrongTask or InvalidInput."""
         check_task(self._name, self._spec, "classify")
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
-        rules, adapter = self._rules(options), self._number(options.adapter)
+        rules, adapter = self._rules(options), self._adapter_number(options.adapter)
         return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
 
     def rerank(
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
     ) -> QueryRequest:
-        """The request for the logit of each document with the query, which is tokenized once.
+        """Make the request for the logit of each document with the query, which is tokenized once.
 
-        Equal documents get equal logits and keep their order: the engine computes them once.
-        Documents may be empty, as in TEI. Raises EmptyInput for an empty query, and WrongTask for
-        an embedding model, whose requests `compare` makes.
+        Equal documents are computed once, so they get equal logits and keep their order. Documents
+        may be empty, as in TEI. Raises EmptyInput for an empty query, InvalidInput, and WrongTask
+        for a classifier, an embedding model (see `compare`) or images.
         """
         if "rerank" not in DOES[self._spec.task]:
             raise _wrong_task(self._name, self._spec, "rerank")
@@ -452,7 +456,7 @@ class Tasks:
             )
         if not query:
             raise EmptyInput("query")
-        rules, adapter = self._rules(options), self._number(options.adapter)
+        rules, adapter = self._rules(options), self._adapter_number(options.adapter)
         return QueryRequest(
             documents, rules, LOGITS, options.priority, options, query, adapter=adapter
         )
@@ -460,13 +464,13 @@ class Tasks:
     def compare(
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
-        """The requests for the outputs of a query and of documents, by which the documents are
-        ranked, and the weights of the outputs.
+        """Make the requests to rank documents by the similarity of their embeddings to the query's.
 
-        Queries and documents have the routes and prompts of their roles. Dense vectors are
-        normalised, so that their product is the cosine, unless the model also gives several vectors
-        a text: then its heads decide. Documents may be empty, as in `rerank`; those of a model that
-        reads pages are images. Raises also EmptyInput for an empty query.
+        Returns the request of the query, the request of the documents, and the weights of the
+        outputs. Queries and documents have the routes and prompts of their roles. Dense vectors
+        are normalised, so that their inner product is the cosine; but if the model also has
+        multi-vector embeddings, its heads decide. Documents may be empty. They are images for a
+        model that reads pages. Raises WrongTask, InvalidInput, and EmptyInput for an empty query.
         """
         if not query:
             raise EmptyInput("query")
@@ -475,9 +479,12 @@ class Tasks:
     def compare_pairs(
         self, pairs: Sequence[tuple[str, str]], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights, list[int]]:
-        """The requests for the outputs of all different queries and of the documents of some pairs,
-        as `compare` makes them, and for each pair the number of its query. Raises EmptyInput, with
-        the index of the pair, for an empty query."""
+        """Make the requests to score pairs of a query and a document by their embeddings.
+
+        Returns the request of the different queries, the request of the documents, the weights of
+        the outputs, and for each pair the index of its query. Raises as `compare`, EmptyInput with
+        the index of the pair.
+        """
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
         numbers: dict[str, int] = {}
@@ -491,6 +498,7 @@ class Tasks:
     def _compare(
         self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
+        """Make the requests of `compare` for several queries."""
         check_task(self._name, self._spec, "embed")
         for option, field in PAIR_FIELDS.items():
             if getattr(options, option) is not None:
@@ -516,7 +524,7 @@ class Tasks:
                     field="weights",
                 )
         weights = weights_of(self._offered, options.weights)
-        encoded = EncodeOptions(
+        common = EncodeOptions(
             outputs=frozenset(weights),
             normalize=None if "multi_vector" in self._offered else True,
             truncate=options.truncate,
@@ -524,19 +532,19 @@ class Tasks:
             adapter=options.adapter,
             priority=options.priority,
         )
-        of_queries = self.embed(list(map(Text, queries)), self.for_role("query", encoded))
-        of_documents = self.for_role("document", encoded)
-        inputs = [one if isinstance(one, Image) else Text(one) for one in documents]
+        query_request = self.embed(list(map(Text, queries)), self.for_role("query", common))
+        document_options = self.for_role("document", common)
+        inputs = [item if isinstance(item, Image) else Text(item) for item in documents]
         if self._spec.image is not None or Image in map(type, inputs):
             if options.max_chunks != 1:
                 raise InvalidInput(
                     "`max_chunks_per_doc` is for texts, and the documents are images; leave it out",
                     field="max_chunks_per_doc",
                 )
-            return of_queries, self.embed(inputs, of_documents), weights
+            return query_request, self.embed(inputs, document_options), weights
         if self._takes_images:
             _check_texts(inputs)
-        plain = self.embed((), of_documents)
+        plain = self.embed((), document_options)
         rules = msgspec.structs.replace(
             plain.rules,
             max_windows=options.max_chunks,
@@ -552,13 +560,13 @@ class Tasks:
             route=plain.route,
             adapter=plain.adapter,
         )
-        return of_queries, compared, weights
+        return query_request, compared, weights
 
     def compute(
         self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
     ) -> ComputeRequest:
-        """The request for any outputs of the model, as its heads give them. Raises InvalidInput for
-        outputs that it does not have."""
+        """Make the request for any outputs of the model, as its heads compute them. Raises
+        InvalidInput for outputs that the model lacks, and for wrong options."""
         offered = self._spec.widths
         unknown = [name for name in outputs if name not in offered]
         if unknown or not outputs:
@@ -584,9 +592,11 @@ class Tasks:
         return ComputeRequest(inputs, rules, chosen, options.priority, route=route, adapter=adapter)
 
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
-        """The options for texts of a role: its route, and unless they have a prompt or an adapter,
-        the prompt of the role or none. The default prompt is for no role, as in
-        sentence-transformers. Raises UnknownRoute."""
+        """Return the options for texts of a role: with the route and the prompt of the role.
+
+        A route, prompt or adapter that is set in the options stays. A role without a prompt gets
+        none rather than the default prompt, as in sentence-transformers. Raises UnknownRoute.
+        """
         route = self.route_for(role) if options.route is None else options.route
         options, prompts = replace(options, route=route, role=role), self._spec.prompts
         if {options.prompt, options.prompt_name, options.adapter} != {None}:
@@ -598,9 +608,11 @@ class Tasks:
         return replace(options, prompt="" if name is None else prompts[name])
 
     def route_for(self, purpose: str, field: str = "prompt_name") -> str:
-        """The route of texts with this purpose, such as "query": the one of that name, else one of
-        the same role; of a model with one route that one. Raises UnknownRoute, which names the
-        `field` that gave the purpose."""
+        """Return the route of texts with a purpose, such as "query".
+
+        It is the route of that name, else one with the same role. The only route of a model has an
+        empty name. Raises UnknownRoute, which names the request field `field`.
+        """
         specs = self._routes.specs
         if "" in specs or purpose in specs:
             return "" if "" in specs else purpose
@@ -610,8 +622,11 @@ class Tasks:
         return route
 
     def named_route(self, prompt_name: str | None) -> str:
-        """The route of texts with this prompt: the one that it is named after, else the default.
-        None is the prompt of the flags, if they name one. Raises UnknownRoute."""
+        """Return the route with the name or the role of a prompt, or else the default route.
+
+        None means the prompt that the server's flags name, if any. Raises UnknownRoute if there is
+        no default route.
+        """
         prompt_name = prompt_name or self._text.default_prompt_name
         if prompt_name is not None:
             with suppress(UnknownRoute):
@@ -621,8 +636,8 @@ class Tasks:
         return self._routes.default
 
     def _role(self, options: EncodeOptions) -> Literal["query", "document"] | None:
-        """The role of the texts: that of the options, else the one that their prompt is named
-        after, or the default prompt."""
+        """Return the role of the texts, from the options or from the name of their prompt; None if
+        they are neither queries nor documents."""
         name = options.prompt_name
         if name is None and options.prompt is None:
             name = self._processor.default_prompt_name
@@ -630,6 +645,7 @@ class Tasks:
         return role if role in ("query", "document") else None
 
     def _route(self, options: EncodeOptions) -> str:
+        """Return the route of the options, or else that of their prompt. Raises UnknownRoute."""
         if options.route is None:
             return self.named_route(options.prompt_name)
         if options.route not in self._routes.specs:
@@ -637,13 +653,13 @@ class Tasks:
         return options.route
 
     def _with_prompt_of_adapter(self, options: EncodeOptions) -> tuple[EncodeOptions, int]:
-        """The options with the prompt of their adapter, and the adapter's number.
+        """Return the options with the prompt of their adapter, and the number of the adapter.
 
-        An adapter and a prompt of the same name go together: either chooses the other, unless the
-        request has another prompt. Raises InvalidInput for an unknown adapter, and for the prompt
-        of another one.
+        An adapter and a prompt of the same name belong together: each chooses the other, unless the
+        options name another prompt. Raises InvalidInput for an unknown adapter, and for an adapter
+        with the prompt of another adapter.
         """
-        number = self._number(options.adapter)
+        number = self._adapter_number(options.adapter)
         if not self._spec.adapters or options.prompt is not None:
             return options, number
         names, name = self._spec.adapter_names, options.prompt_name
@@ -657,10 +673,10 @@ class Tasks:
                 f"for the adapter `{options.adapter}`; ask for one of them",
                 field="prompt_name",
             )
-        return options, number or self._number(name if name in names else None)
+        return options, number or self._adapter_number(name if name in names else None)
 
-    def _number(self, adapter: str | None) -> int:
-        """The number of the adapter with this name; 0 without one. Raises InvalidInput."""
+    def _adapter_number(self, adapter: str | None) -> int:
+        """Return the number of an adapter, counted from 1; 0 for None. Raises InvalidInput."""
         if adapter is None:
             return 0
         names = self._spec.adapter_names
@@ -670,6 +686,7 @@ class Tasks:
         return names.index(adapter) + 1
 
     def _rules(self, options: ScoreOptions) -> Rules:
+        """Return the tokenization options of a request for scores. Raises InvalidInput."""
         check_positive("max_document_tokens", options.max_document_tokens)
         template = self._spec.template
         if options.instruction is not None and not (template and template.takes_instruction):
@@ -692,7 +709,7 @@ class Tasks:
 
 
 def _check_texts(inputs: Sequence[Input]) -> None:
-    """Raise InvalidInput for an image that comes as a text: its vector would be that of letters."""
+    """Raise InvalidInput for a text that is the data URI of an image, with its index."""
     for index, item in enumerate(inputs):
         if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
             raise InvalidInput(
@@ -701,7 +718,7 @@ def _check_texts(inputs: Sequence[Input]) -> None:
 
 
 def _check_windows(options: ScoreOptions) -> None:
-    """Raise InvalidInput for an impossible number of windows, or overlap of these."""
+    """Raise InvalidInput if the number of windows or their overlap is out of range."""
     if not 1 <= options.max_chunks <= MOST_WINDOWS:
         raise InvalidInput(
             f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. Given: {options.max_chunks}",
@@ -715,14 +732,14 @@ def _check_windows(options: ScoreOptions) -> None:
 
 
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
-    """The tasks that a model is listed for. An embedding model with a vector for each token is
-    listed as one that reranks."""
+    """Return the tasks that a model is listed with. An embedding model with multi-vector embeddings
+    is also listed with "rerank"."""
     return (*DOES[spec.task], "rerank") if "multi_vector" in spec.heads else DOES[spec.task]
 
 
 def fit(spec: ModelSpec, task: Task) -> int | None:
-    """How well a model does a task: 0 if it is made for it, 1 if it is listed for it, 2 for any
-    other embedding model that reranks, by the similarity of its embeddings. None if it cannot."""
+    """Return how well a model fits a task: 0 if it is made for it, 1 if it is listed with it, 2 if
+    it is another embedding model that can rerank by similarity. None if it cannot do the task."""
     if spec.task == task:
         return 0
     if task in tasks_of(spec):
@@ -731,7 +748,7 @@ def fit(spec: ModelSpec, task: Task) -> int | None:
 
 
 def check_task(name: str, spec: ModelSpec, task: Task) -> None:
-    """Raises WrongTask if a model cannot do the task."""
+    """Raise WrongTask if the model `name` cannot do the task."""
     if fit(spec, task) is None:
         raise _wrong_task(name, spec, task)
 
@@ -742,8 +759,7 @@ def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
 
 
 def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:
-    """Raises InvalidInput for more dimensions than the `width` of a model's vectors, or fewer than
-    one."""
+    """Raise InvalidInput unless `dimensions` is None or from 1 to the `width` of the vectors."""
     if dimensions is not None and not 0 < dimensions <= width:
         raise InvalidInput(
             f"`{field}` must be from 1 to {width}, the size of this model's "
@@ -753,6 +769,6 @@ def check_dimensions(width: int, dimensions: int | None, field: str = "dimension
 
 
 def check_positive(field: str, value: int | None) -> None:
-    """Raises InvalidInput for a number in this field of a request that is less than one."""
+    """Raise InvalidInput if the value of a request field is less than 1."""
     if value is not None and value < 1:
         raise InvalidInput(f"`{field}` must be 1 or more. Given: {value}", field=field)

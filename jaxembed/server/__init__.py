@@ -1,1 +1,1 @@
-"""The HTTP server: dialects over loaded models. Knows nothing of devices, buckets or tokenizers."""
+"""The HTTP server. It answers requests in the formats of several APIs with the loaded models."""

@@ -1,5 +1,4 @@
-"""What happens to every request around its handler: its id, CORS, the API key, the audit log. Knows
-no route."""
+"""The steps around each request's handler: request id, CORS, API keys and the audit log."""
 
 import hmac
 import ipaddress
@@ -32,11 +31,11 @@ OPEN_ROUTES = {
     "/openapi.json",
     "/api-doc/openapi.json",
 }
-KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # stand for the name of a key in the audit log
-GONE_STATUS = 499  # in the audit log, for a client that did not wait for its answer
-LONGEST_PATH, LONGEST_METHOD = 200, 20  # characters, in the audit log
-LONGEST_HOST = 255  # characters, in a message
-HOST = re.compile(  # a name whose parts DNS could hold, or an address of IPv4 or IPv6; and a port
+KEY_FLAG, ADMIN_FLAG = "--api-key", "--admin-key"  # key names in the audit log
+GONE_STATUS = 499  # audit-log status of a client that disconnected before the response
+LONGEST_PATH, LONGEST_METHOD = 200, 20  # maximum characters in the audit log
+LONGEST_HOST = 255  # maximum characters in an error message
+HOST = re.compile(  # a DNS name, an IPv4 or an IPv6 address, with an optional port
     r"(?P<name>[\w!$%&'()*+,;=~-]{0,63}(?:\.[\w!$%&'()*+,;=~-]{1,63})*\.?|\[[\da-f:.]+\])(?::\d*)?",
     re.ASCII | re.IGNORECASE,
 )
@@ -44,23 +43,27 @@ REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 
 
 class Access:
-    """What happens before and after the handlers of an app. Only one that `is_public` checks API
-    keys and answers what browsers ask first: the admin port has a key of its own, which its routes
-    check."""
+    """The steps before and after the handlers of one app.
+
+    If `is_public`, the app checks API keys and answers CORS preflight requests. The admin app is
+    not public; its routes call `check_admin_key`.
+    """
 
     def __init__(self, service: Service, *, is_public: bool):
         self._service = service
         self._is_public = is_public
         config = service.config
         self._needs_key = bool(config.api_keys) or service.keyring is not None
-        # Those asked for, else all of them if requests need a key: without one any page that a
-        # user opens could use the server on the user's machine.
+        # By default all origins if requests need a key, else none: without keys, any web page that
+        # the user opens could call a server on the user's machine.
         self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())
 
     async def begin(self) -> Response | None:
-        """Name the request, and refuse it or answer it at once if its head says so: what RFC 9112
-        forbids and the libraries let pass, a browser's question before it sends a key, and what
-        `_check_key` refuses. Raises BadRequest, and as `_check_key`."""
+        """Check the head of a request before its handler, and give the request its id.
+
+        Returns the response to a CORS preflight request, else None. Raises BadRequest for headers
+        that RFC 9112 forbids and the HTTP libraries accept. Raises also what `_check_key` raises.
+        """
         if self._service.audit is not None:
             g.started_at = time.monotonic()
             open_account(None)
@@ -72,15 +75,15 @@ class Access:
                 f"`Host` must be a name or an address, and may have a port after a colon; got "
                 f"`{host[:LONGEST_HOST]}`"
             )
-        # RFC 9112, section 6.3: proxies disagree about which counts, so that a part of the body may
-        # pass for another client's request.
+        # RFC 9112, section 6.3: proxies disagree about which header counts, so a part of the body
+        # could be read as another client's request (request smuggling).
         if "content-length" in headers and "transfer-encoding" in headers:
             g.closes = True
             raise BadRequest("send `Content-Length` or `Transfer-Encoding`, not both")
         if not self._is_public:
             return None
-        asks_first = request.method == "OPTIONS" and "access-control-request-method" in headers
-        if asks_first and self._origins:
+        is_preflight = request.method == "OPTIONS" and "access-control-request-method" in headers
+        if is_preflight and self._origins:
             allowed = {
                 "Access-Control-Allow-Methods": "GET, POST",
                 "Access-Control-Allow-Headers": "Authorization, Content-Type, X-Priority, "
@@ -94,10 +97,13 @@ class Access:
         return None
 
     def _check_key(self) -> None:
-        """Raises Unauthorized unless the request carries a key; and what `use_key` does for one of
-        the key file."""
+        """Check the API key of the request.
+
+        Raises Unauthorized if it is missing, unknown or expired. A key of the key file also raises
+        what `use_key` does: Forbidden and QuotaExceeded.
+        """
         keyring = self._service.keyring
-        if keyring is not None and (given := _given_key()) and (key := keyring.find(given)):
+        if keyring is not None and (sent_key := _sent_key()) and (key := keyring.find(sent_key)):
             quota = keyring.quota(key)
             g.key_name = key.name
             if key.is_expired(keyring.now()):
@@ -114,13 +120,14 @@ class Access:
         g.key_name = KEY_FLAG
 
     async def finish(self, response: Response) -> Response:
-        """Headers of every answer, errors included."""
+        """Add the headers that every response has, also an error, and return the response. Before
+        an error response, discard the rest of the request's body."""
         service, headers = self._service, response.headers
         if response.status_code >= 400:
             await discard_body()
         headers.add("x-request-id", g.get("request_id", "-"))
         if service.keyring is not None and (quota := g.get("quota")) is not None:
-            for state in quota.states():  # as OpenAI names the limits a minute of a key
+            for state in quota.states():  # OpenAI's header names
                 headers.add(f"x-ratelimit-limit-{state.kind}", str(state.limit))
                 headers.add(f"x-ratelimit-remaining-{state.kind}", str(state.remaining))
                 headers.add(f"x-ratelimit-reset-{state.kind}", duration(state.reset_s))
@@ -135,20 +142,20 @@ class Access:
                 headers["Access-Control-Allow-Origin"] = origin
         if self._origins:
             headers.add("Access-Control-Expose-Headers", "*")
-        # the next request of a connection should find another server when this one ends
+        # while the server drains, the client's next request should reach another server
         if g.get("closes") or (service.models.draining and request.http_version.startswith("1")):
             headers["Connection"] = "close"
         return response
 
     async def write_audit(self, error: BaseException | None) -> None:
-        """Write the line of the audit log about the request, unless its route is open. Its texts
-        are not in it, and its key is by name."""
+        """Write the request's line to the audit log, unless its route is open. The line names the
+        key, and has no text of the request. `error` is Quart's, and is not used."""
         audit = self._service.audit
         if audit is None or "started_at" not in g or _asks_open_route():
             return
         account = cast(BoundedBody, request.body).held.account
         assert account is not None
-        # Server.expire cancels what it answers with 503
+        # `Server.expire` cancels a request and answers it with 503
         is_late = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
         audit.write(
             {
@@ -167,17 +174,20 @@ class Access:
 
 
 def name_request() -> None:
-    """The client's id for the request if it sent a sane one, else one of ours."""
-    given = request.headers.get("x-request-id", "")
-    g.request_id = given if REQUEST_ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
+    """Set `g.request_id` to the client's `X-Request-Id` if that is valid, else to a random id."""
+    sent_id = request.headers.get("x-request-id", "")
+    g.request_id = sent_id if REQUEST_ID.fullmatch(sent_id) else f"{random.getrandbits(128):032x}"
 
 
 async def check_admin_key() -> None:
-    """Raises Unauthorized unless the request carries the admin key, or there is none: then only
-    the admin port, which is this machine's, has routes that need it, and no page may use them."""
+    """Raise Unauthorized if the admin key of the request is missing or wrong.
+
+    Without a configured key, only the admin port has routes that call this, and it listens on
+    loopback. Then raise Unauthorized for web pages and for other host names.
+    """
     key = current_service().config.admin_key
     if key is None:
-        # A page that was sent here by a name of its own (DNS rebinding) names that.
+        # After DNS rebinding, `Host` has the web page's name, not a loopback name.
         host = HOST.fullmatch(request.headers.get("host", ""))
         name = "" if host is None else host["name"].strip("[]").lower()
         if "origin" in request.headers or not is_loopback(name):
@@ -195,7 +205,7 @@ async def check_admin_key() -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name, can only mean this machine."""
+    """Return whether a host name or an IP address always means this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -203,32 +213,33 @@ def is_loopback(host: str) -> bool:
 
 
 def _carries_one_of(keys: Sequence[str]) -> bool:
-    """Whether the request carries one of the keys; it takes as long whichever it is."""
-    given = _given_key()
-    matches = [hmac.compare_digest(given, key.encode()) for key in keys]
+    """Return whether the request carries one of the keys. The duration does not show which one."""
+    sent_key = _sent_key()
+    matches = [hmac.compare_digest(sent_key, key.encode()) for key in keys]
     return any(matches)
 
 
-def _given_key() -> bytes:
-    """The key that the request carries; empty if it carries none."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Quart decodes headers as latin-1: this gives back the bytes the client sent.
-    return given.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+def _sent_key() -> bytes:
+    """Return the key in `Authorization: Bearer <key>`; empty if the request has none."""
+    scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
+    # Quart decodes headers as latin-1; encoding restores the bytes that the client sent.
+    return sent_key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
 def _asks_open_route() -> bool:
+    """Return whether the request reads an open route."""
     return request.method in ("GET", "HEAD", "OPTIONS") and is_open(request.path)
 
 
 def is_open(path: str) -> bool:
-    """Whether the path is that of a route that needs no key: it is neither traced nor audited."""
+    """Return whether the route of a path is open: it needs no key, and is not traced or audited."""
     return path in OPEN_ROUTES or path.startswith("/docs/")
 
 
 def duration(seconds: float) -> str:
-    """Seconds as OpenAI writes them: `120ms`, `8.64s`, `6m0s`, rounded up."""
-    thousandths = math.ceil(round(1000 * seconds, 3))
-    minutes, rest = divmod(thousandths, 60_000)
-    if not minutes and rest < 1000:
-        return f"{rest}ms"
-    return f"{minutes}m" * (minutes > 0) + f"{rest / 1000:g}s"
+    """Format seconds as OpenAI does: `120ms`, `8.64s`, `6m0s`. Round up to a millisecond."""
+    milliseconds = math.ceil(round(1000 * seconds, 3))
+    minutes, rest_ms = divmod(milliseconds, 60_000)
+    if not minutes and rest_ms < 1000:
+        return f"{rest_ms}ms"
+    return f"{minutes}m" * (minutes > 0) + f"{rest_ms / 1000:g}s"

@@ -1,4 +1,4 @@
-"""Puts the server together: routes, errors, access. Plain ASGI; knows no port and no signal."""
+"""Builds the ASGI apps of the server: the public app, the metrics app and the admin app."""
 
 import asyncio
 
@@ -48,14 +48,14 @@ BLUEPRINTS = (
 
 
 class ModelName(BaseConverter):
-    """A model's name in a path: any text, slashes included."""
+    """The converter of a model's name in a URL path: any text, slashes included."""
 
     regex = ".+"
     part_isolating = False
 
 
 class Server(Quart):
-    """A Quart that knows which of its requests are unanswered, so that it can be drained."""
+    """A Quart app that tracks its unanswered requests, so that the server can drain."""
 
     asgi_http_class = Exchange
     url_map_class = Routes
@@ -64,35 +64,37 @@ class Server(Quart):
         super().__init__(__name__, static_folder=None)
         self.url_map.merge_slashes = False  # a model may be named by a path: /v1/models//srv/model
         self.url_map.converters["model"] = ModelName
-        self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits it
+        self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits the body
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
         self.service = service
         self.capacity = service.models.capacity
         self.unanswered: set[asyncio.Task] = set()
-        self.expired = False
+        self.expired = False  # whether `expire` was called
 
     async def answered(self, timeout_s: float) -> int:
-        """Wait for the requests unanswered now, not for later ones; how many remain after all."""
+        """Wait up to `timeout_s` seconds for the requests that are unanswered now. Returns how many
+        remain."""
         if not self.unanswered:
             return 0
         _, remaining = await asyncio.wait(set(self.unanswered), timeout=timeout_s)
         return len(remaining)
 
     async def expire(self, timeout_s: float) -> None:
-        """Give up on the unanswered requests: each gets a 503 that says to try again."""
+        """Cancel the unanswered requests, so that each gets a 503. Waits up to `timeout_s` seconds
+        for the responses."""
         self.expired = True
         for task in self.unanswered:
             task.cancel()
         await self.answered(timeout_s)
 
     async def refuse_late(self, request: Request) -> ResponseTypes:
-        """The answer to a request that `expire` has cancelled."""
+        """Return the 503 response to a request that `expire` has cancelled."""
         error = ShuttingDown("the server shut down before it could answer; try again")
         async with self.request_context(request) as context:
             access.name_request()
-            refusal = await errors.refuse(error)
-            return await self.finalize_request(refusal, context, from_error_handler=True)
+            response = await errors.refuse(error)
+            return await self.finalize_request(response, context, from_error_handler=True)
 
 
 def create_app(
@@ -104,9 +106,12 @@ def create_app(
     audit: AuditLog | None = None,
     tracer: Tracer | None = None,
 ) -> Server:
-    """The app that serves `models`; with a `pool` of them also those that are loaded later, and,
-    if there is an admin key, the routes that load them. With a `keyring` requests need a key of it,
-    or of the config. A `tracer` traces the requests."""
+    """Build the public app, which serves `models`.
+
+    With a `pool` the app also serves the models that the pool loads later, and if the config has an
+    admin key, it has the admin routes. With a `keyring` a request needs a key of the keyring or of
+    the config. `audit` and `tracer` record the requests.
+    """
     fetcher = (
         MediaFetcher(
             config.media_hosts,
@@ -137,15 +142,14 @@ def create_app(
 
 
 def create_metrics_app(service: Service) -> Server:
-    """/metrics of a service alone, for a port of its own."""
+    """Build an app that has only /metrics, for a separate port."""
     app = Server(service)
     app.register_blueprint(ops.metrics_blueprint)
     return app
 
 
 def create_admin_app(service: Service) -> Server:
-    """The routes of a service that load models and take them out of memory, for a port of their
-    own."""
+    """Build an app that has only the routes that load and unload models, for a separate port."""
     app = Server(service)
     app.register_blueprint(triton.blueprint)
     _guard(app, is_public=False)
@@ -153,8 +157,7 @@ def create_admin_app(service: Service) -> Server:
 
 
 def _guard(app: Server, *, is_public: bool) -> None:
-    """Have the head of each request to the app looked at, and the request noted in the audit log,
-    if there is one."""
+    """Register the steps of `Access` on the app, with those of the audit log if there is one."""
     guard = access.Access(app.service, is_public=is_public)
     app.before_request(guard.begin)
     app.after_request(guard.finish)

@@ -1,4 +1,4 @@
-"""Turns each error into a status and a body, in the dialect of the route. No other file does."""
+"""Maps each exception to an HTTP status and a JSON body, in the error format of the route's API."""
 
 import logging
 from dataclasses import dataclass
@@ -47,11 +47,11 @@ Dialect = Literal["tei", "openai", "cohere"]
 
 
 class BadJson(InvalidInput):
-    """A body that is no JSON at all."""
+    """The body is not valid JSON, or has a `Content-Encoding`."""
 
 
 class BadField(InvalidInput):
-    """JSON of the wrong shape; the message names the path."""
+    """The body is JSON of the wrong shape. The message has the path of the wrong value."""
 
 
 class Unhealthy(JaxembedError):
@@ -59,23 +59,21 @@ class Unhealthy(JaxembedError):
 
 
 class PlaygroundOff(JaxembedError):
-    """The page is asked for on a server that does not have it."""
+    """The playground page was requested, and the server runs without it."""
 
 
 class LoadFailed(JaxembedError):
-    """A model that was to be loaded cannot be; Triton's status is that of a wrong request."""
+    """A model that an admin route should load cannot be loaded. As in Triton, the status is 400."""
 
 
 class Unauthorized(JaxembedError):
-    """No API key, not one of ours, or one that has expired."""
+    """The API key or the admin key is missing, unknown or expired."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """How one class of errors looks on the wire, and under which `err` it is counted.
-
-    Cohere's statuses are OpenAI's.
-    """
+    """The response to one class of errors, by API. Cohere's statuses are OpenAI's. `err` is the
+    label under which metrics count the failure; None means that they do not."""
 
     tei_status: int
     tei_type: str
@@ -86,8 +84,8 @@ class Reply:
     tei_prefix: str = ""
 
 
-LOAD_RETRY_S = 5  # after which to ask again for a model that is not in memory
-LONGEST_MESSAGE = 4000  # characters
+LOAD_RETRY_S = 5  # `Retry-After` if a model is not in memory
+LONGEST_MESSAGE = 4000  # maximum characters of an error message
 _SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _JSON_PREFIX = "Failed to parse the request body as JSON: "
 _BAD = "invalid_request_error"
@@ -124,12 +122,12 @@ REPLIES: dict[type[Exception], Reply] = {
 }
 # fmt: on
 
-REPOSITORY = "/v2/repository/"  # the routes of Triton, whose errors look like TEI's
+REPOSITORY = "/v2/repository/"  # Triton's routes; their errors have TEI's format
 
-# Routes that Infinity has without /v1; its errors look like OpenAI's.
+# Infinity's routes that lack /v1; their errors have OpenAI's format.
 UNPREFIXED = ("/embeddings", "/classify", "/models")
 
-COHERE = ("/v1/embed",)  # of Cohere, though not under /v2/
+COHERE = ("/v1/embed",)  # Cohere's routes that are not under /v2/
 
 HINTS = {
     404: "there is no such route as {path}; GET /docs lists those there are",
@@ -142,8 +140,11 @@ HINTS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """The dialect of a route's errors: Cohere's under /v2/ and on the routes of COHERE, OpenAI's on
-    others under /v1/ and on the routes of UNPREFIXED, TEI's on all others, and on Triton's."""
+    """Return the API whose error format the route at `path` has.
+
+    Triton's routes have TEI's format. Others under /v2/ and those in COHERE have Cohere's, those
+    under /v1/ and in UNPREFIXED have OpenAI's, and all others have TEI's.
+    """
     if path.startswith(REPOSITORY):
         return "tei"
     if path.startswith("/v2/") or path in COHERE:
@@ -152,32 +153,33 @@ def dialect_of(path: str) -> Dialect:
 
 
 async def refuse(error: Exception) -> Response:
-    """The answer to a request that failed with an error of ours or an unexpected one, counted."""
-    # the reply of the error's class, or of the nearest ancestor that has one
-    rule = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
+    """Build the response to an exception, and count the failure. Only the log has the details of an
+    unexpected exception."""
+    # the reply of the error's class, or of its nearest base class that has one
+    reply = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
     if (trace := current_trace()) is not None:
         trace.error = type(error).__name__
-    if rule.err is not None:
-        current_meter().telemetry.request_failure.labels(rule.err).inc()
+    if reply.err is not None:
+        current_meter().telemetry.request_failure.labels(reply.err).inc()
     dialect, request_id = dialect_of(request.path), g.get("request_id", "-")
     field, place = _places(error)
-    if rule.err != "inference":
-        # TEI's messages have no index, and it takes no images
-        is_as_tei = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
-        message = _clipped(_words(error, (field if is_as_tei else place) or "inputs"))
+    if reply.err != "inference":
+        # TEI names the field without an index; it has no errors about images
+        names_field_only = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
+        message = _clipped(_words(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
         logger.error("request %s failed: %s", request_id, error)
-    else:  # the message holds no internals, and the log gets the details
+    else:  # the client gets no internal details; the log has them
         message = (
             f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
         )
         logger.error("request %s met a bug", request_id, exc_info=error)
     if dialect == "tei":
-        status, message, kind = rule.tei_status, rule.tei_prefix + message, rule.tei_type
+        status, message, kind = reply.tei_status, reply.tei_prefix + message, reply.tei_type
     else:
-        status, kind = rule.openai_status, rule.openai_type
-    response = _response(dialect, status, message, kind, place, rule.code)
+        status, kind = reply.openai_status, reply.openai_type
+    response = _response(dialect, status, message, kind, place, reply.code)
     if isinstance(error, Overloaded):
         response.headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, ModelUnavailable):
@@ -190,8 +192,8 @@ async def refuse(error: Exception) -> Response:
 
 
 async def refuse_http(error: HTTPException) -> Response:
-    """The answer to an error of HTTP (404, 405, 413, 415, ...) as JSON, with what would be
-    right."""
+    """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). For the statuses in
+    HINTS, the message says what the client can change."""
     status = error.code or 500
     message = error.description or HTTPStatus(status).phrase
     if status in HINTS:
@@ -217,12 +219,12 @@ async def refuse_http(error: HTTPException) -> Response:
 def _response(
     dialect: Dialect, status: int, message: str, kind: str, param: str | None, code: str | None
 ) -> Response:
-    """An error as clients of the dialect read it."""
+    """Build an error response in the dialect's format. `param` is the path of the wrong value."""
     match dialect:
         case "openai":
-            shown = {"message": message, "type": kind, "param": param, "code": code}
-            # the message again, where clients of Voyage, Jina and Infinity look for it
-            body = {"error": shown, "detail": message}
+            details = {"message": message, "type": kind, "param": param, "code": code}
+            # clients of Voyage, Jina and Infinity read the message here
+            body = {"error": details, "detail": message}
         case "cohere":
             body = {"message": message}
         case "tei":
@@ -231,7 +233,8 @@ def _response(
 
 
 def _places(error: Exception) -> tuple[str | None, str | None]:
-    """The field at fault and the path of the input in it, each None if unknown."""
+    """Return the wrong field and the path of the wrong input in the body, such as `inputs` and
+    `inputs[3]`; None if unknown."""
     field, index = getattr(error, "field", None), getattr(error, "index", None)
     size = getattr(current_meter(), "size", None)
     if field is not None:
@@ -242,7 +245,8 @@ def _places(error: Exception) -> tuple[str | None, str | None]:
 
 
 def _words(error: Exception, field: str) -> str:
-    """The error in TEI's words if TEI has it, else its own message."""
+    """Return TEI's message for the error, else the error's own. `field` is the field or path to
+    name."""
     match error:
         case NoInputs():
             return f"`{field}` cannot be empty"
@@ -263,7 +267,7 @@ def _words(error: Exception, field: str) -> str:
             if before or after:
                 around = f"{list(before)} before and {list(after)} after"
                 reason = f"which puts special tokens around a text: {around}"
-            return (  # with the two ways to have such inputs accepted
+            return (  # the message names both ways to have the token ids accepted
                 f"`{field}` holds token ids that are not known to be of this model's tokenizer, "
                 f"{reason}. Send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length="
                 "False), or start the server with --accept-bare-token-ids to run the ids as they "
@@ -290,6 +294,6 @@ def _words(error: Exception, field: str) -> str:
 
 
 def _clipped(message: str) -> str:
-    """The message, without its middle if it is long: it may quote a value of any size."""
+    """Return the message, without its middle if it is long: it may quote a value of any size."""
     half = LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"

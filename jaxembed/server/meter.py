@@ -1,4 +1,4 @@
-"""The clock and the counters of one request. Knows no route and no body."""
+"""Measures one request: its durations, its counters and the lease on its model."""
 
 import asyncio
 import time
@@ -27,42 +27,42 @@ Method = Literal["single", "batch"]
 
 @dataclass(frozen=True)
 class RequestSize:
-    """The size of a request, for its metrics and headers."""
+    """The size of a request's inputs, for its metrics, headers and error messages."""
 
     method: Method
     characters: int  # Unicode code points of the texts, plus one for each token id
     field: str  # the field of the body that holds the inputs
 
     def place(self, index: int) -> str:
-        """The path of one input."""
+        """Return the path of the input with this index, such as `inputs[3]`."""
         return self.field if self.method == "single" else f"{self.field}[{index}]"
 
 
 @dataclass(eq=False, repr=False)
 class Meter(AbstractContextManager["Meter"]):
-    """Counts a request when it is accepted and when it is answered, or when its client goes away.
+    """The durations and counters of one request, recorded when the context ends.
 
-    It is counted for the model that was found, and before that for the first model that was loaded
-    at the start. From then on it has a lease on the model, until it is answered. `errors.refuse`
-    counts failures.
+    `find` takes a lease on the model, which the end returns. Metrics count the request for this
+    model, and before `find` for the first startup model if that is in memory. A client that
+    disconnects is counted here, other failures by `errors.refuse`.
     """
 
     service: Service
-    held: Held  # the memory of the whole HTTP request, of which this may be a part
+    held: Held  # memory of the whole HTTP request, which may have several meters
     started_at: float = field(default_factory=time.monotonic)
     trace: Trace | None = field(default_factory=current_trace)
 
-    # Set by `find`, the adapter if `model` names one. The name is that which answers carry.
+    # Set by `find`. `adapter` is the one that `model` names; responses carry `served_name`.
     loaded: LoadedModel = field(init=False)
     adapter: str | None = None
     served_name: str = field(init=False)
 
     size: RequestSize = field(init=False)  # set by `accept`
-    images: Sequence[Any] = ()  # the bytes of each of the request; set when they are read
-    route: str = field(init=False)  # of the model, which the request took; set when it is run
+    images: Sequence[Any] = ()  # the bytes of each image; set when they are read
+    route: str = field(init=False)  # the model's route that runs the request; set when it is run
 
     _lease: Residence | None = field(default=None, init=False)
-    _stages: list[tuple[str, float]] = field(default_factory=list, init=False)
+    _stages: list[tuple[str, float]] = field(default_factory=list, init=False)  # with seconds
 
     def __exit__(
         self,
@@ -70,12 +70,13 @@ class Meter(AbstractContextManager["Meter"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Return the lease, and record the durations and a client that disconnected."""
         if self._lease is not None:
             self._lease.give_back()
         telemetry = self.telemetry
         for stage, seconds in self._stages:
             telemetry.stage.labels(stage).observe(seconds)
-        if isinstance(error, asyncio.CancelledError):  # Quart cancels when the client is gone
+        if isinstance(error, asyncio.CancelledError):  # the client disconnected
             telemetry.request_failure.labels("dropped").inc()
 
     @property
@@ -89,7 +90,8 @@ class Meter(AbstractContextManager["Meter"]):
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
-        """Time a stage; observed at the end of the request, when its model is known."""
+        """Time a stage. The metrics receive the time when the request ends, because its model is
+        known then."""
         started_at = time.monotonic()
         try:
             yield
@@ -102,9 +104,11 @@ class Meter(AbstractContextManager["Meter"]):
     async def find(
         self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
     ) -> LoadedModel:
-        """The model that `Models.find` gives, loaded if it is not in memory; from now on the
-        request is counted for it. Raises as `ModelPool.lease`, and Forbidden if the request's key
-        may not use it."""
+        """Find the request's model, load it if needed, and take a lease on it.
+
+        Returns the model. The arguments are those of `Models.find`. Raises what `ModelPool.lease`
+        does, and Forbidden if the request's API key may not use the model.
+        """
         permitted = None if self.service.keyring is None else check_name(name)
         self._lease = await self.service.pool.lease(name, task, permitted, outputs)
         self.loaded = loaded = self._lease.loaded
@@ -119,18 +123,19 @@ class Meter(AbstractContextManager["Meter"]):
         return loaded
 
     def accept(self, size: RequestSize) -> None:
-        """Count the request as accepted by the model found."""
+        """Record the size of the request, and count the request as accepted by its model."""
         self.size = size
         self.loaded.telemetry.request_count.labels(size.method).inc()
 
     async def answer(self, answer: Embeddings | Scores, response: Awaitable[Response]) -> Response:
-        """The response that is made of the answer, timed and stamped."""
+        """Await the response, which encodes `answer`; time this stage, and `stamp` the response."""
         with self.time("encode"):
-            made = await response
-        return self.stamp(made, answer)
+            encoded = await response
+        return self.stamp(encoded, answer)
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
-        """Count the request as answered and tell the client where its time went."""
+        """Count the request as answered, and add its durations and counts to the response's
+        headers."""
         total_s = time.monotonic() - self.started_at
         telemetry = self.loaded.telemetry
         telemetry.request_success.labels(self.size.method).inc()
@@ -140,7 +145,7 @@ class Meter(AbstractContextManager["Meter"]):
         telemetry.request_inference.observe(answer.inference_s)
         plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * total_s)}"
         tokens = int(answer.num_tokens.sum())
-        response.headers.extend(  # `update` would look for each name first: 2 us a header
+        response.headers.extend(  # `update` searches for each name first, 2 us a header
             {
                 # in the form of TEI's header: `cpu+bfloat16`
                 "x-compute-type": f"{plan.device_name.lower().replace(' ', '-')}+{plan.dtype}",
@@ -165,7 +170,7 @@ class Meter(AbstractContextManager["Meter"]):
 
 
 def current_meter() -> Meter:
-    """The meter of the current request; the first call starts it."""
+    """Return the meter of the current request; the first call creates it."""
     if "meter" not in g:
         g.meter = Meter(current_service(), cast(BoundedBody, request.body).held)
     return g.meter

@@ -1,5 +1,4 @@
-"""The metrics of a server beside those of its models: of the process, and of the API keys and the
-audit log of one that has them."""
+"""Prometheus metrics of the process, the API keys and the audit log. Models have others."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -22,8 +21,8 @@ Labels = Mapping[str, str]
 
 @cache
 def process_registry() -> CollectorRegistry:
-    """The metrics of this process, under the names that every Prometheus client gives them, and
-    `jaxembed_build_info`. `process_` series are there on Linux only."""
+    """Return the metrics of this process, under Prometheus's standard names, and
+    `jaxembed_build_info`. Linux alone has those that begin with `process_`."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     (device, *_) = jax.local_devices()
@@ -39,14 +38,16 @@ def process_registry() -> CollectorRegistry:
 
 
 def access_registry(keyring: Keyring | None, audit: AuditLog | None) -> CollectorRegistry:
-    """The metrics of a keyring and of an audit log. The label `key` is the name of a key: there are
-    as many as the file has, and a key that leaves it takes its series along."""
+    """Return the metrics of a keyring and of an audit log; None leaves its metrics out. The label
+    `key` is the name of a key. The series of a key end when the key leaves the key file."""
     registry = CollectorRegistry()
     registry.register(_AccessMetrics(keyring, audit))
     return registry
 
 
 class _AccessMetrics(Collector):
+    """Reads the counters of the keyring and the audit log at each scrape."""
+
     def __init__(self, keyring: Keyring | None, audit: AuditLog | None):
         self._keyring, self._audit = keyring, audit
 
@@ -57,19 +58,19 @@ class _AccessMetrics(Collector):
             yield _counter(
                 "jaxembed_key_requests",
                 "Requests that a key opened",
-                [({"key": one.name}, one.requests) for one in quotas],
+                [({"key": quota.name}, quota.requests) for quota in quotas],
             )
             yield _counter(
                 "jaxembed_key_tokens",
                 "Tokens of a key's requests that were answered",
-                [({"key": one.name}, one.tokens) for one in quotas],
+                [({"key": quota.name}, quota.tokens) for quota in quotas],
             )
             yield _counter(
                 "jaxembed_key_refused",
                 "Requests refused because of what their key may use",
                 [
-                    ({"key": one.name, "reason": reason}, one.refused[reason])
-                    for one in quotas
+                    ({"key": quota.name, "reason": reason}, quota.refused[reason])
+                    for quota in quotas
                     for reason in REFUSAL_REASONS
                 ],
             )
@@ -78,8 +79,8 @@ class _AccessMetrics(Collector):
                 "Inputs of a key admitted and not answered",
                 labels=["key"],
             )
-            for one in quotas:
-                waiting.add_metric([one.name], one.waiting)
+            for quota in quotas:
+                waiting.add_metric([quota.name], quota.waiting)
             yield waiting
             yield _counter(
                 "jaxembed_unknown_keys",
@@ -113,7 +114,8 @@ class _AccessMetrics(Collector):
 
 
 def _counter(name: str, text: str, values: Iterable[tuple[Labels, int | float]]) -> Metric:
-    """A counter without the suffix `_total`, as those of TEI are."""
+    """Return a counter whose name lacks the suffix `_total`, as in TEI. `values` are pairs of
+    labels and a count."""
     family = CounterMetricFamily(name, text)
     family.samples += [Sample(name, dict(labels), float(value)) for labels, value in values]
     return family

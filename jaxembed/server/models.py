@@ -1,4 +1,4 @@
-"""`Models` at the path by which programs import it, as `examples/ray_serve.py` does."""
+"""The import path of `Models` for programs such as examples/ray_serve.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,10 @@ from jaxembed.server.registry.models import Models as LoadedModels
 
 
 class Models(LoadedModels):
-    """The models of a server, which may be Embedders."""
+    """The models of a server, given as Embedders or as LoadedModels."""
 
     def __init__(
         self, models: Sequence[Embedder | LoadedModel] = (), *arguments: Any, **options: Any
     ):
-        loaded = [one.model if isinstance(one, Embedder) else one for one in models]
+        loaded = [model.model if isinstance(model, Embedder) else model for model in models]
         super().__init__(loaded, *arguments, **options)

@@ -1,9 +1,9 @@
-"""Sends spans of requests and batches to an OpenTelemetry receiver. Imported only with
-`--otlp-endpoint`, because it needs the extra `otel`.
+"""Sends OpenTelemetry spans of requests and batches to a receiver.
 
-Spans are made when a request or a batch has ended, from what was noted of it: a request that is not
-sampled costs the sampler's decision and no more. A thread of the exporter sends them. If the
-receiver is slow, or gone, they are dropped.
+The module needs the extra `otel`, and is imported only with `--otlp-endpoint`. A span is built from
+recorded times when its request or batch has ended, so a request that is not sampled costs only the
+sampler's decision. A thread of the exporter sends the spans. Spans are dropped while the receiver
+is slow or unreachable.
 """
 
 import logging
@@ -43,12 +43,12 @@ logger = logging.getLogger(__name__)
 
 Protocol = Literal["grpc", "http/protobuf"]
 
-COMPLAINT_S = 60.0  # between two log lines about a receiver that takes no spans
-CLOCK_STEP_NS = 1_000_000  # changes of the clock that are taken over
+COMPLAINT_S = 60.0  # minimum time between two log lines about a failing receiver
+CLOCK_STEP_NS = 1_000_000  # changes of the system clock up to this are ignored
 HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's word
-FAILED_STATUS = 500  # of HTTP, from which on a span has failed
-OPERATIONS = {"embed": "embeddings"}  # OpenTelemetry's word for a task; others keep ours
+UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name for other methods
+FAILED_STATUS = 500  # the lowest HTTP status that marks a span as failed
+OPERATIONS = {"embed": "embeddings"}  # OpenTelemetry's names of tasks; other tasks keep their names
 
 # The attributes of spans. Names without `jaxembed.` are those of OpenTelemetry's semantic
 # conventions; those that begin with `gen_ai.` are in development there and may change.
@@ -76,20 +76,21 @@ ATTRIBUTES = {
     "served_model": "jaxembed.model",
 }
 
-# traceparent as clients write it; the propagator judges all others
+# A traceparent of version 00: trace id, span id, flags. The propagator parses all others.
 PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
 
-_EMPTY = Context()  # so that no span of another library is taken for a parent
+_EMPTY = Context()  # explicit, so that another library's current span does not become the parent
 _W3C = TraceContextTextMapPropagator()
 
 
 def _harmless(
     method: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made | None]:
-    """The method, which now logs what it raises: a span that cannot be made fails no request."""
+    """Make a method log its exceptions and return None, so that a request succeeds even if its span
+    cannot be built."""
 
     @wraps(method)
     def harmless(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made | None:
@@ -103,14 +104,12 @@ def _harmless(
 
 
 class OtlpTracer:
-    """Makes spans with OpenTelemetry and sends them to a receiver. See Tracer for its methods.
-
-    The sampler and the exporters read OpenTelemetry's own environment variables.
-    """
+    """Builds spans with OpenTelemetry and sends them to a receiver. Implements Tracer.
+    OpenTelemetry's environment variables configure the sampler and the exporters."""
 
     def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
-        """`endpoint` is a URL; with http/protobuf that of the route that takes spans."""
-        # or the library would log a line for each batch of spans that could not be sent
+        """`endpoint` is the receiver's URL; with http/protobuf, the URL of its route for spans."""
+        # else the library logs a line for each batch of spans that it cannot send
         library = logging.getLogger("opentelemetry")
         library.handlers, library.propagate = [_Complaints()], False
         resource = Resource.create(
@@ -122,21 +121,24 @@ class OtlpTracer:
             else HttpExporter(endpoint=endpoint)
         )
         self._processor = BatchSpanProcessor(exporter)
-        deciding = TracerProvider(resource=resource, shutdown_on_exit=False)
-        recording = TracerProvider(ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        for provider in (deciding, recording):
+        sampling = TracerProvider(resource=resource, shutdown_on_exit=False)
+        recording_all = TracerProvider(ALWAYS_ON, resource=resource, shutdown_on_exit=False)
+        for provider in (sampling, recording_all):
             provider.add_span_processor(self._processor)
-        self._sampler = deciding.sampler
-        self._follows_parents = isinstance(deciding.sampler, ParentBased)  # as the client says
+        self._sampler = sampling.sampler
+        self._follows_parents = isinstance(sampling.sampler, ParentBased)  # obeys the client
         name, version = "jaxembed", metadata.version("jaxembed")
-        self._requests = deciding.get_tracer(name, version)
-        self._parts = recording.get_tracer(name, version)  # of what was sampled already
+        self._request_tracer = sampling.get_tracer(name, version)
+        self._child_tracer = recording_all.get_tracer(name, version)  # records every span
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     @_harmless
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
-        """Ask the sampler, which knows the client's `traceparent`; a malformed one is ignored.
-        Open routes are not traced."""
+        """Start the span of a request with this ASGI scope, if the sampler selects it.
+
+        Returns its trace, or None if it is not traced. Open routes are not traced. A malformed
+        `traceparent` is ignored.
+        """
         method = scope["method"]
         if method in ("GET", "HEAD") and is_open(scope["path"]):
             return None
@@ -144,7 +146,7 @@ class OtlpTracer:
         parent = self._parent(scope["headers"])
         if parent is None:
             return None
-        span = self._requests.start_span(
+        span = self._request_tracer.start_span(
             method, parent, SpanKind.SERVER, start_time=self._ns(started_at)
         )
         if not span.is_recording():
@@ -155,12 +157,13 @@ class OtlpTracer:
 
     @_harmless
     def end(self, trace: Trace, route: str | None) -> None:
-        """Make the children of the SERVER span from the stages, complete it, and end both."""
+        """End the request's span, and build a child span for each stage. `route` is the pattern of
+        the request's path; None if no route matched."""
         ended_at = time.monotonic()
         span, method = trace.span
         parent = set_span_in_context(span, _EMPTY)
         for stage in trace.stages:
-            self._parts.start_span(
+            self._child_tracer.start_span(
                 stage.name,
                 parent,
                 links=[Link(context) for context in stage.links],
@@ -168,31 +171,32 @@ class OtlpTracer:
             ).end(self._ns(stage.ended_at))
         name = "HTTP" if method == UNKNOWN_METHOD else method
         span.update_name(name if route is None else f"{name} {route}")
-        facts: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "route": route,
             "status": trace.status,
             "error": trace.error,
             "request_id": trace.request_id,
         }
         if trace.model is not None:
-            facts |= {"model": trace.model, "lane": trace.lane}
+            attributes |= {"model": trace.model, "lane": trace.lane}
             if trace.task is not None:
                 operation = OPERATIONS.get(trace.task, trace.task)
-                facts |= {"operation": operation, "provider": "jaxembed"}
+                attributes |= {"operation": operation, "provider": "jaxembed"}
             if trace.inputs:
-                facts |= {"tokens": trace.tokens, "inputs": trace.inputs}
-                facts |= {"truncated": trace.truncated, "cached": trace.cached}
-        _set(span, **facts)
+                attributes |= {"tokens": trace.tokens, "inputs": trace.inputs}
+                attributes |= {"truncated": trace.truncated, "cached": trace.cached}
+        _set(span, **attributes)
         if trace.status is None or trace.status >= FAILED_STATUS:
             span.set_status(StatusCode.ERROR)
         span.end(self._ns(ended_at))
 
     @_harmless
     def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
-        """Make the span of the batch, in a trace of its own, with links to some of the requests."""
-        requests = dict.fromkeys(ticket.trace for ticket in tickets)
-        contexts = [one.span[0].get_span_context() for one in list(requests)[:MOST_LINKS]]
-        span = self._parts.start_span(
+        """Build the span of a batch in a separate trace, with links to some of its requests. Append
+        the run to each future's trace."""
+        traces = dict.fromkeys(ticket.trace for ticket in tickets)
+        contexts = [trace.span[0].get_span_context() for trace in list(traces)[:MOST_LINKS]]
+        span = self._child_tracer.start_span(
             "batch",
             _EMPTY,
             links=[Link(context) for context in contexts],
@@ -214,7 +218,8 @@ class OtlpTracer:
             ticket.runs.append((run, span.get_span_context()))
 
     def close(self, timeout_s: float) -> None:
-        """Send what was not sent yet. What takes longer is lost, and logged."""
+        """Send the remaining spans, for at most `timeout_s` seconds. The rest is lost, and this is
+        logged."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
@@ -222,9 +227,10 @@ class OtlpTracer:
             logger.warning("the last spans were not sent within %g s", timeout_s)
 
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
-        """The parent that the client names, if any; None if the sampler refuses its requests.
+        """Return the context of the client's span, empty without a valid one; None if the sampler
+        refuses the request.
 
-        That is known before tracestate is read and a span is made, which would take longer.
+        The sampler decides first, because parsing `tracestate` and starting a span take longer.
         """
         parents = [value for name, value in headers if name == b"traceparent"]
         if len(parents) != 1:
@@ -237,17 +243,15 @@ class OtlpTracer:
                 return None
             client_span = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
             context = set_span_in_context(client_span, _EMPTY)
-            answer = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
-            if not answer.decision.is_sampled():
+            result = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
+            if not result.decision.is_sampled():
                 return None
         states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
         return _W3C.extract({"traceparent": [parent], "tracestate": states}, _EMPTY)
 
     def _ns(self, at: float) -> int:
-        """A time.monotonic() as nanoseconds since 1970, by the clock as it is set now.
-
-        Small changes of the clock are left out, so that equal times stay equal.
-        """
+        """Convert a time of time.monotonic() to nanoseconds since 1970 by the system clock. Changes
+        of the system clock up to CLOCK_STEP_NS are ignored, so that equal times stay equal."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
             self._offset_ns = offset_ns
@@ -255,26 +259,27 @@ class OtlpTracer:
 
 
 class _Complaints(logging.Handler):
-    """Logs what the exporter complains of as ours, one line in COMPLAINT_S seconds at most."""
+    """Logs the exporter's warnings as jaxembed's, at most one line every COMPLAINT_S seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._next_at = -math.inf
-        self._unlogged = 0
+        self._skipped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log the first line of the record, with the number of those not logged before it."""
+        """Log the record's first line, and the number of records skipped since the last log
+        line."""
         if time.monotonic() < self._next_at:
-            self._unlogged += 1
+            self._skipped += 1
             return
         self._next_at = time.monotonic() + COMPLAINT_S
-        more = f" ({self._unlogged} more such lines before)" if self._unlogged else ""
-        self._unlogged = 0
+        more = f" ({self._skipped} more such lines before)" if self._skipped else ""
+        self._skipped = 0
         words = record.getMessage().splitlines()[:1]
         logger.warning("OpenTelemetry: %s%s", "".join(words), more)
 
 
 def _set(span: Span, **values: Any) -> None:
-    """Set the attributes that have a value, by their keys in ATTRIBUTES."""
-    given = {ATTRIBUTES[name]: value for name, value in values.items() if value is not None}
-    span.set_attributes(given)
+    """Set the attributes of a span by their names in ATTRIBUTES. Values of None are left out."""
+    attributes = {ATTRIBUTES[name]: value for name, value in values.items() if value is not None}
+    span.set_attributes(attributes)

@@ -1,8 +1,9 @@
-"""Runs the app on Hypercorn until a signal, then drains. Tells a supervisor such as systemd what
-the server does, by the protocol of sd_notify. Knows sockets and signals, but no routes.
+"""Runs the server on Hypercorn until a signal, then drains.
 
-To drain is to refuse new requests while those already admitted are answered. Then the server closes
-its connections. A watchdog ends the process if anything keeps it running too long.
+The server reports its state to a supervisor such as systemd with the sd_notify protocol.
+
+While the server drains, it refuses new requests and answers those already admitted. Then it closes
+its connections. A watchdog ends the process if this takes too long.
 """
 
 import asyncio
@@ -37,13 +38,13 @@ from jaxembed.server.service import Service
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
-CLOSE_S = 5.0  # for connections to close once the drain is over
-FLUSH_S = 3.0  # for the last spans to be sent
-WATCHDOG_S = 4 * CLOSE_S  # after the drain: late requests, connections, engine; logs and spans
+CLOSE_S = 5.0  # for connections to close after the drain
+FLUSH_S = 3.0  # to send the last spans
+WATCHDOG_S = 4 * CLOSE_S  # after the drain, for late requests, connections, engines, logs and spans
 BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 MAX_HEADER_BYTES = 64 * 1024
-READY, STOPPING, ALIVE = "READY=1", "STOPPING=1", "WATCHDOG=1"  # what a supervisor is told
+READY, STOPPING, ALIVE = "READY=1", "STOPPING=1", "WATCHDOG=1"  # states of sd_notify
 
 
 def run(
@@ -60,11 +61,11 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
-    `listener` is a socket that is already bound, so that the port is reserved while the models
-    load; None means that the address in `config` is bound now. `load`, `limits` and `describe` are
-    as in ModelPool. SIGHUP has the file of the `keyring` read and the `audit` log opened again. A
-    `tracer` traces the requests, and is closed at the end. Raises BackendError if a model cannot be
-    compiled, ConfigError if a port cannot be bound, and the error of a server that fails.
+    `listener` is a bound socket, which reserves the port while the models load; None means that the
+    address in `config` is bound now. `load`, `limits` and `describe` are as in ModelPool. On SIGHUP
+    the `keyring` reads its file and `audit` reopens its log. `tracer` traces the requests, and is
+    closed at the end. Raises BackendError if a model cannot be compiled, ConfigError if a port
+    cannot be bound, and the error of a server that fails.
     """
     pool = ModelPool(models, load, limits, describe)
     listener = listener or listen(config.host, config.port)
@@ -77,7 +78,7 @@ def run(
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         failures = runner.run(_serve_until_stopped(app, listener))
     if keyring is not None or audit is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nobody reads anything again
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the event loop that handled it has ended
     models.close(timeout_s=CLOSE_S)
     if keyring is not None:
         keyring.close()
@@ -108,24 +109,24 @@ async def serve(
     try:
         if config.prometheus_port is not None:
             metrics = create_metrics_app(app.service)
-            port = listen(config.host, config.prometheus_port, flag="--prometheus-port")
-            servers.append(_start(metrics, port, closing, path="/metrics"))
+            bound = listen(config.host, config.prometheus_port, flag="--prometheus-port")
+            servers.append(_start(metrics, bound, closing, path="/metrics"))
         if config.admin_port is not None:
             admin = create_admin_app(app.service)
-            port = listen(LOOPBACK, config.admin_port, flag="--admin-port")
-            servers.append(_start(admin, port, closing, path="/v2/repository/index"))
-        waiting = asyncio.create_task(shutdown.wait())
-        ended, _ = await asyncio.wait({waiting, *servers}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting not in ended:
-            waiting.cancel()
+            bound = listen(LOOPBACK, config.admin_port, flag="--admin-port")
+            servers.append(_start(admin, bound, closing, path="/v2/repository/index"))
+        stopping = asyncio.create_task(shutdown.wait())
+        ended, _ = await asyncio.wait({stopping, *servers}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping not in ended:
+            stopping.cancel()
             for server in ended:
-                server.result()  # raises the error of one that failed
+                server.result()  # raises the error of a server that failed
         models.drain()
         logger.info("draining %d requests", len(app.unanswered))
-        if left := await app.answered(config.drain_timeout_s):
+        if unanswered := await app.answered(config.drain_timeout_s):
             logger.warning(
                 "%d requests not answered within %g s; raise --drain-timeout",
-                left,
+                unanswered,
                 config.drain_timeout_s,
             )
             await app.expire(CLOSE_S)
@@ -143,10 +144,10 @@ async def serve(
 
 
 async def _sample(service: Service) -> None:
-    """Record every SAMPLE_S seconds what the models have done and the delay of the event loop, and
-    return freed memory to the system while there are no requests.
+    """Every SAMPLE_S seconds, record the models' counters and the delay of the event loop.
 
-    It runs until it is cancelled. An error is logged and does not end it.
+    Also evict models that are due, and return freed memory to the system while there are no
+    requests. Runs until it is cancelled; errors are logged.
     """
     delay_s = 0.0
     trimmer = memory.Trimmer()
@@ -164,10 +165,10 @@ async def _sample(service: Service) -> None:
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
-    """A socket bound to the address; port 0 means any free port.
+    """Return a socket that is bound to the address; port 0 means any free port.
 
-    It refuses connections until a server is started on it. Raises ConfigError if the address cannot
-    be bound; the message names `flag` if the port is the reason.
+    Clients cannot connect until a server starts on the socket. Raises ConfigError if the address
+    cannot be bound; the message names `flag` if the port is the reason.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -189,7 +190,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """The URL of the address that the socket is bound to."""
+    """Return the URL of the address that the socket is bound to."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -197,22 +198,20 @@ def url(listener: socket.socket) -> str:
 def _start(
     app: Server, listener: socket.socket, closing: asyncio.Event, path: str = ""
 ) -> asyncio.Task:
-    """Start a server on a bound socket. Its task ends after `closing` is set.
-
-    `path` is shown after the URL in the log.
-    """
+    """Start a server for the app on a bound socket, and return its task. The task ends after
+    `closing` is set. The log shows `path` after the URL."""
     use_connections()
     listener.listen(BACKLOG)
     logger.info("listening on %s%s", url(listener), path)
     log = logging.getLogger("hypercorn.error")
     log.setLevel(logging.WARNING)  # its INFO names file descriptors, not addresses
     settings = Config.from_mapping(
-        bind=[f"fd://{listener.detach()}"],  # which Hypercorn owns from now on
+        bind=[f"fd://{listener.detach()}"],  # Hypercorn owns the descriptor from now on
         backlog=BACKLOG,
         keep_alive_timeout=KEEP_ALIVE_S,
         keep_alive_max_requests=sys.maxsize,
         graceful_timeout=CLOSE_S / 2,  # `serve` has waited for the requests by then
-        max_app_queue_size=2,  # pieces of a body, beside those that `BoundedBody` keeps
+        max_app_queue_size=2,  # pieces of a body, in addition to those in `BoundedBody`
         h11_max_incomplete_size=MAX_HEADER_BYTES,
         accesslog=None,
         errorlog=log,
@@ -223,15 +222,13 @@ def _start(
 
 
 async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[BackendError]:
-    """Serve until SIGTERM or SIGINT, or until a model fails to compile.
-
-    Returns an error for each model that failed to compile; the list is empty after a signal.
-    """
+    """Serve until SIGTERM or SIGINT, or until a model fails to compile. Returns an error for each
+    model that failed to compile; the list is empty after a signal."""
     models, config = app.service.models, app.service.config
     keyring, audit = app.service.keyring, app.service.audit
     shutdown = asyncio.Event()
     loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    old_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     lines = _ready_lines(models, config, url(listener))
 
     def tell_if_ready() -> None:
@@ -243,13 +240,13 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     def stop() -> None:
         shutdown.set()
         tell(config.notify_socket, STOPPING)
-        # a thread inside native code can be neither stopped nor joined: the process ends anyway
+        # a thread in native code cannot be stopped or joined, so the watchdog ends the process
         seconds = config.drain_timeout_s + WATCHDOG_S
         reason = f"still running {seconds:g} s after the signal; exiting"
         watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
         watchdog.daemon = True
         watchdog.start()
-        for number, handler in before.items():  # a second signal ends the process at once
+        for number, handler in old_handlers.items():  # a second signal ends the process at once
             loop.remove_signal_handler(number)
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -262,7 +259,7 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     if keyring is not None:
-        keyring.watch()  # which sees what has changed while SIGHUP was ignored
+        keyring.watch()  # it also notices changes from while SIGHUP was ignored
     if audit is not None:
         audit.reopen()
     if keyring is not None or audit is not None:
@@ -279,9 +276,10 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
 
 
 def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator[str]:
-    """The log lines that tell a newcomer what is served, and where to try it and read about it."""
-    for one in models:
-        yield f"ready: {one.name} on {one.device} in {one.dtype}"
+    """Yield log lines with the models and the URLs of the documentation and playground. A wildcard
+    host in `address`, the server's URL, becomes the loopback address."""
+    for model in models:
+        yield f"ready: {model.name} on {model.device} in {model.dtype}"
     for wildcard, local in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         address = address.replace(wildcard, local)
     yield f"API documentation: {address}/docs"
@@ -292,19 +290,20 @@ def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator
 def _watch_readiness(
     models: Models, ready: Callable[[], object], stop: Callable[[], object]
 ) -> list[BackendError]:
-    """Call `ready` after each model that becomes ready, and `stop` if one fails to.
+    """Call `ready` after each model that becomes ready, and `stop` if a model fails to compile.
 
-    Returns at once. The list that it returns is empty, and gets an error for each such model later.
+    Threads wait for the models. Returns at once an empty list, to which each failing model adds an
+    error later.
     """
     failures: list[BackendError] = []
 
     def watch(loaded: LoadedModel) -> None:
         try:
             loaded.wait_ready()
-            gc.freeze()  # all this stays; a collection that walked it would stop the loop for 50 ms
+            gc.freeze()  # garbage collections that scan these objects would stop the loop for 50 ms
             ready()
         except Exception as error:
-            if not loaded.draining:  # else it was told to stop before it was ready
+            if not loaded.draining:  # a draining model was stopped before it was ready
                 reason = str(error).splitlines()[0]
                 failures.append(BackendError(f"{loaded.name} could not be compiled: {reason}"))
                 failures[-1].__cause__ = error
@@ -316,8 +315,8 @@ def _watch_readiness(
 
 
 def tell(address: str | None, state: str) -> None:
-    """Send a state to the socket at `address`, a path, or a name that begins with "@". None: there
-    is no supervisor. What goes wrong is logged, and the server runs on."""
+    """Send a state of sd_notify to the supervisor's socket, and log errors. `address` is a path or
+    an abstract name that begins with "@"; None means no supervisor."""
     if address is None:
         return
     name = f"\0{address[1:]}" if address.startswith("@") else address
@@ -331,10 +330,10 @@ def tell(address: str | None, state: str) -> None:
 async def feed_watchdog(
     address: str | None, interval_s: float | None, is_alive: Callable[[], bool]
 ) -> None:
-    """Tell the supervisor ALIVE twice in each `interval_s` seconds, but not while `is_alive` is
-    False: after such an interval of silence it ends the process.
+    """Tell the supervisor ALIVE twice in each `interval_s` seconds while `is_alive` is True.
 
-    It runs until it is cancelled. Without a supervisor or an interval it returns at once.
+    The supervisor ends the process if it is not told for `interval_s` seconds. Runs until it is
+    cancelled. Without an address or an interval it returns at once.
     """
     while address is not None and interval_s is not None:
         if is_alive():

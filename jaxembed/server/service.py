@@ -1,4 +1,4 @@
-"""What every route needs: the models, the settings, what they did of late. Knows no route."""
+"""The objects that all routes share: the models, the settings and the recent counters."""
 
 from dataclasses import dataclass, field
 
@@ -16,18 +16,18 @@ from jaxembed.server.registry.pool import ModelPool
 
 @dataclass(frozen=True)
 class Service:
-    """The models, served."""
+    """The models of a server, with the objects that the routes need to serve them."""
 
     models: Models
     config: ServerConfig
     pool: ModelPool
     history: History = field(default_factory=History)
-    keyring: Keyring | None = None  # the keys of a file, if there is one
+    keyring: Keyring | None = None  # the keys of the key file; None: there is none
     audit: AuditLog | None = None
     tracer: Tracer | None = None  # None: no request is traced
     fetcher: MediaFetcher | None = None  # None: no URL of an image is fetched
 
 
 def current_service() -> Service:
-    """The service of the app that handles the current request."""
+    """Return the service of the app that handles the current request."""
     return current_app.service  # pyright: ignore[reportAttributeAccessIssue]

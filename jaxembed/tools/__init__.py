@@ -1,1 +1,1 @@
-"""Tools beside the server: doctor, tuning, verification, known models."""
+"""Command-line tools: doctor, tuning, verification, known models."""

@@ -34,16 +34,16 @@ VERIFIED = {
     "size": "random weights of its size and family, compared with a reference",
     "family": "smaller models of its family with random weights, compared with a reference",
 }
-SHORT = 2  # letters of a word that is only compared with whole words, such as the code `de`
+SHORT = 2  # a word of at most this many letters, such as `de`, only matches whole words
 
 
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A published model. A fact that no source states is None, or empty.
 
-    `type` is the `model_type` of its config.json, `static` for static embeddings. `languages` are
-    codes of ISO 639. `prompts` are the texts that the authors put before a query or a document, or
-    the default instruction of a reranker. `verified` is a key of VERIFIED. `sources` holds the
-    facts by the source that states them.
+    `type` is the `model_type` of its config.json, or `static` for static embeddings. `languages`
+    are codes of ISO 639. `prompts` are the texts that the authors put before a query or a document,
+    or the default instruction of a reranker. `verified` is a key of VERIFIED. `sources` holds the
+    names of the facts that each source states.
     """
 
     name: str
@@ -62,7 +62,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def kind(self) -> Kind:
-        """The group of the table that the model is in."""
+        """The group of models in the table that the model belongs to."""
         if self.task == "rerank":
             return "reranker"
         return KIND_OF_TYPE.get(self.type) or KIND_OF_OUTPUT.get(self.outputs[0], "embedder")
@@ -78,18 +78,19 @@ class KnownModels(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def search(self, words: Sequence[str]) -> list[KnownModel]:
         """Return the models to which every word applies, in the order of the table.
 
-        The full name of a model, or what follows the owner in it, means that model alone. Of other
-        words, one of up to two letters is a language code or another whole word. A longer one
-        may also be part of the name, or the beginning of anything else that is known: a language,
-        the `model_type`, the task, an output, the kind, the licence.
+        If the words are the name of a model, with or without its owner, return that model alone.
+        Otherwise a word of up to two letters must be a language code or another whole word. A
+        longer word may also be a part of the name, or the beginning of another fact: a language,
+        the `model_type`, the task, an output, the kind or the licence.
         """
-        named = " ".join(words).lower()
+        full_name = " ".join(words).lower()
         for model in self.models:
-            if named in (model.name.lower(), model.name.lower().split("/")[-1]):
+            if full_name in (model.name.lower(), model.name.lower().split("/")[-1]):
                 return [model]
         return [model for model in self.models if all(self._applies(word, model) for word in words)]
 
     def _applies(self, word: str, model: KnownModel) -> bool:
+        """Return whether a word matches a fact of the model, by the rules of `search`."""
         names = (self.languages[code] for code in model.languages)
         facts = (model.type, model.task, *model.outputs, model.kind, model.licence or "", *names)
         texts = [text.lower() for text in (model.name, *facts)]

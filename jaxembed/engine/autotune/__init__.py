@@ -1,1 +1,1 @@
-"""Measures costs and chooses kernels, dtypes and what to compile first."""
+"""Measures bucket costs, and chooses dtypes, kernels and the order of compilation."""

@@ -1,4 +1,4 @@
-"""Chooses the dtype and the default token budget of a batch; a CPU is measured once."""
+"""Chooses the dtype and the default token budget of a batch, on a CPU by its measured speed."""
 
 import json
 import logging
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, as TEI's
 ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second; only ratios matter until a timing
 LEAST_TOKENS = 256  # smallest default token budget
-BATCH_S = 0.15  # target time of a full batch on a CPU, in which nothing else runs
-SHARE_REACHED = 0.3  # share of the rate of a single product that a whole model reaches
+BATCH_S = 0.15  # target time of a full batch on a CPU, during which nothing else runs
+SHARE_REACHED = 0.3  # FLOP/s of a whole model as a share of those of a single matrix product
 # The native kernels reach a larger share: with it BERT-base gets 1024 tokens in the target time
 # instead of 256, and abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
 NATIVE_SHARE = 0.7
 NATIVE_TOKENS = 1024  # largest token budget that the native kernels' share may give
 SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
-PRODUCT_RUNS = 30  # the fastest counts, because the machine may be busy
-MEASURE_S = 0.2  # a slow product runs for so much CPU time of each core, at least three times
-WAIT_S = 2.0  # where it gets little CPU time, it runs for so long
+PRODUCT_RUNS = 30  # the fastest run counts, because the machine may be busy
+MEASURE_S = 0.2  # a slow product runs until it has taken this CPU time on each core
+WAIT_S = 2.0  # a product that gets little CPU time runs until these seconds have passed
 # A neighbour on the same core slows a product down although nothing waits: one of five starts on a
 # quiet virtual machine measured half the rate. So there are several rounds, which must agree.
 ROUNDS = 2
-MOST_APART = 1.25  # the fastest round by the slowest
+MOST_APART = 1.25  # largest ratio of the fastest round to the slowest
 # bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
 # AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
@@ -44,18 +44,18 @@ CLEARLY_FASTER = 1.2
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast this CPU multiplies."""
+    """The speed of this CPU in matrix products."""
 
     flops: float  # floating-point operations per second
     sure: bool  # False for an estimate, because other programs used the cores
 
 
 class Calibration:
-    """Chooses the dtype and the default token budget for a device; a CPU by its speed.
+    """Chooses the dtype and the default token budget for a device, on a CPU by its speed.
 
-    A CPU is measured once for each dtype, by a product. The rates are kept in `cache_dir`, if
-    given, because rates that vary from start to start would give other buckets, which would have to
-    be compiled again. Estimates are not kept.
+    The speed of a CPU is measured once for each dtype, by a matrix product. The rates are saved in
+    `cache_dir`, if given: rates that vary from start to start would give other buckets, which would
+    have to be compiled again. Estimated rates are not saved.
     """
 
     def __init__(self, device: Device, cache_dir: Path | None = None):
@@ -65,13 +65,13 @@ class Calibration:
 
     @property
     def sure(self) -> bool:
-        """Whether no choice so far was made from an estimate."""
+        """Whether all rates used so far were measured, and none is an estimate."""
         return all(rate.sure for rate in self._rates.values())
 
     def native_dtype(self) -> DType:
-        """The fastest dtype of the device: bfloat16 if it multiplies that natively, else float32.
+        """Return the best dtype for the device: bfloat16 if it is natively fast, else float32.
 
-        On a CPU the dtypes are measured by a product each.
+        On a CPU, matrix products in both dtypes are measured.
         """
         device = self._device
         if device.platform == "cpu":
@@ -86,17 +86,17 @@ class Calibration:
         return "bfloat16" if native else "float32"
 
     def batch_tokens(self, program: Program, dtype: DType, native_layers: bool = False) -> int:
-        """The default token budget of a batch.
+        """Return the default token budget of a batch.
 
         It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
         least 256. `native_layers` says whether native kernels compute whole layers.
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKENS
-        most = max(BATCH_S * self._flops(dtype)[0] / _flops_per_token(program), 1.0)
-        tokens = 2 ** np.floor(np.log2(SHARE_REACHED * most))
+        peak = max(BATCH_S * self._flops(dtype)[0] / _flops_per_token(program), 1.0)
+        tokens = 2 ** np.floor(np.log2(SHARE_REACHED * peak))
         if native_layers:
-            tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * most)), NATIVE_TOKENS))
+            tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * peak)), NATIVE_TOKENS))
         return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
 
     def token_ms(self, program: Program, dtype: DType, native_layers: bool = False) -> float:
@@ -110,22 +110,23 @@ class Calibration:
         return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)[0]))
 
     def _flops(self, *dtypes: DType) -> list[float]:
-        """The rates of products on this CPU in FLOP/s: kept by an earlier run, or measured now, in
-        turn."""
-        keys: dict[DType, str] = {one: f"{device_id(self._device)}/{one}" for one in dtypes}
-        kept = _kept(self._file)
+        """Return the rates of matrix products in these dtypes on this CPU, in FLOP/s.
+
+        An earlier run has saved them, or they are measured now, with the dtypes in alternation."""
+        keys: dict[DType, str] = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
+        saved = _rates_in(self._file)
         unknown: list[DType] = [dtype for dtype in dtypes if dtype not in self._rates]
         for dtype in unknown:
-            if keys[dtype] in kept:
-                self._rates[dtype] = Rate(kept[keys[dtype]], sure=True)
+            if keys[dtype] in saved:
+                self._rates[dtype] = Rate(saved[keys[dtype]], sure=True)
         unknown = [dtype for dtype in unknown if dtype not in self._rates]
         rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
         for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
-            # the fastest round counts, as what disturbs only slows down; it is an estimate if one
-            # of them is, or if they do not agree
-            flops = [one.flops for one in measured]
+            # The fastest round counts, because disturbances only slow it down. The rate is an
+            # estimate if a round is an estimate, or if the rounds do not agree.
+            flops = [rate.flops for rate in measured]
             agree = max(flops) <= MOST_APART * min(flops)
-            rate = Rate(max(flops), sure=agree and all(one.sure for one in measured))
+            rate = Rate(max(flops), sure=agree and all(rate.sure for rate in measured))
             self._rates[dtype] = rate
             logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
             if not rate.sure:
@@ -135,15 +136,16 @@ class Calibration:
                 )
             elif self._file is not None:
                 keep_json(
-                    self._file, _kept(self._file) | {keys[dtype]: rate.flops}, "this CPU's rate"
+                    self._file, _rates_in(self._file) | {keys[dtype]: rate.flops}, "this CPU's rate"
                 )
         return [self._rates[dtype].flops for dtype in dtypes]
 
 
 def device_id(device: Device) -> str:
-    """A name for this kind of device: devices with the same name run a program equally fast.
+    """Return a name for this kind of device. Devices with one name run a program equally fast.
 
-    On a CPU it has the cores that the process may use, of which a quota may allow a part.
+    On a CPU it contains the number of cores that the process may use, and the part of them that a
+    CPU quota allows.
     """
     if device.platform != "cpu":
         return device.device_kind
@@ -153,13 +155,13 @@ def device_id(device: Device) -> str:
 
 
 def _flops_per_token(program: Program) -> float:
-    """The floating-point operations per token in products with weights: two per weight element."""
+    """Return the floating-point operations per token of a model: two per element of a weight."""
     shapes = program.shapes.items()
     return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
 
 
-def _kept(file: Path | None) -> dict[str, float]:
-    """Read the rates in the file; values that are not rates are left out."""
+def _rates_in(file: Path | None) -> dict[str, float]:
+    """Read the rates in the file, in FLOP/s by key. Values that are not rates are left out."""
     try:
         rates = json.loads(file.read_text()) if file is not None else {}
         return {
@@ -172,7 +174,7 @@ def _kept(file: Path | None) -> dict[str, float]:
 
 
 def _measure(dtype: DType) -> Rate:
-    """Measure a product on this CPU."""
+    """Measure the rate of a matrix product in this dtype on this CPU."""
     m, k, n = SHAPE
     a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
@@ -193,11 +195,12 @@ def _measure(dtype: DType) -> Rate:
 
 
 def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> Rate:
-    """Compute the rate from runs of `flops` operations each, of so many `threads`.
+    """Compute the rate of a matrix product from the times of several runs.
 
-    It is the rate of the fastest run. If that waited for cores, it is estimated from the run with
-    the least CPU time, as if that had had all the `cores` that the process may use. The estimate
-    also limits the rate, because a quota lets a short run have more cores than it grants for long.
+    Each run does `flops` operations on `threads` threads. The rate is that of the fastest run. If
+    that run waited for cores, the rate is an estimate: that of the run with the least CPU time, had
+    it kept busy all `cores` that the process may use. The estimate also limits a measured rate,
+    because a CPU quota lets a short run use more cores than it grants for long.
     """
     fastest = min(runs, key=lambda run: run.wall)
     by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)

@@ -1,4 +1,8 @@
-"""Keeps measurements in files of the cache directory, named by everything that they depend on."""
+"""Saves measurements in JSON files of the cache directory.
+
+The name of a file is a hash of its identity: everything that the measurements depend on, such as
+the model, the device and the versions of packages.
+"""
 
 import hashlib
 import json
@@ -20,8 +24,7 @@ KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
 
 
 def keep_json(path: Path, content: Any, what: str) -> None:
-    """Write the content, a value for JSON. A failure is logged with `what` it is, and raises
-    nothing."""
+    """Write `content` to a file as JSON. An OSError is only logged; `what` names the content."""
     try:
         make_private(path.parent)
         with replacing(path) as partial:
@@ -31,10 +34,10 @@ def keep_json(path: Path, content: Any, what: str) -> None:
 
 
 class KeptFile:
-    """A JSON file in the folder `costs` of the cache, named by a hash of `identity`.
+    """A JSON file in the folder `costs` of the cache directory.
 
-    `identity` is everything that the content depends on, so another identity has another file.
-    `what` names the content, as the key in the file and in log messages.
+    Its name is a hash of `identity`, everything that the content depends on, and `suffix`. `what`
+    names the content: it is the key in the file, and appears in log messages.
     """
 
     def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str, suffix: str = ""):
@@ -44,9 +47,9 @@ class KeptFile:
         self._path = cache_dir / "costs" / f"{digest[:16]}{suffix}.json"
 
     def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
-        """Read and decode the content that an earlier run saved.
+        """Read the content that an earlier run saved, and return the result of `decode` for it.
 
-        Returns None if there is no file. A damaged one is logged and also gives None.
+        Returns None if there is no file, or, with a warning in the log, if it is damaged.
         """
         try:
             return decode(json.loads(self._path.read_bytes())[self._what])
@@ -63,15 +66,15 @@ class KeptFile:
             return None
 
     def save(self, value: Any) -> None:
-        """Write the content, a value for JSON. A failure is logged and raises nothing."""
+        """Write `value` to the file as JSON. An OSError is logged."""
         keep_json(self._path, {"identity": self.identity, self._what: value}, f"the {self._what}")
 
 
 class CostFile:
     """The file with the timings of one model on one kind of device.
 
-    `identity` is everything that they depend on, except the bucket and its kernel. `kernel_of`
-    returns the name of the kernel that a bucket runs with.
+    `identity` is everything that the timings depend on, except the bucket and its kernel.
+    `kernel_of` returns the name of the kernel that a bucket runs with.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class CostFile:
         self._file = KeptFile(cache_dir, identity, "timings")
 
     def load(self) -> Timings:
-        """The timings that an earlier run saved; empty if there is no file, or a damaged one."""
+        """Return the timings that an earlier run saved; empty if the file is missing or damaged."""
         return self._file.load(self.decode) or {}
 
     def save(self, timings: Timings) -> None:
-        """Save the timings. A failure is logged and raises nothing."""
+        """Save the timings. An OSError is logged."""
         self._file.save(self.encode(timings))
 
     def encode(self, timings: Timings) -> dict[str, list[float]]:
@@ -97,9 +100,10 @@ class CostFile:
         }
 
     def decode(self, encoded: dict[str, list[float]]) -> Timings:
-        """The inverse of `encode`, for the buckets that still run with the same kernel.
+        """Convert the result of `encode` back to timings.
 
-        Raises ValueError, TypeError or AttributeError for values that `encode` does not give.
+        Buckets that run with another kernel now are left out. Raises ValueError, TypeError or
+        AttributeError for values that `encode` does not return.
         """
         timings: Timings = {}
         for key, values in encoded.items():

@@ -1,6 +1,6 @@
 """Holds the cost of a run of each bucket: timed, or estimated from the buckets that were timed.
 
-It starts no threads and reads no clock. Threads that share it must hold a lock.
+A cost is a number of milliseconds of device time. Threads that share the costs must hold a lock.
 """
 
 from collections import Counter, deque
@@ -13,38 +13,38 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.platform.cores import MOST_WAITED
 
 TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
-LATEST = 100  # timings of all buckets that say whether the machine is busy
-TIMED_MS = 1000.0  # or total time after which a bucket counts as timed: long runs differ less
+LATEST = 100  # number of latest timings, of all buckets, that say whether the machine is busy
+TIMED_MS = 1000.0  # total time of fewer timings that is enough, too: long runs differ less
 MOST_FAILURES = 3  # failures after which a bucket is not timed any more
 LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
-LONG_RUN_FACTOR = 2.0  # for the estimate of such a bucket: attention takes longer in long rows
-DRIFT_BATCHES = 50  # number of recent batches that the drift is computed from, about
-FIRST_BATCHES = 10  # weight of the timed cost before the first batch, in batches
+LONG_RUN_FACTOR = 2.0  # factor of the estimate of a long run: attention takes longer in long rows
+DRIFT_BATCHES = 50  # approximate number of recent batches that decide the drift
+FIRST_BATCHES = 10  # number of batches at the timed cost that are assumed before the first batch
 MOST_DRIFT = 8.0
 DRIFT_STEP = 1.02  # smaller relative changes of the drift do not change the costs
 
 Timings = dict[Bucket, list[float]]
-CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, by none
+CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, or not
 
 
 def often_enough(timings: list[float]) -> list[float]:
-    """Repeat timings until there are TIMINGS of them, with about the same median.
+    """Return the timings of a bucket, repeated until there are TIMINGS of them.
 
-    It is for timings that were measured with more care, so that they count as enough.
+    The median stays about the same. So timings that were measured with care count as enough.
     """
     return (timings * TIMINGS)[:TIMINGS]
 
 
 class BucketCosts:
-    """The cost of a run of each usable bucket, in milliseconds.
+    """The cost of a run of each usable bucket, in milliseconds, in `usable`.
 
-    A cost is that of a bucket full of short sequences. Long sequences take longer, but by the same
-    amount in any bucket, so a slow batch says nothing about its own bucket. Instead all batches
-    together give one factor, `drift`, that multiplies every cost. It differs from 1 if the machine
-    is slower or faster than when it was timed, or if sequences are long.
+    It is the cost of a bucket full of short sequences. Long sequences take longer, but by the same
+    amount in any bucket, so the time of a slow batch says nothing about its bucket. Instead, all
+    batches together give a factor, `drift`, of every cost. It differs from 1 if the machine is
+    slower or faster than when it was timed, or if sequences are long.
 
-    `default_ms` is the cost of a token until something is timed. `timings` are those of an earlier
-    run in milliseconds, the latest last.
+    `default_ms` is the cost of a token until a bucket is timed. `timings` has the milliseconds that
+    an earlier run measured, the latest last.
     """
 
     def __init__(self, default_ms: float, timings: Mapping[Bucket, Iterable[float]] | None = None):
@@ -53,7 +53,7 @@ class BucketCosts:
         self._default_ms = default_ms
         self._timings: Timings = {b: [*ms][-TIMINGS:] for b, ms in (timings or {}).items()}
         self._undisturbed: Timings = {b: list(ms) for b, ms in self._timings.items()}
-        self._lost: deque[float] = deque(maxlen=LATEST)  # shares of the latest timings
+        self._lost: deque[float] = deque(maxlen=LATEST)  # `lost_share` of the latest timings
         self._recorded: set[Bucket] = set()
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
@@ -70,10 +70,10 @@ class BucketCosts:
         self._update()
 
     def record(self, bucket: Bucket, ms: float, lost_share: float = 0.0) -> None:
-        """Add a timing of a bucket in milliseconds. The last TIMINGS of them count.
+        """Add a timing of a bucket, in milliseconds. The last TIMINGS of a bucket count.
 
-        `lost_share` is the share of the time that its threads wanted to run in which other programs
-        had the cores. A timing that was disturbed so counts in this process only.
+        `lost_share` is the share of the time during which other programs had the cores that the
+        threads needed. If it is above MOST_WAITED, the timing counts in this process only.
         """
         counted = [self._timings]
         if lost_share <= MOST_WAITED:
@@ -85,16 +85,17 @@ class BucketCosts:
         self._update()
 
     def fail(self, bucket: Bucket) -> None:
-        """Note that a bucket could not be timed.
+        """Count a failure to time a bucket.
 
-        Buckets with fewer failures are timed first. After MOST_FAILURES its cost stays an estimate.
+        Buckets with fewer failures are timed first. After MOST_FAILURES failures the bucket is not
+        timed any more.
         """
         self._failures[bucket] += 1
 
     def observe(self, bucket: Bucket, took_ms: float) -> None:
-        """Update the drift with the device time of a batch.
+        """Update the drift with the device time of a batch, in milliseconds.
 
-        A batch counts with at most MOST_DRIFT times its cost, so that one that nearly hung has
+        A batch counts with at most MOST_DRIFT times its cost, so that a batch that nearly hung has
         little effect. Raises KeyError if the bucket is not usable.
         """
         decay = 1 - 1 / DRIFT_BATCHES
@@ -110,47 +111,48 @@ class BucketCosts:
             self._update()
 
     def untimed(self) -> Bucket | None:
-        """The bucket to time next: the one with the fewest timings, and of these the smallest.
+        """Return the bucket to time next; None if every usable bucket is timed or cannot be timed.
 
-        None if every usable bucket was timed often enough or failed too often.
+        It is the bucket with the fewest failures, then the fewest timings, then the fewest tokens.
         """
-        untimed: list[tuple[int, int, int, Bucket]] = []  # with what orders them
+        untimed: list[tuple[int, int, int, Bucket]] = []  # each after the numbers that order it
         for bucket in self._buckets:
             timings, failures = self._timings.get(bucket, []), self._failures[bucket]
             if failures >= MOST_FAILURES or len(timings) >= TIMINGS or sum(timings) >= TIMED_MS:
                 continue
             if timings or self._ms_of(bucket) <= LONG_RUN_MS:
                 untimed.append((failures, len(timings), bucket.tokens, bucket))
-        return min(untimed, key=lambda one: one[:3])[3] if untimed else None
+        return min(untimed, key=lambda item: item[:3])[3] if untimed else None
 
     def source_of(self, bucket: Bucket) -> CostSource:
-        """The source of a bucket's cost: timed by an earlier run, by this one, or by none."""
+        """Return where the cost of a bucket comes from, as CostSource describes."""
         if bucket in self._recorded:
             return "timed"
         return "kept" if self._timings.get(bucket) else "assumed"
 
     @property
     def timings(self) -> Timings:
-        """A copy of the timings of each bucket, to keep for the next run. Needs no lock.
+        """A copy of the timings in milliseconds of each bucket, to save for the next start.
 
-        Those that other programs disturbed are not among them.
+        Timings that other programs disturbed are left out. Readers need no lock.
         """
         return {bucket: list(ms) for bucket, ms in list(self._undisturbed.items())}
 
     @property
     def lost_share(self) -> float:
-        """The median share of the latest timings that was lost to other programs; 0 without any."""
+        """The median `lost_share` of the latest timings; 0 if there are none."""
         return median(list(self._lost) or [0.0])
 
     def _update(self) -> None:
-        """Replace `usable` by the current costs."""
+        """Replace `usable` with the current costs."""
         self.usable = {bucket: self.drift * self._ms_of(bucket) for bucket in self._buckets}
 
     def _ms_of(self, bucket: Bucket) -> float:
-        """The median of a bucket's timings, or an estimate from the median cost per token of the
-        timed buckets.
+        """Return the cost of a bucket in milliseconds, without the drift.
 
-        Buckets of the same row length are used alone if there are any.
+        It is the median of the bucket's timings, or else its tokens times the median cost per token
+        of the timed buckets, of the same row length if there are any. An estimate of a long run is
+        multiplied by LONG_RUN_FACTOR.
         """
         if timings := self._timings.get(bucket):
             return median(timings)

@@ -1,8 +1,8 @@
 """Chooses the kernels that replace parts of XLA's programs, by trials on the device.
 
-On an accelerator each attention kernel is compared with XLA in each row length. On a CPU the native
-kernels are tried, for products too. A kernel is used if its results are right and it is faster. No
-failure of a kernel stops the start.
+On an accelerator, each attention kernel is compared with XLA in each row length. On a CPU, the
+native kernels for attention and matrix products are tried. A kernel is used if its results are
+right and it is faster. A failure of a kernel does not stop the start.
 """
 
 import logging
@@ -42,11 +42,11 @@ HIDING = "hides no keys, as this model's queries need it"
 UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
 PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
-HIDDEN_EVERY = 8  # a trial hides the last of so many tokens as a key, where the model hides any
-PROBE_RUNS = 10  # runs in a row that are timed together
+HIDDEN_EVERY = 8  # a trial for a model that hides keys hides every eighth token as a key
+PROBE_RUNS = 10  # consecutive runs that are timed together
 
-# The largest allowed difference to float32 attention of the same operands, absolute and relative.
-# bfloat16 has 8 bits, to which the query or the scores, the weights and the result are rounded.
+# The largest allowed difference to float32 attention of the same operands, divided by one plus the
+# float32 result. bfloat16 rounds the query or the scores, the weights and the result to 8 bits.
 TOLERANCE: dict[DType, float] = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-4}
 
 Kernels = Mapping[str, Callable[[], Kernel]]
@@ -57,10 +57,10 @@ class Choice:
     """The chosen kernels: native ones, or a kernel for some row lengths and XLA for the others."""
 
     lengths: tuple[int, ...] = ()  # all row lengths of the grid
-    taken: Mapping[int, Kernel] = field(default_factory=dict)  # by row length
-    refused: Mapping[str, str] = field(default_factory=dict)  # kernel -> reason
+    taken: Mapping[int, Kernel] = field(default_factory=dict)  # row length -> kernel in use
+    refused: Mapping[str, str] = field(default_factory=dict)  # name of a kernel -> reason
     native: ByNative | None = None  # the native kernels, if they are used
-    joins: bool = False  # whether a sequence costs the same however long its row is
+    joins: bool = False  # whether a sequence costs the same in a row of any length
 
     @property
     def native_layout(self) -> bool:
@@ -68,14 +68,14 @@ class Choice:
         return self.native is not None and "linear" not in self.native.without
 
     def implementation(self, bucket: Bucket) -> Attend:
-        """The attention implementation for the programs of a bucket."""
+        """Return the attention implementation for the program of a bucket."""
         if self.native is not None:
             return self.native
         kernel = self.taken.get(bucket.length)
         return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
 
     def name_of(self, length: int) -> str:
-        """The name of the kernel that rows of this length use."""
+        """Return the name of the kernel that rows of `length` tokens use."""
         if length in self.taken:
             return self.taken[length].name
         if self.native is None:
@@ -83,7 +83,7 @@ class Choice:
         return "_without_".join([NATIVE, *sorted(self.native.without)])
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """The choice for JSON: kernels "used" by row length, and "not_used" with their reasons."""
+        """Return the choice for JSON: kernels "used" by row length, and reasons "not_used"."""
         return {
             "used": {str(length): self.name_of(length) for length in self.lengths},
             "not_used": dict(self.refused),
@@ -99,12 +99,13 @@ def choose_kernels(
     candidates: Kernels | None = None,
     native_choice: Choice = Choice(),
 ) -> Choice:
-    """Try attention kernels on the calls of this model, in each row length of the grid.
+    """Choose the attention kernel for each row length of the grid, by trials of the model's calls.
 
     `option` is the value of --kernels: "auto", "xla", or a kernel to use wherever it is right, even
-    if it is slower. `candidates` are the kernels by name; None means those of the device's
-    platform. `native_choice` is the result of `choose_native`. Raises ConfigError if the option is
-    unknown, or if its kernel can be used in no row length.
+    if it is slower. `candidates` are functions that make the kernels, by name; None means all
+    kernels for the device's platform. `native_choice` is the result of `choose_native`; if it has
+    native kernels, they are used in all row lengths. Raises ConfigError if the option is unknown,
+    or if its kernel can be used in no row length.
     """
     if candidates is None:
         paths = kernels.KERNELS.get(device.platform, {})
@@ -122,7 +123,7 @@ def choose_kernels(
             candidates = {name: candidates[name] for name in candidates if name == option}
         taken, refused = {}, {}
         if candidates:
-            taken, refused = _tried(program, device, dtype, lengths, candidates, option == AUTO)
+            taken, refused = _try_each(program, device, dtype, lengths, candidates, option == AUTO)
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
     if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
         reason = choice.refused.get(option, f"no row holds {SHORTEST_PROBED_ROW} tokens")
@@ -140,11 +141,11 @@ def choose_native(
     cache_dir: Path,
     verdicts: Callable[[], Verdicts] | None = None,
 ) -> Choice:
-    """Choose which native kernels the model uses on a CPU, before there is a grid.
+    """Choose the native kernels that a model uses on a CPU, for rows of any length.
 
-    `option` is the value of --kernels. A compiled library is kept in `cache_dir`. `verdicts`
-    returns the results of earlier trials; None means that the calls are tried now. The choice holds
-    for rows of any length. Without native kernels it is XLA, with the reasons.
+    `option` is the value of --kernels. A compiled library is saved in `cache_dir`. `verdicts`
+    returns earlier trial results; None means that the calls are tried now. If no native kernel can
+    be used, the choice has only the reasons.
     """
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
@@ -159,7 +160,7 @@ def choose_native(
         return Choice(refused={NATIVE: _line(error)})
     if not verdict_of:
         return Choice(refused={NATIVE: UNSUITED})
-    reasons = {name: one.refusal(faster=option == AUTO) for name, one in verdict_of.items()}
+    reasons = {name: trial.refusal(faster=option == AUTO) for name, trial in verdict_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
     used = {
@@ -171,7 +172,7 @@ def choose_native(
     if any(call.hides_keys for call in call_counts):
         refused = {f"{NATIVE} attention": HIDING, **refused}
         without |= {"attention"}
-    # a tower with attention of its own makes no call
+    # a backbone with a special attention makes no call
     widths = {call.width for call in call_counts}
     takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
     return Choice(
@@ -182,11 +183,11 @@ def choose_native(
 
 
 def calls(program: Program, dtype: DType) -> Counter[Call]:
-    """Count the layers of a model by the attention call that they make.
+    """Return the attention calls of a model, each with the number of layers that make it.
 
-    Layers make the same Call if they agree in number of heads, head width, dtype, mask, and whether
-    scores have a bias and keys are hidden. The program is only traced with abstract values of
-    `dtype`; nothing is computed.
+    Layers make the same Call if they agree in number of heads, head width, dtype, attention mask,
+    and whether scores have a bias and keys are hidden. The program is only traced with abstract
+    values of `dtype`; nothing is computed.
     """
     counts: Counter[Call] = Counter()
 
@@ -210,7 +211,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     return counts
 
 
-def _tried(
+def _try_each(
     program: Program,
     device: Device,
     dtype: DType,
@@ -218,9 +219,9 @@ def _tried(
     candidates: Kernels,
     faster: bool,
 ) -> tuple[dict[int, Kernel], dict[str, str]]:
-    """Try each kernel in each row length, and compare it with XLA if it must be `faster`.
+    """Try each kernel in each row length; with `faster`, a kernel must be faster than XLA.
 
-    Returns the best kernel by row length, and for kernels that were not taken the last reason.
+    Returns the best kernel by row length, and by name the last reason not to use a kernel.
     """
     call_counts = calls(program, dtype)
     stop_at = time.monotonic() + PROBE_S
@@ -260,9 +261,9 @@ class NotRight(Exception):
 
 
 class KernelTrial:
-    """A trial of the attention calls of one model in rows of one length.
+    """A trial of the attention calls of one model in rows of `length` tokens.
 
-    It runs XLA for comparison when it is made. Raises what XLA raises.
+    The constructor runs XLA for comparison, and raises its errors. `xla_ms` is XLA's time.
     """
 
     def __init__(self, device: Device, dtype: DType, call_counts: Counter[Call], length: int):
@@ -271,15 +272,14 @@ class KernelTrial:
         self._call_counts = call_counts
         self._bucket = Bucket(max(PROBE_TOKENS // length, 1), length)
         self._segments = packed_segments(self._bucket)
-        self._operands = {call: self._drawn(call) for call in call_counts}
+        self._operands = {call: self._random_operands(call) for call in call_counts}
         self._exact = {call: self._in_float32(call) for call in call_counts}
         self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
 
     def milliseconds_if_right(self, kernel: Kernel) -> float:
-        """The time of the attention of all layers with this kernel.
+        """Run all calls with a kernel. Returns the milliseconds of the attention of all layers.
 
-        Raises NotRight if the kernel refuses a call or its results are wrong, and whatever the
-        kernel raises.
+        Raises NotRight if the kernel refuses a call or is wrong, and the kernel's errors.
         """
         total = 0.0
         for call, layers in self._call_counts.items():
@@ -287,7 +287,7 @@ class KernelTrial:
                 raise NotRight(reason)
             mixed, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
             total += ms * layers
-            # compared with float32 attention, without padding
+            # compare with attention in float32, except for padding
             exact, allowed = self._exact[call], TOLERANCE[self._dtype]
             off = np.abs(mixed - exact) / (1 + np.abs(exact))
             worst = np.where(np.isfinite(off), off, np.inf)[self._segments != 0].max()
@@ -296,7 +296,7 @@ class KernelTrial:
         return total
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
-        """Compile and run a call. Returns the result, and the milliseconds of a run."""
+        """Compile a call with `attend` and run it. Returns the result, and milliseconds per run."""
         operands = self._operands[call]
         run = self._compiled(attend, call, operands, "highest" if self._dtype == FLOAT32 else None)
         last = run(*operands)
@@ -308,7 +308,7 @@ class KernelTrial:
         return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 
     def _in_float32(self, call: Call) -> np.ndarray:
-        """The result of a call computed by XLA in float32."""
+        """Compute a call with XLA in float32, and return the result."""
         *operands, segments = self._operands[call]
         wide = [*(x.astype(jnp.float32) for x in operands), segments]
         return np.asarray(self._compiled(by_xla, call, wide, "highest")(*wide))
@@ -316,7 +316,7 @@ class KernelTrial:
     def _compiled(
         self, attend: Attend, call: Call, operands: list[jax.Array], precision: str | None
     ) -> jax.stages.Compiled:
-        """Compile a call; some tokens are hidden as keys if it hides any."""
+        """Compile a call for these operands. If it hides keys, every eighth token is hidden."""
 
         def attended(query, key, value, segments):
             if not call.hides_keys:
@@ -329,21 +329,21 @@ class KernelTrial:
             lowered = jax.jit(attended).lower(*operands)
         return compile_lowered(lowered, compiler_options(self._device.platform))
 
-    def _drawn(self, call: Call) -> list[jax.Array]:
-        """Draw query, key and value with variance 1 and NaN in padding.
+    def _random_operands(self, call: Call) -> list[jax.Array]:
+        """Make a random query, key and value, with variance 1 and NaN in padding.
 
-        Returns them and the segments, on the device.
+        Returns them and the segments, in this order, on the device.
         """
-        draw = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         padding = (self._segments == 0)[..., None, None]
         operands: list[Any] = [self._segments]
         for heads in (call.groups, call.groups, call.heads):
             shape = (*self._segments.shape, heads, call.width)
-            x = np.where(padding, np.float32(np.nan), draw.standard_normal(shape, np.float32))
+            x = np.where(padding, np.float32(np.nan), rng.standard_normal(shape, np.float32))
             operands.insert(0, x.astype(jnp.dtype(call.dtype)))
         return jax.device_put(operands, SingleDeviceSharding(self._device))
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error's message, which may be long if it is a compiler's."""
+    """Return the message of an error in one line of at most about 200 characters."""
     return str(error)[:200] if isinstance(error, NotRight) else first_line(error)

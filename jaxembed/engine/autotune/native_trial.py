@@ -1,7 +1,7 @@
-"""Compares each native call that a model makes with XLA: whether it is right, and whether faster.
+"""Compares each native call that a model makes with XLA: is it right, and is it faster?
 
-The calls are products, some gated or followed by GELU or a norm, variants of attention, and fused
-halves of a layer. Each is tried with the model's own shapes.
+The calls are matrix products (some gated, or followed by GELU or a norm), variants of attention,
+and fused halves of a layer. Each call is tried with the shapes of the model.
 """
 
 import math
@@ -31,20 +31,20 @@ from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
 from jaxembed.platform.cores import MOST_WAITED, core_count, timed
 
-# Few tokens and many tokens, because different calls take them. There is no grid yet.
+# few tokens and many tokens, because models make different calls for them; there is no grid yet
 TRIED = (Bucket(2, 16), Bucket(8, 128))
 TRIAL_S = 20.0  # time limit; calls that are not tried by then are not used
-RUNS = 30  # the fastest of at most so many runs counts, because the machine may be busy
-RUNS_S = 0.05  # a slow call runs for so long, at least three times
-CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller one may be noise
+RUNS = 30  # largest number of runs; the fastest counts, because the machine may be busy
+RUNS_S = 0.05  # a slow call runs at least three times, and until these seconds have passed
+CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller ratio may be noise
 BELIEVED = 3  # times that a call must be timed as slower before it is refused
-# The largest allowed difference to XLA's result, absolute and relative: both round to the 8 bits of
-# bfloat16, in another order. The largest one seen is 0.007, in attention; products were equal.
+# The largest allowed difference to XLA's result, divided by one plus that result. Both round to the
+# 8 bits of bfloat16, in another order. The largest seen is 0.007, in attention.
 MOST_OFF = 0.02
-# The calls that another call depends on: weights are packed into panels only if products take them.
+# call -> calls it depends on: weights are packed into panels only if `linear` is used
 NEEDED = {name: {"linear"} for name in (*native.ENDS[1:], "self_attention", "mlp")}
-RUN = 8  # tokens or columns of one adapter that stand side by side
-GATED = "gated_"  # before the activation, in names of calls
+RUN = 8  # number of neighbouring tokens or columns with the same adapter
+GATED = "gated_"  # prefix of the activation in names of calls
 LATE = f"was not tried: {TRIAL_S:.0f} s were over"
 
 Operands = Mapping[str, Any]  # arrays by name, on the host or traced
@@ -52,7 +52,7 @@ Operands = Mapping[str, Any]  # arrays by name, on the host or traced
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the trials of one call, over all shapes that were tried."""
+    """The result of the trials of one call, in one shape or over all shapes."""
 
     off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
     times_xla: float = 0.0  # ratio of its time to XLA's; the geometric mean over shapes
@@ -60,9 +60,9 @@ class Verdict:
     busy: bool = False  # whether other programs used the cores while it was timed
 
     def refusal(self, faster: bool) -> str | None:
-        """The reason not to use the call, or None.
+        """Return the reason not to use the call; None if it may be used.
 
-        With `faster` it is also refused if it is clearly slower than XLA.
+        With `faster`, a call that is clearly slower than XLA is refused, too.
         """
         if self.failed:
             return self.failed
@@ -78,8 +78,10 @@ Verdicts = dict[str, Verdict]
 
 
 def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
-    """Try each native call that the model makes. Returns a verdict for each, by name: the first
-    failure of its shapes, or else the worst difference."""
+    """Try each native call that the model makes, and return a trial result by the call's name.
+
+    It is the first failure among the call's shapes, or else their largest difference and mean time.
+    """
     stop_at = time.monotonic() + TRIAL_S
     calls = noted_calls(program, dtype)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
@@ -91,18 +93,18 @@ def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
             verdicts.append(_verdict(call, programs, device))
     over_all: Verdicts = {}
     for name, verdicts in verdicts_of.items():
-        failures = [one for one in verdicts if one.failed]
+        failures = [trial for trial in verdicts if trial.failed]
         if failures or not verdicts:
             over_all[name] = failures[0] if failures else Verdict(failed=LATE)
             continue
-        off = float(np.max([one.off for one in verdicts]))  # NaN if one is
-        times_xla = geometric_mean(one.times_xla for one in verdicts)
-        over_all[name] = Verdict(off, times_xla, busy=any(one.busy for one in verdicts))
+        off = float(np.max([trial.off for trial in verdicts]))  # NaN if any is NaN
+        times_xla = geometric_mean(trial.times_xla for trial in verdicts)
+        over_all[name] = Verdict(off, times_xla, busy=any(trial.busy for trial in verdicts))
     return over_all
 
 
 def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
-    """The different native calls that a model makes with few tokens and with many."""
+    """Return the different native calls that a model makes with few and with many tokens."""
     leaves = []  # as in a replica that packs weights for native kernels
     for name, leaf in program.shapes.items():
         leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
@@ -124,26 +126,26 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
 def _compile_both(
     call: native.NativeCall, device: Device, stop_at: float
 ) -> list[jax.stages.Compiled]:
-    """Compile a call as the native call, with packed weights, and in XLA, with plain ones.
+    """Compile a native call, with packed weights, and the same computation in XLA, with plain ones.
 
-    Nothing is compiled after `stop_at` (time.monotonic()). Raises what XLA raises.
+    Returns both programs, or fewer if `stop_at`, a time.monotonic(), passes. Raises XLA's errors.
     """
     names = [name for name, _ in call.operands]
     sharding = SingleDeviceSharding(device)
 
-    def in_xla(of: Operands) -> Array:
-        with chosen(of.get("numbers")):
-            return XLA_CALLS[call.target](call, of)
+    def in_xla(args: Operands) -> Array:
+        with chosen(args.get("numbers")):
+            return XLA_CALLS[call.target](call, args)
 
     programs: list[jax.stages.Compiled] = []
     for run, shape_of in ((call.run, tuple), (in_xla, native.plain_shape)):
         if time.monotonic() < stop_at:
             shapes = [
-                jax.ShapeDtypeStruct(shape_of(of.shape), of.dtype, sharding=sharding)
-                for _, of in call.operands
+                jax.ShapeDtypeStruct(shape_of(struct.shape), struct.dtype, sharding=sharding)
+                for _, struct in call.operands
             ]
 
-            def of_values(*values: Array, run=run) -> Array:  # a dict's names JAX would sort
+            def of_values(*values: Array, run=run) -> Array:  # JAX would sort a dict's names
                 return run(dict(zip(names, values, strict=True)))
 
             lowered = jax.jit(of_values).lower(*shapes)
@@ -154,22 +156,22 @@ def _compile_both(
 def _verdict(
     call: native.NativeCall, compiled: Future[list[jax.stages.Compiled]], device: Device
 ) -> Verdict:
-    """Run both programs of a call several times, and return how results and times compare.
+    """Run the native program of a call and XLA's several times; compare results and times.
 
-    A failure to compile or to run either of them is part of the verdict and raises nothing.
+    A failure to compile or run a program is part of the trial result, and is not raised.
     """
     try:
         programs = compiled.result()
         if len(programs) < 2:
             return Verdict(failed=LATE)
-        plain, packed = _drawn(call)
+        plain, packed = _operands_of(call)
         runs = []
         for program, operands in zip(programs, (packed, plain), strict=True):
             placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
             runs.append(partial(program, *placed))
-        ours, xla = (np.asarray(run()).astype(np.float32) for run in runs)
-        real = plain["segments"] != 0 if "segments" in plain else ...
-        off = np.abs(ours - xla)[real] / (1 + np.abs(xla[real]))
+        by_native, xla = (np.asarray(run()).astype(np.float32) for run in runs)
+        real = plain["segments"] != 0 if "segments" in plain else ...  # without padding
+        off = np.abs(by_native - xla)[real] / (1 + np.abs(xla[real]))
         times_xla, spent = timed(lambda: _times_xla(*runs))
         busy = spent.lost_share(core_count()) > MOST_WAITED
         return Verdict(float(off.max()), times_xla, busy=busy)
@@ -177,23 +179,23 @@ def _verdict(
         return Verdict(failed=first_line(error))
 
 
-def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Draw the operands of a call, with NaN in the padding of attention.
+def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Make random operands for a call, with NaN in the padding of attention.
 
-    Returns them by name twice: with plain weights for XLA, and with packed weights.
+    Returns two dicts of arrays by name: with plain weights for XLA, and with packed weights.
     """
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     plain = {}
-    for name, of in call.operands:
-        shape = native.plain_shape(of.shape)
-        values = draw.standard_normal(shape, np.float32)
-        if shape != of.shape:
+    for name, struct in call.operands:
+        shape = native.plain_shape(struct.shape)
+        values = rng.standard_normal(shape, np.float32)
+        if shape != struct.shape:  # a packed weight
             values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
         elif len(shape) == 1:
             values = 0.1 * values + name.endswith("scale")
-        if name == "numbers" or name.endswith("owners"):  # of two adapters, and of none
+        if name == "numbers" or name.endswith("owners"):  # adapters 1 and 2, and 0 for none
             values = np.broadcast_to(np.arange(shape[-1]) // RUN % 3, shape)
-        plain[name] = values.astype(of.dtype)
+        plain[name] = values.astype(struct.dtype)
     if "segments" in plain:
         segments = packed_segments(Bucket(*plain["segments"].shape))
         for values in plain.values():
@@ -209,30 +211,31 @@ def _drawn(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np
 
 
 def packed_segments(bucket: Bucket) -> np.ndarray:
-    """Draw the segments of a batch, int32 `[rows, length]`; the same for the same bucket.
+    """Make random segments for a batch, int32 `[rows, length]`: always the same for a bucket.
 
-    The first row is one segment; the others have up to four, and padding at the end.
+    The first row is one segment. Each other row has up to four segments, and padding at the end.
     """
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     segments = np.zeros((bucket.rows, bucket.length), np.int32)
     segments[0] = 1
     for row in segments[1:]:
-        ends = np.sort(draw.integers(1, bucket.length, size=4))
+        ends = np.sort(rng.integers(1, bucket.length, size=4))
         for slot, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
             row[first:last] = slot
     return segments
 
 
 def first_line(error: Exception) -> str:
-    """The class of an error and the first line of its message."""
+    """Return the class of an error and the first line of its message, at most 200 characters."""
     first = (str(error).strip().splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}"
 
 
 def _times_xla(*runs: Callable[[], Any]) -> float:
-    """The ratio of the times of a native call and of XLA, of the fastest run of each.
+    """Return the ratio of the fastest times of two programs: the native one, and XLA's.
 
-    They run in turns. It is measured again if the call is clearly slower than XLA.
+    They run alternately. If the native program is clearly slower, both are measured again, up to
+    BELIEVED times, and the smallest ratio counts.
     """
     times_xla = math.inf
     for _ in range(BELIEVED):
@@ -240,8 +243,8 @@ def _times_xla(*runs: Callable[[], Any]) -> float:
             break
         fastest = [math.inf] * len(runs)
         began_at = time.perf_counter()
-        for turn in range(RUNS):
-            if turn >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+        for number in range(RUNS):
+            if number >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
                 break
             for i, run in enumerate(runs):
                 started_at = time.perf_counter()
@@ -251,78 +254,78 @@ def _times_xla(*runs: Callable[[], Any]) -> float:
     return times_xla
 
 
-def _linear_in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA, with the towers' layers, what the native call `linear` computes."""
-    linear = _linear(of)
+def _linear_in_xla(call: native.NativeCall, args: Operands) -> Array:
+    """Compute the native call `linear` in XLA: a product, and its norm, gate or activation."""
+    linear = _linear(args)
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
-        norm = _layer_norm(of["scale"], of["shift"], eps)
-        return norm.of_sum(of["residual"], linear, of["x"])
+        norm = _layer_norm(args["scale"], args["shift"], eps)
+        return norm.of_sum(args["residual"], linear, args["x"])
     if call.name.startswith(GATED):
-        return _gated(linear(of["x"]), call.name).astype(call.dtype)
-    return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(of["x"])).astype(
+        return _gated(linear(args["x"]), call.name).astype(call.dtype)
+    return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(args["x"])).astype(
         call.dtype
     )
 
 
-def _joint_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA what the native call `joint_attention` computes."""
-    query, key, value = (of["joint"][:, :, i] for i in range(3))
-    if "cos" in of:
-        rotation = Rotation(of["cos"], of["sin"])
+def _joint_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
+    """Compute the native call `joint_attention` in XLA: query, key and value in one array."""
+    query, key, value = (args["joint"][:, :, i] for i in range(3))
+    if "cos" in args:
+        rotation = Rotation(args["cos"], args["sin"])
         query, key = (rotation(x.astype(jnp.float32)).astype(x.dtype) for x in (query, key))
-    return _attend(call, of, query, key, value)
+    return _attend(call, args, query, key, value)
 
 
-def _self_attention_in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA what the native call `self_attention` computes."""
+def _self_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
+    """Compute the native call `self_attention` in XLA: query, key, value and their attention."""
     rows, length, dim = call.shape
     heads = int(dict(call.attributes)["heads"])
-    joint = _linear(of).rounded(of["hidden"])
+    joint = _linear(args).rounded(args["hidden"])
     joint = joint.reshape(rows, length, 3, heads, dim // heads)
-    return _joint_attention_in_xla(call, {**of, "joint": joint}).reshape(call.shape)
+    return _joint_attention_in_xla(call, {**args, "joint": joint}).reshape(call.shape)
 
 
-def _mlp_in_xla(call: native.NativeCall, of: Operands) -> Array:
-    """Compute in XLA what the native call `mlp` computes."""
+def _mlp_in_xla(call: native.NativeCall, args: Operands) -> Array:
+    """Compute the native call `mlp` in XLA: output projection, norm, MLP and second norm."""
     eps, end = float(dict(call.attributes)["eps"]), call.end
-    out, up, down = (_linear(of, f"{name}_") for name in ("out", "up", "down"))
+    out, up, down = (_linear(args, f"{name}_") for name in ("out", "up", "down"))
     first, second = (
-        _layer_norm(of[f"{name}_scale"], of[f"{name}_shift"], eps) for name in ("out", "down")
+        _layer_norm(args[f"{name}_scale"], args[f"{name}_shift"], eps) for name in ("out", "down")
     )
-    hidden = first.of_sum(of["hidden"], out, of["mixed"])
+    hidden = first.of_sum(args["hidden"], out, args["mixed"])
     inner = _gated(up(hidden), end) if end.startswith(GATED) else up.rounded(hidden, "gelu")
     return second.of_sum(hidden, down, inner)
 
 
 def _gated(halves: Array, name: str) -> Array:
-    """The product of two halves, the first with the activation that the name of a call names."""
+    """Return activation(first half) * second half; the name of the call names the activation."""
     gate, up = jnp.split(halves, 2, axis=-1)
     return ACTIVATIONS[name.removeprefix(GATED)](gate) * up
 
 
-def _attend(call: native.NativeCall, of: Operands, query, key, value) -> Array:
-    """Compute attention in XLA with the mask that the attributes of a call describe."""
+def _attend(call: native.NativeCall, args: Operands, query, key, value) -> Array:
+    """Compute attention in XLA, with the attention mask that the attributes of a call describe."""
     attributes = dict(call.attributes)
     reach, cap = int(attributes["reach"]), float(attributes["cap"])
     sight = Sight(bool(attributes["causal"]), None if reach < 0 else reach, cap or None)
-    mixed = by_xla(query, key, value, of["segments"], sight, of.get("distance_bias"))
+    mixed = by_xla(query, key, value, args["segments"], sight, args.get("distance_bias"))
     return mixed.astype(call.dtype)
 
 
-def _linear(of: Operands, name: str = "") -> Linear:
-    """A linear layer with the weight, bias and adapters of a product, which a call may name."""
+def _linear(args: Operands, name: str = "") -> Linear:
+    """Make a linear layer of a product's weight, bias and adapters; `name` prefixes their names."""
     linear = Linear(1, 1)
-    linear.kernel, linear.bias = nnx.Param(of[f"{name}kernel"]), nnx.Param(of[f"{name}bias"])
-    if f"{name}adapter_owners" in of:
-        linear.adapter = LowRank(linear, of[f"{name}adapter_owners"])
-        linear.adapter.down.kernel = nnx.Param(of[f"{name}adapter_down"])
-        linear.adapter.up.kernel = nnx.Param(of[f"{name}adapter_up"])
+    linear.kernel, linear.bias = nnx.Param(args[f"{name}kernel"]), nnx.Param(args[f"{name}bias"])
+    if f"{name}adapter_owners" in args:
+        linear.adapter = LowRank(linear, args[f"{name}adapter_owners"])
+        linear.adapter.down.kernel = nnx.Param(args[f"{name}adapter_down"])
+        linear.adapter.up.kernel = nnx.Param(args[f"{name}adapter_up"])
     return linear
 
 
 def _layer_norm(scale: Array, shift: Array, eps: float) -> LayerNorm:
-    """A layer norm with this scale and shift."""
+    """Make a layer norm with this scale and shift."""
     norm = LayerNorm(1, eps=eps)
     norm.scale, norm.bias = nnx.Param(scale), nnx.Param(shift)
     return norm

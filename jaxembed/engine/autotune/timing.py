@@ -1,4 +1,4 @@
-"""Times buckets: on a thread while nothing waits, or at once for a caller that owns the device."""
+"""Times buckets: in a background thread of an engine, or at once on an otherwise unused device."""
 
 import logging
 import math
@@ -22,13 +22,13 @@ from jaxembed.platform.cores import CpuTimes, core_count, timed
 
 logger = logging.getLogger(__name__)
 
-TIMING_S = 0.03  # least total time of the runs that make one timing
-MOST_RUNS = 16  # largest number of runs that make one timing
+TIMING_S = 0.03  # smallest total time of the runs of a timing
+MOST_RUNS = 16  # largest number of runs of a timing
 SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
-LULL = 4.0  # the device must have been idle for this many times a run before a run
+LULL = 4.0  # before a run, the device must have been idle for this multiple of its cost
 SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
 LOOK_S = 0.05  # seconds between two checks whether the device is idle
-WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies of a claim for the device
+WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies with which a run waits for the device
 BULK_SHARE = 0.01  # share of the time for timings while bulk work never ends
 AGAIN_S = 60.0  # seconds between timings once every bucket was timed often enough
 
@@ -42,7 +42,8 @@ class BucketTimer:
     take a hundredth of the time although the device is not idle.
 
     When every bucket has been timed often enough, `on_timed` is called and `timed` is set. After
-    that one bucket is timed again every AGAIN_S seconds. Each run is made in the context `watch`.
+    that, one bucket is timed again every AGAIN_S seconds. Each run is made within the context
+    manager `watch(waiter, bucket)`. `lock` protects `costs` and `is_bulk_alone`.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class BucketTimer:
         self._stop.set()
 
     def _work(self) -> None:
-        """Take one timing after the other until `stop`; the threads of `pair` make the runs."""
-        again = 0  # timings after every bucket was timed often enough
-        with closing(Together(self._turn.permits)) as pair:
+        """Take one timing after the other until `stop`. The threads of Together make the runs."""
+        again = 0  # number of timings since every bucket was timed often enough
+        with closing(Together(self._turn.permits)) as concurrent:
             while not self._stop.is_set():
                 with self._lock:
                     bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
@@ -93,7 +94,7 @@ class BucketTimer:
                     again += 1
                     bucket = usable[again % len(usable)]
                 try:
-                    self._time(bucket, pair)
+                    self._time(bucket, concurrent)
                 except Exception:  # requests get the error when a batch fails on the bucket
                     with self._lock:
                         self._costs.fail(bucket)
@@ -102,15 +103,15 @@ class BucketTimer:
                     )
                     self._stop.wait(AGAIN_S)
 
-    def _time(self, bucket: Bucket, pair: "Together") -> None:
-        """Time a bucket by several runs and record their mean, unless a request interrupts them.
+    def _time(self, bucket: Bucket, concurrent: "Together") -> None:
+        """Time a bucket by several runs and record their mean, unless work interrupts them.
 
-        The first of several runs does not count because its caches are cold. While bulk work runs
-        the caches are warm, and one run is enough. Raises TimeoutError if a run is overdue, and
-        what the runner raises.
+        The first of several runs does not count, because its caches are cold. While bulk work runs,
+        the caches are warm and one run is enough. Raises TimeoutError if a run is overdue, and the
+        errors of the runner.
         """
         planes = full_planes(bucket, SEGMENT, self._runner.planes)
-        run = partial(pair.run, self._runner, bucket, planes)
+        run = partial(concurrent.run, self._runner, bucket, planes)
         runs: list[float] = []
         spent: list[CpuTimes] = []
         while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
@@ -140,9 +141,9 @@ class BucketTimer:
         counted_runs = runs[1:] or runs
         lost_share = sum(spent[1:] or spent, CpuTimes()).lost_share(self._cores)
         with self._lock:
-            was_lacking = self._costs.untimed() is not None
+            had_untimed = self._costs.untimed() is not None
             self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs), lost_share)
-            is_timed = was_lacking and self._costs.untimed() is None
+            is_timed = had_untimed and self._costs.untimed() is None
         self._telemetry.bucket_timings.inc()
         if is_timed:
             self._on_timed()
@@ -165,10 +166,11 @@ class Together:
     def run(
         self, runner: Runner, bucket: Bucket, planes: np.ndarray, seconds: float = 0.0
     ) -> float:
-        """Measure the seconds of device time for a run of a bucket.
+        """Measure and return the device time of a run of a bucket, in seconds.
 
-        Each thread runs the bucket once, or repeatedly for `seconds`. The result is one divided by
-        the sum of the threads' rates, in runs per second. Raises what the runner raises.
+        Each thread runs the bucket once, or repeatedly for `seconds`. `planes` is the packed batch.
+        The result is 1 divided by the sum of the threads' rates in runs per second. Raises the
+        errors of the runner.
         """
         self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
@@ -209,24 +211,24 @@ def milliseconds(
     seconds: float = TIMING_S,
     planes: np.ndarray | None = None,
 ) -> float:
-    """Time a bucket on an otherwise unused device. Returns milliseconds of device time per run.
+    """Time a bucket on a device that nothing else uses. Returns milliseconds per run.
 
-    The copies to and from the device are included. `together` threads run the bucket for `seconds`
-    each. `planes` is the batch; by default it holds short sequences. Kernels that compute attention
-    only within a sequence take longer for long sequences, but by the same amount in any bucket.
-    Raises what the runner raises.
+    They include the copies to and from the device. `together` threads run the bucket at the same
+    time, for `seconds` each. `planes` is the packed batch; by default it holds short sequences.
+    Kernels that compute attention only within a sequence take longer for long sequences, but by the
+    same amount in any bucket. Raises the errors of the runner.
     """
-    with closing(Together(together)) as pair:
+    with closing(Together(together)) as concurrent:
         filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
-        return 1000 * pair.run(runner, bucket, filled, seconds)
+        return 1000 * concurrent.run(runner, bucket, filled, seconds)
 
 
 def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) -> np.ndarray:
     """Make a batch without padding for `Runner.run`: the planes of PackedTokens as one int32 array.
 
-    Its shape is `[count, rows, length]`, and every token has id 1 and no adapter. Each row holds
-    sequences of `segment` tokens, or of more if there would be more sequences than slots. The last
-    sequence of a row is shorter if the row has no room for all of it.
+    Its shape is `[count, rows, length]`: `count` is the number of planes. Every token has id 1 and
+    no adapter. Each row holds sequences of `segment` tokens, or of more tokens if the row has too
+    few slots. The last sequence of a row may be shorter.
     """
     segment = max(segment, -(-bucket.length // bucket.slots))
     planes = np.zeros((count, bucket.rows, bucket.length), np.int32)

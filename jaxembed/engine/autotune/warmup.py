@@ -12,14 +12,14 @@ from jaxembed.errors import BackendError
 logger = logging.getLogger(__name__)
 
 QUIET_S = 5.0  # a device that has been idle for this long is not in use
-PAUSE = 2.0  # pause after a compilation while the device is in use, in multiples of its time
+PAUSE = 2.0  # pause after a compilation while the device is in use, as a multiple of its time
 LULL_S = 0.1  # the next compilation begins when the device has been idle for this long
-IDLE_CHECK_S = 0.02  # seconds between two checks whether it has been
+IDLE_CHECK_S = 0.02  # seconds between two checks whether the device is idle
 LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
 
 
 class Warmup:
-    """Compiles a grid on background threads, and reports every bucket that is ready."""
+    """Compiles the buckets of a grid on background threads, and reports the progress."""
 
     def __init__(
         self,
@@ -37,19 +37,19 @@ class Warmup:
     ):
         """Prepare `workers` threads; `start` starts them.
 
-        `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the length
-        of the oldest waiting sequence that no compiled bucket holds, or None; a bucket that holds
-        it is compiled next. With `full`, every bucket must be compiled to be ready, otherwise only
-        the covering ones. `idle_s` returns for how long the device has been idle: once the model is
-        ready and in use, a single thread continues, with pauses. `on_progress` is called with the
-        number of buckets done and the total, `on_failure` with the error of a required bucket, and
-        `on_finish` when all are done.
+        `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the row
+        length that the oldest waiting sequence without a compiled bucket needs, or None; a bucket
+        of this length or more is compiled next. The required buckets are all buckets with `full`,
+        otherwise the covering buckets. `idle_s` returns the seconds for which the device has been
+        idle: once the model is ready and in use, a single thread continues, with pauses.
+        `on_progress` is called with the number of buckets done and the total, `on_failure` with the
+        error of a required bucket, and `on_finish` when all are done.
         """
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
         self._name = name
-        self._pending = list(grid.by_use)  # what no thread has begun to compile
-        self._done = 0  # number of buckets that are compiled or left out
+        self._pending = list(grid.by_use)  # buckets that no thread has begun to compile
+        self._done = 0  # number of buckets that are compiled or could not be compiled
         self._compile_bucket = compile_bucket
         self._needed_length = needed_length
         self._idle_s = idle_s
@@ -85,10 +85,10 @@ class Warmup:
             thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until ready.
+        """Block until the model is ready.
 
-        Raises TimeoutError, what the compiler raised on a required bucket, or BackendError after
-        `stop`.
+        Raises TimeoutError after `timeout_s` seconds, the compiler's error for a required bucket,
+        or BackendError if `stop` was called before.
         """
         if not self._ready.wait(timeout_s):
             raise TimeoutError(f"not ready within {timeout_s} s")
@@ -104,11 +104,11 @@ class Warmup:
                 self._ready.set()
 
     def _work(self, goes_on: bool) -> None:
-        """Compile buckets until none is left.
+        """Compile buckets until no bucket is left or `stop` is called.
 
-        Once the model is ready and the device is in use, compiling takes at most a third of the
-        time, and begins while the device is idle. `goes_on` is True for the one thread that then
-        continues; the others wait until the device is not in use.
+        Once the model is ready and the device is in use, compilation takes at most a third of the
+        time, and begins while the device is idle. Then only the thread with `goes_on` continues;
+        the other threads wait until the device is not in use.
         """
         took_s = 0.0
         while not self._stop.is_set():
@@ -137,8 +137,10 @@ class Warmup:
             self._note(bucket, error)
 
     def _note(self, bucket: Bucket, error: Exception | None) -> None:
-        """Note a bucket that is done: it was compiled, or is left out, or stops everything if it is
-        a required one. Report the progress, and the end after the last."""
+        """Record that a bucket is compiled, or that its compilation raised `error`.
+
+        A bucket with an error is left out, but a required bucket stops everything. Reports the
+        progress, and the end."""
         name, total = self._name, self._total
         with self._lock:
             if error is None:
@@ -161,7 +163,7 @@ class Warmup:
         if became_ready:
             logger.info("%s: ready: %d of %d buckets in %.1f s", name, compiled, total, elapsed)
             self._ready.set()
-        with self._lock:  # last: who counts the last bucket reports the end
+        with self._lock:  # the thread that counts the last bucket reports the end
             self._done += 1
             done = self._done
         try:

@@ -1,8 +1,8 @@
 """Attention kernels for accelerators: what each takes, and where to find it.
 
-XLA's own attention is `attention.by_xla`; these stand in for it where a probe has found them right
-and faster. None is imported before it is looked for. None takes a bias or a soft cap: models with
-either use XLA's in all layers. And what kernels need to know of segments: where they start and end.
+A kernel replaces XLA's attention, `attention.by_xla`, where a probe finds it correct and faster.
+Kernels are imported on demand. They take neither a bias nor a soft cap: models with either
+use XLA's attention in all layers. Functions here also tell kernels where segments start and end.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ KERNELS = {
 
 Places = Int[Array, "rows length"]
 
-SHORTEST_PROBED_ROW = 128  # below it XLA computes the scores of a row at once, and they are few
+SHORTEST_PROBED_ROW = 128  # tokens; in shorter rows XLA computes the few scores at once
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a model asks of attention: the same in each of its buckets."""
+    """The properties of a model's calls of attention, which are the same in each of its buckets."""
 
     heads: int
     groups: int  # heads of keys and values
-    width: int  # of a head
+    width: int  # dimensions of a head
     dtype: str
     sight: Sight
     has_bias: bool = False
@@ -56,10 +56,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Kernel:
-    """`attend` is called as attend(query, key, value, segments, sight, slots): as
-    `attention.attend`, and `slots` segments are the most that a row holds; for calls that hide keys
-    with `key_segments`, too. `refuses` says why it does not take a call in rows of a length, or
-    None."""
+    """An attention kernel.
+
+    `attend(query, key, value, segments, mask, slots)` is as `attention.attend`; a row holds at
+    most `slots` segments. Calls that hide keys also pass `key_segments`. `refuses(call, length)`
+    returns why the kernel does not take the call in rows of `length` tokens, or None if it does.
+    """
 
     name: str
     attend: Callable
@@ -67,36 +69,37 @@ class Kernel:
 
 
 def changed_scores(call: Call) -> str | None:
-    """Why a kernel does not take a call that changes scores before the softmax."""
+    """Return why a kernel refuses a call that changes scores before the softmax, or None."""
     if call.has_bias:
         return "it takes no bias of scores"
     return None if call.sight.cap is None else "it takes no soft cap of scores"
 
 
 def kernel(path: str) -> Kernel:
-    """A kernel of KERNELS. Raises ImportError where what it needs is not installed."""
+    """Import a kernel by its path in KERNELS. Raises ImportError if a package is missing."""
     return resolve_name(path)
 
 
 def starts(segments: Places) -> Bool[Array, "rows length"]:
-    """Whether a segment, or a stretch of padding, begins at a token."""
+    """Return whether a segment, or a stretch of padding, begins with each token."""
     return segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 
 
 def ends(segments: Places) -> Bool[Array, "rows length"]:
-    """Whether a segment, or a stretch of padding, ends with a token."""
+    """Return whether a segment, or a stretch of padding, ends with each token."""
     return segments != jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
 def spans(segments: Places) -> tuple[Places, Places]:
-    """The places in the row of the first and the last token of each token's segment."""
+    """Return the index in the row of the first and of the last token of each token's segment. A
+    stretch of padding counts as a segment."""
     length = segments.shape[1]
-    at = jnp.broadcast_to(jnp.arange(length), segments.shape)
-    first = lax.cummax(jnp.where(starts(segments), at, 0), axis=1)
-    last = lax.cummin(jnp.where(ends(segments), at, length - 1), axis=1, reverse=True)
+    index = jnp.broadcast_to(jnp.arange(length), segments.shape)
+    first = lax.cummax(jnp.where(starts(segments), index, 0), axis=1)
+    last = lax.cummin(jnp.where(ends(segments), index, length - 1), axis=1, reverse=True)
     return first, last
 
 
 def without_padding(x: Array, segments: Places) -> Array:
-    """`[rows, length, heads, width]` with zeros where there is no segment: padding may hold NaN."""
+    """Return `x`, `[rows, length, heads, width]`, with zeros for padding, which may hold NaN."""
     return jnp.where(segments[:, :, None, None] != 0, x, jnp.zeros((), x.dtype))

@@ -1,6 +1,6 @@
 """Attention on GPU: FlashAttention 2 or 3 of the optional package dew-flash-attn.
 
-Rows are laid end to end, and each segment, each stretch of padding too, is a sequence between two
+The rows are laid end to end. Each segment and each stretch of padding is a sequence between two
 offsets. On Hopper the package runs FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 """
 
@@ -16,7 +16,7 @@ FLASH_WIDEST_HEAD = 256
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Why it does not take this call in rows of this length."""
+    """Return why the kernel does not take this call in rows of `length` tokens, or None."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} is not bfloat16 or float16"
     if call.width > FLASH_WIDEST_HEAD:
@@ -29,7 +29,7 @@ def refuses(call: Call, length: int) -> str | None:
 def attend(
     query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight, slots: int
 ) -> Heads:
-    """As `attention.attend`, rounded to the operands' dtype."""
+    """Compute attention as `attention.attend`, rounded to the operands' dtype."""
     rows, length = segments.shape
     flat = (x.reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
     reach = -1 if sight.reach is None else sight.reach
@@ -44,12 +44,17 @@ def attend(
 
 
 def offsets(segments: Segments, slots: int) -> Int[Array, " sequences_and_one"]:
-    """Where the sequences begin in the flat buffer, and its end: with a stretch of padding after
-    each segment and one before the first. What is over are empty sequences at the end."""
+    """Return where each sequence begins in the flat buffer, and where the last one ends.
+
+    In a row at most `slots` segments are sequences, with padding before, between and after them.
+    Offsets that are left over are empty sequences at the end.
+    """
     rows, length = segments.shape
-    most = rows * min(2 * slots + 1, length)
-    (begins,) = jnp.nonzero(starts(segments).reshape(-1), size=most, fill_value=rows * length)
-    return jnp.append(begins, rows * length).astype(jnp.int32)
+    max_sequences = rows * min(2 * slots + 1, length)
+    (first_tokens,) = jnp.nonzero(
+        starts(segments).reshape(-1), size=max_sequences, fill_value=rows * length
+    )
+    return jnp.append(first_tokens, rows * length).astype(jnp.int32)
 
 
 KERNEL = Kernel("flash", attend, refuses)

@@ -1,4 +1,4 @@
-"""Attention on TPU: the splash kernel that comes with JAX, told of segments and windows."""
+"""Attention on TPU: JAX's splash kernel, with segments and windows."""
 
 from typing import Any
 
@@ -12,14 +12,15 @@ from jaxembed.models.attention import Grouped, Heads, Sight
 from jaxembed.models.kernels import Call, Kernel, changed_scores, without_padding
 from jaxembed.models.tokens import Segments
 
-TPU_LANES = 128  # of a vector register: blocks of a row are multiples of it
-SPLASH_NARROWEST_HEAD = 64  # narrower ones are filled up with zeros
-BLOCKS = (1024, 512, 256, 128)  # on v6e 1024 beat 512, 1.28 to 1.81 ms (Qwen3-0.6B, third party)
-SPLASH_LOCAL_BLOCK = 256  # larger ones hold keys that no query of theirs sees
+TPU_LANES = 128  # numbers in a vector register; a block of a row is a multiple of it
+SPLASH_NARROWEST_HEAD = 64  # dimensions; narrower heads are padded with zeros
+# Tokens. With 1024 a v6e takes 1.28 ms, with 512 1.81 ms (Qwen3-0.6B, measured by a third party).
+BLOCKS = (1024, 512, 256, 128)
+SPLASH_LOCAL_BLOCK = 256  # tokens; with a window, larger blocks hold keys that no query attends to
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Why it does not take this call in rows of this length."""
+    """Return why the kernel does not take this call in rows of `length` tokens, or None."""
     if length % TPU_LANES:
         return f"{length} tokens are no multiple of {TPU_LANES}"
     if call.dtype not in ("bfloat16", "float32"):
@@ -37,32 +38,34 @@ def attend(
     interpret: bool = False,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """As `attention.attend`. The kernel rounds what comes out to the operands' dtype."""
+    """Compute attention as `attention.attend`; the kernel rounds the result to the operands' dtype.
+    `interpret` runs it in Pallas' interpreter, without a TPU."""
     _, length, heads, width = query.shape
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
     value = without_padding(value, segments)
     # [rows, heads, length, width]
-    query, key, value = (_filled(x).swapaxes(1, 2) for x in (query, key, value))
+    query, key, value = (_padded_heads(x).swapaxes(1, 2) for x in (query, key, value))
     run: Any = splash.make_splash_mha_single_device(
         masks.MultiHeadMask([_mask(length, sight)] * heads),
         block_sizes=block_sizes(length, sight),
         interpret=interpret,
     )
-    of_keys = segments if key_segments is None else key_segments
+    segments_of_keys = segments if key_segments is None else key_segments
     mixed = jax.vmap(
         lambda query, key, value, q, kv: run(query, key, value, splash.SegmentIds(q=q, kv=kv))
-    )(query, key, value, segments, of_keys)
+    )(query, key, value, segments, segments_of_keys)
     return mixed.swapaxes(1, 2)[..., :width].astype(jnp.float32)
 
 
 def block_sizes(length: int, sight: Sight) -> splash.BlockSizes:
-    """The largest blocks that divide the row."""
-    most = SPLASH_LOCAL_BLOCK if sight.reach is not None else BLOCKS[0]
-    size = next(size for size in BLOCKS if size <= most and length % size == 0)
+    """Return the largest blocks that divide the row; with a window they are smaller."""
+    max_size = SPLASH_LOCAL_BLOCK if sight.reach is not None else BLOCKS[0]
+    size = next(size for size in BLOCKS if size <= max_size and length % size == 0)
     return splash.BlockSizes(block_q=size, block_kv=size, block_kv_compute=min(size, 512))
 
 
 def _mask(length: int, sight: Sight) -> masks.Mask:
+    """Return the mask of a row in the kernel's form."""
     square = (length, length)
     if sight.reach is not None:
         after = 0 if sight.causal else sight.reach
@@ -70,13 +73,14 @@ def _mask(length: int, sight: Sight) -> masks.Mask:
     return masks.CausalMask(square) if sight.causal else masks.FullMask(square)
 
 
-def _filled(x: Heads) -> Float[Array, "rows length heads filled"]:
+def _padded_heads(x: Heads) -> Float[Array, "rows length heads filled"]:
+    """Pad heads with zeros to a width that the kernel takes."""
     width = x.shape[3]
-    wanted = max(
+    padded_width = max(
         SPLASH_NARROWEST_HEAD,
         width if width <= SPLASH_NARROWEST_HEAD else -(-width // TPU_LANES) * TPU_LANES,
     )
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, wanted - width)))
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padded_width - width)))
 
 
 KERNEL = Kernel("splash", attend, refuses)

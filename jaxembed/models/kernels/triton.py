@@ -1,7 +1,8 @@
-"""Attention on GPU: a flash kernel of our own that visits only the keys of a block's segments.
+"""Attention on GPU: jaxembed's flash kernel, which visits only the keys of a block's segments.
 
-Dao et al. 2022, arXiv:2205.14135; written in Pallas and compiled by the Triton in XLA,
-which JAX 0.11 calls deprecated: where it is gone, the import fails and XLA's attention is used.
+Dao et al. 2022, arXiv:2205.14135. It is written in Pallas and compiled by the Triton in XLA. JAX
+0.11 calls this backend deprecated: where it is missing, the import fails and XLA's attention is
+used.
 """
 
 from functools import partial
@@ -18,18 +19,18 @@ from jaxembed.models.kernels import Call, Kernel, changed_scores, spans, without
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
-TRITON_NARROWEST_HEAD = 16  # of Triton's products
+TRITON_NARROWEST_HEAD = 16  # dimensions; Triton's products take no fewer
 TRITON_WIDEST_HEAD = 256
-WIDE_HEAD = 64  # above it fewer queries and more warps: registers and shared memory are full
+WIDE_HEAD = 64  # wider heads fill the registers, so a block has fewer queries and more warps
 NARROW_QUERY_TILE, WIDE_QUERY_TILE = 128, 64
 KEY_BLOCK = 64
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Why it does not take this call in rows of this length.
+    """Return why the kernel does not take this call in rows of `length` tokens, or None.
 
-    Triton writes float32 products out as single ones: compiled for an H100 they took a minute and
-    spilled 9 kB of registers a thread, where bfloat16 spills none.
+    It refuses float32, whose products Triton writes out one by one: compiled for an H100 they took
+    a minute and spilled 9 kB of registers a thread, where bfloat16 spills none.
     """
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} products are not the tensor cores'"
@@ -50,7 +51,8 @@ def attend(
     key_block: int = KEY_BLOCK,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """As `attention.attend`; queries of padding give anything."""
+    """Compute attention as `attention.attend`. Queries of padding get arbitrary numbers. Blocks are
+    in tokens. `interpret` runs the kernel in Pallas' interpreter, without a GPU."""
     rows, length, heads, width = query.shape
     per_group = heads // key.shape[2]
     wide = width > WIDE_HEAD
@@ -62,9 +64,9 @@ def attend(
     around = ((0, 0), (0, tail), (0, 0), (0, filled))
     query, key, value = (jnp.pad(x, around) for x in (query, key, value))
     segments = jnp.pad(segments, ((0, 0), (0, tail)))
-    of_keys = segments
+    segments_of_keys = segments
     if key_segments is not None:
-        of_keys = jnp.pad(key_segments, ((0, 0), (0, tail)))
+        segments_of_keys = jnp.pad(key_segments, ((0, 0), (0, tail)))
     first, end = key_blocks(segments, sight, query_block, key_block)
     _, length, _, filled_width = query.shape
 
@@ -83,22 +85,28 @@ def attend(
         compiler_params=pltriton.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
         interpret=interpret,
         name="attention_of_segments",
-    )(first, end, query, key, value, segments, of_keys)
+    )(first, end, query, key, value, segments, segments_of_keys)
     return mixed[:, : mixed.shape[1] - tail, :, :width].astype(jnp.float32)
 
 
 def key_blocks(
     segments: Segments, sight: Sight, query_block: int, key_block: int
 ) -> tuple[Int[Array, "rows blocks"], Int[Array, "rows blocks"]]:
-    """For each block of queries the first block of keys that one of them sees, and the one after
-    the last: none for a block of padding."""
+    """Return, for each block of queries, the range of blocks of keys that its queries attend to.
+
+    A range is the number of its first block, and the number after its last. It is empty for a block
+    of padding.
+    """
     rows, length = segments.shape
-    at = jnp.arange(length)[None]
+    index = jnp.arange(length)[None]
     first, last = spans(segments)
     if sight.reach is not None:
-        first, last = jnp.maximum(first, at - sight.reach), jnp.minimum(last, at + sight.reach)
+        first, last = (
+            jnp.maximum(first, index - sight.reach),
+            jnp.minimum(last, index + sight.reach),
+        )
     if sight.causal:
-        last = jnp.minimum(last, at)
+        last = jnp.minimum(last, index)
     first = jnp.where(segments != 0, first, length)
     last = jnp.where(segments != 0, last, -1)
     blocks = (rows, -1, query_block)
@@ -121,11 +129,12 @@ def _kernel(
     query_block: int,
     key_block: int,
 ):
-    """One block of queries of one head. Scores are in powers of two: exp2 is the GPU's own."""
+    """Compute one block of queries of one head, one block of keys after the other. Scores are in
+    powers of two, because exp2 is an instruction of the GPU."""
     block = pl.program_id(0)
     queries = pl.ds(block * query_block, query_block)
     query = query_ref[...]
-    of_query = segments_ref[queries]
+    query_segments = segments_ref[queries]
     query_at = block * query_block + jnp.arange(query_block)
 
     def visit(number, carry):
@@ -133,20 +142,20 @@ def _kernel(
         keys = pl.ds(number * key_block, key_block)
         key_at = number * key_block + jnp.arange(key_block)
         scores = _product(query, key_ref[keys, :], 1) * scale  # [queries, keys]
-        seen = of_query[:, None] == key_segments_ref[keys][None, :]
+        visible = query_segments[:, None] == key_segments_ref[keys][None, :]
         distance = query_at[:, None] - key_at[None, :]
         if sight.causal:
-            seen &= distance >= 0
+            visible &= distance >= 0
         if sight.reach is not None:
-            seen &= (distance <= sight.reach) & (distance >= -sight.reach)
-        scores = jnp.where(seen, scores, MASKED)
+            visible &= (distance <= sight.reach) & (distance >= -sight.reach)
+        scores = jnp.where(visible, scores, MASKED)
         larger = jnp.maximum(largest, scores.max(axis=1))
-        # zero, not exp2(MASKED - larger): where nothing is seen yet that is 1, of others' values
-        weights = jnp.where(seen, jnp.exp2(scores - larger[:, None]), 0.0)
-        shrink = jnp.exp2(largest - larger)
+        # 0 and not exp2(MASKED - larger), which is 1 while the query has seen only masked keys
+        weights = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
+        rescale = jnp.exp2(largest - larger)
         value = value_ref[keys, :]
-        mixed = mixed * shrink[:, None] + _product(weights.astype(value.dtype), value, 0)
-        return mixed, larger, total * shrink + weights.sum(axis=1)
+        mixed = mixed * rescale[:, None] + _product(weights.astype(value.dtype), value, 0)
+        return mixed, larger, total * rescale + weights.sum(axis=1)
 
     start = (
         jnp.zeros(query.shape, jnp.float32),

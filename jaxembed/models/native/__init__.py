@@ -1,9 +1,9 @@
 """Native kernels: matrix products and attention in bfloat16 on x86-64, written in C for XLA:CPU.
 
 XLA:CPU runs a transformer as many small loops over memory. The kernels in calls.h compute a layer
-of BERT and its kin in two calls, or in five if there are few tokens; other towers use those for
-products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. A CPU without
-either uses XLA for everything.
+of BERT and its kin in two calls, or in five if the batch has few tokens; other backbones use them
+for products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. On a CPU
+without either, XLA computes everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,33 +26,32 @@ from jaxembed.models.native.library import operand_names
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
 
-MOST_OF_A_ROW = 2**19  # elements: `self_attention` keeps the row of a work item in a core's cache
-TILE = 16  # lines of an AMX tile: tokens, or pairs of neighbouring features
-PANEL = 32  # columns of a panel
+MOST_OF_A_ROW = 2**19  # elements; the row that a core works on in `self_attention` fits its cache
+TILE = 16  # rows of an AMX tile: tokens, or pairs of neighbouring features
+PANEL = 32  # columns of a weight that are packed together
 
 RoundedHeads = BFloat16[Array, "rows length heads width"]
 RoundedGrouped = BFloat16[Array, "rows length groups width"]
 RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
-
-# Names of the `linear` call by its mode, in trials and refusals.
+# The name of the `linear` call by its mode. Trials and refusals show it.
 ENDS = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
-BIASED, ROTATED = 1, 2  # bits of the mode of attention: which operands come with the call
-ADAPTED = 8  # bit of any mode: adapters come, in `mlp` for the products of these bits
-ADAPTS = {"out": 16, "up": 32, "down": 64}
+BIASED, ROTATED = 1, 2  # bits of the mode of attention calls: which optional operands they have
+ADAPTED = 8  # bit of the mode of any call: it has operands of adapters
+ADAPTS = {"out": 16, "up": 32, "down": 64}  # bits of the mode of `mlp`: products with adapters
 
 DistanceBias = Float[Array, "heads distances"]  # as models.attention.attend takes it
 Angles = Float[Array, "rows length half"]
 
 
 class AdapterOperands(NamedTuple):
-    """The low-rank adapters of a product, as `models.adapters.LowRank` has them, in panels."""
+    """The low-rank adapters of a product; `down` and `up` are packed weights."""
 
-    numbers: Int[Array, "rows length"]  # of the adapter of each token
+    numbers: Int[Array, "rows length"]  # the number of each token's adapter, from 1; 0: none
     down: Panels
     up: Panels
-    owners: Int[Array, " narrow"]  # the number of the adapter of each column between down and up
+    owners: Int[Array, " narrow"]  # the adapter that each column between down and up belongs to
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ class NativeCall:
     """A call of a native kernel: its target, the shapes of its operands, and its attributes."""
 
     target: str  # one of CALLS
-    shape: tuple[int, ...]  # of the result
-    dtype: str  # of the result
+    shape: tuple[int, ...]  # the result's
+    dtype: str  # the result's
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by name
     attributes: tuple[tuple[str, Any], ...]  # by name
 
     @property
     def name(self) -> str:
-        """The name of the target; a `linear` call is named by its mode, one of ENDS."""
+        """The name of the call: its target, or for `linear` the name of its mode in ENDS."""
         return self.end if self.target == "linear" else self.target
 
     @property
@@ -77,14 +76,14 @@ class NativeCall:
 
     @property
     def mode(self) -> int:
-        """The attribute `mode`: it says which operands come with the call."""
+        """The attribute `mode`, whose bits say which operands the call has."""
         return int(dict(self.attributes)["mode"])
 
     def run(self, operands: Mapping[str, Array]) -> Array:
         """Add the call to the program that is being traced, and return its result.
 
-        `operands` are arrays by name; the library tells their order. Raises TypeError if the names
-        are not those that the call takes.
+        `operands` are arrays by name; the library defines their order. Raises TypeError if the
+        names are not those that the call takes, and RuntimeError before the library is loaded.
         """
         names = operand_names(self.target, self.mode)
         if operands.keys() != set(names):
@@ -100,31 +99,31 @@ _noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=
 
 @contextmanager
 def noting(calls: dict[NativeCall, None]) -> Iterator[None]:
-    """Record the native calls that this thread traces in the context, instead of making them.
+    """Record the native calls that this thread traces in the block, instead of making them.
 
     Each different call is added to `calls` once, in order; its result is zeros.
     """
-    before = _noted.set(calls)
+    reset_token = _noted.set(calls)
     try:
         yield
     finally:
-        _noted.reset(before)
+        _noted.reset(reset_token)
 
 
 def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether a parameter is a weight that can be packed into panels for `linear`.
 
-    `name` is the parameter's path; `shape` and `dtype` are those before packing.
+    `name` is the parameter's dotted name; `shape` and `dtype` are those before packing.
     """
-    matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
-    return matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
+    is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
+    return is_matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
 
 
 def packed(kernel: np.ndarray) -> np.ndarray:
     """Pack a weight `[K, N]` into the panels that product.h takes, on the host.
 
     The result is `[N / 32, K / 32, 2, 16, 16, 2]`. Its axes are blocks of 32 columns, blocks of 32
-    features, tiles of 16 columns, pairs of features, columns of a tile, and the two of a pair.
+    features, tiles of 16 columns, pairs of features, columns of a tile, and the features of a pair.
     """
     k, n = kernel.shape
     split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
@@ -132,7 +131,7 @@ def packed(kernel: np.ndarray) -> np.ndarray:
 
 
 def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a packed weight, from its shape `[K, N]` before."""
+    """Return the shape of a packed weight, given its shape `[K, N]` before packing."""
     return (shape[1] // PANEL, shape[0] // PANEL, 2, TILE, TILE, 2)
 
 
@@ -142,7 +141,7 @@ def is_packed(kernel: Any) -> bool:
 
 
 def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a weight before it was packed; other shapes are returned unchanged."""
+    """Return the shape that a packed weight had before; other shapes are returned unchanged."""
     return (shape[1] * PANEL, shape[0] * PANEL) if len(shape) == 6 else shape
 
 
@@ -157,13 +156,14 @@ def linear(
     dtype: str = "float32",
     adapters: AdapterOperands | None = None,
 ) -> Float[Array, "... out"]:
-    """Compute x . weight + bias and what follows it, `end`, and round the result to `dtype`.
+    """Compute x . weight + bias, then the operation `end`, and round the result to `dtype`.
 
-    `end` is one of ENDS: "gelu" is the exact GELU; "gated_" and an activation is activation(gate) *
-    up of the two halves, whose weight must satisfy `takes_gated`; "norm" is the layer norm of
-    residual + x . weight + bias, with `norm`: residual, scale, shift and epsilon. `kernel` is the
-    packed weight. `x` is bfloat16, or float32 that is rounded to it. Sums are float32. With
-    `adapters` their product is part of the sum.
+    `kernel` is the packed weight; None as `bias` is zeros. `x` is bfloat16, or float32 that is
+    rounded to it. Sums are float32, and include the product of the `adapters`. `end` is one of
+    ENDS: "linear" adds no operation; "gelu" is the exact GELU; "gated_" and an activation is
+    activation(gate) * up of the two halves of the columns (the weight must satisfy `takes_gated`);
+    "norm" is the layer norm of residual + x . weight + bias, with `norm` = (residual, scale, shift,
+    epsilon).
     """
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
@@ -172,7 +172,7 @@ def linear(
     if norm is not None:
         operands["residual"], operands["scale"], operands["shift"], eps = norm
     if adapters is not None:
-        operands |= _of_adapters(adapters)
+        operands |= _adapter_operands(adapters)
         mode |= ADAPTED
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
@@ -181,7 +181,8 @@ def linear(
 def takes_gated(kernel: Any, activation: str) -> bool:
     """Whether `linear` with a gate and `mlp` take this weight of gate and up, and this activation.
 
-    The activation is a name in models.layers.ACTIVATIONS. Each half of the weight must be panels.
+    `activation` is a name in models.layers.ACTIVATIONS. Each half of the weight must be whole
+    panels.
     """
     return f"gated_{activation}" in ENDS and is_packed(kernel) and kernel.shape[0] % 2 == 0
 
@@ -203,7 +204,8 @@ def attention(
 ) -> RoundedHeads:
     """Compute attention as models.attention.attend does; padding gets zeros.
 
-    Keys of other segments are skipped and cost nothing. Shapes must satisfy `takes`.
+    `causal`, `reach` and `cap` are the fields of an attention mask. Keys of other segments are
+    skipped and cost nothing. Shapes must satisfy `takes`.
     """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
     places, mode = _places(distance_bias, None)
@@ -222,8 +224,9 @@ def joint_attention(
 ) -> RoundedHeads:
     """Compute attention with query, key and value side by side in one array.
 
-    `angles` are the cosines and sines by which queries and keys are rotated before, dimensions k
-    and k + width / 2 together. The result is `[rows, length, heads, width]`.
+    `angles` are the cosines and sines by which queries and keys are rotated first, dimensions k and
+    k + width / 2 together. The result is `[rows, length, heads, width]`. The rest is as in
+    `attention`.
     """
     rows, length, _, heads, width = joint.shape
     shape = (rows, length, heads, width)
@@ -234,17 +237,17 @@ def joint_attention(
 
 
 def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
-    """Whether `mlp` takes these hidden states and weights.
+    """Whether `mlp` takes these hidden states and weights, and is the fastest way.
 
-    With few tokens, separate products are faster because the cores share their columns.
+    With few tokens separate products are faster, because the cores share their columns.
     """
     return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
 
 
 def takes_self_attention(hidden: Float[Array, "rows length dim"], heads: int, kernel: Any) -> bool:
-    """Whether `self_attention` takes these hidden states and this weight.
+    """Whether `self_attention` takes these hidden states and this weight, and is the fastest way.
 
-    Few tokens, and rows too long for a core's cache, are faster as two calls.
+    Two calls are faster for few tokens, and for rows too long for a core's cache.
     """
     rows, length, dim = hidden.shape
     fits = takes(length, dim // heads, "bfloat16") and length * dim <= MOST_OF_A_ROW
@@ -266,14 +269,14 @@ def self_attention(
 ) -> BFloat16[Array, "rows length dim"]:
     """Compute the product that gives queries, keys and values, and their attention, in one call.
 
-    `kernel` is the packed weight of that product, and `adapters` are its adapters. The rest is as
-    in `joint_attention`.
+    `kernel` is the packed weight of that product, `adapters` are its adapters, and `heads` is the
+    number of heads. The rest is as in `joint_attention`.
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
     places, mode = _places(distance_bias, angles)
     if adapters is not None:
-        places |= _of_adapters(adapters)
+        places |= _adapter_operands(adapters)
         mode["mode"] |= ADAPTED
     attributes = {**mode, "heads": np.int64(heads), **_sight(causal, reach, cap)}
     return _call("self_attention", hidden.shape, jnp.bfloat16, operands | places, **attributes)
@@ -292,29 +295,29 @@ def mlp(
     """Compute the rest of a BERT layer after attention, in one call.
 
     It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
-    a packed weight and a bias (or None); `out` and `down` also have their norm's scale and shift.
-    With a `gate`, the name of an activation, the product with `up` is that of `linear` with
-    this gate.
-    `adapters` are those of the products "out", "up" and "down".
+    a packed weight and a bias or None; `out` and `down` also have the scale and the shift of their
+    norm. A `gate`, the name of an activation, replaces GELU by that gate, as in `linear`.
+    `adapters` are by the name of their product: "out", "up" or "down".
     """
     mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
     parameters = {"out": out, "up": up, "down": down}
     parts = ("kernel", "bias", "scale", "shift")
     operands = {
-        f"{name}_{part}": _or_zeros(vector, _columns(of[0]))
-        for name, of in parameters.items()
-        for part, vector in zip(parts, of, strict=False)  # `up` has no norm
+        f"{name}_{part}": _or_zeros(vector, _columns(parts_of_product[0]))
+        for name, parts_of_product in parameters.items()
+        for part, vector in zip(parts, parts_of_product, strict=False)  # `up` has no norm
     }
     operands = {"mixed": mixed, "hidden": hidden, **operands}
     for name, of_product in (adapters or {}).items():
         if of_product is not None:
-            operands |= _of_adapters(of_product, f"{name}_")
+            operands |= _adapter_operands(of_product, f"{name}_")
             mode |= ADAPTED | ADAPTS[name]
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
 
 
 def _sight(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:
+    """Return a mask as attributes of a call: reach -1 and cap 0 stand for None."""
     return {
         "causal": np.int64(causal),
         "reach": np.int64(-1 if reach is None else reach),
@@ -325,7 +328,7 @@ def _sight(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]
 def _places(
     distance_bias: DistanceBias | None, angles: tuple[Angles, Angles] | None
 ) -> tuple[dict[str, Array], dict[str, np.int64]]:
-    """The operands that tell of places of tokens, and the mode of a call with them."""
+    """Return the operands that depend on positions, and the `mode` attribute of such a call."""
     operands, mode = {}, 0
     if distance_bias is not None:
         operands["distance_bias"] = distance_bias
@@ -336,12 +339,13 @@ def _places(
     return operands, {"mode": np.int64(mode)}
 
 
-def _of_adapters(adapters: AdapterOperands, of: str = "") -> dict[str, Array]:
-    """The operands of the adapters of a product; `of` is its name in a call of several."""
+def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Array]:
+    """Return the operands of a product's adapters by name. `prefix` begins their names in a call of
+    several products."""
     numbers, *rest = adapters
     parts = ("down", "up", "owners")
     return {"numbers": numbers} | {
-        f"{of}adapter_{part}": array for part, array in zip(parts, rest, strict=True)
+        f"{prefix}adapter_{part}": array for part, array in zip(parts, rest, strict=True)
     }
 
 
@@ -357,7 +361,7 @@ def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Arr
 
 
 def _columns(kernel: Array | None) -> int:
-    """The number of columns of a packed weight."""
+    """Return the number of columns of a packed weight."""
     assert kernel is not None
     return kernel.shape[0] * PANEL
 

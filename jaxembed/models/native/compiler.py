@@ -1,6 +1,6 @@
 """Compiles the native kernels for an instruction set, and native means for any CPU.
 
-The build of the wheel runs this file without jaxembed installed, so it uses only the standard
+The build of the wheel runs this file without jaxembed installed, so it imports only the standard
 library.
 """
 
@@ -16,10 +16,10 @@ from pathlib import Path
 from uuid import uuid4
 
 SOURCES = Path(__file__).parent  # of C files and their headers
-LIBRARIES = Path(__file__).with_name("libs")  # libraries built before, which a wheel holds
+LIBRARIES = Path(__file__).with_name("libs")  # prebuilt libraries, which a wheel holds
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_S = 120.0  # time limit
-OLDEST_GLIBC = 17  # N of glibc 2.N of manylinux2014, the oldest such tag of pip and jaxlib
+COMPILE_S = 120.0  # timeout in seconds
+OLDEST_GLIBC = 17  # N of manylinux2014's glibc 2.N, the oldest that pip and jaxlib have a tag for
 
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 # No -march=native: a library is built on one machine and used on others.
@@ -38,25 +38,25 @@ class Unavailable(Exception):
 
 
 class Foreign(Unavailable):
-    """The native kernels are for another kind of machine."""
+    """The native kernels are for other platforms than this machine's."""
 
 
 @dataclass(frozen=True)
 class Build:
-    """A library: what it is compiled of, and for which CPUs."""
+    """How a library is compiled, and the CPUs that it runs on."""
 
     name: str
-    source: str  # the name of a file in SOURCES
-    flags: tuple[str, ...]  # for the compiler
+    source: str  # name of a file in SOURCES
+    flags: tuple[str, ...]  # the compiler's
     cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
 
     @property
     def built(self) -> Path:
-        """The path of its library in the package; the file need not exist."""
+        """The path of the prebuilt library in the package; the file need not exist."""
         return LIBRARIES / f"{self.name}.so"
 
 
-# The kernels for each instruction set, sorted by speed, the fastest first.
+# The kernels for each instruction set, the fastest first.
 INSTRUCTION_SETS = (
     Build("amx", "native.c", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
     Build("avx512_bf16", "native.c", FLAGS + AVX512_FLAGS, _AVX512_BF16),
@@ -66,23 +66,23 @@ BUILDS = (*INSTRUCTION_SETS, MEANS)
 
 
 def digest(build: Build) -> str:
-    """A hash of the sources and the flags of a library. Raises OSError if a source is missing."""
-    # the first file may include the headers
+    """Return a hash of a library's sources and flags. Raises OSError if a source is missing."""
+    # any header, because the source may include it
     paths = [SOURCES / build.source, *sorted(SOURCES.glob("*.h"))]
     parts = [*(path.read_bytes() for path in paths), *map(str.encode, build.flags)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def find_compiler() -> str | None:
-    """The path of a C compiler on this machine, or None."""
+    """Return the path of a C compiler on this machine, or None."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def compile_library(build: Build, library: Path) -> None:
     """Compile a shared library to the path `library`.
 
-    Raises Unavailable if there is no compiler, it fails or jaxlib is not installed, and OSError if
-    a source is missing.
+    Raises Unavailable if there is no compiler, if it fails or takes too long, or if jaxlib is not
+    installed, and OSError if a source is missing.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -101,7 +101,7 @@ def compile_library(build: Build, library: Path) -> None:
 
 
 def run_command(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture its output. Raises Unavailable if it exceeds its time limit."""
+    """Run a command and capture its output. Raises Unavailable after a timeout of `seconds`."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds
@@ -111,10 +111,10 @@ def run_command(command: list[str], seconds: float) -> subprocess.CompletedProce
 
 
 def build_ahead() -> str:
-    """Compile all libraries into the package.
+    """Compile all libraries into the package, and return the wheel's tag for this platform.
 
-    Returns the tag of a wheel that holds them. Raises Unavailable or OSError if one cannot be
-    built; then the package holds none.
+    Raises Foreign on a platform without kernels, and Unavailable or OSError if a library cannot be
+    built; then the package holds no library.
     """
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     libc = platform.libc_ver()[0]
@@ -136,9 +136,9 @@ def build_ahead() -> str:
 
 
 def newest_glibc(library: bytes) -> int:
-    """The N of the newest symbol version GLIBC_2.N that a shared library needs.
+    """Return the N of the newest symbol version GLIBC_2.N that a shared library needs.
 
-    `library` is the content of the file, in which the names of the versions stand.
+    `library` is the content of the file, which includes the names of the versions.
     """
     versions = re.findall(rb"\0GLIBC_2\.(\d+)(?=[\0.])", library)
     return max([OLDEST_GLIBC, *map(int, versions)])

@@ -1,6 +1,6 @@
-"""Loads the native kernels into the process and registers them with XLA; loads native means.
+"""Loads native libraries: the kernels, which it registers with XLA, and the means of table rows.
 
-A library comes with the package; a source checkout without one compiles it into the cache
+The package holds prebuilt libraries. A source checkout without them compiles them into the cache
 directory.
 """
 
@@ -27,9 +27,9 @@ from jaxembed.platform.files import replacing
 logger = logging.getLogger(__name__)
 
 CPU = Path("/proc/cpuinfo")
-CHECK_S = 20.0  # time limit
+CHECK_S = 20.0  # timeout of a library's check in seconds
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-FAULTS = {  # the meaning of what jaxembed_check in check.h returns
+FAULTS = {  # messages by the exit status of jaxembed_check in check.h
     2: "the system does not let this process use AMX",
     3: "there was no memory for the check",
     4: "what was compiled gives wrong numbers on this machine",
@@ -37,11 +37,13 @@ FAULTS = {  # the meaning of what jaxembed_check in check.h returns
 
 
 class NativeMeans:
-    """Means of table rows by means.c, for which other threads do not wait: no interpreter lock is
-    held. Threads may share it."""
+    """Means of table rows, computed by means.c without the interpreter lock.
+
+    Threads may share it.
+    """
 
     def __init__(self, library: ctypes.CDLL):
-        """Raises AttributeError if the library is another one."""
+        """Raises AttributeError if the library does not have the function."""
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._means = library.jaxembed_means
         self._means.restype = None
@@ -50,8 +52,8 @@ class NativeMeans:
     def __call__(
         self, table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int
     ) -> np.ndarray:
-        """What `numpy_means` of models/static.py gives, bit for bit. Raises ValueError for a slot
-        beyond the ids."""
+        """Return what `numpy_means` of models/static.py returns, bit for bit. Raises ValueError if
+        a slot lies beyond the ids."""
         if len(bounds) and not 0 <= bounds.min() <= bounds.max() <= len(ids):
             raise ValueError(f"a slot lies beyond the {len(ids)} ids: a bug in jaxembed")
         table = np.ascontiguousarray(table, np.float32)
@@ -71,16 +73,16 @@ class NativeMeans:
 
 _loading = threading.Lock()
 _library: ctypes.CDLL | None = None
-_build: Build | None = None  # of the library
+_build: Build | None = None  # the build of _library
 _means: NativeMeans | None = None
 
 
 def load_library(cache_dir: Path) -> None:
-    """Load the kernels and register them with XLA; further calls do nothing.
+    """Load the fastest kernels that this CPU runs, and register them with XLA.
 
-    A library that must be compiled here is kept in `cache_dir`. The first library serves the whole
-    process, because XLA refuses another of the same name. Raises Unavailable if the machine has no
-    kernels.
+    Further calls do nothing: one library serves the whole process, because XLA refuses a second one
+    of the same name. A library that must be compiled is kept in `cache_dir`. Raises Unavailable if
+    the machine cannot use any of the kernels.
     """
     global _library, _build
     reasons: list[str] = []
@@ -107,10 +109,10 @@ def load_library(cache_dir: Path) -> None:
 
 
 def load_means(cache_dir: Path) -> NativeMeans:
-    """Load the means of table rows; further calls return the same. They need no XLA, and any CPU
-    runs them.
+    """Load the function of means of table rows; further calls return the same object.
 
-    A library that must be compiled here is kept in `cache_dir`. Raises Unavailable if that fails.
+    It needs no XLA, and any CPU runs it. A library that must be compiled is kept in `cache_dir`.
+    Raises Unavailable if the library cannot be compiled or loaded.
     """
     global _means
     with _loading:
@@ -123,15 +125,16 @@ def load_means(cache_dir: Path) -> NativeMeans:
 
 
 def source_digest() -> str:
-    """A hash of the sources of the kernels that are loaded, or that this CPU would load."""
+    """Return a hash of the sources of the loaded kernels, or of those that this CPU would load.
+    Raises OSError if a source is missing."""
     runnable = _runnable() or compiler.INSTRUCTION_SETS
     return compiler.digest(_build or runnable[0])
 
 
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
-    """The names of a call's operands in order, from the table in operands.h.
+    """Return the names of a call's operands in order, from the table in operands.h.
 
-    `call` is one of CALLS, `mode` its attribute of that name. Raises RuntimeError before the
+    `call` is one of CALLS, and `mode` is the attribute of the call. Raises RuntimeError before the
     library is loaded.
     """
     if _library is None:
@@ -145,28 +148,28 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
 
 
 def _runnable() -> tuple[Build, ...]:
-    """The instruction sets whose features this CPU has, as far as the system tells."""
+    """Return the builds whose CPU features this CPU has, the fastest first. The result is empty if
+    the system does not list the features."""
     try:
         lines = CPU.read_text().splitlines()
     except OSError:
         return ()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return tuple(one for one in compiler.INSTRUCTION_SETS if one.cpu_flags <= flags)
+    return tuple(build for build in compiler.INSTRUCTION_SETS if build.cpu_flags <= flags)
 
 
 def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
-    """Check a library in another process and load it. Raises Unavailable or OSError."""
-    # whether the package holds a library that was built from the sources that it holds: in a
-    # checkout they may have changed since the build
-    made_of = compiler.digest(build).encode()
+    """Check a library in another process, then load it. Raises Unavailable or OSError."""
+    # a prebuilt library holds the digest of its sources, which may have changed since in a checkout
+    source_hash = compiler.digest(build).encode()
     try:
-        ahead = made_of in build.built.read_bytes()
+        is_prebuilt = source_hash in build.built.read_bytes()
     except OSError:
-        ahead = False
-    path = build.built if ahead else _compiled(build, cache_dir)
-    # The library's own check runs in another process, so that a crash does not end the server: an
-    # isolated one (-I), or Python would import a ctypes.py of the working directory. It needs only
-    # the standard library, and so no site packages (-S).
+        is_prebuilt = False
+    path = build.built if is_prebuilt else _compiled(build, cache_dir)
+    # The library's check runs in another process, so that a crash does not end the server. -I
+    # keeps Python from importing a ctypes.py of the working directory, and -S leaves out the site
+    # packages, which are not needed.
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
     try:
         command = [sys.executable, "-I", "-S", "-c", code]
@@ -174,8 +177,8 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
             crash = f"{path} does not run on this machine: exit status {status}"
             raise Unavailable(FAULTS.get(status, crash))
         library = ctypes.CDLL(str(path))
-    except (OSError, Unavailable) as error:  # such as a truncated file
-        if not ahead:  # the next start compiles it again
+    except (OSError, Unavailable) as error:  # the file may be truncated, for example
+        if not is_prebuilt:  # remove it, so that the next start compiles it again
             with suppress(OSError):
                 path.unlink()
         if isinstance(error, OSError):
@@ -186,7 +189,8 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
 
 
 def _compiled(build: Build, cache_dir: Path) -> Path:
-    """Compile a library into the cache directory, unless it is there. Returns its path."""
+    """Compile a library into the cache directory, unless it is there, and return its path. Raises
+    Unavailable if others can change the directory or the library, or if it cannot be compiled."""
     try:
         refuse_shared(cache_dir)
     except ConfigError as error:
@@ -208,7 +212,7 @@ def _compiled(build: Build, cache_dir: Path) -> Path:
 
 
 def _is_kept(library: Path) -> bool:
-    """Whether a compiled library exists. Raises Unavailable if others could have changed it."""
+    """Whether the compiled library exists. Raises Unavailable if others can change it."""
     try:
         status = library.lstat()
     except FileNotFoundError:
@@ -224,7 +228,7 @@ def _is_kept(library: Path) -> bool:
 def _register(library: ctypes.CDLL) -> None:
     """Register the calls with XLA.
 
-    Raises Unavailable if jaxlib is too old for the library, or refuses its calls.
+    Raises Unavailable if jaxlib is too old for the library or refuses its calls.
     """
     built_for = tuple(
         ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")

@@ -1,1 +1,1 @@
-"""Images as requests give them: their files, and the patches of a tower."""
+"""Images as inputs: reads and decodes their files, and makes the patches that a backbone takes."""

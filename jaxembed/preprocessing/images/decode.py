@@ -1,5 +1,8 @@
-"""From the bytes of an image file, whose parts are counted first, to its colours; and images as
-programs have them. Needs Pillow, of the extra `images`."""
+"""Decodes image files to RGB pixels, and converts images that Python programs hold.
+
+The size and the structure of a file are checked before it is decoded, because a small file can take
+much time and memory. Needs Pillow, of the extra `images`.
+"""
 
 from __future__ import annotations
 
@@ -28,44 +31,44 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 MOST_PIXELS = 50_000_000
-LONGEST_SIDE = 65_535  # pixels: as of a JPEG
-BAND = 256 * 1024  # pixels that change at a time: Pillow holds the interpreter meanwhile
-# The formats that are read, never all that Pillow knows, and the bytes of memory that a pixel takes
-# at most while they are decoded. Measured maxima: 12.0 of a progressive JPEG in CMYK, 8.8 of a PNG
-# with transparency, 18.2 of a lossless WebP, 5.7 of a GIF, 5.0 of a BMP, 9.6 of a TIFF of 16 bits.
+LONGEST_SIDE = 65_535  # pixels: the limit of the JPEG format
+BAND = 256 * 1024  # pixels that are converted at a time: Pillow holds the interpreter lock for each
+# The formats that are read (Pillow knows more), and the peak bytes of memory for each pixel while
+# one is decoded. Measured maxima: 12.0 for a progressive JPEG in CMYK, 8.8 for a PNG with
+# transparency, 18.2 for a lossless WebP, 5.7 for a GIF, 5.0 for a BMP, 9.6 for a TIFF of 16 bits.
 BYTES_A_PIXEL = {"JPEG": 12, "PNG": 9, "WEBP": 20, "GIF": 6, "BMP": 9, "TIFF": 10}
 FORMATS = tuple(BYTES_A_PIXEL)
 MOST_BYTES = max(BYTES_A_PIXEL.values()) * MOST_PIXELS
-SPARE_TILE = 1024 * 1024  # pixels that a tile of a TIFF may have more than its image
+SPARE_TILE = 1024 * 1024  # pixels by which a tile of a TIFF may exceed its image
 READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
 UNBOUNDED = ("I", "F")  # modes whose values have no known range
 ACCEPTED = "a path, bytes, a Pillow image or a uint8 array [height, width, 3]"
-SHOWN_BYTES = 16
+SHOWN_BYTES = 16  # of a file, in a message
 WHITE_16 = 65_535
 PER_LEVEL = 257  # 16-bit values for each 8-bit one: 65,535 / 255
 
 # Some decoders take long for each part of a file, however small the image is.
 MOST_FILE_PARTS = 10_000  # segments of a JPEG, or chunks of a PNG
-MOST_SCANS = 100  # of a JPEG; a progressive one has about ten, and each goes over all pixels
+MOST_SCANS = 100  # of a JPEG; each covers all pixels, and a progressive JPEG has about ten
 JPEG, PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
-SCAN, END = 0xDA, 0xD9  # the markers with which a scan begins and an image ends
-ALONE = (0x01, 0xD8)  # markers without a length; those within a scan are none here
+SCAN, END = 0xDA, 0xD9  # JPEG markers: start of a scan, end of an image
+ALONE = (0x01, 0xD8)  # JPEG markers without a length; _MARKER skips restart markers (D0 to D7)
 TILE_SIDES = (322, 323)  # the tags TileWidth and TileLength of a TIFF
-TIFF_INTEGERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}  # by their type
+TIFF_INTEGERS = {1: "B", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}  # by TIFF type
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 
 
 @dataclass(frozen=True)
 class _TiffForm:
-    """Where the entries of a TIFF's directory are, in bytes and as formats of struct."""
+    """The layout of a TIFF's directory: positions and sizes in bytes, and formats for `struct`."""
 
-    first: int  # where the offset of the directory is
-    offset: str
-    count: str  # of the entries, before the first of them
-    entry: int  # the size of one
-    tag: str  # of an entry, and the type of its value
-    value: int  # where in an entry its value is, or the offset of a value that is larger than one
+    first: int  # position in the file of the offset of the directory
+    offset: str  # format of an offset
+    count: str  # format of the number of entries, which precedes the entries
+    entry: int  # size of an entry
+    tag: str  # format of an entry's tag and the type of its value
+    value: int  # position in an entry of its value, or of the offset of a value that does not fit
 
 
 TIFF_FORMS = {
@@ -78,13 +81,13 @@ TIFF_FORMS = {
         (43, 8, "Q", "Q", 20, 12),  # BigTIFF
     )
 }
-"""By the bytes that a file begins with."""
+"""The layout of a TIFF file by its first four bytes: the byte order and the version."""
 
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the header of an image says: its sides in pixels, the format in small letters, and the
-    bits of a pixel."""
+    """What the header of an image says: the sides in pixels, the format in lower case, such as
+    "jpeg", and the bits of a pixel, all channels together."""
 
     width: int
     height: int
@@ -93,9 +96,10 @@ class ImageFacts:
 
 
 def image_facts(data: bytes) -> ImageFacts:
-    """What the header of an image says, without decoding it.
+    """Read the header of an image file, without decoding the image.
 
-    Raises InvalidImage, also for one of more than MOST_PIXELS; and ConfigError without Pillow.
+    Raises InvalidImage if the file is not an image of one of the FORMATS, is damaged, or exceeds a
+    limit such as MAX_PIXELS or LONGEST_SIDE; and ConfigError without Pillow.
     """
     with _opened(data, MOST_PIXELS) as image:
         depth = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
@@ -104,19 +108,19 @@ def image_facts(data: bytes) -> ImageFacts:
 
 
 def image_size(data: bytes) -> tuple[int, int, int]:
-    """The height and width of an image in pixels, and the bytes of memory that `decode_image` takes
-    at most, its result included. Raises as `image_facts`."""
+    """Read the height and width of an image in pixels from its header, and estimate the peak bytes
+    of memory of `decode_image`, its result included. Returns the three. Raises as `image_facts`."""
     with _opened(data, MOST_PIXELS) as image:
         pixels = max(image.height * image.width, tile_pixels(data))
         return image.height, image.width, pixels * BYTES_A_PIXEL[image.format]
 
 
 def decode_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Picture:
-    """The colours of an image, as an image of Pillow in mode RGB.
+    """Decode an image file of at most `max_pixels` to a Pillow image in mode RGB.
 
-    Of several frames it is the first. It is turned as its EXIF tag says, and what is transparent is
-    put on white; 16-bit values are rounded to 8. Raises InvalidImage and ConfigError as
-    `image_facts`.
+    Of several frames the first is decoded. The image is rotated as its EXIF tag says, transparent
+    pixels are put on white, and 16-bit values are rounded to 8 bits. Raises as `image_facts`, and
+    InvalidImage for a damaged file or for 32-bit values, whose range is unknown.
     """
     with _opened(data, most_pixels) as image:
         image.load()
@@ -124,21 +128,25 @@ def decode_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Picture:
 
 
 def picture_of(colours: np.ndarray) -> Picture:
-    """The image of Pillow that has these colours, uint8 `[height, width, 3]`."""
+    """Convert RGB values, uint8 `[height, width, 3]`, to a Pillow image."""
     from PIL import Image
 
     return Image.fromarray(colours)
 
 
 def colours_of(image: Picture) -> np.ndarray:
-    """The colours of an image of Pillow, uint8 `[height, width, 3]`, as `decode_image` gives them.
-    The image stays as it is. Raises InvalidImage for values of an unknown range."""
+    """Convert a Pillow image to RGB values, uint8 `[height, width, 3]`, by the rules of
+    `decode_image`. The image itself does not change. Raises InvalidImage for 32-bit values, whose
+    range is unknown."""
     return np.asarray(_in_rgb(image.copy()))
 
 
 def read_image(source: Any) -> ImageInput:
-    """The image in a file, of its bytes, of an image of Pillow, or of an array of colours, uint8
-    `[height, width, 3]`. Raises OSError for a file that cannot be read, and InvalidImage."""
+    """Convert an image to an input of a model. `source` is the path or the bytes of an image file,
+    a Pillow image, or RGB values, uint8 `[height, width, 3]`. A file is not decoded here.
+
+    Raises OSError for a file that cannot be read, and InvalidImage for any other `source`.
+    """
     if isinstance(source, ImageInput):
         return source
     if isinstance(source, bytes | bytearray | memoryview):
@@ -157,7 +165,8 @@ def read_image(source: Any) -> ImageInput:
 
 
 def _in_rgb(image: Picture) -> Picture:
-    """As `decode_image`. The image may be changed, because a copy would take as much memory."""
+    """Convert a Pillow image to mode RGB by the rules of `decode_image`. May change the image
+    itself, because a copy would take as much memory. Raises InvalidImage for 32-bit values."""
     from PIL import Image, ImageOps  # only models of images need it
 
     if image.mode in UNBOUNDED:
@@ -169,25 +178,28 @@ def _in_rgb(image: Picture) -> Picture:
     is_wide = image.mode in WIDE
     if not is_wide and not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
-    whole = Image.new("RGB", image.size)
+    result = Image.new("RGB", image.size)
     rows = max(BAND // image.width, 1)
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
-        if is_wide:  # 16 bits become 8, and a transparent value white
-            wide = np.asarray(band).astype(np.uint32)
-            if (transparent := band.info.get("transparency")) is not None:  # a value of a PNG
-                wide[wide == transparent] = WHITE_16
-            band = Image.fromarray(((wide + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
+        if is_wide:  # round 16 bits to 8, and make the transparent value white
+            values = np.asarray(band).astype(np.uint32)
+            if (transparent := band.info.get("transparency")) is not None:  # of a PNG
+                values[values == transparent] = WHITE_16
+            band = Image.fromarray(((values + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
         else:
             white = Image.new("RGBA", band.size, (255, 255, 255, 255))
             band = Image.alpha_composite(white, band.convert("RGBA"))
-        whole.paste(band.convert("RGB"), (0, top))
-    return whole
+        result.paste(band.convert("RGB"), (0, top))
+    return result
 
 
 @contextmanager
 def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
-    """The image, not decoded yet. Whatever goes wrong with the file becomes InvalidImage."""
+    """Open an image file, check its size and structure, and yield the Pillow image before decoding.
+
+    Any error of Pillow within the context becomes InvalidImage. Raises as `image_facts`.
+    """
     require("images", "images")
     from PIL import Image  # only models of images need it
 
@@ -222,14 +234,14 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
         raise InvalidImage(f"the image has too many pixels, of at most {most_pixels}") from error
     except Image.UnidentifiedImageError as error:
         raise InvalidImage(f"{_shown(data)} is no image; wanted {READABLE}") from error
-    except Exception as error:  # Pillow raises a dozen kinds for what is damaged
+    except Exception as error:  # Pillow raises a dozen kinds for damaged files
         raise InvalidImage(f"{_shown(data)} is a damaged image; wanted {READABLE}") from error
 
 
 @cache
 def _silence() -> None:
-    """Keep Pillow and libtiff from writing to standard error what is wrong with a file, and Python
-    from remembering each such warning. What matters is raised as well."""
+    """Stop the warnings of Pillow and libtiff about damaged files: on standard error, and in the
+    list of warnings that Python remembers. What matters is raised as well."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -241,55 +253,58 @@ def _silence() -> None:
 
 
 def _shown(data: bytes) -> str:
+    """Describe a file for a message: its size and its first bytes."""
     return f"a file of {len(data)} bytes that begins with {data[:SHOWN_BYTES]!r}"
 
 
 def tile_pixels(data: bytes) -> int:
-    """The pixels of a tile of a TIFF; 0 for other files. A decoder takes memory for a whole tile,
-    however small the image is; strips it cuts to the image.
+    """Return the number of pixels in a tile of a TIFF file; 0 for TIFFs in strips and other files.
 
-    Of a tag that comes several times the largest value counts: libtiff reads the first, Pillow the
-    last.
+    A decoder allocates whole tiles, however small the image is, but cuts strips to the image. If a
+    tag occurs several times, the largest value counts: libtiff reads the first, Pillow the last.
     """
     form = TIFF_FORMS.get(data[:4])
     if form is None:
         return 0
     sides = {tag: 0 for tag in TILE_SIDES}
-    with suppress(struct.error):  # of a file that ends early, which the decoder refuses
-        (start,) = struct.unpack_from(form.offset, data, form.first)
-        (entries,) = struct.unpack_from(form.count, data, start)
-        start += struct.calcsize(form.count)
-        for at in range(start, start + entries * form.entry, form.entry):
-            tag, kind = struct.unpack_from(form.tag, data, at)
+    with suppress(struct.error):  # the file ends early: the decoder refuses it
+        (directory,) = struct.unpack_from(form.offset, data, form.first)
+        (entry_count,) = struct.unpack_from(form.count, data, directory)
+        directory += struct.calcsize(form.count)
+        for position in range(directory, directory + entry_count * form.entry, form.entry):
+            tag, kind = struct.unpack_from(form.tag, data, position)
             if tag in sides and kind in TIFF_INTEGERS:
                 integer = form.tag[0] + TIFF_INTEGERS[kind]
-                at += form.value
+                position += form.value
                 if struct.calcsize(integer) > struct.calcsize(form.offset):
-                    (at,) = struct.unpack_from(form.offset, data, at)
-                sides[tag] = max(sides[tag], *struct.unpack_from(integer, data, at))
+                    (position,) = struct.unpack_from(form.offset, data, position)
+                sides[tag] = max(sides[tag], *struct.unpack_from(integer, data, position))
     return math.prod(sides.values())
 
 
 def _parts_of(data: bytes) -> Iterator[int]:
-    """Where each chunk of a PNG ends, or each segment of the first image of a JPEG, which further
-    ones and videos may follow. Raises InvalidImage for more scans than real JPEGs have."""
-    at, scans = len(PNG), 0
+    """Yield the end of each chunk of a PNG, or of each segment of a JPEG's first image (other
+    images and videos may follow it). Yields nothing for other formats. Raises InvalidImage for a
+    JPEG with more than MAX_SCANS scans."""
+    position, scans = len(PNG), 0
     if data.startswith(PNG):
-        while at + 8 <= len(data) and data[at + 4 : at + 8] != b"IEND":
-            at += 12 + int.from_bytes(data[at : at + 4])  # with its length, name and checksum
-            yield at
+        while position + 8 <= len(data) and data[position + 4 : position + 8] != b"IEND":
+            position += 12 + int.from_bytes(
+                data[position : position + 4]
+            )  # length, name and checksum
+            yield position
     if not data.startswith(JPEG):
         return
-    at = len(JPEG)
-    has_few = data.count(bytes((0xFF, SCAN))) <= MOST_SCANS  # then segments before them are enough
-    while (found := _MARKER.search(data, at)) is not None:
-        kind = found[0][1]
-        if kind == END or (kind == SCAN and has_few):
+    position = len(JPEG)
+    has_few_scans = data.count(bytes((0xFF, SCAN))) <= MOST_SCANS  # then stop at the first
+    while (marker := _MARKER.search(data, position)) is not None:
+        kind = marker[0][1]
+        if kind == END or (kind == SCAN and has_few_scans):
             return
         scans += kind == SCAN
         if scans > MOST_SCANS:
             raise InvalidImage(f"the image has over {MOST_SCANS} scans; save it anew")
-        at = found.end()
+        position = marker.end()
         if kind not in ALONE:
-            at += int.from_bytes(data[at : at + 2])
-        yield at
+            position += int.from_bytes(data[position : position + 2])
+        yield position

@@ -1,6 +1,6 @@
-"""Reads the bytes of files that come as text: data URIs and base64. Does not look into the files.
+"""Decodes files that requests carry as text: data URIs and base64.
 
-The MIME type of a data URI is not used: only the bytes tell what a file is.
+The MIME type of a data URI is ignored: the bytes tell what a file is.
 """
 
 import base64
@@ -9,16 +9,16 @@ import re
 from jaxembed.errors import EmptyInput, InvalidImage
 
 EXCERPT = 60  # characters of a text that a message quotes
-_FOREIGN = re.compile(r"[^A-Za-z0-9+/=]")  # what base64 does not have
+_FOREIGN = re.compile(r"[^A-Za-z0-9+/=]")  # a character outside base64
 
 
 def read_data_uri(text: str, most_bytes: int) -> bytes:
-    """The bytes that `data:[type][;parameters];base64,...` holds.
+    """Return the bytes of a data URI, `data:[type][;parameters];base64,...`.
 
     `data:` and `base64` may be in capitals, and the base64 may have line breaks.
 
-    Raises InvalidImage if it is no such URI, is percent-encoded instead of base64, or holds more
-    than `most_bytes`, and EmptyInput if it holds nothing.
+    Raises InvalidImage if the text is not a data URI, is percent-encoded instead of base64, or
+    holds more than `max_bytes`, and EmptyInput if it holds nothing.
     """
     head, comma, payload = text.partition(",")
     if not is_data_uri(text) or not comma:
@@ -31,18 +31,18 @@ def read_data_uri(text: str, most_bytes: int) -> bytes:
 
 
 def is_data_uri(text: str) -> bool:
-    """Whether a text begins as data URIs do, well-formed or not."""
+    """Return whether a text begins with `data:`. The rest may be malformed."""
     return text[:5].lower() == "data:"
 
 
 def read_base64(text: str, most_bytes: int) -> bytes:
-    """The bytes that a text holds in base64 of the standard alphabet, padded.
+    """Return the bytes that a text holds in padded base64 of the standard alphabet.
 
-    Line breaks are skipped; anything else that is not base64 is refused. The size follows from the
-    length of the text, so nothing is decoded that is too large.
+    Line breaks are skipped. The size is computed from the length of the text, so that a file that
+    is too large is refused before it is decoded.
 
-    Raises InvalidImage if it is no base64 or holds more than `most_bytes`, and EmptyInput if it
-    holds nothing.
+    Raises InvalidImage if the text is not base64 or holds more than `max_bytes`, and EmptyInput if
+    it holds nothing.
     """
     digits = text.replace("\n", "").replace("\r", "")
     if not digits:
@@ -64,5 +64,5 @@ def read_base64(text: str, most_bytes: int) -> bytes:
 
 
 def excerpt(text: str) -> str:
-    """A text in quotes for messages, without its rest if it is long."""
+    """Quote a text for a message: all of it, or the first EXCERPT characters."""
     return repr(text) if len(text) <= EXCERPT else f"{text[:EXCERPT]!r}..."

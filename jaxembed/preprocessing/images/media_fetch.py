@@ -1,8 +1,9 @@
-"""Fetches files from URLs that clients send: from allowed hosts at allowed addresses, in bounds.
+"""Fetches files from URLs that clients send: only from allowed hosts and addresses, and within
+limits of time and size.
 
-A name is looked up once for each request that is sent, and the connection goes to an address of
-that very answer: looking it up again could give another one, to which no rule was applied. Proxies
-of the environment are not used, for they would look names up themselves.
+Each HTTP request looks its host name up once and connects to an address of that answer: a second
+lookup could return an address that was not checked. Proxies that the environment names are not
+used, because they would look names up themselves.
 """
 
 import asyncio
@@ -28,36 +29,36 @@ from jaxembed.preprocessing.images.media_urls import (
     unmapped,
 )
 
-# The addresses of a name, as text, for connections to a port. Raises OSError if it has none.
+# Looks up a host name for connections to a port. Returns its addresses as text. Raises OSError if
+# it has none.
 Resolve = Callable[[str, int], Sequence[str]]
 
 REDIRECTS = (301, 302, 303, 307, 308)
 LONGEST_HEAD = 16 * 1024  # bytes of a status line and headers
-MOST_INFORMATIONAL = 8  # answers of 1xx before the final one
-_READ = 64 * 1024  # bytes
-# A body may come in this many pieces, and one more for each so many bytes: parsing a piece of one
-# byte takes as long as one of thousands, and all that time the event loop serves nobody else.
-_PIECES, _PIECE = 4096, 256
+MOST_INFORMATIONAL = 8  # responses with a status of 1xx before the final one
+_READ_BYTES = 64 * 1024
+# A body may come in _PIECES pieces, and one more for each _BYTES_A_PIECE: parsing a piece of one
+# byte takes as long as parsing one of thousands, and blocks the event loop.
+_PIECES, _BYTES_A_PIECE = 4096, 256
 
 
 def addresses_of(host: str, port: int) -> list[str]:
-    """The addresses of a name by the system's resolver, without repetitions. Blocks.
-
-    Raises OSError if there are none.
-    """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    """Look up a host name with the system's resolver, and return its addresses without repetitions.
+    Blocks. Raises OSError if there are none."""
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
 
 
 class MediaFetcher:
-    """Fetches files of at most `most_bytes` from `hosts`, at most `concurrency` of them at once.
+    """Fetches files of at most `max_bytes` from `hosts`, at most `concurrency` files at a time.
 
     `hosts` and `ports` are those of AllowedHosts; without hosts every URL is refused. `timeout_s`
-    bounds a fetch from the wait for its turn to the last byte, redirects and names included, and at
-    most `most_redirects` redirects are followed. `resolve` runs in a thread. `allowed_address`
-    decides which addresses may be connected to. `tls` None means the system's authorities.
+    is the time limit of a fetch, from the wait for one of the `concurrency` slots to the last byte,
+    name lookups and redirects included. At most `max_redirects` redirects are followed. `resolve`
+    looks up names, in a thread. `allowed_address` decides which addresses may be connected to.
+    `tls` None trusts the system's certificate authorities.
 
-    Raises ConfigError if `hosts` has what is no host.
+    Raises ConfigError if an item of `hosts` is not a host.
     """
 
     def __init__(
@@ -82,34 +83,34 @@ class MediaFetcher:
         self._allowed_address = allowed_address
         self._tls = ssl.create_default_context() if tls is None else tls
         self._slots = asyncio.Semaphore(concurrency)
-        # Of its own: names that are looked up for long must not hold up others' threads.
+        # A pool for name lookups alone: slow ones must not take threads from other work.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="media-names")
         self._is_closed = False
 
     async def fetch(self, url: str) -> bytes:
-        """The file at a URL.
+        """Fetch the file at a URL, and return its bytes.
 
-        Raises MediaUrlError if the URL may not be fetched, or its file does not arrive as the rules
-        want it, and ShuttingDown after aclose.
+        Raises MediaUrlError if the URL is not allowed, or if its file does not arrive in time or
+        breaks a rule of `_read_response`; and ShuttingDown after aclose.
         """
         if self._is_closed:
             raise ShuttingDown("the server is stopping and fetches no more URLs")
-        source = asked = excerpt(url)
-        at = parse_media_url(url)
-        self._hosts.check(at, source)
+        source = label = excerpt(url)
+        current = parse_media_url(url)
+        self._hosts.check(current, source)
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
-                # Messages name `source`, not where redirects lead.
+                # Messages do not tell clients where redirects lead.
                 for _ in range(self._most_redirects + 1):
-                    answer = await self._ask(at, asked)
+                    answer = await self._get(current, label)
                     if isinstance(answer, bytes):
                         return answer
-                    asked = f"a redirect of {source}"
-                    target = parse_media_url(answer, asked, at)
-                    self._hosts.check(target, asked)
-                    if at.scheme == "https" and target.scheme != "https":
-                        raise MediaUrlError(asked, "it leads from https to http")
-                    at = target
+                    label = f"a redirect of {source}"
+                    target = parse_media_url(answer, label, current)
+                    self._hosts.check(target, label)
+                    if current.scheme == "https" and target.scheme != "https":
+                        raise MediaUrlError(label, "it leads from https to http")
+                    current = target
                 raise MediaUrlError(source, f"it has more than {self._most_redirects} redirects")
         except TimeoutError as error:
             raise MediaUrlError(
@@ -117,8 +118,7 @@ class MediaFetcher:
             ) from error
 
     async def aclose(self) -> None:
-        """Wait for the fetches that run, which takes no longer than their timeout, and take no
-        more."""
+        """Refuse further fetches, and wait for those that run: no longer than their timeout."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -126,15 +126,19 @@ class MediaFetcher:
             await self._slots.acquire()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _ask(self, url: MediaUrl, source: str) -> bytes | str:
-        """The file at a URL, or the location of a redirect."""
+    async def _get(self, url: MediaUrl, source: str) -> bytes | str:
+        """Send one GET request. Returns the body (bytes), or the location (str) of a redirect.
+
+        Raises MediaUrlError, which names `source`, if the host has no address or one that is not
+        allowed, if no connection can be made, or if the response is refused.
+        """
         if url.address is not None:
             addresses = [unmapped(url.address)]
         else:
             loop = asyncio.get_running_loop()
             try:
-                found = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
-                addresses = [unmapped(ip_address(address)) for address in found]
+                texts = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
+                addresses = [unmapped(ip_address(address)) for address in texts]
             except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
                 raise MediaUrlError(source, "its host has no address") from error
         if not addresses:
@@ -145,13 +149,13 @@ class MediaFetcher:
                 f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
                 f"{FLAG} alone admits no other address",
             )
-        # A connection to the first address that takes one; each has its share of the time.
+        # Connect to the first address that accepts; each attempt has an equal share of the time.
         tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
         failure: OSError | None = None
         for address in addresses:
             try:
                 async with asyncio.timeout(self._timeout_s / len(addresses)):
-                    opened = await asyncio.open_connection(str(address), url.port, **tls)
+                    connection = await asyncio.open_connection(str(address), url.port, **tls)
                     break
             except OSError as error:  # TimeoutError is one
                 failure = error
@@ -160,7 +164,7 @@ class MediaFetcher:
             if isinstance(failure, ssl.SSLCertVerificationError):
                 rule = "its host has no certificate that is valid for its name"
             raise MediaUrlError(source, rule) from failure
-        reader, writer = opened
+        reader, writer = connection
         headers = [
             ("Host", url.authority),
             ("User-Agent", "jaxembed"),
@@ -175,7 +179,7 @@ class MediaFetcher:
             if writer.is_closing():
                 raise ConnectionResetError  # uvloop would raise RuntimeError at `write`
             writer.write(sent)
-            return await _answer(reader, http, self._most_bytes, source)
+            return await _read_response(reader, http, self._most_bytes, source)
         except (OSError, h11.ProtocolError) as error:
             raise MediaUrlError(
                 source, "its host broke off, or its answer is no HTTP or has a head too long"
@@ -184,21 +188,21 @@ class MediaFetcher:
             writer.transport.abort()  # `close` would wait for a peer that may not answer
 
 
-async def _answer(
+async def _read_response(
     reader: asyncio.StreamReader, http: h11.Connection, most_bytes: int, source: str
 ) -> bytes | str:
-    """The body of an answer of status 200, or the location of a redirect.
+    """Read the response to a GET request. Returns the body (bytes) of a status of 200, or the
+    location (str) of a redirect. A body without a length ends with the connection.
 
-    A body without a length ends where the connection does.
-
-    Raises MediaUrlError, which names `source`, for other answers and bodies that are encoded or
-    over `most_bytes`, and OSError or h11.ProtocolError if the answer breaks off or is malformed.
+    Raises MediaUrlError, which names `source`, for any other status, and for bodies that are
+    compressed, over `max_bytes` or in too many small pieces; and OSError or h11.ProtocolError if
+    the response breaks off or is malformed.
     """
 
     async def next_event() -> object:
-        """The next event of the answer, a response, data or the end of the message."""
+        """Return the next h11 event: a response, data or the end of the message."""
         while (event := http.next_event()) is h11.NEED_DATA:
-            http.receive_data(await reader.read(_READ))
+            http.receive_data(await reader.read(_READ_BYTES))
         return event
 
     too_large = f"its file is larger than the limit of {most_bytes} bytes"
@@ -228,6 +232,6 @@ async def _answer(
             pieces += 1
         if len(body) > most_bytes:
             raise MediaUrlError(source, too_large)
-        if pieces > _PIECES + len(body) // _PIECE:
+        if pieces > _PIECES + len(body) // _BYTES_A_PIECE:
             raise MediaUrlError(source, "its file comes in too small pieces")
     return bytes(body)

@@ -1,7 +1,7 @@
-"""Decides which URLs of media may be fetched, and from which addresses. Opens no connection.
+"""Decides which media URLs may be fetched, and from which addresses. Opens no connection.
 
-The rules are those against server-side request forgery: a client must not reach through the server
-what only the server can reach.
+The rules prevent server-side request forgery: a client must not use the server to reach what only
+the server can reach.
 """
 
 import re
@@ -30,16 +30,16 @@ WEB_PORTS = (80, 443)
 LONGEST_URL = 8192  # characters
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
-# Control characters, blanks and backslashes: parsers of URLs differ in what they make of them.
+# Control characters, blanks and backslashes: URL parsers interpret them in different ways.
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
 _AUTHORITY = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^][:@%]+))(?::(?P<port>[0-9]{1,5}))?"
 )
 _NAME = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")  # what some resolvers read as an address
+_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")  # some resolvers read it as an address
 
-# IANA's special-purpose registries and what else is public in form alone. `is_global` differs by
-# the version of Python, and is true of multicast, of 192.0.0.9 and of IPv4 inside IPv6.
+# Networks that are not public: from IANA's special-purpose registries and from clouds. `is_global`
+# differs between versions of Python, and is true for multicast, 192.0.0.9 and IPv4 inside IPv6.
 _GLOBAL_V6 = ip_network("2000::/3")  # all of IPv6 that is assigned as global unicast
 _NOT_PUBLIC = [
     ip_network(network)
@@ -55,8 +55,8 @@ _NOT_PUBLIC = [
     )
 ]
 
-# The networks in which NETWORK_FLAG may admit addresses. Ranges of IPv6 that hold an IPv4 address
-# are missing, because one such network holds metadata addresses in a second form.
+# NETWORK_FLAG may allow networks within these ranges. IPv6 ranges that embed IPv4 addresses are
+# missing, because they hold the metadata addresses in a second form.
 _NAMEABLE = [
     ip_network(network)
     for network in (
@@ -70,8 +70,8 @@ _NAMEABLE = [
         "fc00::/7",
     )
 ]
-# Addresses at which clouds give credentials to any process of the machine. A network admits one
-# only if it is that one address.
+# Addresses at which clouds give credentials to any process of the machine. A network allows such an
+# address only if it holds no other.
 _METADATA = frozenset(
     ip_address(address)
     for address in (
@@ -89,11 +89,11 @@ _METADATA = frozenset(
 
 
 def parse_media_network(text: str) -> Network:
-    """Parse a network whose addresses media may be fetched from, such as 10.1.0.0/16. An address
-    without a prefix length is a network of one.
+    """Parse a network that media may be fetched from, such as 10.1.0.0/16. An address without a
+    prefix length is a network of one address.
 
-    Raises ConfigError if the text is no network, or one outside the private, shared, loopback and
-    link-local ranges.
+    Raises ConfigError if the text is not a network, or is a network outside the private, shared,
+    loopback and link-local ranges.
     """
     try:
         network = ip_network(text)
@@ -102,8 +102,8 @@ def parse_media_network(text: str) -> Network:
             f"{NETWORK_FLAG} {text!r} is not a network ({error}); expected a CIDR such as "
             "10.1.0.0/16 or fd12:3456::/32"
         ) from error
-    alike = [one for one in _NAMEABLE if one.version == network.version]
-    if not any(network.subnet_of(one) for one in alike):  # pyright: ignore[reportArgumentType]
+    allowed = [wide for wide in _NAMEABLE if wide.version == network.version]
+    if not any(network.subnet_of(wide) for wide in allowed):  # pyright: ignore[reportArgumentType]
         ranges = ", ".join(map(str, _NAMEABLE))
         raise ConfigError(
             f"{NETWORK_FLAG} {text} is not within one of {ranges}; public addresses need no flag, "
@@ -113,34 +113,34 @@ def parse_media_network(text: str) -> Network:
 
 
 class AllowedAddresses:
-    """The addresses that media may be fetched from: public ones, and those of some networks, which
-    `parse_media_network` gives.
+    """Decides which addresses media may be fetched from: public ones, and those in `networks`,
+    which are results of `parse_media_network`.
 
-    A metadata address of a cloud is allowed only by a network of this one address.
+    A metadata address of a cloud is allowed only by a network of this single address.
     """
 
     def __init__(self, networks: Sequence[Network] = ()):
         self._networks = tuple(networks)
 
     def __call__(self, address: Address) -> bool:
-        """Whether the address is allowed. IPv4 that is mapped into IPv6 is judged as IPv4."""
+        """Return whether the address is allowed. IPv4 mapped into IPv6 is judged as IPv4."""
         address = unmapped(address)
         if is_public_address(address):
             return True
         if isinstance(address, IPv6Address) and address.scope_id:
             return False
-        found = [network for network in self._networks if address in network]
+        containing = [network for network in self._networks if address in network]
         if address in _METADATA:
-            return any(network.num_addresses == 1 for network in found)
-        return bool(found)
+            return any(network.num_addresses == 1 for network in containing)
+        return bool(containing)
 
 
 def is_public_address(address: Address) -> bool:
-    """Whether an address is one of the public internet, which anybody may connect to.
+    """Return whether an address is on the public internet, where anybody may connect to it.
 
-    Private, shared, loopback, link-local, multicast, reserved and unspecified ones are not, nor
-    IPv6 that holds an IPv4 address (NAT64, 6to4, Teredo). IPv4 that is mapped into IPv6 is judged
-    as IPv4. A NAT64 with a prefix of its own cannot be told from other public addresses.
+    Private, shared, loopback, link-local, multicast, reserved and unspecified addresses are not
+    public, nor is IPv6 that embeds an IPv4 address (NAT64, 6to4, Teredo). IPv4 that is mapped into
+    IPv6 is judged as IPv4. A NAT64 prefix that an operator chose looks like other public addresses.
     """
     address = unmapped(address)
     if isinstance(address, IPv6Address) and (address not in _GLOBAL_V6 or address.scope_id):
@@ -151,17 +151,18 @@ def is_public_address(address: Address) -> bool:
 
 
 def unmapped(address: Address) -> Address:
-    """The IPv4 address if it is mapped into IPv6 (::ffff:0:0/96), else the address itself."""
+    """Return the IPv4 address that is mapped into an IPv6 address (::ffff:0:0/96), else
+    `address`."""
     mapped = getattr(address, "ipv4_mapped", None)
     return address if mapped is None else mapped
 
 
 @dataclass(frozen=True)
 class MediaUrl:
-    """A URL of http or https, taken apart.
+    """A parsed URL of http or https.
 
-    `host` is a name in lower-case ASCII without a dot at its end, or an address in its canonical
-    form, which `address` has too. `target` is the path and query as a request line has them.
+    `host` is a name in lower-case ASCII without a dot at its end, or an address in canonical form;
+    then `address` holds it, too. `target` is the path and query as in an HTTP request line.
     """
 
     scheme: str
@@ -172,7 +173,7 @@ class MediaUrl:
 
     @property
     def authority(self) -> str:
-        """The host, and the port unless it is the scheme's own, as the header Host has them."""
+        """The value of the Host header: the host, and the port unless it is the default."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _DEFAULT_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -183,12 +184,12 @@ class MediaUrl:
 
 
 def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None = None) -> MediaUrl:
-    """Take a URL apart; one without a scheme or a host is relative to `base`.
+    """Parse a URL. A URL without a scheme or a host is relative to `base`.
 
-    `source` stands for the URL in messages; None means to quote it.
+    `source` is what messages call the URL; None: its quoted text.
 
-    Raises MediaUrlError if it is not of http or https, has a user name or password, or a host that
-    is neither a name nor an address in canonical form.
+    Raises MediaUrlError if the URL is too long or malformed, is not of http or https, has a user
+    name or password, or has a host that is neither a name nor an address in canonical form.
     """
     source = source or excerpt(text)
     if len(text) > LONGEST_URL:
@@ -203,7 +204,7 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
     if parts.scheme not in _DEFAULT_PORTS:
         raise MediaUrlError(source, "wanted http:// or https://")
     if "@" in parts.netloc:
-        unquoted = "the URL" if base is None else source  # to quote it would repeat the password
+        unquoted = "the URL" if base is None else source  # a quote would repeat the password
         raise MediaUrlError(unquoted, "it has a user name or password; send it without")
     host, port, address = _host_of(parts.netloc, source)
     target = f"{path or '/'}?{query}" if query else path or "/"
@@ -211,22 +212,22 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
 
 
 class AllowedHosts:
-    """The hosts that media may be fetched from.
+    """The hosts and ports that media may be fetched from.
 
-    Each is a name, `*.suffix` for all names below a suffix but not the suffix itself, or an
-    address; with `:port` it means that port alone, else `ports`.
+    A host is a name, an address, or `*.suffix` for all names below a suffix, without the suffix
+    itself. `host:port` allows that port alone; a host without a port allows `ports`.
 
-    Raises ConfigError if one is none of these.
+    Raises ConfigError for any other text.
     """
 
     def __init__(self, hosts: Sequence[str], ports: Collection[int] = WEB_PORTS):
         self._ports = tuple(ports)
-        self._rules: list[tuple[str, int | None]] = []  # the pattern of each, and its port if named
+        self._rules: list[tuple[str, int | None]] = []  # name, address or *.suffix; port if given
         for text in hosts:
             wanted = "wanted a host, *.suffix or an address, with :port or without"
             name = text.removeprefix("*.")
             try:
-                is_bare = name.count(":") > 1 and name[0] != "["  # an address of IPv6
+                is_bare = name.count(":") > 1 and name[0] != "["  # IPv6 without brackets
                 authority = f"[{ip_address(name)}]" if is_bare else name
                 host, port, address = _host_of(authority, name)
             except (MediaUrlError, ValueError) as error:
@@ -242,15 +243,15 @@ class AllowedHosts:
                 source, f"this server fetches no URLs; {FLAG} names the hosts it may fetch from"
             )
         is_name = url.address is None
-        found = [
+        named_ports = [
             port
             for pattern, port in self._rules
             if url.host == pattern
             or (is_name and pattern.startswith("*.") and url.host.endswith(pattern[1:]))
         ]
-        if not found:
+        if not named_ports:
             raise MediaUrlError(source, f"its host is none of those that {FLAG} names")
-        if url.port not in {one for port in found for one in ([port] if port else self._ports)}:
+        if url.port not in {p for port in named_ports for p in ([port] if port else self._ports)}:
             usual = " or ".join(map(str, self._ports))
             raise MediaUrlError(
                 source, f"its port is not {usual}, nor one that {FLAG} names with its host"
@@ -258,9 +259,10 @@ class AllowedHosts:
 
 
 def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | None]:
-    """The host, its port and its address, each None where the authority has none.
+    """Parse an authority, `host[:port]`. Returns the host, the port if there is one, and the
+    address if the host is one; else None for either.
 
-    Raises MediaUrlError if the host is neither a name nor a canonical address.
+    Raises MediaUrlError if the port is malformed or the host is no name or canonical address.
     """
     match = _AUTHORITY.fullmatch(authority.removesuffix(":"))  # RFC 3986: a port may be empty
     port = int(match["port"]) if match and match["port"] else None

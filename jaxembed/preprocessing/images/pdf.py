@@ -1,5 +1,4 @@
-"""From a PDF file to the colours of its pages, which another process renders. Needs pypdfium2, of
-the extra `pdf`."""
+"""Renders the pages of PDF files in another process, which may be killed. Needs the extra `pdf`."""
 
 import math
 import mmap
@@ -27,37 +26,39 @@ PDF_DPI = 150  # an A4 page has 1240 by 1755 pixels
 PDF_TIMEOUT_S = 30.0  # for each page, and for opening a file
 MOST_PAGES = 10_000  # of a file
 MOST_PDF_BYTES = 10**9
-# Bytes of memory of the process that renders. PDFium puts images and groups of transparent objects
-# into bitmaps of 4 bytes a pixel: room for ten of a page of MOST_PIXELS.
+# The limit for the memory of the rendering process, in bytes. PDFium puts images and groups of
+# transparent objects into bitmaps of 4 bytes a pixel: the limit allows ten of MAX_PIXELS.
 MOST_MEMORY = 4 * 10 * MOST_PIXELS
-# For glibc: keep the memory of images, in huge pages. Mapping it anew for each takes a third of the
-# time of a scanned page, for page faults. Thresholds in bytes.
+# Settings of glibc: keep the memory of images, in huge pages. Page faults would take a third of the
+# time of a scanned page if the memory were mapped anew. Thresholds in bytes.
 KEEPS_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
     ":glibc.malloc.hugetlb=1"
 }
 START_S = 60.0  # for starting the process, on a busy machine
 MOST_REPLY_BYTES = 65_536
-COPIED_BYTES = 16 * 2**20  # of a PDF file at a time
+COPIED_BYTES = 16 * 2**20  # of a PDF file, copied at a time
 OPENING, RENDERING, CLOSING = "opening the file", "rendering the page", "closing the file"
 NONSENSE = "its answer makes no sense"
 _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
 
 
 class PdfFile:
-    """A PDF file, whose pages are rendered one at a time in a process of its own.
+    """A PDF file, whose pages are rendered one at a time in another process.
 
-    A small file can keep PDFium busy for hours, make it take all memory or crash it. That ends its
-    process alone, and the next page has a new one. Each open file has a process, so that none waits
-    for another one; when it is closed, one process is kept for the next file. Threads may share a
-    file, and wait for each other.
+    A small file can keep PDFium busy for hours, exhaust memory or crash PDFium. Only the rendering
+    process ends then, and the next page starts another. Each open file has a process, so that files
+    do not wait for each other; when a file is closed, one process is kept idle for the next file.
+    Threads may share a file: its lock lets one render at a time.
     """
 
     def __init__(self, file: Any, timeout_s: float = PDF_TIMEOUT_S):
-        """`file` is binary and is read to its end. `timeout_s` is for opening it and for each page.
+        """Read a binary file object to its end, and open the PDF file in a rendering process.
+        `timeout_s` is the time limit for opening it and for each page.
 
         Raises InvalidImage for a file that is broken, encrypted or too large, takes too long, or
-        has no pages or more than MOST_PAGES; and ConfigError without pypdfium2 or room on the disk.
+        has no pages or more than MAX_PAGES; and ConfigError without pypdfium2 or room on the disk,
+        or if no process can be started.
         """
         require("pdf", "PDF files")
         self.timeout_s = timeout_s
@@ -78,18 +79,18 @@ class PdfFile:
             raise
 
     def render(self, page: int, dpi: int, most_pixels: int = MOST_PIXELS) -> np.ndarray:
-        """The colours of a page, counted from 0, on white: uint8 `[height, width, 3]`. Annotations
-        and forms are drawn.
+        """Render a page, counted from 0, on white, with annotations and forms. Returns RGB values,
+        uint8 `[height, width, 3]`.
 
-        Raises InvalidImage for a page that is damaged, has more than `most_pixels`, or takes too
-        long or too much memory; and ConfigError without room on the disk.
+        Raises InvalidImage for a page that is damaged, has more than `max_pixels`, or takes too
+        long or too much memory; and ConfigError without room on the disk or if no process starts.
         """
         with self._lock:
             assert self._renderer is not None, "the file is closed"
             return self._renderer.render(page, dpi, most_pixels, self.timeout_s)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, and keep its process for the next one."""
         with self._lock:
             renderer, self._renderer = self._renderer, None
             if renderer is not None:
@@ -98,7 +99,7 @@ class PdfFile:
 
 
 class _Reply(msgspec.Struct):
-    """What the process that renders answers."""
+    """The answer of the rendering process to a request."""
 
     pages: int = 0
     height: int = 0
@@ -108,9 +109,9 @@ class _Reply(msgspec.Struct):
 
 
 class _Renderer:
-    """A process that renders pages, and the file that it shares with this one: a PDF file, and
-    behind it the colours of a page. A process that fails is ended, and the next page has another
-    one. One thread at a time may use it."""
+    """A rendering process, and the temporary file that it shares with this one: a PDF file, and
+    behind it the colours of the last page. A process that fails is killed, and the next page starts
+    another. One thread at a time may use it."""
 
     def __init__(self) -> None:
         try:
@@ -118,15 +119,15 @@ class _Renderer:
         except OSError as error:
             raise _unwritable(error.strerror) from error
         weakref.finalize(self, self._shared.close)
-        self._size = 0  # of the PDF file
-        self._colours: mmap.mmap | None = None  # kept for pages of the same size: quicker to copy
+        self._size = 0  # bytes of the PDF file
+        self._colours: mmap.mmap | None = None  # reused for pages of the same size: faster
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: SimpleQueue[bytes] = SimpleQueue()
         self._end: Callable[[], object] = lambda: None  # ends the process
 
     def load(self, file: Any) -> None:
-        """Copy a PDF file into the shared file. Raises InvalidImage for one that is too large, and
-        ConfigError without room on the disk."""
+        """Copy a PDF file into the shared file. Raises InvalidImage for more than MAX_PDF_BYTES,
+        and ConfigError without room on the disk."""
         while chunk := file.read(COPIED_BYTES):
             self._size += len(chunk)
             if self._size > MOST_PDF_BYTES:
@@ -134,33 +135,34 @@ class _Renderer:
                     f"the PDF file has more than {MOST_PDF_BYTES} bytes, the most that is read; "
                     "divide it"
                 )
-            left = memoryview(chunk)
+            remaining = memoryview(chunk)
             try:
-                while left:
-                    left = left[self._shared.write(left) :]
+                while remaining:
+                    remaining = remaining[self._shared.write(remaining) :]
             except OSError as error:
                 raise _unwritable(error.strerror) from error
 
     def open(self, timeout_s: float) -> int:
-        """Open the PDF file, in a new process if need be, and count its pages."""
+        """Open the PDF file, in a new process if none runs. Returns the number of pages. Raises as
+        `_ask` and `_start`."""
         if not self._is_running:
             self._start()
-        asked = {"do": "open", "size": self._size, "colours_at": self._colours_at}
-        pages = self._ask(asked, timeout_s, OPENING).pages
+        request = {"do": "open", "size": self._size, "colours_at": self._colours_at}
+        pages = self._ask(request, timeout_s, OPENING).pages
         if pages < 1:
             raise self._nonsense(OPENING)
         return pages
 
     def render(self, page: int, dpi: int, most_pixels: int, timeout_s: float) -> np.ndarray:
-        """As `PdfFile.render`."""
+        """Render a page as `PdfFile.render` does."""
         if not self._is_running:
             self.open(timeout_s)
         bounds = {"most_pixels": most_pixels, "longest_side": LONGEST_SIDE}
-        asked = {"do": "render", "page": page, "dpi": dpi, **bounds}
-        found = self._ask(asked, timeout_s, RENDERING)
-        if min(found.height, found.width) < 1 or found.height * found.width > most_pixels:
+        request = {"do": "render", "page": page, "dpi": dpi, **bounds}
+        reply = self._ask(request, timeout_s, RENDERING)
+        if min(reply.height, reply.width) < 1 or reply.height * reply.width > most_pixels:
             raise self._nonsense(RENDERING)
-        shape = found.height, found.width, 3
+        shape = reply.height, reply.width, 3
         size = math.prod(shape)
         if self._colours is None or len(self._colours) != size:
             try:
@@ -170,9 +172,9 @@ class _Renderer:
         return np.frombuffer(self._colours, np.uint8).reshape(shape).copy()
 
     def unload(self, timeout_s: float) -> None:
-        """Let go of the PDF file."""
+        """Close the PDF file, and empty the shared file."""
         if self._is_running:
-            with suppress(InvalidImage):  # the process is ended then
+            with suppress(InvalidImage):  # `_ask` has killed the process
                 self._ask({"do": "close"}, timeout_s, CLOSING)
         self._size, self._colours = 0, None
         self._shared.seek(0)
@@ -180,7 +182,8 @@ class _Renderer:
 
     @property
     def _colours_at(self) -> int:
-        """Where colours begin in the shared file: where a mapping may."""
+        """The offset of colours in the shared file: behind the PDF file, where a mapping may
+        start."""
         return -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     @property
@@ -188,9 +191,10 @@ class _Renderer:
         return self._process is not None and self._process.poll() is None
 
     def _start(self) -> None:
-        """Start a process that finds modules where this one does. Raises ConfigError."""
+        """Start a rendering process with this process's search path for modules. Raises ConfigError
+        if it does not start."""
         self._end()
-        said_at = self._shared.seek(0, os.SEEK_END)  # where it writes why it does not start
+        error_offset = self._shared.seek(0, os.SEEK_END)  # the process writes here why it fails
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         try:
             self._process = subprocess.Popen(
@@ -210,18 +214,18 @@ class _Renderer:
         try:
             self._exchange(b"", START_S)
         except (TimeoutError, _ProcessLost) as error:
-            self._shared.seek(said_at)
-            said = self._shared.read(MOST_REPLY_BYTES).decode(errors="replace").splitlines()
+            self._shared.seek(error_offset)
+            error_lines = self._shared.read(MOST_REPLY_BYTES).decode(errors="replace").splitlines()
             raise ConfigError(
                 f"the process that renders pages of PDF files does not start: {error}"
-                + "".join(f", {line}" for line in said[-1:])
+                + "".join(f", {line}" for line in error_lines[-1:])
             ) from error
 
     def _ask(self, request: dict[str, Any], timeout_s: float, doing: str) -> _Reply:
-        """The answer to a request.
+        """Send a request, and return the reply. `doing` names the step in messages.
 
-        Raises InvalidImage with what the process refused or what happened to it, and ConfigError
-        for what is wrong with this machine.
+        Raises InvalidImage if the process refuses the PDF file, takes too long or ends, and
+        ConfigError for what is wrong with this machine.
         """
         try:
             reply = self._exchange(msgspec.json.encode(request) + b"\n", timeout_s)
@@ -238,43 +242,48 @@ class _Renderer:
         return reply
 
     def _exchange(self, request: bytes, timeout_s: float) -> _Reply:
-        """What the process answers. Raises TimeoutError and _ProcessLost, and has ended it then, as
-        at any other error."""
+        """Send a line to the process, and wait for its reply. To wait for the first reply, send
+        nothing.
+
+        Raises TimeoutError, and _ProcessLost for a process that ended or a malformed reply. Any
+        error kills the process.
+        """
         process = self._process
         assert process is not None
         assert process.stdin is not None
         line = b""
         try:
-            with suppress(OSError):  # it has ended, and so have its replies
+            with suppress(OSError):  # the process has ended: an empty reply says so
                 process.stdin.write(request)
                 process.stdin.flush()
             line = self._replies.get(timeout=timeout_s)
             return msgspec.json.decode(line, type=_Reply)
-        except BaseException as error:  # an interrupt, too: it would answer later
+        except BaseException as error:  # also an interrupt: a late reply would answer the next
             self._end()
             if isinstance(error, Empty):
                 raise TimeoutError(f"takes more than {timeout_s:g} seconds") from None
             if isinstance(error, msgspec.MsgspecError):
-                how = NONSENSE
+                reason = NONSENSE
                 if not line:
-                    how = f"exit status {process.returncode}"
-                    with suppress(ValueError):  # of a process that no signal has ended
-                        how = signal.Signals(-process.returncode).name
-                raise _ProcessLost(how) from error
+                    reason = f"exit status {process.returncode}"
+                    with suppress(ValueError):  # no signal has ended the process
+                        reason = signal.Signals(-process.returncode).name
+                raise _ProcessLost(reason) from error
             raise
 
     def _nonsense(self, doing: str) -> InvalidImage:
-        """The error for an answer that cannot be: the memory of the process may be corrupted, so
-        this ends it."""
+        """Kill the process, whose memory may be corrupted, and return the error for an impossible
+        reply."""
         self._end()
         return _crash(doing, NONSENSE)
 
 
 class _ProcessLost(Exception):
-    """A process ended, or its answer is none; the message says which."""
+    """The process ended or its reply is malformed: the message says which."""
 
 
 def _crash(doing: str, how: str) -> InvalidImage:
+    """Return the error for a crash in the step `doing`; `how` says how the process ended."""
     return InvalidImage(
         f"{doing} crashed ({how}): the file is damaged, or needs more than "
         f"{MOST_MEMORY / 10**9:g} GB of memory; save it anew, or choose a lower --pdf-dpi"
@@ -282,7 +291,8 @@ def _crash(doing: str, how: str) -> InvalidImage:
 
 
 def _receive(output: IO[bytes], replies: "SimpleQueue[bytes]") -> None:
-    """Queue the lines that a process writes, and nothing when it ends or writes unasked."""
+    """Queue the lines that a process writes, until it ends or two replies wait, which is one too
+    many. Queues an empty line at the end."""
     with output:
         while replies.qsize() < 2 and (line := output.readline(MOST_REPLY_BYTES)):
             replies.put(line)
@@ -290,18 +300,20 @@ def _receive(output: IO[bytes], replies: "SimpleQueue[bytes]") -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, wait until it has ended, and close its standard input."""
     assert process.stdin is not None
     process.kill()
     process.wait()
-    with suppress(OSError):  # a request that it did not take
+    with suppress(OSError):  # the process did not read a request
         process.stdin.close()
 
 
 def _unwritable(reason: str | None) -> ConfigError:
+    """Return the error for a temporary file that cannot be written."""
     return ConfigError(
         f"pages of PDF files go through a temporary file, which cannot be written: {reason}; name "
         "a folder that has room by the environment variable TMPDIR"
     )
 
 
-_idle: deque[_Renderer] = deque(maxlen=1)  # kept for the next file: starting one takes 0.1 s
+_idle: deque[_Renderer] = deque(maxlen=1)  # for the next file: to start a process takes 0.1 s

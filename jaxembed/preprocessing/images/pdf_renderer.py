@@ -1,10 +1,10 @@
-"""Renders pages of PDF files in a process of its own, which `images/pdf.py` starts and may kill.
+"""Renders pages of PDF files. `images/pdf.py` starts this module as a process, and may kill it.
 
-Imports neither numpy nor JAX: the process starts in about 0.1 s and takes 25 MB.
+The module imports neither numpy nor JAX, so that the process starts in about 0.1 s and takes 25 MB.
 
-Requests arrive as lines of JSON on standard input, and each is answered by a line on standard
-output. Standard error is the file that both processes share, because every system passes it on to a
-child: the PDF file is at its start, and the colours of the last page are behind that.
+A request is a line of JSON on standard input, and its answer a line of JSON on standard output.
+Standard error is the file that both processes share, because every system passes it on to a child:
+the PDF file is at its start, and the colours of the last page are behind it.
 """
 
 import ctypes
@@ -23,28 +23,28 @@ import pypdfium2
 
 from jaxembed.errors import InvalidImage
 
-POINTS_AN_INCH = 72  # what a PDF file counts lengths in
+POINTS_AN_INCH = 72  # a PDF file counts lengths in points
 COLOURS = 3  # bytes of a pixel
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
 
 
 def main() -> None:
-    """Answer requests until standard input closes. The argument is the most bytes of memory."""
+    """Answer requests until standard input closes. `sys.argv[1]` is the memory limit in bytes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     shared, replies = os.dup(sys.stderr.fileno()), os.dup(sys.stdout.fileno())
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # whatever a library prints is no colour and no reply
+    for stream in (sys.stdout, sys.stderr):  # what libraries print is discarded
         os.dup2(nowhere, stream.fileno())
     if sys.platform == "linux":
-        # Limit the memory of this process. The shared file is apart: the system can write its pages
-        # to disk.
+        # Limit the memory of this process. The shared file does not count: the system can write its
+        # pages to disk.
         import resource  # Windows has none
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limits = int(sys.argv[1]), soft, hard
-        least = min(one for one in limits if one != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_DATA, (least, hard))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or each crash could write that much
+        lowest = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_DATA, (lowest, hard))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
     renderer = _Renderer(shared)
@@ -54,37 +54,39 @@ def main() -> None:
 
 
 def _receive(requests: "SimpleQueue[bytes]") -> None:
-    """Queue the requests, and end the process when no more can come, also amid a page."""
+    """Queue the requests. Once standard input closes, end the process, even while it renders."""
     for line in sys.stdin.buffer:
         requests.put(line)
     os._exit(0)
 
 
 class _Renderer:
-    """A PDF file and the colours of its last page, both in the shared file."""
+    """The open PDF file and the colours of its last page, both in the shared file."""
 
     def __init__(self, shared: int):
-        self._shared = shared
+        self._shared = shared  # file descriptor
         self._document: Any = None
         self._at = 0  # where colours begin in the shared file
-        self._pixels: Any = None  # kept for pages of the same size, which saves page faults
+        self._pixels: Any = None  # reused for pages of the same size: saves page faults
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What a request is answered with. An answer with `refused` is about the PDF file, one with
-        `failed` about this machine."""
+        """Run a request and return its answer. `request["do"]` names the method, and the other
+        items are its arguments. An answer may be an error: `refused` of the PDF file, `failed` of
+        this machine."""
         try:
             return getattr(self, f"_{request.pop('do')}")(**request)
         except InvalidImage as error:
             return {"refused": str(error)}
         except OSError as error:
             return {"failed": error.strerror or str(error)}
-        except Exception as error:  # also MemoryError; the file is to blame before this machine
+        except Exception as error:  # also MemoryError: the file is the likely cause
             return {"refused": f"it cannot be rendered: {type(error).__name__}: {error}"}
 
     def _open(self, size: int, colours_at: int) -> dict[str, int]:
-        """Open the PDF file of `size` bytes, and count its pages."""
+        """Open the PDF file, the first `size` bytes of the shared file. Returns the number of its
+        pages. `colours_at` is the offset of colours in the shared file. Raises InvalidImage."""
         self._at = colours_at
-        # a failure of its own kind, for a failure without a code has that of the last one
+        # Fail on purpose, to set the error code: a failure without a code keeps the last one's.
         pypdfium2.raw.FPDF_LoadMemDocument(b"", 0, None)
         data = self._mapped(0, size) if size else b""
         try:
@@ -101,14 +103,15 @@ class _Renderer:
         return {"pages": len(self._document)}
 
     def _close(self) -> dict[str, int]:
-        """Let go of the PDF file, and of the shared one."""
+        """Close the PDF file, and drop the mapping of colours."""
         if self._document is not None:
             self._document.close()
         self._document = self._pixels = None
         return {}
 
     def _render(self, page: int, dpi: int, most_pixels: int, longest_side: int) -> dict[str, int]:
-        """Write the colours of a page into the shared file."""
+        """Write the colours of a page into the shared file. Returns its height and width in pixels.
+        Raises InvalidImage if the page is damaged or too large."""
         try:
             with closing(self._document[page]) as opened:
                 scale = dpi / POINTS_AN_INCH
@@ -131,19 +134,20 @@ class _Renderer:
         return {"height": height, "width": width}
 
     def _bitmap(self, width: int, height: int, format: int, rev_byteorder: bool) -> Any:
-        """A bitmap of PDFium in the shared file."""
+        """Return a PDFium bitmap whose pixels are in the shared file. The arguments are those of
+        pypdfium2's `bitmap_maker`. Raises OSError if the disk is full."""
         size = width * height * COLOURS
         if self._pixels is None or len(self._pixels) != size:
-            # Have so many bytes behind the PDF file. Raises OSError if the disk is full.
-            if hasattr(os, "posix_fallocate"):  # or writing to a full disk would be a crash
+            # Make the file long enough.
+            if hasattr(os, "posix_fallocate"):  # else writing to a full disk would crash
                 os.posix_fallocate(self._shared, self._at, size)
-            elif os.fstat(self._shared).st_size < self._at + size:  # never less: it is mapped
+            elif os.fstat(self._shared).st_size < self._at + size:  # never shorten a mapped file
                 os.ftruncate(self._shared, self._at + size)
             self._pixels = self._mapped(self._at, size)
         return pypdfium2.PdfBitmap.new_native(width, height, format, rev_byteorder, self._pixels)
 
     def _mapped(self, at: int, size: int) -> Any:
-        """So many bytes of the shared file, as an array of ctypes."""
+        """Map `size` bytes of the shared file, from the offset `at`, as an array of ctypes."""
         return (ctypes.c_ubyte * size).from_buffer(mmap.mmap(self._shared, size, offset=at))
 
 

@@ -1,5 +1,5 @@
-"""From the colours of an image to the patches of a tower, bit for bit as transformers' processors
-on Pillow make them, and the places of the tokens. Needs Pillow."""
+"""Resizes images, cuts them into the patches that a backbone takes, and finds the places of their
+tokens, bit for bit as transformers' processors on Pillow do. Needs Pillow."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from jaxembed.preprocessing.images.decode import MOST_PIXELS
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-SCALES = 1e-6, 100.0  # the bounds of how much an image is scaled that keeps its shape
-SCALE_STEP = 1e-5  # of the search between them, which ends when the bounds are closer
-MOST_ASPECT = 200  # of the longer side to the shorter one, where the rules have an area
+SCALES = 1e-6, 100.0  # bounds of the scale of an image that keeps its aspect ratio
+SCALE_STEP = 1e-5  # the search for the scale ends when its bounds are closer than this
+MOST_ASPECT = 200  # longer side / shorter side, where the rules have an area
 
 
 def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
-    """The patches of an image, uint8 `[tokens, token_bytes]`, row by row. The patches of a token
-    follow each other row by row, too, as do the pixels of a patch, and the three colours of a
-    pixel. `image` is one of Pillow in mode RGB.
+    """Resize a Pillow image in mode RGB, and cut it into patches: uint8 `[tokens, token_bytes]`.
 
-    Raises InvalidImage for one that is so long and narrow that resizing would take too much memory,
-    or that the model does not take.
+    The tokens are row by row, and so are the patches of a token, the pixels of a patch, and the
+    three colours of a pixel. Raises InvalidImage for an image that is so long and narrow that
+    resizing takes too much memory, or that the model does not accept.
     """
     from PIL import Image  # only models of images need it
 
@@ -34,35 +33,36 @@ def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     resample = Image.Resampling[rules.resample.upper()]
     resized = np.asarray(image.resize((width, height), resample))
     if rules.crop is not None:
-        high, wide = rules.crop
-        top, left = (height - high) // 2, (width - wide) // 2
-        resized = resized[top : top + high, left : left + wide]
+        crop_height, crop_width = rules.crop
+        top, left = (height - crop_height) // 2, (width - crop_width) // 2
+        resized = resized[top : top + crop_height, left : left + crop_width]
     return patches(resized, rules.patch, rules.merge)
 
 
 def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
-    """The height and width that an image is resized to, before its middle is cut out. Raises
-    InvalidImage for one that is too long and narrow."""
+    """Return the height and width that an image is resized to, in pixels, before `rules.crop` cuts
+    out its middle. `height` and `width` are those of the image. Raises InvalidImage for one that is
+    too long and narrow."""
     if rules.size is not None:
         return rules.size
     if rules.most_patches is not None:
-        # Whole patches, at the largest scale that a search by halves finds at which an image has at
-        # most so many of them. At the lowest scale it has one.
+        # Whole patches, at the largest scale at which the image has at most `max_patches` of them.
+        # A binary search finds the scale. At the lowest scale the image has one patch.
         low, high = SCALES
-        found = 1, 1
+        grid = 1, 1
         while high - low >= SCALE_STEP:
             scale = (low + high) / 2
             rows, columns = (max(math.ceil(x * scale / rules.patch), 1) for x in (height, width))
             if rows * columns <= rules.most_patches:
-                low, found = scale, (rows, columns)
+                low, grid = scale, (rows, columns)
             else:
                 high = scale
-        return found[0] * rules.patch, found[1] * rules.patch
+        return grid[0] * rules.patch, grid[1] * rules.patch
     if rules.area is not None:
         return size_within(height, width, rules.token_side, rules.area)
     assert rules.shortest is not None
     short, long = sorted((height, width))
-    longer = int(rules.shortest * long / short)  # cut, not rounded
+    longer = int(rules.shortest * long / short)  # rounded down
     high, wide = (rules.shortest, longer) if height <= width else (longer, rules.shortest)
     if high * wide > MOST_PIXELS:
         raise InvalidImage(
@@ -73,61 +73,69 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
 
 
 def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:
-    """The height and width, in multiples of `side`, whose product is in the area and whose ratio is
-    about that of the image: as smart_resize of transformers' Qwen2VLImageProcessor, which leaves
-    the area for long and narrow images. Raises InvalidImage for a ratio over MOST_ASPECT."""
+    """Return a height and width for an image of this height and width, in pixels: multiples of
+    `side`, with a product within `area`, a minimum and a maximum, and about the image's aspect
+    ratio.
+
+    This is smart_resize of transformers' Qwen2VLImageProcessor, which leaves the area for long and
+    narrow images. Raises InvalidImage for an aspect ratio over MAX_ASPECT.
+    """
     if max(height, width) > MOST_ASPECT * min(height, width):
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and the model takes none whose one side is "
             f"over {MOST_ASPECT} times the other; cut it"
         )
-    least, most = area
-    high, wide = (round(one / side) * side for one in (height, width))
-    if high * wide > most:
-        shrink = math.sqrt(height * width / most)
+    min_pixels, max_pixels = area
+    high, wide = (round(length / side) * side for length in (height, width))
+    if high * wide > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
         high, wide = (max(side, math.floor(x / shrink / side) * side) for x in (height, width))
-    elif high * wide < least:
-        grow = math.sqrt(least / (height * width))
+    elif high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
         high, wide = (math.ceil(x * grow / side) * side for x in (height, width))
     return high, wide
 
 
 def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
-    """The patches of `size` by `size` pixels, in blocks of `merge` by `merge`, as `prepare_image`
-    gives them; the sides are multiples of a block's."""
-    height, width, colour = colours.shape
-    block = size * merge
-    grid = colours.reshape(height // block, merge, size, width // block, merge, size, colour)
-    return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, block * block * colour)
+    """Cut RGB values, uint8 `[height, width, 3]`, into patches of `size` by `size` pixels, and
+    group them in tokens of `merge` by `merge` patches. Returns uint8 `[tokens, token_bytes]`,
+    ordered as in `prepare_image`. Height and width are multiples of `size * merge`."""
+    height, width, channels = colours.shape
+    side = size * merge
+    grid = colours.reshape(height // side, merge, size, width // side, merge, size, channels)
+    return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, side * side * channels)
 
 
 def image_places(height: int, width: int, rules: ImageRules) -> np.ndarray:
-    """Where the tokens of an image lie, int32 `[tokens, place_numbers]`, by rules that have such
-    numbers. `height` and `width` count the image's pixels. Tokens around the patches have zeros,
-    unless the rules have an `area`."""
+    """Return where the tokens of an image lie, int32 `[tokens, place_numbers]`, for rules that have
+    such numbers. `height` and `width` are those of the image in pixels.
+
+    With an `area` in the rules the numbers are those of `page_places`. Else they are the row and
+    column of a patch and the numbers of rows and columns; tokens around the patches have zeros.
+    """
     height, width = resized_size(height, width, rules)
     rows, columns = height // rules.token_side, width // rules.token_side
-    around = len(rules.before), len(rules.after)
+    counts = len(rules.before), len(rules.after)
     if rules.area is not None:
-        return page_places(rows, columns, *around)
-    # For a tower that resizes its positions: row and column of each patch, and how many rows and
-    # columns there are.
+        return page_places(rows, columns, *counts)
+    # For a backbone that interpolates its position embeddings.
     places = np.empty((rows, columns, 4), np.int32)
     places[..., 0] = np.arange(rows)[:, None]
     places[..., 1] = np.arange(columns)
     places[..., 2:] = rows, columns
-    return np.pad(places.reshape(-1, 4), (around, (0, 0)))
+    return np.pad(places.reshape(-1, 4), (counts, (0, 0)))
 
 
 def page_places(rows: int, columns: int, before: int, after: int) -> np.ndarray:
-    """The places of an image in the middle of a text, int32 `[before + rows * columns + after, 3]`.
+    """Return the places of an image's tokens and of the text tokens around it, for Qwen2-VL's
+    rotation of heads: int32 `[before + rows * columns + after, 3]`.
 
-    Added to the position of a token in its sequence, the numbers give its time, row and column, by
-    which Qwen2-VL rotates heads (Wang et al. 2024, arXiv:2409.12191). All three of a token of text
-    are its place in the text, where an image takes as many places as the longer of its sides. The
-    time of an image's tokens is where it begins; row and column count from there.
+    The three numbers, added to the position of a token in its sequence, are its time, row and
+    column (Wang et al. 2024, arXiv:2409.12191). For a text token all three are its place in the
+    text, where an image takes as many places as its longer side has tokens. The time of an image's
+    tokens is the place where the image begins, and rows and columns count from there.
     """
-    row, column = (one.reshape(-1) for one in np.indices((rows, columns)))
+    row, column = (indices.reshape(-1) for indices in np.indices((rows, columns)))
     image = np.stack([np.zeros_like(row), row, column], axis=1) - np.arange(rows * columns)[:, None]
     places = np.zeros((before + rows * columns + after, 3), np.int32)
     places[before : before + rows * columns] = image

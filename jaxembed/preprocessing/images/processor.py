@@ -1,4 +1,4 @@
-"""Turns images into encodings: their patches, decoded and resized in threads."""
+"""Turns images into encodings, in threads: decodes and resizes them, and makes their patches."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,45 +16,49 @@ from jaxembed.preprocessing.images.prepare import image_places, prepare_image, r
 from jaxembed.preprocessing.job_threads import JobThreads, go_on_among_large, is_for_small
 from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
 
-PICTURE_BYTES = 4  # a pixel, of an image of Pillow
-RESIZED_BYTES = 14  # a pixel: an image of Pillow, three copies of its colours, and some to spare
-# A job whose images each take at most so many bytes while they are decoded and resized waits for
-# no larger image. One of 1920 by 1080 pixels takes fewer.
+PICTURE_BYTES = 4  # of memory for each pixel of a Pillow image
+RESIZED_BYTES = 14  # for each pixel after resizing: a Pillow image, three copies and a reserve
+# The most memory that a small image takes while it is decoded and resized. Jobs of small images
+# never wait for large ones. An image of 1920 by 1080 pixels is small.
 SMALL_BYTES = 50_000_000
-WORD = np.dtype("<i4")  # as PackedTokens has the bytes of a patch
+WORD = np.dtype("<i4")  # PackedTokens holds the bytes of a patch in such words
 
 
 class ImageProcessor:
     """Turns the images of a model into encodings. All threads share it.
 
-    Jobs with an image that takes more than SMALL_BYTES have threads of their own, in which images
-    take at most MOST_BYTES at any time, and others wait. A job of small images waits for none of
-    them.
+    A job with an image that takes more than SMALL_BYTES runs in a thread for large images. Together
+    these threads take at most MAX_BYTES at any time: further images wait. Jobs of small images have
+    other threads, and do not wait.
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
-        """`workers` is the number of threads for small images, and of those for others. Raises
-        ConfigError without Pillow."""
+        """`workers` is the number of threads for small images, and also of those for large ones.
+        Raises ConfigError without Pillow."""
         require("images", "a model that takes images")
         assert spec.image is not None
         self._rules = spec.image
         self.limit = spec.max_input_tokens
         self._workers = workers
-        self._room = _Room(MOST_BYTES)
+        self._budget = _MemoryBudget(MOST_BYTES)
         self.executor = JobThreads(workers, "decode")
 
     def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
-        """Decode and resize images in the calling thread. Raises InvalidImage for the first at
-        fault, and InvalidInput for an input that is none."""
-        held = [0] * len(inputs)  # bytes; of an input at fault none: it is refused in its turn
-        for number, item in enumerate(inputs):
+        """Decode and resize images in the calling thread, or start the job anew in a thread for
+        large images if it has one. The options have no effect on images.
+
+        Raises InvalidImage for the first image at fault, and InvalidInput for any other kind of
+        input.
+        """
+        memory_bytes = [0] * len(inputs)  # 0 for an input at fault, which is refused below
+        for index, item in enumerate(inputs):
             with suppress(InvalidInput):
-                held[number] = self._bytes(item) if isinstance(item, Image) else 0
-        if max(held, default=0) > SMALL_BYTES:
+                memory_bytes[index] = self._bytes(item) if isinstance(item, Image) else 0
+        if max(memory_bytes, default=0) > SMALL_BYTES:
             go_on_among_large()
         encodings: list[Encoding] = []
         try:
-            for item, size in zip(inputs, held, strict=True):
+            for item, size in zip(inputs, memory_bytes, strict=True):
                 if not isinstance(item, Image):
                     raise InvalidInput("the input is no image, and this is the tower of images")
                 encodings.append(self._encode(item, size or self._bytes(item)))
@@ -63,17 +67,18 @@ class ImageProcessor:
         return Tokenized(work_of(encodings), 0)
 
     def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:
-        """The numbers of sequences and tokens of the inputs."""
+        """Return the number of sequences of the inputs, and the most tokens that they may have."""
         return len(inputs), len(inputs) * self.limit
 
     @property
     def job_bytes(self) -> int:
-        """The memory that a thread for small images needs while it runs `encode`, and one for
-        others: its share of that of all of them."""
+        """The memory in bytes of two threads that run `encode`: one for small images, and one for
+        large images with its share of MAX_BYTES."""
         return SMALL_BYTES + MOST_BYTES // self._workers
 
     def _bytes(self, item: Image) -> int:
-        """The memory that an image takes while it is decoded and resized. Raises InvalidImage."""
+        """Return the peak memory in bytes of decoding and resizing an image. Raises InvalidImage
+        for a file that cannot be decoded."""
         if isinstance(item.data, bytes):
             height, width, decoding = image_size(item.data)
         else:
@@ -83,45 +88,48 @@ class ImageProcessor:
         between = PICTURE_BYTES * height * wide  # Pillow resizes the width first
         return decoding + between + RESIZED_BYTES * high * wide
 
-    def _encode(self, item: Image, held: int) -> Encoding:
+    def _encode(self, item: Image, memory_bytes: int) -> Encoding:
+        """Encode an image whose decoding takes `memory_bytes`. A large image waits for that
+        memory."""
         data = item.data
-        with self._room.taken(0 if is_for_small() else held):
+        with self._budget.taken(0 if is_for_small() else memory_bytes):
             image = decode_image(data) if isinstance(data, bytes) else picture_of(data)
             patches = prepare_image(image, self._rules)
         before, after = self._rules.before, self._rules.after
-        own = [self._rules.token_id] * len(patches)
-        ids = np.array([*before, *own, *after], np.int32)
-        numbers = self._rules.place_numbers
-        pixels = np.zeros((len(ids), numbers + patches.shape[1] // WORD.itemsize), np.int32)
-        if numbers:
-            pixels[:, :numbers] = image_places(image.height, image.width, self._rules)
-        at = slice(len(before), len(before) + len(patches))
-        pixels[at, numbers:] = np.ascontiguousarray(patches).view(WORD)
+        patch_ids = [self._rules.token_id] * len(patches)
+        ids = np.array([*before, *patch_ids, *after], np.int32)
+        place_numbers = self._rules.place_numbers
+        # for each token the numbers of its place, and then the bytes of its patches
+        pixels = np.zeros((len(ids), place_numbers + patches.shape[1] // WORD.itemsize), np.int32)
+        if place_numbers:
+            pixels[:, :place_numbers] = image_places(image.height, image.width, self._rules)
+        patch_rows = slice(len(before), len(before) + len(patches))
+        pixels[patch_rows, place_numbers:] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(ids, pixels=pixels)
 
 
 Processor = TextProcessor | ImageProcessor
-"""What makes encodings of the inputs of a route: of texts, or of images."""
+"""Turns the inputs of a route, texts or images, into encodings."""
 
 
-class _Room:
-    """So many bytes, of which threads take some and give them back."""
+class _MemoryBudget:
+    """A memory budget in bytes, of which threads reserve parts."""
 
-    def __init__(self, most: int):
-        self._most = self._left = most
+    def __init__(self, max_bytes: int):
+        self._max_bytes = self._free_bytes = max_bytes
         self._freed = threading.Condition()
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
-        """Wait until so many are left, or all of them if there are fewer, and keep them in the
-        context."""
-        size = min(size, self._most)
+        """Reserve `size` bytes within the context, or the whole budget if it is smaller. Waits
+        until they are free."""
+        size = min(size, self._max_bytes)
         with self._freed:
-            self._freed.wait_for(lambda: self._left >= size)
-            self._left -= size
+            self._freed.wait_for(lambda: self._free_bytes >= size)
+            self._free_bytes -= size
         try:
             yield
         finally:
             with self._freed:
-                self._left += size
+                self._free_bytes += size
                 self._freed.notify_all()

@@ -1,1 +1,1 @@
-"""Facts of a loaded model, and what is wrong with it."""
+"""Collects facts about a loaded model, and derives findings from them."""

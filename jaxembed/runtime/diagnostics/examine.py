@@ -1,5 +1,5 @@
-"""Collects the facts of a served model: those of this moment, and the differences of what was
-counted over the last minute. It starts nothing, and holds locks only to copy values."""
+"""Collects the facts of a served model for `jaxembed doctor`: its current state, and how much its
+counters grew over the last minute. Locks are held only while values are copied."""
 
 import time
 from collections import deque
@@ -35,14 +35,14 @@ from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.routes import LoadedRoute
 
 WINDOW_S = 60.0  # samples older than this are dropped
-SAMPLE_S = 5.0  # time between two samples
+SAMPLE_S = 5.0  # seconds between two samples
 
-Counts = dict[str, float]
+Counts = dict[str, float]  # values by the name of the counter
 
 
 @dataclass(frozen=True)
 class ModelTotals:
-    """The counts of one model since its start, and its batches by bucket."""
+    """The counters of a model since its start, and the batches of one of its routes by bucket."""
 
     counts: Counts
     ran: Mapping[Bucket, BucketUse]
@@ -50,16 +50,19 @@ class ModelTotals:
 
 @dataclass(frozen=True)
 class Moment:
-    """A sample: the totals of the machine and of all models at one time."""
+    """A sample of the counters of the machine and of all models."""
 
     at: float  # time.monotonic()
     machine: Counts
-    models: Mapping[str, ModelTotals]  # by served name; of a model with routes by `name_of_route`
-    delay_s: float = 0.0  # delay of the event loop's timer
+    models: Mapping[str, ModelTotals]  # the keys are those of `name_of_route`
+    delay_s: float = 0.0  # how late the event loop's timer was
 
 
 class Window:
-    """The differences of all counts between the first and the last of some moments."""
+    """The increase of all counters from the first to the last of some samples.
+
+    `seconds` is the time between these two, `delay_s` the largest of the samples.
+    """
 
     def __init__(self, moments: list[Moment]):
         self._first, self._last = moments[0], moments[-1]
@@ -67,25 +70,23 @@ class Window:
         self.delay_s = max(moment.delay_s for moment in moments)
 
     def machine(self, name: str) -> float | None:
-        """The increase of one of `machine_counts` in seconds; None if it is not counted here."""
+        """Return the seconds by which one of `machine_counts` grew; None if the system lacks it."""
         if name not in self._last.machine:
             return None
         return self._last.machine[name] - self._first.machine.get(name, 0.0)
 
     def count(self, model: str, name: str) -> float:
-        """The increase of a model's count, such as "requests", in this window.
-
-        Raises KeyError for an unknown model or count.
-        """
-        return self._last.models[model].counts[name] - self._begin(model).counts.get(name, 0.0)
+        """Return the increase of a counter of a model, such as "requests", in this window. Raises
+        KeyError for an unknown model or counter."""
+        return self._last.models[model].counts[name] - self._at_start(model).counts.get(name, 0.0)
 
     def total(self, model: str, name: str) -> float:
-        """The value of a model's count since its start. Raises KeyError as `count` does."""
+        """Return the value of a counter of a model. Raises KeyError if it is unknown."""
         return self._last.models[model].counts[name]
 
     def ran(self, model: str) -> dict[Bucket, BucketUse]:
-        """The batches of a model in this window, by bucket."""
-        before, after = self._begin(model).ran, self._last.models[model].ran
+        """Return the totals of the batches that a model ran in this window, by bucket."""
+        before, after = self._at_start(model).ran, self._last.models[model].ran
         return {bucket: use - before.get(bucket, BucketUse()) for bucket, use in after.items()}
 
     @property
@@ -96,8 +97,9 @@ class Window:
             model: sum((use.device_s for use in self.ran(model).values()), 0.0) for model in models
         }
 
-    def _begin(self, model: str) -> ModelTotals:
-        """The counts at the first moment; nothing of a model that was loaded since."""
+    def _at_start(self, model: str) -> ModelTotals:
+        """Return a model's totals at the first sample; empty ones if it was loaded after that. A
+        counter that decreased shows that the model was loaded again."""
         begin, end = self._first.models.get(model), self._last.models[model]
         if begin is None or any(end.counts[name] < count for name, count in begin.counts.items()):
             return ModelTotals({}, {})
@@ -105,7 +107,7 @@ class Window:
 
 
 class History:
-    """The moments of the last WINDOW_S. Only the thread of the event loop may call it."""
+    """The samples of the last WINDOW_S seconds. Only the thread of the event loop may use it."""
 
     def __init__(self) -> None:
         self._moments: deque[Moment] = deque()
@@ -114,33 +116,32 @@ class History:
         return len(self._moments)
 
     def note(self, models: Mapping[str, LoadedModel], delay_s: float = 0.0) -> None:
-        """Take a sample now, and drop those older than WINDOW_S."""
-        self._moments.append(_moment(models, delay_s))
+        """Take a sample now, and drop the samples that are older than WINDOW_S seconds."""
+        self._moments.append(_sample(models, delay_s))
         oldest_at = self._moments[-1].at - WINDOW_S
         while self._moments[0].at < oldest_at:
             self._moments.popleft()
 
     def window(self, models: Mapping[str, LoadedModel]) -> Window:
-        """The window from the oldest sample until now; its length is 0 if there is no sample."""
-        return Window([*self._moments, _moment(models, 0.0)])
+        """Return the window from the oldest sample until now; 0 seconds if there is no sample."""
+        return Window([*self._moments, _sample(models, 0.0)])
 
 
-def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
-    """The totals of each route now. The counts are those of the whole model; only batches are told
-    apart."""
+def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
+    """Take a sample. The routes of a model share its counters, but each has its own batches."""
     totals: dict[str, ModelTotals] = {}
     for name, loaded in models.items():
         telemetry, refused = loaded.telemetry, loaded.admission.capacity.refused
-        counts = {  # the few that findings need: reading all of them takes milliseconds
-            "requests": _value(telemetry.request_count),
+        counts = {  # only those that findings need: reading all takes milliseconds
+            "requests": _sum_of(telemetry.request_count),
             "inputs": sum(float(series.count) for series in telemetry.inputs.values()),
-            "refused": _value(telemetry.request_failure.labels("overloaded")),
-            "truncated": _value(telemetry.truncated_inputs),
-            "failed_batches": _value(telemetry.failed_batches),
-            "split_batches": _value(telemetry.split_batches),
-            "not_finite": _value(telemetry.not_finite),
-            "compiles": _value(telemetry.compile_count),
-            "cache_hits": _value(telemetry.compile_cache_hits),
+            "refused": _sum_of(telemetry.request_failure.labels("overloaded")),
+            "truncated": _sum_of(telemetry.truncated_inputs),
+            "failed_batches": _sum_of(telemetry.failed_batches),
+            "split_batches": _sum_of(telemetry.split_batches),
+            "not_finite": _sum_of(telemetry.not_finite),
+            "compiles": _sum_of(telemetry.compile_count),
+            "cache_hits": _sum_of(telemetry.compile_cache_hits),
         }
         for stage in STAGES:
             count, seconds = telemetry.stage.labels(stage).totals()
@@ -151,17 +152,16 @@ def _moment(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
     return Moment(time.monotonic(), machine_counts(), totals, delay_s)
 
 
-def _value(counter: Counter | Labelled[Counter]) -> float:
-    """The sum of a counter over the values of its label."""
+def _sum_of(counter: Counter | Labelled[Counter]) -> float:
+    """Return the sum of a counter over all values of its labels."""
     return sum(sample.value for family in counter.collect() for sample in family.samples)
 
 
 def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Examination]:
     """Collect the facts of each model and derive its findings.
 
-    `models` are the loaded models by served name. Returns one examination for each, by the same
-    name, and of a model with several routes one for each route. `window` holds the counts of the
-    last seconds.
+    `models` are the loaded models by served name. `window` holds the increase of the counters over
+    the last minute. Returns an examination for each route that takes texts, by `name_of_route`.
     """
     examinations = {}
     for name, loaded in models.items():
@@ -173,7 +173,8 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
 
 
 def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -> Facts:
-    """Collect the facts of one route. `window` holds what was counted in the last seconds."""
+    """Collect the facts of one route of the model with the served name `model`. `window` holds the
+    increase of the counters over the last minute."""
     served, name = loaded.routes[route], name_of_route(model, route)
     state, grid = served.engine.snapshot(), served.plan.grid
     device = device_facts(served.plan, loaded.config)
@@ -216,16 +217,16 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
         programs=programs,
         buckets=buckets,
         lanes={
-            lane: LaneFacts(held.inputs, held.tokens, held.oldest_s)
-            for lane, held in state.lanes.items()
+            priority: LaneFacts(queue.inputs, queue.tokens, queue.oldest_s)
+            for priority, queue in state.lanes.items()
         },
         admission=_admission(name, loaded, served, window),
-        window=_work(name, served, window),
+        window=_window_facts(name, served, window),
     )
 
 
 def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
-    """Describe the device of a plan, and the dtype with the reason for its choice."""
+    """Describe the devices of a plan, its dtype, and why this dtype was chosen."""
     if config.dtype == plan.dtype:
         reason = f"--dtype {config.dtype} asks for it"
     elif plan.platform == "host":
@@ -252,7 +253,7 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
 
 
 def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
-    """Name the kernels of a plan for each row length, and why the others are not used."""
+    """Return the kernel of a plan for each row length, and why each other kernel is not used."""
     choice = plan.kernels.describe()
     return KernelFacts(config.kernels, choice["used"], choice["not_used"])
 
@@ -260,12 +261,13 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
 def _admission(
     name: str, loaded: LoadedModel, served: LoadedRoute, window: Window
 ) -> AdmissionFacts:
+    """Collect the limits of a route and their use. `name` is its name in `window`."""
     plan, config, capacity = served.plan, loaded.config, loaded.admission.capacity
-    most = served.spec.max_input_tokens
-    positions = position_limit(served.spec) or most
+    checkpoint_limit = served.spec.max_input_tokens
+    positions = position_limit(served.spec) or checkpoint_limit
 
-    def limit(kind: Limit, allowed: int, held: int) -> LimitFacts:
-        return LimitFacts(allowed, held, int(window.count(name, f"refused {kind}")))
+    def limit(kind: Limit, allowed: int, used: int) -> LimitFacts:
+        return LimitFacts(allowed, used, int(window.count(name, f"refused {kind}")))
 
     shortest = TPU_TILE if plan.platform == "tpu" else SHORTEST_ROW
     return AdmissionFacts(
@@ -279,12 +281,13 @@ def _admission(
         least_batch_tokens=shortest * plan.shards,
         buckets_asked=config.buckets is not None,
         max_input_tokens=plan.max_input_tokens,
-        model_input_tokens=min(most, positions),
+        model_input_tokens=min(checkpoint_limit, positions),
         tokenization_workers=loaded.tokenization_workers,
     )
 
 
-def _work(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
+def _window_facts(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
+    """Collect what a route did. `name` is its name in `window`."""
     seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.devices), 1)
     cpu_s, busy_s = window.machine("cpu") or 0.0, window.machine("busy")
     device_s = window.device_s

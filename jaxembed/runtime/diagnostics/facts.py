@@ -1,15 +1,14 @@
 """Facts of a served model and of its machine: plain structs that `/info?verbose` sends as JSON.
 
-Findings and pages are computed from these structs alone. "The window" is the last while, about a
-minute, over which counts and shares are taken.
+Findings and pages are computed from these structs alone. "The window" is about the last minute:
+the time over which counts and shares are taken.
 """
 
 from typing import Literal
 
 import msgspec
 
-# What limited the throughput in the window. "clients" means that no part of the server did: it
-# waited for requests.
+# What limited the throughput in the window. "clients" means that the server waited for requests.
 Bound = Literal["idle", "clients", "device", "host", "tokenizing", "admission", "compiling"]
 
 
@@ -20,10 +19,10 @@ class DeviceFacts(msgspec.Struct):
     platform: str  # "cpu", "gpu", "tpu", or "null" for the null model
     count: int
     dtype: str
-    dtype_reason: str  # a clause for people
+    dtype_reason: str  # why this dtype was chosen, as text for people
     dtype_asked: bool  # whether --dtype was given
     multiplies_bfloat16: bool
-    estimated: bool = False  # whether others used the CPU while its speed was measured
+    estimated: bool = False  # whether other programs used the CPU during its measurement
     failing: int = 0  # devices whose last batches failed
     stuck: int = 0  # devices that do not return from a call
     longest_call_s: float = 0.0  # age of the oldest device call in progress
@@ -33,8 +32,8 @@ class KernelFacts(msgspec.Struct):
     """The kernels that compute matrix products and attention, and why others are not used."""
 
     asked: str  # the value of --kernels
-    used: dict[str, str]  # row length -> kernel
-    not_used: dict[str, str]  # kernel -> reason
+    used: dict[str, str]  # kernel by row length
+    not_used: dict[str, str]  # reason by kernel
 
 
 class MachineFacts(msgspec.Struct):
@@ -44,7 +43,7 @@ class MachineFacts(msgspec.Struct):
     machine_cores: int
     quota_cores: float | None  # limit set by the control group; None: no limit
     kept_bytes: int  # size of the heap that keeps freed memory for the next batch
-    not_kept: str | None  # why freed memory is not kept; None: it is
+    not_kept: str | None  # why freed memory is not kept; None: it is kept
     # "always", "madvise", "never" or "off for this process"; None: not Linux
     huge_pages: str | None
 
@@ -57,8 +56,8 @@ class ProgramFacts(msgspec.Struct):
     buckets: int
     compiled: int  # buckets
     timed: bool  # whether every bucket was timed often enough
-    drift: float  # time of real batches relative to the timings
-    lost_share: float  # of the timings' time, in which other programs had the cores
+    drift: float  # time of real batches divided by the time that was measured for them
+    lost_share: float  # fraction of the time of the timings in which other programs had the cores
     compiles: int  # programs compiled since the start of the process
     cache_hits: int  # programs taken from the compile cache since then
 
@@ -69,7 +68,7 @@ class BucketFacts(msgspec.Struct):
     rows: int
     length: int
     compiled: bool
-    cost_ms: float | None = None  # of a run
+    cost_ms: float | None = None  # time of one batch
     cost_from: str | None = None  # "kept" by an earlier run, "timed" by this one, or "assumed"
     runs: int = 0  # batches in the window
     useful_tokens: int = 0  # tokens of those batches that are not padding
@@ -85,28 +84,28 @@ class BucketFacts(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """The tokens that a batch of this bucket has, padding included."""
+        """The number of tokens of one batch of this bucket, including padding."""
         return self.rows * self.length
 
     @property
     def name(self) -> str:
-        """The bucket as people read it, such as "4x128"."""
+        """The rows and the length as text, such as "4x128"."""
         return f"{self.rows}x{self.length}"
 
 
 class LaneFacts(msgspec.Struct):
-    """The inputs that wait in one lane of the queue."""
+    """The inputs that wait in the queue with one priority."""
 
     inputs: int
     tokens: int
-    oldest_s: float  # how long the first of them has waited
+    oldest_s: float  # seconds that the oldest input has waited
 
 
 class LimitFacts(msgspec.Struct):
-    """One limit of admission, which all models share."""
+    """One limit of admission, which all models of the server share."""
 
     limit: int
-    held: int  # how much of it is in use now
+    held: int  # how much of the limit is in use now
     refused: int  # requests refused because of it in the window
 
 
@@ -119,7 +118,7 @@ class AdmissionFacts(msgspec.Struct):
     tokens_asked: bool  # whether --max-queue-tokens was given
     max_batch_tokens: int
     batch_tokens_asked: bool  # whether --max-batch-tokens was given
-    batch_target_ms: float | None  # default time of a full batch; None: no such target
+    batch_target_ms: float | None  # time that a full batch should take by default; None: none
     least_batch_tokens: int  # tokens of the smallest default batch on this kind of device
     buckets_asked: bool  # whether --buckets was given
     max_input_tokens: int  # the limit of the server
@@ -141,22 +140,22 @@ class WindowFacts(msgspec.Struct):
     requests: int
     inputs: int  # answered
     refused: int  # requests refused because a limit was reached
-    truncated: int  # inputs cut to the limit
+    truncated: int  # inputs that were truncated to the limit
     failed_batches: int
     split_batches: int  # batches halved because the device's memory was short
     not_finite: int  # results with infinities or NaN
     stages: dict[str, StageFacts]
     device_share: float  # time in which the devices computed for this model
-    device_share_of_all: float  # time in which they computed for any model of the process
-    loop_share: float  # time in which the event loop computed: decoding, encoding, answering
+    device_share_of_all: float  # time in which the devices computed for any model of the process
+    loop_share: float  # time in which the event loop was busy: decoding, encoding, answering
     loop_delay_ms: float  # the largest delay of a timer of the event loop
     cpu_cores: float  # mean number of cores that the process kept busy
-    other_cores: float | None  # cores kept busy by other programs, of those the process may use
+    other_cores: float | None  # mean number of usable cores that other programs kept busy
     throttled_share: float  # time in which the CPU quota stopped the process
 
 
 def name_of_route(model: str, route: str) -> str:
-    """The name under which a route of a model is examined: of an only route that of the model."""
+    """Return the name of a route in diagnostics: "model, route", or "model" if `route` is empty."""
     return f"{model}, {route}" if route else model
 
 
@@ -177,7 +176,7 @@ class Facts(msgspec.Struct):
 
 
 class Finding(msgspec.Struct):
-    """One cause of slow or failing work, the evidence for it, and a remedy. Text for people."""
+    """A cause of slow or failing work, the evidence for it, and a remedy, as text for people."""
 
     cause: str
     evidence: str
@@ -185,7 +184,7 @@ class Finding(msgspec.Struct):
 
 
 class Examination(msgspec.Struct):
-    """The entry of `/info?verbose` for one model. Findings are sorted, the worst first."""
+    """The entry of `/info?verbose` for one route of a model. The worst finding is first."""
 
     bound_by: Bound
     findings: list[Finding]
@@ -208,7 +207,7 @@ class LocalFacts(msgspec.Struct):
 
 
 class LocalExamination(msgspec.Struct):
-    """The answer of `jaxembed doctor` without a server. Findings are sorted, the worst first."""
+    """The answer of `jaxembed doctor` without a server. The worst finding is first."""
 
     findings: list[Finding]
     facts: LocalFacts

@@ -1,7 +1,7 @@
-"""Derives findings from facts. The rules are pure functions, each of which yields what it finds.
+"""Derives findings from facts. Each rule is a pure function that yields what it finds.
 
-A rule must not report a healthy server. It tests for the cause itself and, if the cause alone does
-no harm, also for work that is slower because of it.
+A rule must find nothing on a healthy server. It tests for a cause and, if the cause alone does no
+harm, also for work that is slower because of it.
 """
 
 import math
@@ -19,20 +19,20 @@ from jaxembed.runtime.diagnostics.facts import (
 )
 
 # Shares of the time of the last minute
-BUSY = 0.6  # from which on a device, the event loop or the tokenizer threads are the limit
-IDLE = 0.02
-LOADED = 0.3  # of the devices: enough work for what slows down batches to be felt
-OTHERS_SHARE = 0.3  # of the usable cores that other programs take
+BUSY = 0.6  # at this share the device, the event loop or the tokenizer threads are the limit
+IDLE = 0.02  # below this share there is hardly any work
+LOADED = 0.3  # at this share of the devices, slow batches delay requests
+OTHERS_SHARE = 0.3  # of the usable cores: kept busy by other programs
 THROTTLED_SHARE = 0.1
-SLOWER = 1.3  # ratio of the time of batches to their timings that is mentioned
+SLOWER = 1.3  # a larger ratio of the time of batches to their timings is reported
 
-FEWEST = 10  # batches, requests or inputs; fewer do not make a reliable share
-MISFIT = 2.0  # ratio of the tokens run to the tokens needed from which a grid misfits
-SMALL_BATCH = 8  # reported if the target time is this many times that of the largest bucket
+FEWEST = 10  # a share of fewer batches, requests or inputs is not reliable
+MISFIT = 2.0  # a grid does not fit if batches have this many times the tokens that they need
+SMALL_BATCH = 8  # batches are small if the target time is this many times the largest bucket's
 FEW_BATCHES = 4  # batches a queue must hold so that devices do not wait for requests
 CUT_SHARE = 0.05  # share of the inputs
 SLOW_TOKENIZING_MS = 5.0
-LONG_WAIT_S = 1.0  # a longer wait is reported; the time of four of the longest batches is added
+LONG_WAIT_S = 1.0  # a wait is long if it exceeds this and the time of four of the slowest batches
 
 QUEUE_FLAGS = {
     "inputs": "--max-concurrent-requests",
@@ -41,11 +41,11 @@ QUEUE_FLAGS = {
 }
 
 
-Setup = Facts | LocalFacts  # rules that need no traffic read what both have
+Setup = Facts | LocalFacts  # rules that need no traffic read only fields of both
 
 
 def findings_of(facts: Facts) -> list[Finding]:
-    """Apply all rules to a served model. Returns the findings, the worst first."""
+    """Apply all rules to a served model. Return the findings, the worst first."""
     return [
         *_failures(facts),
         *_disturbances(facts),
@@ -57,7 +57,7 @@ def findings_of(facts: Facts) -> list[Finding]:
 
 
 def bound_by(facts: Facts) -> Bound:
-    """What limited the throughput in the last minute."""
+    """Return what limited the throughput in the last minute."""
     window, programs = facts.window, facts.programs
     if programs.compiled < programs.buckets and not programs.ready:
         return "compiling"
@@ -66,16 +66,16 @@ def bound_by(facts: Facts) -> Bound:
     if window.refused:
         return "admission"
     shares: dict[Bound, float] = {"host": window.loop_share, "tokenizing": tokenizing_share(facts)}
-    most = max(shares, key=lambda name: shares[name])
-    if shares[most] >= BUSY:
-        return most
+    busiest = max(shares, key=lambda name: shares[name])
+    if shares[busiest] >= BUSY:
+        return busiest
     used = max(window.device_share_of_all, *shares.values())
     return "clients" if window.requests and used >= IDLE else "idle"
 
 
 def tokenizing_share(facts: Facts) -> float:
-    """The share of their time that all tokenizer threads were busy, waits for each other
-    included."""
+    """Return the share (0 to 1) of their time in which the tokenizer threads were busy. The time
+    that they wait for each other counts as busy."""
     stage, seconds = facts.window.stages["tokenization"], facts.window.seconds
     return (
         stage.count
@@ -86,14 +86,14 @@ def tokenizing_share(facts: Facts) -> float:
 
 
 def needed_tokens(bucket: BucketFacts, least: int) -> int:
-    """The approximate size, in tokens, of the smallest bucket that holds an average batch of this
-    bucket: a power of two, as in the default grid."""
+    """Return the approximate number of tokens that a bucket needs for an average batch of `bucket`:
+    a power of two, as in the default grid, from `least` tokens up to those of `bucket`."""
     useful = max(bucket.useful_tokens / max(bucket.runs, 1), least, 1.0)
     return min(2 ** math.ceil(math.log2(useful)), bucket.tokens)
 
 
 def _failures(facts: Facts) -> Iterator[Finding]:
-    """Devices and batches that fail, and what is computed twice."""
+    """Find devices and batches that fail, and sequences that are computed again."""
     window, device = facts.window, facts.device
     if device.stuck:
         yield Finding(
@@ -128,7 +128,7 @@ def _failures(facts: Facts) -> Iterator[Finding]:
 
 
 def _disturbances(facts: Facts) -> Iterator[Finding]:
-    """What takes the cores from the model: compiles, a quota, other programs."""
+    """Find what takes the cores from the model: compilation, a CPU quota, other programs."""
     machine, window, programs = facts.machine, facts.window, facts.programs
     if programs.compiled < programs.buckets:
         ready = "ready" if programs.ready else "not ready"
@@ -170,8 +170,11 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
 
 
 def findings_before(facts: Setup) -> Iterator[Finding]:
-    """Apply the rules that need no traffic: cores, kernels and a dtype that the machine has and the
-    model does not use, and memory of a CPU that is slow to use."""
+    """Apply the rules that need no traffic.
+
+    They find cores, native kernels and bfloat16 that the machine has and the model does not use,
+    and settings that make the memory of a CPU slow.
+    """
     device, kernels, machine = facts.device, facts.kernels, facts.machine
     if machine.cores == 1 < machine.machine_cores:
         yield Finding(
@@ -219,31 +222,31 @@ def findings_before(facts: Setup) -> Iterator[Finding]:
 
 
 def _batches(facts: Facts) -> Iterator[Finding]:
-    """A grid that does not fit the traffic, and batches that are kept small."""
+    """Find a grid that does not fit the traffic, and a limit that keeps batches small."""
     admission, window = facts.admission, facts.window
     ran = [bucket for bucket in facts.buckets if bucket.runs]
-    runs, tokens = sum(one.runs for one in ran), sum(one.runs * one.tokens for one in ran)
+    runs, tokens = sum(b.runs for b in ran), sum(b.runs * b.tokens for b in ran)
     needed = 0
     for bucket in ran:
         useful = bucket.useful_tokens / bucket.runs
-        least = needed_tokens(bucket, admission.least_batch_tokens)
-        # With a bucket of the needed size in the grid, the larger one costs no more.
+        fitting = needed_tokens(bucket, admission.least_batch_tokens)
+        # If the grid has a bucket of the needed size, the engine took a larger one that costs less.
         has_smaller = any(
             other.compiled
-            and useful <= other.tokens <= least
+            and useful <= other.tokens <= fitting
             and useful / bucket.rows <= other.length
             for other in facts.buckets
         )
-        needed += bucket.runs * (bucket.tokens if has_smaller else least)
+        needed += bucket.runs * (bucket.tokens if has_smaller else fitting)
     if runs >= FEWEST and tokens >= MISFIT * needed:
         padding = sum(bucket.padding_tokens for bucket in ran)
-        most = max(ran, key=lambda bucket: bucket.runs * bucket.tokens)
+        main = max(ran, key=lambda bucket: bucket.runs * bucket.tokens)
         grid = "leave out --buckets, or " if admission.buckets_asked else ""
         yield Finding(
             "the buckets do not fit the traffic",
             f"{padding / tokens:.0%} of the tokens of {runs} batches were padding, most "
-            f"in bucket {most.name}: its batches hold {most.useful_tokens / most.runs:.0f} of "
-            f"{most.tokens} tokens",
+            f"in bucket {main.name}: its batches hold {main.useful_tokens / main.runs:.0f} of "
+            f"{main.tokens} tokens",
             f"{grid}run `jaxembed tune URL -o buckets.json` and serve with --buckets buckets.json",
         )
     target_ms = admission.batch_target_ms
@@ -261,10 +264,10 @@ def _batches(facts: Facts) -> Iterator[Finding]:
 
 
 def _waits(facts: Facts) -> Iterator[Finding]:
-    """Requests that are refused for want of room, and such that wait."""
+    """Find requests that are refused because a limit is reached, and requests that wait long."""
     admission, window = facts.admission, facts.window
-    lanes = [f"{lane.inputs} {name}" for name, lane in facts.lanes.items()]
-    waiting = f"{' and '.join(lanes)} inputs wait"
+    counts = [f"{queue.inputs} {priority}" for priority, queue in facts.lanes.items()]
+    waiting = f"{' and '.join(counts)} inputs wait"
     limits = {"inputs": admission.inputs, "tokens": admission.tokens, "bytes": admission.bytes}
     name, limit = max(limits.items(), key=lambda item: item[1].refused)
     flag = QUEUE_FLAGS[name]
@@ -300,7 +303,7 @@ def _waits(facts: Facts) -> Iterator[Finding]:
 
 
 def _host_work(facts: Facts) -> Iterator[Finding]:
-    """Work of the tokenizer and of the event loop that takes long, and texts that are cut."""
+    """Find slow tokenization, a busy event loop, and many truncated texts."""
     window, admission = facts.window, facts.admission
     tokenizing, queue, inference = (window.stages[name] for name in ANSWER_STAGES)
     is_slow = tokenizing.mean_ms > max(SLOW_TOKENIZING_MS, queue.mean_ms + inference.mean_ms)

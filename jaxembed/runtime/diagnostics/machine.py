@@ -19,8 +19,9 @@ _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 
 def machine_facts() -> MachineFacts:
     """Read the cores and memory settings of this process."""
-    marked = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
-    huge_pages = marked[0].strip("[]") if marked else None
+    # Linux puts the setting that is in force in brackets: "always [madvise] never".
+    in_force = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
+    huge_pages = in_force[0].strip("[]") if in_force else None
     if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
         huge_pages = "off for this process"
     return MachineFacts(
@@ -34,12 +35,12 @@ def machine_facts() -> MachineFacts:
 
 
 def machine_counts() -> dict[str, float]:
-    """Counters of CPU time in seconds, by name; only differences of two calls have a meaning.
+    """Return counters of seconds by name. Only the difference of two calls has a meaning.
 
-    `cpu`: of this process. `loop`: of the calling thread. `busy`: of the cores that the process may
-    use, by all programs; those with a lower priority (nice) give way to this one and do not count,
-    unless this process has a lower priority itself. `throttled`: time in which the quota stopped
-    the process. A counter that the system does not offer is left out.
+    `cpu`: CPU time of this process. `loop`: CPU time of the calling thread. `busy`: time in which
+    any program ran on the cores that this process may use; programs of lower priority (nice) count
+    only if this process has a lower priority too. `throttled`: time in which the CPU quota stopped
+    the process. A counter that the system lacks is left out.
     """
     counts = {"cpu": time.process_time(), "loop": time.thread_time()}
     if sys.platform == "linux":
@@ -48,8 +49,8 @@ def machine_counts() -> dict[str, float]:
             fields.append(_NICE)
         names = {f"cpu{core}" for core in cores.usable_cores()}
         with suppress(OSError), (cores.PROC / "stat").open() as lines:
-            ours = [line.split() for line in lines if line.split(" ", 1)[0] in names]
-            ticks = sum(int(line[field]) for line in ours for field in fields)
+            usable = [line.split() for line in lines if line.split(" ", 1)[0] in names]
+            ticks = sum(int(line[field]) for line in usable for field in fields)
             counts["busy"] = ticks / os.sysconf("SC_CLK_TCK")
     if (throttled_s := cores.throttled_s()) is not None:
         counts["throttled"] = throttled_s
@@ -58,5 +59,5 @@ def machine_counts() -> dict[str, float]:
 
 @cache
 def has_avx512_bf16() -> bool:
-    """Whether the CPU has the AVX-512 instructions that multiply bfloat16."""
+    """Return whether the CPU has the AVX-512 instructions that multiply bfloat16."""
     return "avx512_bf16" in cores.text_of(cores.PROC / "cpuinfo")

@@ -1,4 +1,4 @@
-"""Writes a line of JSON for each request to a file, from a thread of its own. Knows no request."""
+"""The audit log: a thread appends a line of JSON for each request to a file."""
 
 import errno
 import json
@@ -17,29 +17,26 @@ from jaxembed.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MOST_LINES = 4096  # that wait to be written; later ones are lost until there is room
-MOST_AT_ONCE = 512  # lines of a write
-GATHER_S = 0.02  # for further lines, so that the thread is not woken for each
-COMPLAIN_S = 60.0  # between log lines about a file that cannot be written
-LAST_LINES_S = 2.0  # for the last lines: nobody may read a pipe
+MOST_LINES = 4096  # maximum of waiting lines; further lines are lost
+MOST_AT_ONCE = 512  # maximum of lines in one write
+GATHER_S = 0.02  # to collect further lines, so that the thread wakes less often
+COMPLAIN_S = 60.0  # minimum time between two log lines about write errors
+LAST_LINES_S = 2.0  # to write the last lines; a pipe may have no reader
 STANDARD_OUTPUT = Path("-")
 
 
 class AuditLog:
-    """A file that lines are appended to.
-
-    `write` never waits. A line that cannot be written is counted and lost, and the log says so, but
-    the request that it is about is answered.
-    """
+    """A file to which a thread appends the lines. `write` never blocks. A line that cannot be
+    written is counted as lost, and the server's log says so. Its request is still answered."""
 
     def __init__(self, path: Path):
-        """`-` is standard output. Raises ConfigError if the file cannot be opened."""
+        """Open the file; `-` is standard output. Raises ConfigError if it cannot be opened."""
         self._path = path
         self.written = self.lost = 0  # lines
         self._lines: deque[dict[str, Any]] = deque()
         self._woken = threading.Event()
         self._is_closing = self._must_open = False
-        self._is_torn = False  # the file ends in a part of a line
+        self._is_torn = False  # whether the file ends in an incomplete line
         self._complained_at = float("-inf")
         try:
             self._file = _opened(path)
@@ -52,7 +49,7 @@ class AuditLog:
         self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Have a line written soon."""
+        """Queue a line for the thread to write; count it as lost if the queue is full."""
         if len(self._lines) >= MOST_LINES:
             self.lost += 1
             return
@@ -60,12 +57,12 @@ class AuditLog:
         self._woken.set()
 
     def reopen(self) -> None:
-        """Open the file by its name again, soon: it may have been moved away."""
+        """Have the thread open the path again, because the file may have been moved away."""
         self._must_open = True
         self._woken.set()
 
     def close(self) -> None:
-        """Write what waits, within LAST_LINES_S."""
+        """Write the queued lines and end the thread, within LAST_LINES_S seconds."""
         self._is_closing = True
         self._woken.set()
         self._thread.join(LAST_LINES_S)
@@ -87,6 +84,8 @@ class AuditLog:
                 return
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
+        """Write lines to the file, and count those written and lost. After an incomplete line,
+        begin with a line break."""
         data = b"\n" * self._is_torn + b"".join(_encoded(line) + b"\n" for line in lines)
         written, failure = 0, None
         try:
@@ -94,29 +93,30 @@ class AuditLog:
                 written += os.write(self._file, data[written:])
         except OSError as error:
             failure = error
-        ended = data[:written].count(b"\n") - (self._is_torn and written > 0)
+        complete = data[:written].count(b"\n") - (self._is_torn and written > 0)
         if written:
             self._is_torn = not data[:written].endswith(b"\n")
-        self.written += ended
-        self.lost += len(lines) - ended
+        self.written += complete
+        self.lost += len(lines) - complete
         if failure is not None:
             self._complain(failure)
 
     def _open_again(self) -> None:
-        """Open the file again; if it cannot be, go on with the one there is."""
+        """Open the path again and write to the new file. On an error, keep the old file."""
         try:
-            file = _opened(self._path)
+            new_file = _opened(self._path)
         except OSError as error:
             self._complain(error)
             return
-        if os.path.samestat(os.fstat(file), os.fstat(self._file)):
-            os.close(file)
+        if os.path.samestat(os.fstat(new_file), os.fstat(self._file)):
+            os.close(new_file)
             return
-        before, self._file, self._is_torn = self._file, file, False
-        os.close(before)
+        old_file, self._file, self._is_torn = self._file, new_file, False
+        os.close(old_file)
         logger.info("--audit-log %s was opened again", self._path)
 
     def _complain(self, error: OSError) -> None:
+        """Log an error, at most once every COMPLAIN_S seconds."""
         if time.monotonic() - self._complained_at >= COMPLAIN_S:
             self._complained_at = time.monotonic()
             logger.error(
@@ -128,7 +128,7 @@ class AuditLog:
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
-    """A line as JSON, also where a path holds what is no Unicode."""
+    """Return a line as JSON, even if a path in it is not valid Unicode."""
     try:
         return orjson.dumps(line)
     except TypeError:
@@ -136,7 +136,8 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _opened(path: Path) -> int:
-    """A file descriptor to append to. A pipe that nobody reads is refused, not waited for."""
+    """Open a path for appending, and return its file descriptor. Raises OSError, also for a pipe
+    without a reader, instead of waiting for one."""
     if path == STANDARD_OUTPUT:
         return os.dup(sys.stdout.fileno())
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)

@@ -1,6 +1,8 @@
-"""The API keys of a file: TOML with a table for each key, which holds the key's digest and what the
-key may do. While a server runs they are found by their digests and read again when the file
-changes, with the quota of each. Knows no route and no model."""
+"""The API keys of a file, and their quotas.
+
+The file is TOML with a table for each key. A table has the digest of the key and what the key may
+use. A running server finds keys by their digests, and reads the file again when it changes.
+"""
 
 import hashlib
 import hmac
@@ -27,35 +29,35 @@ logger = logging.getLogger(__name__)
 KEY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # also a label of metrics
 HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 NO_LIMITS = Limits()
-LARGEST_FILE = 16 * MIB
+LARGEST_FILE = 16 * MIB  # bytes
 LARGEST_LIMIT = 2**53
-MOST_PROBLEMS = 10  # that a message lists
-LONGEST_VALUE = 60  # characters of a value in a message
+MOST_PROBLEMS = 10  # in a message
+LONGEST_VALUE = 60  # maximum characters of a value in a message
 WANTED_TABLES = "wanted tables [[key]] with `name` and `sha256`, as `jaxembed key new` prints them"
-FILE_LOOK_S = 1.0  # between looks at whether the file has changed
-MOST_NAMED = 10  # keys in a log line
+FILE_LOOK_S = 1.0  # between two checks whether the file has changed
+MOST_NAMED = 10  # maximum of keys in a log line
 
-Mark = tuple[int, int, int, int]  # of a version of the file: device, inode, size, time
+Mark = tuple[int, int, int, int]  # a version of the file: device, inode, bytes, time in ns
 
 
 @dataclass(frozen=True)
 class ApiKey:
-    """What the file says of one key."""
+    """One key of the file, and what it may use."""
 
     name: str
     digest: bytes  # SHA-256
-    models: frozenset[str] | None = None  # names of models as requests give them; None: any
-    routes: tuple[str, ...] | None = None  # paths; one that ends in * is a prefix; None: any
+    models: frozenset[str] | None = None  # model names as in requests; None: all
+    routes: tuple[str, ...] | None = None  # paths, or prefixes that end in *; None: all
     limits: Limits = NO_LIMITS
-    expires: date | None = None  # a datetime, or a date, which is valid to its end
-    expires_at: datetime | None = None
+    expires: date | None = None  # as in the file; a date includes the whole day
+    expires_at: datetime | None = None  # the moment from which on the key is invalid
 
     def is_expired(self, now: datetime) -> bool:
-        """Whether the key opens nothing any more."""
+        """Return whether the key has expired at the time `now`."""
         return self.expires_at is not None and now >= self.expires_at
 
     def may_take(self, path: str) -> bool:
-        """Whether the key opens the route of this path."""
+        """Return whether the key may use the route at `path`."""
         return self.routes is None or any(
             path.startswith(route[:-1]) if route.endswith("*") else path == route
             for route in self.routes
@@ -63,22 +65,25 @@ class ApiKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """The SHA-256 of a key. A slow hash is for passwords; a key of 256 random bits needs none."""
+    """Return the SHA-256 digest of a key. A key of 256 random bits needs no slow hash."""
     return hashlib.sha256(key).digest()
 
 
 def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
-    """The keys in a file by their digests. `taken` are digests that no key may have, with the flags
-    that give them. Raises ConfigError, which lists every problem but no key and no digest."""
+    """Read a key file, and return its keys by their digests.
+
+    `taken` maps digests that no key in the file may have to the flags that set them. Raises
+    ConfigError, whose message lists the problems without keys and digests.
+    """
     try:
-        # else opening a pipe would wait for a writer
+        # without O_NONBLOCK, opening a pipe would wait for a writer
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ConfigError(f"{path} is no regular file; {WANTED_TABLES}")
-            if facts.st_size > LARGEST_FILE:
+            if status.st_size > LARGEST_FILE:
                 raise ConfigError(
-                    f"{path} has {facts.st_size} bytes, a key file may have {LARGEST_FILE}"
+                    f"{path} has {status.st_size} bytes, a key file may have {LARGEST_FILE}"
                 )
             text = file.read().decode()
     except OSError as error:
@@ -89,19 +94,20 @@ def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]
 
 
 def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
-    """The keys in the text of a file, which messages call `file`; as `read_key_file`."""
+    """Parse the text of a key file, and return its keys by their digests. `file` is its name in
+    messages. `taken` and errors are as in `read_key_file`."""
     try:
-        whole = tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}; {WANTED_TABLES}") from error
     except (RecursionError, ValueError) as error:  # Python reads integers of at most 4,300 digits
         raise ConfigError(
             f"{file} is nested too deeply, or holds a number of thousands of digits"
         ) from error
-    tables = whole.get("key", [])
-    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+    tables = document.get("key", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{file}: `key` is no list of tables; {WANTED_TABLES}")
-    problems = [f"`{name[:LONGEST_VALUE]}` is unknown" for name in whole if name != "key"]
+    problems = [f"`{name[:LONGEST_VALUE]}` is unknown" for name in document if name != "key"]
     if not tables:
         problems.append("there is no key")
     keys: dict[bytes, ApiKey] = {}
@@ -111,17 +117,17 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
         place, name = f"[[key]] number {number}", table.get("name")
         if isinstance(name, str) and KEY_NAME.fullmatch(name):
             place = f"{place} ({name})"
-        key, found = _read_table(table)
+        key, faults = _read_table(table)
         if key is not None:
             if key.name in names:
                 other = names[key.name]
-                found.append(f"`name` is also that of {other}; each key needs one of its own")
+                faults.append(f"`name` is also that of {other}; each key needs one of its own")
             if key.digest in digests:
                 other = digests[key.digest]
-                found.append(f"`sha256` is that of a key that {other} has already")
+                faults.append(f"`sha256` is that of a key that {other} has already")
             names[key.name], digests[key.digest] = place, place
             keys[key.digest] = key
-        problems += [f"{place}: {problem}" for problem in found]
+        problems += [f"{place}: {problem}" for problem in faults]
     if problems:
         more = len(problems) - MOST_PROBLEMS
         shown = problems[:MOST_PROBLEMS] + [f"and {more} more"] * (more > 0)
@@ -130,7 +136,7 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
 
 
 def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
-    """The key of a table, None if it has problems, and these."""
+    """Return the key of a table, and the problems of the table. With problems the key is None."""
     problems = [
         f"`{field[:LONGEST_VALUE]}` is unknown; wanted one of {', '.join(KEY_FIELDS)}"
         for field in table
@@ -154,7 +160,7 @@ def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
 
 
 def _shown_value(value: Any) -> str:
-    """A value in a message: it may be of any size."""
+    """Return a value's repr for a message, shortened to LONGEST_VALUE characters."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
@@ -169,10 +175,11 @@ def _read_name(value: Any) -> str:
 
 
 def _read_digest(value: Any) -> bytes:
-    """What came is not shown: it may be the key itself."""
+    """Return a digest as bytes. Raises ValueError without the value, which may be the key
+    itself."""
     if not isinstance(value, str) or not HEX_DIGEST.fullmatch(value):
-        came = f"a text of {len(value)} characters" if isinstance(value, str) else "no text"
-        raise ValueError(f"is {came}; wanted the 64 hexadecimal digits of the key's SHA-256")
+        received = f"a text of {len(value)} characters" if isinstance(value, str) else "no text"
+        raise ValueError(f"is {received}; wanted the 64 hexadecimal digits of the key's SHA-256")
     return bytes.fromhex(value)
 
 
@@ -182,12 +189,14 @@ def _read_texts(
     is_right: Callable[[str], bool],
     value: Any,
 ) -> Collection[str]:
+    """Return a list of texts as `kind`. `is_right` checks each text, and `wanted` describes a valid
+    one. Raises ValueError."""
     if not isinstance(value, list) or not value:
-        came = "an empty list" if value == [] else _shown_value(value)
-        raise ValueError(f"is {came}; wanted a list of {wanted}, or no such field for all")
-    for one in value:
-        if not isinstance(one, str) or not is_right(one):
-            raise ValueError(f"holds {_shown_value(one)}; wanted {wanted}")
+        received = "an empty list" if value == [] else _shown_value(value)
+        raise ValueError(f"is {received}; wanted a list of {wanted}, or no such field for all")
+    for text in value:
+        if not isinstance(text, str) or not is_right(text):
+            raise ValueError(f"holds {_shown_value(text)}; wanted {wanted}")
     return kind(value)
 
 
@@ -201,7 +210,8 @@ def _read_limit(value: Any) -> int:
 
 
 def _read_expiry(value: Any) -> tuple[date, datetime]:
-    """The value, and the moment from which on the key opens nothing."""
+    """Return the value, and the moment when the key expires. Raises ValueError. A date is valid to
+    its end. Times without a zone are UTC."""
     if isinstance(value, datetime):
         return value, value if value.tzinfo else value.replace(tzinfo=UTC)
     if isinstance(value, date) and value < date.max:
@@ -235,11 +245,11 @@ REQUIRED_FIELDS = ("name", "sha256")
 
 
 class Keyring:
-    """The keys of a file, and what they have used.
+    """The keys of a key file, and the quota of each.
 
-    A thread reads the file again when it has changed and has then been the same for FILE_LOOK_S, so
-    that a file that is still being written is not read. A file that is wrong changes nothing. What
-    keys have used is kept by their names.
+    A thread reads the file again when it has changed and has then stayed the same for FILE_LOOK_S
+    seconds, so that a partly written file is not read. If the file is invalid, the current keys
+    stay valid. A key keeps its quota by its name.
     """
 
     def __init__(
@@ -250,12 +260,12 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ):
-        """`taken` are keys that the file may not have, with the flags that give them. Raises
-        ConfigError if the file is wrong."""
+        """Read the file. `taken` maps keys that it may not have to the flags that set them; `clock`
+        returns seconds. Raises ConfigError if the file is wrong."""
         self.path = path
-        self.unknown = 0  # requests without a key of ours
-        self.done = self.failed = 0  # times that the file was read again, or could not be
-        self.is_current = True  # whether the keys in use are those of the file as last read
+        self.unknown = 0  # requests with a missing or unknown key
+        self.done = self.failed = 0  # number of repeated reads, successful and failed
+        self.is_current = True  # whether the last read succeeded
         self.read_at = time.time()  # in seconds since 1970
         self._taken = {digest_of(key.encode()): flag for key, flag in (taken or {}).items()}
         self._clock, self.now = clock, now
@@ -264,30 +274,30 @@ class Keyring:
         self._keys: dict[bytes, ApiKey] = {}
         self._use(read_key_file(path, self._taken))
         self._woken, self._closed = threading.Event(), False
-        self._lock = threading.Lock()  # of reading
+        self._lock = threading.Lock()  # held while the file is read
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def find(self, given: bytes) -> ApiKey | None:
-        """The key that a client gave."""
+        """Return the key that a client sent; None if it is unknown."""
         digest = digest_of(given)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
 
     def quota(self, key: ApiKey) -> Quota:
-        """What the key may use and has used."""
-        # of a key that has just left the file: none of its limits is left, but its name
+        """Return the quota of a key: its limits and what it has used."""
+        # a key that has just left the file gets a new quota
         return self._quotas.get(key.name) or Quota(key.name, key.limits, self._clock)
 
     def watch(self) -> None:
-        """Start to look whether the file has changed, in a thread, until `close`."""
+        """Start the thread that reads the file when it changes. It runs until `close`."""
         self._thread = threading.Thread(target=self._watch, name="key-file", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread read the file now, whether or not it has changed."""
+        """Have the thread read the file now, even if it has not changed."""
         self._woken.set()
 
     def close(self) -> None:
@@ -298,7 +308,8 @@ class Keyring:
             self._thread.join()
 
     def read_again(self) -> bool:
-        """Read the file, whole or not at all. Returns whether its keys are those in use now."""
+        """Read the file again. Returns whether its keys are in use now: only if all are valid. Logs
+        an error."""
         with self._lock:
             try:
                 keys = read_key_file(self.path, self._taken)
@@ -323,7 +334,8 @@ class Keyring:
             return True
 
     def _use(self, keys: dict[bytes, ApiKey]) -> None:
-        """Let these be the keys. Quotas first: a key that is found has one."""
+        """Make these the keys in use. Quotas are replaced before the keys, so that each key that
+        `find` returns has a quota."""
         quotas = {}
         for key in keys.values():
             quota = self._quotas.get(key.name)
@@ -336,38 +348,38 @@ class Keyring:
         self._keys = keys
 
     def _watch(self) -> None:
-        before = self._mark
+        last_mark = self._mark
         while True:
-            is_asked = self._woken.wait(FILE_LOOK_S)
+            is_woken = self._woken.wait(FILE_LOOK_S)
             if self._closed:
                 return
             self._woken.clear()
             mark = _mark_of(self.path)
-            if is_asked or (mark != self._mark and mark == before):
+            if is_woken or (mark != self._mark and mark == last_mark):
                 self._mark = mark
                 try:
                     self.read_again()
                 except Exception:
                     logger.exception("the key file could not be read. This is a bug in jaxembed")
-            before = mark
+            last_mark = mark
 
     @property
     def quotas(self) -> Iterable[Quota]:
-        """The quota of each key."""
+        """The quotas of all keys."""
         return list(self._quotas.values())
 
 
 def _mark_of(path: Path) -> Mark | None:
-    """What tells this version of the file from others; None if it is not there."""
+    """Return what identifies this version of the file; None if the file cannot be found."""
     try:
-        facts = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def some_of(names: Collection[str], most: int = MOST_NAMED) -> str:
-    """Some names for a message, and how many more there are."""
+    """Return names for a message: at most `most` of them, sorted, and how many more there are."""
     shown = sorted(names)[:most]
     more = len(names) - len(shown)
     return ", ".join([*shown, f"{more} more"] if more else shown) or "none"

@@ -1,4 +1,4 @@
-"""What the API key of the current request may use. Knows no header and no file."""
+"""Checks what the API key of the current request may use."""
 
 from collections.abc import Collection
 from typing import cast
@@ -11,25 +11,25 @@ from jaxembed.server.auth.keyring import ApiKey, some_of
 from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.registry.models import UNSPECIFIED
 
-LONGEST_NAME = 200  # characters, in a message or the audit log
+LONGEST_NAME = 200  # maximum characters in a message or the audit log
 MOST_LISTED_NAMES = 20  # in a message
 
 
 def open_account(quota: Quota | None) -> None:
-    """Have the current request counted, for its key or for the audit log."""
+    """Count what the current request uses, for the quota of its key and for the audit log."""
     cast(BoundedBody, request.body).held.account = Account(quota)
 
 
 def note_model(name: str) -> None:
-    """Have the audit log name a model that the current request is about, but not computed by."""
+    """Have the audit log name a model that the current request manages and does not run."""
     account = cast(BoundedBody, request.body).held.account
     if account is not None:
         account.models.add(name[:LONGEST_NAME])
 
 
 def use_key(key: ApiKey, quota: Quota) -> None:
-    """Let this be the key of the current request. Raises Forbidden if it does not open the route,
-    and QuotaExceeded."""
+    """Make `key` the key of the current request, and count the request if it is a POST. Raises
+    Forbidden if the key may not use the route, and QuotaExceeded."""
     g.key, g.quota = key, quota
     open_account(quota)
     if not key.may_take(request.path):
@@ -39,8 +39,11 @@ def use_key(key: ApiKey, quota: Quota) -> None:
 
 
 def check_name(name: str | None) -> Collection[str] | None:
-    """The names of the models that the key of the request may use, None for any. Raises Forbidden
-    if `name`, as the request has it, is none of them: before it is even looked for."""
+    """Return the names of the models that the request's key may use; None means all.
+
+    `name` is the model in the request. Raises Forbidden if the key may not use it. This check
+    precedes the search for the model.
+    """
     key: ApiKey | None = g.get("key")
     if key is None or key.models is None:
         return None
@@ -50,7 +53,8 @@ def check_name(name: str | None) -> Collection[str] | None:
 
 
 def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
-    """The error for what the key of the request may not do, counted."""
+    """Count a refusal for the request's key, and return the error. The message says `what` the key
+    may not do and what is `allowed`."""
     g.quota.refuse(reason)
     listed = some_of(allowed, MOST_LISTED_NAMES)
     return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")

@@ -1,1 +1,1 @@
-"""HTTP connections, bodies in bounded memory, and JSON answers."""
+"""HTTP connections, request bodies in bounded memory, and JSON responses."""

@@ -1,26 +1,26 @@
-"""A client's connection and a request on it: Hypercorn's and Quart's classes with less work for
-each request and with limits on the memory and the work that a client can ask for. Knows no route.
+"""HTTP connections and requests: classes of Hypercorn and Quart, with less work per request and
+with limits on the memory and the work that a client can cause.
 
-Whatever jaxembed uses of other libraries' private parts is here, which is why pyproject.toml admits
-only the versions of Hypercorn, Quart and h2 that were tested. On Python 3.11 Hypercorn 0.18 and
-Quart 0.22 start seven tasks for a request and write its answer in two pieces; here it is two tasks
-and one piece. What of this could go, and after which change of theirs:
+All uses of other libraries' private parts are in this file, so pyproject.toml admits only tested
+versions of Hypercorn, Quart and h2. On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks
+for a request and write its response in two pieces; this file needs two tasks and one piece. Each of
+these parts can go once its library changes:
 
-- `use_connections`: Hypercorn takes a class of connections as a setting.
-- `protocol_send`, `_write_held`: Hypercorn writes the head and the body of an answer in
-  one piece (saves 5 % of the processor time of a `/ping`, give or take 5 %).
+- `use_connections`: Hypercorn has a setting for the class of connections.
+- `protocol_send`, `_write_held`: Hypercorn writes the head and the body of a response in one piece
+  (saves 5 % of the processor time of a `/ping`, give or take 5 %).
 - `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
   runs before the first request of HTTP/2 too.
-- `_read_data`: Hypercorn closes what its client has closed, also while it waits for an answer to be
-  read, and ends a connection, and all that waits for it, when its data leads to an error; and h2
-  refuses a frame that is too long when its head has come, so that nobody looks at its `_data`.
+- `_read_data`: Hypercorn closes what its client has closed, also while it waits to send a response.
+  It ends a connection and its waiting tasks when data causes an error. h2 refuses a frame that is
+  too long when its head arrives, so that `_data` is not needed.
 - `_close`, `_initiate_server_close`: Hypercorn limits how long a client may take to read the last
   bytes.
-- `Http1`, `Http2`: Hypercorn takes no upgrades, tunnels and priorities, and looks at no more than
-  some frames of HTTP/2 at once.
-- `Exchange`: Quart handles a request in the task that Hypercorn started for it (two tasks save
-  7 %), has a public name for `_create_request_from_scope`, and lets the sender of a body wait.
-- `Routes`: Quart finds routes without encoding the name of the host.
+- `Http1`, `Http2`: Hypercorn ignores upgrades, tunnels and priorities, and handles only some frames
+  of HTTP/2 at once.
+- `Exchange`: Quart handles a request in the task that Hypercorn started for it (7 %), has a public
+  name for `_create_request_from_scope`, and lets the sender of a body wait.
+- `Routes`: Quart finds routes without encoding the host name.
 """
 
 import asyncio
@@ -64,56 +64,56 @@ from jaxembed.observability.tracing import Trace, Tracer, as_current, current_tr
 
 logger = logging.getLogger(__name__)
 
-# Memory of an open connection beside what its requests are charged for, at most: the buffers of
-# asyncio, h11 and Hypercorn, and with HTTP/2 those of a hundred streams, with small answers.
+# The maximum memory of an open connection without that reserved for its requests: the buffers of
+# asyncio, h11 and Hypercorn, and for HTTP/2 those of a hundred streams with small responses.
 CONNECTION_BYTES = 4 * MIB
-SMALL_ANSWER = 8 * KIB  # bytes that need no room: probes and refusals are answered by a full server
+SMALL_ANSWER = 8 * KIB  # bytes; smaller responses need no reservation, so a full server sends them
 FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
-MOST_SENT = 256 * KIB  # bytes of an answer that are sent at once
-SEND_S = 60  # that a client has to take MOST_SENT bytes
-SEND_TIMEOUT_S = 600  # that a client has to take a whole answer
-CLOSE_TIMEOUT_S = 60  # that written bytes have to reach the client after the last answer
-MOST_HELD = 64 * KIB  # bytes of an answer that wait for the rest of it
-CLIENT_GONE = "client_disconnected"  # the error of a trace whose client left before its answer
+MOST_SENT = 256 * KIB  # bytes of a response in one piece
+SEND_S = 60  # for a client to take one piece of a response
+SEND_TIMEOUT_S = 600  # for a client to take a whole response
+CLOSE_TIMEOUT_S = 60  # for a client to take the last bytes before the connection is closed
+MOST_HELD = 64 * KIB  # bytes of a response that are joined before a write
+CLIENT_GONE = "client_disconnected"  # the error of a trace whose client disconnected
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
-MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 that are handled at once: 140 small frames take h2 10 ms
-# Streams of a connection with something to send. A client that resets streams and reads nothing can
-# have more of them than it may open at a time; Hypercorn fails when there are a thousand.
+MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
+# Streams of one connection that have bytes to send. A client that resets streams and reads nothing
+# can have more of them than the limit of open streams; Hypercorn fails at a thousand.
 MOST_STREAMS = 200
-# Bytes of response headers that are kept to be named by number: the default of RFC 9113, whatever a
-# client allows. All of them are looked through for each response.
+# Bytes of the table that compresses response headers: the default of RFC 9113, even if the client
+# allows more, because each response searches the whole table.
 MOST_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
 
-COPIES = 3  # times its length that a body takes, raw and decoded; up to 5 for texts with emojis
-MOST_UNREAD = 64 * KIB  # bytes of a body that wait for its reader
-MOST_DISCARDED = 256 * MIB  # bytes of a discarded body, after which its client is read no more
+COPIES = 3  # bytes of memory per byte of a body, raw and decoded; up to 5 with emojis
+MOST_UNREAD = 64 * KIB  # bytes of a body that may be unread before the sender waits
+MOST_DISCARDED = 256 * MIB  # bytes of a discarded body that are still read
 
 
 class BoundedBody:
-    """The body of a request as it arrives: the sender waits while much of it is unread.
+    """The body of a request as it arrives. The sender waits while much of it is unread.
 
-    The memory that it will take is charged to `held`, the request's, before it is kept. `discard`
-    throws away what is unread and all that follows. Iterating gives the body in pieces, or raises
-    the error for which it was not kept.
+    The memory is reserved for the request before the bytes are kept. `discard` drops the unread
+    bytes and all later ones. Iterating yields the body in pieces. It raises Overloaded or
+    RequestTooLarge if the memory could not be reserved.
     """
 
     def __init__(self, held: Held):
         self.held = held
-        self.is_received = False  # all that the client has sent
+        self.is_received = False  # whether the whole body has arrived
         self._unread = bytearray()
         self._refusal: Exception | None = None
         self._has_news = asyncio.Event()  # bytes, the end or a refusal
         self._has_room = asyncio.Event()
         self._is_complete = asyncio.Event()
-        self._discarded: int | None = None  # bytes, after `discard`
+        self._discarded: int | None = None  # bytes discarded; None before `discard`
         self._is_answered = asyncio.Event()
 
     async def receive(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        """Keep the body as it arrives; return when the client is gone."""
+        """Keep the body's pieces from ASGI's `receive`; return when the client disconnects."""
         while (message := await receive())["type"] == "http.request":
             if data := message.get("body"):
                 await self.put(data)
@@ -123,7 +123,11 @@ class BoundedBody:
                 self._has_news.set()
 
     async def put(self, data: bytes) -> None:
-        """Keep a piece of the body; wait while too many bytes are unread."""
+        """Keep a piece of the body, and wait while too many bytes are unread.
+
+        If its memory cannot be reserved, discard the body; the reader raises the error. After too
+        many discarded bytes, wait for the response.
+        """
         if self._discarded is None:
             try:
                 self.held.charge(COPIES * len(data))
@@ -157,7 +161,7 @@ class BoundedBody:
             yield data
 
     def discard(self) -> None:
-        """Throw away what is unread and what still comes."""
+        """Drop the unread bytes, release their memory, and drop all bytes that arrive later."""
         if self._discarded is None:
             self._discarded = 0
             self._has_room.set()
@@ -166,46 +170,50 @@ class BoundedBody:
                 self._unread.clear()
 
     def end_answer(self) -> None:
-        """Discard at once all that still comes: the end of the connection is queued behind it."""
+        """Mark the request as answered, and discard the rest of its body, because the message that
+        the client disconnects is queued behind it."""
         if self._discarded is None:
             self.discard()
         self._is_answered.set()
 
     async def end(self, pause_s: float) -> None:
-        """Wait until the client has sent all of a discarded body, or more than will be discarded,
-        or nothing for `pause_s` seconds."""
-        before = None
-        while self._discarded != before and not self._is_complete.is_set():
-            before = self._discarded
+        """Wait until a discarded body has arrived, or its maximum of bytes is discarded, or the
+        client pauses for `pause_s` seconds."""
+        last_count = None
+        while self._discarded != last_count and not self._is_complete.is_set():
+            last_count = self._discarded
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._is_complete.wait()
 
 
 class Http2(H2Protocol):
-    """HTTP/2 that refuses tunnels (CONNECT) and heads with bytes that HTTP/1.1 does not allow, and
-    ignores priorities, as RFC 9113, section 5.3.2 allows: Hypercorn keeps those of streams that are
-    never opened."""
+    """HTTP/2 without tunnels and priorities.
+
+    It refuses CONNECT, and heads with bytes that HTTP/1.1 does not allow. It ignores priorities, as
+    RFC 9113, section 5.3.2 allows: Hypercorn keeps those of streams that are never opened.
+    """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
         receive = self.connection.receive_data
-        # lazily: what came before an event is handled when the event is looked at
+        # lazily, because the check of an event needs the effects of the events before it
         self.connection.receive_data = lambda data: filter(  # pyright: ignore[reportAttributeAccessIssue]
-            self._is_taken, receive(data)
+            self._is_for_hypercorn, receive(data)
         )
 
     async def handle(self, event: Event) -> None:
+        """Handle an event; received bytes in slices, between which other tasks run."""
         if not isinstance(event, RawData):
             await super().handle(event)
             return
-        for first in range(0, len(event.data), MOST_FRAMES):
-            await super().handle(RawData(event.data[first : first + MOST_FRAMES]))
-            await asyncio.sleep(0)  # else no other task would run while there are more
+        for start in range(0, len(event.data), MOST_FRAMES):
+            await super().handle(RawData(event.data[start : start + MOST_FRAMES]))
+            await asyncio.sleep(0)  # let other tasks run
 
-    def _is_taken(self, event: H2Event) -> bool:
-        """Whether Hypercorn is to handle the event; what else there is to do about it is done."""
+    def _is_for_hypercorn(self, event: H2Event) -> bool:
+        """Return whether Hypercorn handles the event. If it does not, the event is handled here."""
         match event:
             case PriorityUpdated():
                 return False
@@ -213,7 +221,7 @@ class Http2(H2Protocol):
                 self.connection.encoder.header_table_size = MOST_TABLE
             case RequestReceived() if (
                 self.context.terminated.is_set() or len(self.stream_buffers) >= MOST_STREAMS
-            ):  # to be sent again elsewhere or later
+            ):  # the client may send it again elsewhere or later
                 self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
             case RequestReceived() if not _is_well_formed(dict(event.headers)):
@@ -222,19 +230,20 @@ class Http2(H2Protocol):
                     self.connection.send_headers(event.stream_id, headers, end_stream=True)
                 return False
             case DataReceived() if event.stream_id not in self.streams:
-                # the answer is complete: no more of the body is wanted
+                # the response is complete, so the rest of the body is not needed
                 length = event.flow_controlled_length
                 self.connection.acknowledge_received_data(length, event.stream_id)
                 self._reset(event.stream_id, ErrorCodes.NO_ERROR)
                 return False
         return True
 
-    def _reset(self, stream_id: int, why: ErrorCodes) -> None:
+    def _reset(self, stream_id: int, code: ErrorCodes) -> None:
         with suppress(ProtocolError):  # the client has closed the stream already
-            self.connection.reset_stream(stream_id, why)
+            self.connection.reset_stream(stream_id, code)
 
 
 def _is_well_formed(head: dict[bytes, bytes]) -> bool:
+    """Return whether HTTP/1.1 allows the method and path of a head; False for CONNECT."""
     method = head[b":method"]
     return (
         method.upper() != b"CONNECT"
@@ -244,28 +253,27 @@ def _is_well_formed(head: dict[bytes, bytes]) -> bool:
 
 
 def use_connections() -> None:
-    """Make Hypercorn serve each of its clients with a `Connection`, and speak by our protocols."""
+    """Make Hypercorn use the connection and protocol classes of this file."""
     hypercorn.asyncio.run.TCPServer = Connection  # pyright: ignore[reportPrivateImportUsage]
     hypercorn.protocol.H11Protocol = Http1  # pyright: ignore[reportPrivateImportUsage]
     hypercorn.protocol.H2Protocol = Http2  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Connection(TCPServer):
-    """Hypercorn's connection. What is sent in one turn of the event loop leaves in one piece.
+    """A client's connection. Bytes sent in one turn of the event loop are written in one piece.
 
-    It ends when its client has closed it: Hypercorn keeps it, socket and all, until
-    keep_alive_timeout has passed as well. At 300 connections a second and 75 s that is every file
-    descriptor a process may have.
+    It ends when the client closes it. Hypercorn's TCPServer also waits for keep_alive_timeout. At
+    300 connections a second and 75 s, the sockets would use up the process's file descriptors.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self.idle = IdleTimer(self.config.keep_alive_timeout)
-        self.idle_task: Any = self.idle  # where Hypercorn looks for it
-        self._held: list[bytes] = []
+        self.idle_task: Any = self.idle  # Hypercorn's name for the timer
+        self._held: list[bytes] = []  # bytes to write soon, in one piece
         self._bytes_held = 0
         self._reading: asyncio.Task | None = None
-        self._is_lost = False
+        self._is_lost = False  # whether `abort` has cancelled the reading task
 
     async def run(self) -> None:
         _connection.set(self)
@@ -276,8 +284,11 @@ class Connection(TCPServer):
             watch.cancel()
 
     async def protocol_send(self, event: Event) -> None:
-        """Send the bytes, a small piece together with others before the loop's next turn, and wait
-        until there is room for more. The connection of a client that does not read is ended."""
+        """Send an event's bytes, and wait until the transport has room for more.
+
+        Small pieces are joined and written before the loop's next turn. If the client does not read
+        for SEND_S seconds, abort the connection.
+        """
         if not isinstance(event, RawData):
             await super().protocol_send(event)
             return
@@ -298,10 +309,10 @@ class Connection(TCPServer):
             self.abort()
 
     def _write_held(self) -> None:
-        held, self._held, self._bytes_held = b"".join(self._held), [], 0
-        if held:
+        data, self._held, self._bytes_held = b"".join(self._held), [], 0
+        if data:
             with suppress(ConnectionError, RuntimeError):  # the reader sees the close
-                self.writer.write(held)
+                self.writer.write(data)
 
     async def _initiate_server_close(self) -> None:
         self._write_held()
@@ -309,16 +320,19 @@ class Connection(TCPServer):
         await self._close()
 
     async def _close(self) -> None:
+        """Close the connection; abort it if the client does not read the last bytes."""
         self._write_held()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        self.abort()  # or a client that does not read would keep it open for ever
+        self.abort()  # else a client that does not read would keep it open forever
 
     def abort(self) -> None:
-        """Close the connection now, and drop what waits to be sent. Where requests were sent ahead,
-        Hypercorn waits for an answer to be read before it looks at the next request: it would wait
-        for ever."""
+        """Close the connection now, drop unsent bytes, and cancel the reading task.
+
+        After pipelined requests, that task waits for a response to be sent before it handles the
+        next request. It would wait forever.
+        """
         self.writer.transport.abort()
         reading = None if self._is_lost else self._reading
         if reading is not None and reading is not asyncio.current_task():
@@ -326,18 +340,18 @@ class Connection(TCPServer):
             reading.cancel()
 
     async def _read_data(self) -> None:
-        """Handle what the client sends, until it closes the connection or sends a frame of HTTP/2
-        that is too long: h2 checks the length only when all of it has come."""
+        """Handle received bytes until the client closes the connection. Also stop when an HTTP/2
+        frame is too long, because h2 checks the length only after the whole frame has arrived."""
         reading = self._reading = asyncio.current_task()
         assert reading is not None
-        longest = FRAME_HEAD + self.config.h2_max_inbound_frame_size
+        max_frame_bytes = FRAME_HEAD + self.config.h2_max_inbound_frame_size
         try:
             while not self.reader.at_eof():
                 protocol = self.protocol.protocol
                 if isinstance(protocol, Http2):
-                    if len(protocol.connection.incoming_buffer._data) > longest:
+                    if len(protocol.connection.incoming_buffer._data) > max_frame_bytes:
                         break
-                    # before the first request Hypercorn takes the connection for busy
+                    # before the first request Hypercorn does not treat the connection as idle
                     if not protocol.streams and not self.idle.running:
                         await self.idle.restart(self._task_group, self._idle_timeout)
                 try:
@@ -351,14 +365,14 @@ class Connection(TCPServer):
                 raise
             reading.uncancel()
             await self.protocol.handle(Closed())
-        except Exception as error:  # else Hypercorn would stop what sends, and wait for it for ever
+        except Exception as error:  # else Hypercorn stops the sending task and waits for it forever
             logger.error("a connection was closed, because its data led to %.200r", error)
             await self.protocol.handle(Closed())
         self._reading = None
         self.idle.end()
 
     async def _idle_timeout(self) -> None:
-        if self.idle.running:  # no request has come in the turn in which the time was up
+        if self.idle.running:  # else a request arrived in the turn in which the timer expired
             await asyncio.shield(self._initiate_server_close())
 
     async def _close_at_shutdown(self) -> None:
@@ -368,8 +382,8 @@ class Connection(TCPServer):
 
 
 class IdleTimer:
-    """A timer in place of Hypercorn's AsyncioSingleTask, which starts and cancels tasks at every
-    request and so takes 40 us."""
+    """The timer that closes an idle connection. It replaces Hypercorn's AsyncioSingleTask, which
+    starts and cancels tasks for each request and so takes 40 us."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -381,7 +395,8 @@ class IdleTimer:
         return self._timer is not None
 
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
-        """Start the timer anew: after the time it spawns the action in Hypercorn's TaskGroup."""
+        """Restart the timer. When it expires, it spawns `action` in `tasks`, Hypercorn's
+        TaskGroup."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -395,20 +410,21 @@ class IdleTimer:
             self._timer = None
 
     def end(self) -> None:
-        """Stop the timer, so that it cannot be started again."""
+        """Stop the timer for good: `restart` no longer starts it."""
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
 
 
 class Http1(H11Protocol):
-    """HTTP/1.1 that ignores `Upgrade`, as RFC 9110, section 7.8 allows: there are no websockets,
-    and a client that wants HTTP/2 begins with it."""
+    """HTTP/1.1 that ignores `Upgrade`, as RFC 9110, section 7.8 allows. There are no websockets,
+    and a client that wants HTTP/2 begins with HTTP/2."""
 
     async def _check_protocol(self, event: h11.Request) -> None:
+        """Raise H2ProtocolAssumedError for the preface of HTTP/2."""
         if event.method == b"PRI" and event.target == b"*" and event.http_version == b"2.0":
-            begun = b"PRI * HTTP/2.0\r\n\r\n"
-            raise H2ProtocolAssumedError(begun + self.connection.trailing_data[0])
+            preface = b"PRI * HTTP/2.0\r\n\r\n"
+            raise H2ProtocolAssumedError(preface + self.connection.trailing_data[0])
 
     async def _create_stream(self, request: h11.Request) -> None:
         if b"upgrade" in [name for name, _ in request.headers]:
@@ -422,8 +438,8 @@ class Http1(H11Protocol):
 
 
 class Routes(QuartMap):
-    """Finds routes by path alone. Quart's own also encodes the name of the host, and fails on one
-    that no name server could hold."""
+    """Finds routes by path alone. Quart's QuartMap also encodes the host name, and fails for names
+    that no name server can hold."""
 
     def bind_to_request(
         self, request: BaseRequestWebsocket, subdomain: str | None, server_name: str | None
@@ -434,8 +450,11 @@ class Routes(QuartMap):
 
 
 class Exchange(ASGIHTTPConnection):
-    """A request, its answer and the memory that they hold. The task that Hypercorn started handles
-    the request; a second task waits for the client to go away, and then cancels the first."""
+    """One request, its response and the memory reserved for them.
+
+    The task that Hypercorn started handles the request. A second task waits until the client
+    disconnects, and then cancels the first.
+    """
 
     app: Any  # a Server
     _body: BoundedBody
@@ -445,7 +464,7 @@ class Exchange(ASGIHTTPConnection):
         assert task is not None
         with self.app.capacity.request() as held:
             if not self.scope["path"].startswith("/"):
-                # a whole URL, or a query alone; that of `*` and of nonsense has no route
+                # an absolute URL or a query alone; `*` and other texts match no route
                 target = self.scope["raw_path"].decode("ascii")
                 _, is_url, rest = target.partition("://")
                 self.scope["path"] = "/" + unquote(rest.partition("/")[2] if is_url else target)
@@ -475,11 +494,11 @@ class Exchange(ASGIHTTPConnection):
             finally:
                 watch.remove_done_callback(give_up)
                 body.end_answer()
-                if body.is_received:  # else Hypercorn's reader waits until the rest is taken
+                if body.is_received:  # else the task must take the rest, for which Hypercorn waits
                     watch.cancel()
 
     async def _trace(self, tracer: Tracer, trace: Trace, request: Request, send: Any) -> None:
-        """Answer the request, which is sampled, and trace it."""
+        """Handle a sampled request, and end its trace."""
         try:
             with as_current(trace):
                 await self.handle_request(request, send)
@@ -490,13 +509,13 @@ class Exchange(ASGIHTTPConnection):
             tracer.end(trace, None if request.url_rule is None else request.url_rule.rule)
 
     async def handle_request(self, request: Request, send: Any) -> None:
-        """Answer the request, as fast as its client reads; close the connection if it does not
-        read."""
+        """Handle the request and send its response. A request that the server's `expire` cancelled
+        gets a 503. If the client does not take the response in time, abort the connection."""
         try:
             response = await self.app.handle_request(request)
         except asyncio.CancelledError:
             if not self.app.expired:
-                raise  # the client is gone
+                raise  # the client disconnected
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()
@@ -511,16 +530,17 @@ class Exchange(ASGIHTTPConnection):
                 connection.abort()
 
     async def _send(self, send: Any, response: Response) -> None:
+        """Send the response in pieces; an empty 503 if there is no memory for its body."""
         status, headers = response.status_code, encode_headers(response.headers)
-        body, whole = response.response, b""
+        body, data = response.response, b""
         if isinstance(body, DataBody):
-            whole = body.data
+            data = body.data
             try:
-                self._body.held.cover(len(whole) if len(whole) > SMALL_ANSWER else 0)
-            except (Overloaded, InvalidInput):  # no room even for an answer
-                status, whole = 503, b""
-                named = [header for header in headers if header[0] == b"x-request-id"]
-                headers = [*named, (b"content-length", b"0"), (b"retry-after", b"1")]
+                self._body.held.cover(len(data) if len(data) > SMALL_ANSWER else 0)
+            except (Overloaded, InvalidInput):  # no memory for the response
+                status, data = 503, b""
+                request_ids = [header for header in headers if header[0] == b"x-request-id"]
+                headers = [*request_ids, (b"content-length", b"0"), (b"retry-after", b"1")]
         if (trace := current_trace()) is not None:
             trace.status, trace.request_id = status, response.headers.get("x-request-id")
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -528,14 +548,15 @@ class Exchange(ASGIHTTPConnection):
             async with body as parts:
                 async for part in parts:
                     await _send_part(send, part)
-        first = 0
-        while len(whole) - first > MOST_SENT:
-            await _send_part(send, whole[first : first + MOST_SENT])
-            first += MOST_SENT
+        start = 0
+        while len(data) - start > MOST_SENT:
+            await _send_part(send, data[start : start + MOST_SENT])
+            start += MOST_SENT
         self._body.end_answer()
-        await _send_part(send, whole[first:], more=False)
+        await _send_part(send, data[start:], more=False)
 
 
 async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:
+    """Send a piece of the body. `more` pieces may follow. Raises TimeoutError."""
     async with asyncio.timeout(SEND_S):
         await send({"type": "http.response.body", "body": part, "more_body": more})

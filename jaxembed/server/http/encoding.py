@@ -1,8 +1,8 @@
-"""Turns vectors into response bodies, a slice at a time. Knows no route and no model.
+"""Encodes vectors as response bodies, one slice at a time.
 
-orjson and base64 hold the GIL, so a thread would not help; instead other tasks of the event loop
-run between slices. A large answer is made slice by slice, as fast as its client reads, and is never
-in memory as a whole.
+orjson and base64 hold the GIL, so a thread would not help. Instead, other tasks of the event loop
+run between slices. A large response is encoded while its client reads it, so that it is never in
+memory as a whole.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from jaxembed.runtime.postprocess import to_bytes
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
-SLICE_FLOATS = 32 * 1024  # about 0.7 ms of orjson
-MOST_JOINED = MIB  # bytes of an answer that is sent as a whole, with its length
-OBJECT_WIDTH = 8  # floats that take as long as an object of two fields
+SLICE_FLOATS = 32 * 1024  # of one slice; orjson encodes them in about 0.7 ms
+MOST_JOINED = MIB  # bytes from which on a response is streamed, without its length
+OBJECT_WIDTH = 8  # floats that take as long to encode as an object of two fields
 
 
 async def json_items(
     count: int, width: int, items: Callable[[int, int], object]
 ) -> AsyncIterator[bytes]:
-    """The inside of a JSON list of `count` items of about `width` floats each, in slices.
+    """Yield the inside of a JSON list of `count` items in slices.
 
-    `items(start, stop)` gives some of them, as a list or an array; orjson writes floats in their
-    shortest form and NaN as null.
+    An item has about `width` floats. `items(start, stop)` returns the items of a slice as a list or
+    an array. orjson writes floats in their shortest form and NaN as null.
     """
     step = max(1, SLICE_FLOATS // max(1, width))
     for start in range(0, count, step):
@@ -42,13 +42,13 @@ async def json_items(
 
 
 def object_width(texts: Sequence[str]) -> int:
-    """The width of small objects that hold one of `texts` each. Encoding 8 characters takes as long
-    as a float, 2.5 ns."""
+    """Return the `width` of `json_items` for small objects that each hold one of `texts`. Encoding
+    8 characters takes as long as one float, 2.5 ns."""
     return OBJECT_WIDTH + sum(map(len, texts)) // max(1, 8 * len(texts))
 
 
 async def json_list(items: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """`[<items>]`, in slices."""
+    """Yield `[<items>]` in slices."""
     yield b"["
     async for part in items:
         yield part
@@ -56,26 +56,27 @@ async def json_list(items: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def json_matrix(rows: np.ndarray) -> AsyncIterator[bytes]:
-    """`[[...], ...]` of a C-contiguous matrix, in slices."""
+    """Return a C-contiguous matrix as JSON, `[[...], ...]`, in slices."""
     return json_list(json_items(len(rows), rows.shape[1], lambda start, stop: rows[start:stop]))
 
 
 async def json_matrices(matrices: Iterable[np.ndarray]) -> AsyncIterator[bytes]:
-    """`[[[...], ...], ...]`, one matrix per input, in slices."""
-    before = b"["
+    """Yield a list of matrices, one per input, as JSON, `[[[...], ...], ...]`, in slices."""
+    separator = b"["
     for rows in matrices:
-        yield before
+        yield separator
         async for part in json_matrix(rows):
             yield part
         await asyncio.sleep(0)
-        before = b","
+        separator = b","
     yield b"]"
 
 
 async def json_answer(
     lists: Mapping[str, AsyncIterator[bytes]], rest: dict, *, first: bytes = b"{"
 ) -> AsyncIterator[bytes]:
-    """`{"<name>": [<items>], ...}`, the rest of the fields after the lists, in slices."""
+    """Yield the JSON object `{"<name>": [<items>], ..., <rest>}` in slices. `rest` has at least one
+    field. `first` begins the object, and may contain further fields."""
     yield first
     async for part in json_lists(lists):
         yield part
@@ -85,7 +86,7 @@ async def json_answer(
 async def json_list_response(
     count: int, width: int, items: Callable[[int, int], list], rest: dict
 ) -> Response:
-    """`{"object": "list", "data": [<items>], ...}` with the rest of the fields, as a response; the
+    """Return the response `{"object": "list", "data": [<items>], <rest>}`. The first three
     arguments are those of `json_items`."""
     if count * width <= SLICE_FLOATS:
         whole = {"object": "list", "data": items(0, count), **rest}
@@ -96,20 +97,20 @@ async def json_list_response(
 
 
 async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
-    """`"<name>": [<items>], ...`, the inside of a JSON object, in slices."""
-    before = b'"'
+    """Yield `"<name>":[<items>],...`, the inside of a JSON object, in slices."""
+    separator = b'"'
     for name, items in lists.items():
-        yield before + name.encode() + b'":['
+        yield separator + name.encode() + b'":['
         async for part in items:
             yield part
         yield b"]"
-        before = b',"'
+        separator = b',"'
 
 
 def wants_octets() -> bool:
-    """Whether the client prefers raw bytes to JSON."""
+    """Return whether the client's `Accept` header prefers raw bytes to JSON."""
     if OCTETS not in request.headers.get("accept", ""):
-        return False  # nearly all requests, which need no parsing
+        return False  # nearly all requests: the header needs no parsing
     return request.accept_mimetypes.best_match([JSON, OCTETS]) == OCTETS
 
 
@@ -118,14 +119,15 @@ def json_response(body: bytes, status: int = 200) -> Response:
 
 
 async def json_stream(parts: AsyncIterator[bytes]) -> Response:
-    """A response of the parts: as one body if they are small, else made as the client reads."""
-    first, size = [], 0
+    """Return a response that consists of the parts. Small parts are joined; large ones are
+    streamed, each made when the client reads it."""
+    joined, size = [], 0
     async for part in parts:
-        first.append(part)
+        joined.append(part)
         size += len(part)
         if size >= MOST_JOINED:
-            return Response(_rest(b"".join(first), parts), content_type=JSON)
-    return json_response(b"".join(first))
+            return Response(_rest(b"".join(joined), parts), content_type=JSON)
+    return json_response(b"".join(joined))
 
 
 async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -135,7 +137,8 @@ async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 async def octet_response(vectors: np.ndarray) -> Response:
-    """The little-endian bytes of the vectors, row after row, with the shape in a header."""
+    """Return a response with the little-endian bytes of the vectors, row by row, and their shape in
+    a header."""
     response = Response(to_bytes(vectors), content_type=OCTETS)
     response.headers["x-embedding-shape"] = ",".join(str(size) for size in vectors.shape)
     return response

@@ -1,5 +1,8 @@
-"""The steps of every request that a model runs, after `Meter.find` has found the model: accept the
-inputs and work out what is meant, and run it. `Meter.answer` times and counts the response."""
+"""Runs a request on the model that `Meter.find` has found, and counts the request as accepted.
+
+For embeddings a route calls `accept` first, which works out the intent. `Meter.answer` times and
+counts the response.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,20 +30,21 @@ from jaxembed.server.pipeline.body import (
 
 
 class Usage(msgspec.Struct):
-    """Tokens really run: after truncation, special tokens and prompt included."""
+    """The tokens that the model ran: after truncation, with special tokens and prompt."""
 
     prompt_tokens: int
     total_tokens: int
 
 
 def usage_of(answer: Embeddings | Scores) -> dict[str, int]:
-    """The fields of Usage."""
+    """Return the fields of Usage for an answer."""
     tokens = int(answer.num_tokens.sum())
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
 def accept(meter: Meter, inputs: RequestInputs | RequestChunks, asked: Asked) -> Intent:
-    """Count the request as accepted by the model, and work out what is asked of it."""
+    """Count the request as accepted, and return what it means for its model. Raises WrongTask and
+    InvalidInput, as `Tasks.intent`."""
     meter.accept(inputs)
     if meter.adapter is not None:
         asked = replace(asked, options=replace(asked.options, adapter=meter.adapter))
@@ -50,8 +54,8 @@ def accept(meter: Meter, inputs: RequestInputs | RequestChunks, asked: Asked) ->
 async def embed_inputs(
     meter: Meter, inputs: RequestInputs | RequestChunks, intent: Intent
 ) -> Embeddings:
-    """The outputs of each input, or the vectors of the chunks of texts. An error of a chunk names
-    its place in the body."""
+    """Return the embeddings of each input, or of each chunk of the texts. Raises what
+    `Dispatcher.answer` does; an InvalidChunk has the chunk's path in the body."""
     if isinstance(inputs, RequestChunks):
         try:
             return await _answer(meter, meter.loaded.tasks.request_chunks(inputs.items, intent))
@@ -66,9 +70,12 @@ async def embed_inputs(
 async def compare_texts(
     meter: Meter, inputs: RequestInputs, options: EncodeOptions
 ) -> tuple[Embeddings, np.ndarray]:
-    """The outputs of a text, the first input, and of those to compare with it, and how similar it
-    is to each of them. Of a model with several routes, or one that treats queries and documents
-    differently, the first is a query and the others are documents, unless a prompt is named."""
+    """Embed all inputs, and compare the first with each of the others.
+
+    Returns the embeddings, and the similarities, float [inputs - 1]. If the model has several
+    routes, or treats queries and documents differently, the first input is a query and the others
+    are documents, unless a prompt is named.
+    """
     meter.accept(inputs)
     loaded = meter.loaded
     tasks, spec = loaded.tasks, loaded.spec
@@ -88,12 +95,12 @@ async def compare_texts(
             raise error.at(1 + (error.index or 0)) from error
     if output == "dense":
         return answer, compare_first(answer)
-    # Other outputs take milliseconds, in which the event loop would stand still.
+    # Comparing other outputs would block the event loop for milliseconds.
     return answer, await loaded.runner.off_loop(compare_first, answer)
 
 
 async def score_inputs(meter: Meter, inputs: RequestTexts, options: ScoreOptions) -> Scores:
-    """The logits of texts and pairs to classify."""
+    """Return the logits of texts and pairs to classify."""
     meter.accept(inputs)
     options = replace(options, adapter=meter.adapter)
     return await _answer(meter, meter.loaded.tasks.score(inputs.items, options))
@@ -107,11 +114,15 @@ async def score_documents(
     *,
     field: str,
 ) -> Scores:
-    """The logits of a query and each of the documents, which came in `field`; of an embedding model
-    their similarities, by the outputs of both."""
+    """Return the logits of the query with each document; for an embedding model, their
+    similarities.
+
+    `field` is the body's field with the documents. Raises WrongTask, InvalidInput with the wrong
+    field, and what `Dispatcher.answer` does.
+    """
     check_batch(len(documents))
-    characters = len(query) * len(documents)  # the query counts for each of them, as in TEI
-    characters += sum(len(one) for one in documents if isinstance(one, str))
+    characters = len(query) * len(documents)  # TEI counts the query once per document
+    characters += sum(len(text) for text in documents if isinstance(text, str))
     inputs = RequestInputs("batch", characters, field, list(map(text_or_image, documents)))
     meter.accept(inputs)
     options = replace(options, adapter=meter.adapter)
@@ -119,30 +130,30 @@ async def score_documents(
     if ImageSource in map(type, documents):
         tasks.check_images()
         items = await _read_images(meter, inputs)
-    given = [one.text if isinstance(one, Text) else cast(Image, one) for one in items]
+    contents = [item.text if isinstance(item, Text) else cast(Image, item) for item in items]
     if meter.loaded.spec.task != "embed":
-        return await _answer(meter, tasks.rerank(query, given, options))
-    of_query, of_documents, weights = tasks.compare(query, given, options)
+        return await _answer(meter, tasks.rerank(query, contents, options))
+    query_request, others, weights = tasks.compare(query, contents, options)
     try:
-        first = await _answer(meter, of_query)
+        of_query = await _answer(meter, query_request)
     except InvalidInput as error:
         raise error.at(None, error.field or "query") from error
     try:
-        others = await _answer(meter, of_documents)
+        of_documents = await _answer(meter, others)
     except InvalidInput as error:
         raise error.at(error.index, error.field or field) from error
     runner = meter.loaded.runner
-    return await runner.off_loop(compare_outputs, first, others, weights, given)
+    return await runner.off_loop(compare_outputs, of_query, of_documents, weights, contents)
 
 
 async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
-    """What the model found answers, on the route of the request."""
+    """Run the request on its model, and return the answer."""
     meter.route = request.route
     return await meter.loaded.answer(request, meter.held)
 
 
 async def _read_images(meter: Meter, inputs: RequestInputs) -> Sequence[Input]:
-    """The inputs, with the bytes of their images."""
+    """Return the inputs with the bytes of their images, and keep these bytes in the meter."""
     items = await read_images(inputs.items, meter.held)
     meter.images = [item.data for item in items if isinstance(item, Image)]
     return items

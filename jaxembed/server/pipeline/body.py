@@ -1,5 +1,4 @@
-"""Reads a JSON body into a Struct, its inputs into `Input`s, and the bytes of their images. Knows
-no route and no dialect."""
+"""Reads a JSON body into a Struct, its values into inputs, and the bytes of images."""
 
 import asyncio
 import contextlib
@@ -26,15 +25,15 @@ from jaxembed.server.pipeline.decoding import TokenId, decode, mixed
 from jaxembed.server.service import current_service
 
 MOST_IMAGE_BYTES = 20_000_000  # of one image
-AT_A_TIME = 4  # images of one request
-# Pixels of all images of a request together. Decoding a lossless WebP took 1.3 s of CPU time for 49
-# million. A request of at most 20 images cannot have more.
+AT_A_TIME = 4  # images of one request that are read at the same time
+# Pixels of all images of a request together. 20 images cannot have more. Decoding 49 million pixels
+# of a lossless WebP took 1.3 s of CPU time.
 MOST_PIXELS_A_REQUEST = 20 * MOST_PIXELS
-DECODED_AT_ONCE = 16 * 1024  # characters of base64 that are decoded on the event loop: some 20 us
+DECODED_AT_ONCE = 16 * 1024  # characters of base64 decoded on the event loop, in about 20 us
 MEDIA_FLAG = "--allow-media-urls"
-MOST_CONTENT = 2048  # of an input that comes in parts
+MOST_CONTENT = 2048  # parts of one input
 
-# Lists that are no inputs, and how many items they may have: more than there are values.
+# Fields with lists of values, not of inputs; the maximum exceeds the number of valid values.
 LISTS = ("outputs", "output_dtype", "embedding_type", "encoding_type", "embedding_types", "weights")
 MOST_LISTED = 32
 
@@ -42,13 +41,12 @@ PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
 
-BODY_S = 60.0  # that a client has to send a body
-DISCARD_S = 4.0  # without a byte of a refused body; less than a closing server gives requests
+BODY_S = 60.0  # for a client to send a body
+DISCARD_S = 4.0  # longest pause in a refused body; less than a closing server waits
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An image as a client names it: a data URI or a URL; where clients send base64 as it is, that
-    too."""
+    """An image as the client names it: a data URI or a URL, and if `bare`, also plain base64."""
 
     text: str
     bare: bool = False
@@ -67,8 +65,8 @@ class TextOrImage(msgspec.Struct):
 
 
 class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
-    """An input that says what it is: a text with a `value`, or an image with a `url`, which may be
-    a data URI. Raises ValueError for one that has not what its type needs."""
+    """An input with a type: a text with a `value`, or an image with a `url`. The URL may be a data
+    URI. Raises ValueError if the type's field is missing or the other is set."""
 
     type: Literal["text", "image"]
     value: str | None = None
@@ -86,7 +84,7 @@ class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ImageUrl(msgspec.Struct):
-    """The URL of an image, which may be a data URI. What detail is asked for changes nothing."""
+    """The URL of an image, which may be a data URI. `detail` has no effect."""
 
     url: str
     detail: Any = None
@@ -94,7 +92,7 @@ class ImageUrl(msgspec.Struct):
 
 class ContentItem(msgspec.Struct):
     """A part of an input or a message: a text, or an image by its URL or in base64. Raises
-    ValueError for one that has not what its type needs."""
+    ValueError if the field of its type is missing, and for the type "image"."""
 
     type: Literal["text", "image_url", "image_base64", "input_image", "image"]
     text: str | None = None
@@ -127,8 +125,8 @@ class Content(msgspec.Struct):
 
 
 def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
-    """The text or image of an input that must be one part: a vector is of one or of the other.
-    Several texts are lines of one. Raises InvalidInput."""
+    """Return the text or image of an input that must be one, at `place` in the body. Texts alone
+    are joined as lines. Raises InvalidInput for no part, and for an image beside others."""
     sources = [part.source for part in parts]
     texts = [one for one in sources if isinstance(one, str)]
     if sources and len(texts) == len(sources):
@@ -143,14 +141,18 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
 
 
 async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[Input]:
-    """The inputs with the bytes of their images, which count for the request. Raises InvalidInput
-    for an image that cannot be had and for too many pixels, RequestTooLarge and Overloaded."""
-    turns = asyncio.Semaphore(AT_A_TIME)
+    """Return the inputs with the bytes of their images. The memory is reserved for the request
+    first.
+
+    Raises InvalidInput for an image that cannot be read and for too many pixels, RequestTooLarge
+    and Overloaded.
+    """
+    permits = asyncio.Semaphore(AT_A_TIME)
 
     async def read(index: int, item: Input | ImageSource) -> Input:
         if not isinstance(item, ImageSource):
             return item
-        async with turns:
+        async with permits:
             try:
                 return await _read(item, held)
             except InvalidInput as error:
@@ -162,7 +164,7 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
     except BaseExceptionGroup as errors:  # the first cancels the others
         raise errors.exceptions[0] from None
     inputs = [task.result() for task in tasks]
-    images = [one.data for one in inputs if isinstance(one, Image) and isinstance(one.data, bytes)]
+    images = [i.data for i in inputs if isinstance(i, Image) and isinstance(i.data, bytes)]
     if len(images) * MOST_PIXELS > MOST_PIXELS_A_REQUEST:
         total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
         if total > MOST_PIXELS_A_REQUEST:
@@ -174,7 +176,7 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
 
 
 def _pixels(image: bytes) -> int:
-    """The pixels of an image; none of a damaged one, which is refused in its turn."""
+    """Return the number of pixels of an image; 0 if it is damaged and will be refused later."""
     try:
         facts = image_facts(image)
     except InvalidInput:
@@ -183,6 +185,7 @@ def _pixels(image: bytes) -> int:
 
 
 async def _read(item: ImageSource, held: Held) -> Image:
+    """Read an image from its data URI, base64 or URL. Raises as `read_images`."""
     text = item.text
     if is_data_uri(text) or (item.bare and "://" not in text[:16]):
         held.charge(len(text) * 3 // 4)
@@ -195,7 +198,7 @@ async def _read(item: ImageSource, held: Held) -> Image:
         raise MediaUrlError(
             excerpt(text), f"wanted a data URI; for URLs name their hosts by {MEDIA_FLAG} HOST"
         )
-    held.charge(MOST_IMAGE_BYTES)  # before it is known how large it is
+    held.charge(MOST_IMAGE_BYTES)  # the maximum, until the size is known
     try:
         data = await fetcher.fetch(text)
     except BaseException:
@@ -206,24 +209,24 @@ async def _read(item: ImageSource, held: Held) -> Image:
 
 
 async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:
-    """What the headers of images say, read in a thread: one may be long."""
+    """Read the headers of images in a thread, because they may be long. Raises InvalidImage."""
     if not images:
         return []
     return await asyncio.to_thread(lambda: list(map(image_facts, images)))
 
 
 def text_or_image(source: str | ImageSource) -> Text | ImageSource:
-    """The source as an input."""
+    """Return a text as an input, and an image unchanged."""
     return Text(source) if isinstance(source, str) else source
 
 
-# msgspec refuses list[str] | list[int] in one union: `read_inputs` checks what this lets through.
+# msgspec has no union of list[str] and list[int], so `read_inputs` refuses mixed lists.
 InputUnion = str | list[str | TokenId | list[TokenId]]
 
 
 class MediaObject(TextOrImage, forbid_unknown_fields=True):
-    """A text or an image as Jina's clients may send it: the image as a URL, a data URI or base64.
-    Raises ValueError for one that holds both or none."""
+    """A text or an image as Jina's clients send it. The image is a URL, a data URI or base64.
+    Raises ValueError if it has both or neither."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.image is None):
@@ -233,13 +236,13 @@ class MediaObject(TextOrImage, forbid_unknown_fields=True):
 TypedInputs = str | list[str | TokenId | list[TokenId] | TypedInput] | TypedInput
 MixedInputs = str | list[str | TokenId | list[TokenId] | MediaObject]
 
-# Clients of Cohere and vLLM send a number, which changes nothing.
+# Clients of Cohere and vLLM send a number, which has no effect.
 AnyPriority = Priority | int
 
 
 @dataclass(frozen=True)
 class RequestInputs(RequestSize):
-    """The inputs of one request, in order. The bytes of images may still have to be read."""
+    """The inputs of one request, in order. Their images may be not read yet."""
 
     items: Sequence[Input | ImageSource]
 
@@ -253,24 +256,27 @@ class RequestTexts(RequestSize):
 
 @dataclass(frozen=True)
 class RequestChunks(RequestSize):
-    """The texts of one request, in order. `chunk_place` gives the path of a chunk in the body, from
-    the numbers of its text and of the chunk in it."""
+    """The texts of one request, in order. `chunk_place` returns the path of a chunk in the body,
+    from the index of its text and of the chunk in that."""
 
     items: list[ChunkedText]
     chunk_place: Callable[[int, int], str]
 
 
 async def read_body_as(meter: Meter, kind: type[T]) -> T:
-    """The body of the current request as `kind`."""
+    """Read and decode the current request's body. Raises what `read_body` and `decode` do."""
     data = await read_body(meter.service.config.payload_limit)
     with meter.time("decode"):
         return await decode(data, kind, check_count)
 
 
 async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray:
-    """The bytes of a body that the request declares as JSON, unless it `may_be_undeclared`. Raises
-    UnsupportedMediaType, BadJson, RequestTimeout, and RequestEntityTooLarge for more than `limit`
-    bytes."""
+    """Read the body of the current request, at most `limit` bytes.
+
+    Raises UnsupportedMediaType unless its declared type is JSON, or missing if it
+    `may_be_undeclared`; BadJson if it is compressed; RequestTimeout; RequestEntityTooLarge above
+    the limit; and RequestTooLarge and Overloaded if there is no memory.
+    """
     mimetype = request.mimetype
     if mimetype or not may_be_undeclared:
         suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
@@ -293,7 +299,7 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
 
 
 async def discard_body() -> None:
-    """Let a refused client finish sending: if its connection were reset it would not read why."""
+    """Let a refused client finish its body: after a reset it could not read the error."""
     body = cast(BoundedBody, request.body)
     body.discard()
     with contextlib.suppress(TimeoutError):
@@ -302,7 +308,8 @@ async def discard_body() -> None:
 
 
 def check_count(place: str, count: int) -> None:
-    """Raise InvalidInput if a list with at least `count` items is too long."""
+    """Check the length of the list at `place` in the body, which has at least `count` items. Raises
+    BadField and what `check_batch` does."""
     if place.endswith("].content"):
         if count > MOST_CONTENT:
             raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
@@ -324,10 +331,11 @@ def read_inputs(
     *,
     are_images: bool = False,
 ) -> RequestInputs:
-    """One text, one sequence of token ids, or a list in which each item is either, or an object
-    that holds a text or an image. With `are_images` texts are URLs of images.
+    """Convert the value of the body's `field` to inputs.
 
-    `[1, 2, 3]` is one sequence. `field` is the name the client gave the value.
+    The value is one text, one sequence of token ids (`[1, 2, 3]`), an object with a text or an
+    image, or a list of these. With `are_images` texts are URLs. Raises EmptyInput, BadField if a
+    list mixes token ids with others, and what `check_batch` does.
     """
     method: Method = "batch"
     if isinstance(raw, str | TypedInput):
@@ -349,7 +357,7 @@ def read_inputs(
     for i, item in enumerate(raw):
         if isinstance(item, int):
             raise mixed(field, i, "a text or a list of token ids", "int")
-        source: Any = item  # most are texts
+        source: Any = item  # most items are texts
         if not isinstance(item, str) and isinstance(item, (MediaObject, TypedInput)):
             source = item.source
         if are_images and isinstance(source, str):
@@ -367,8 +375,8 @@ def read_inputs(
 def read_texts_and_pairs(
     groups: Sequence[Sequence[str]], field: str, method: Method
 ) -> RequestTexts:
-    """Each group is one text, or a pair of texts of which one may be empty. Raises EmptyInput also
-    without groups."""
+    """Convert groups of one or two texts to inputs. One text of a pair may be empty. Raises
+    EmptyInput (also without groups), BadField, and what `check_batch` does."""
     if not groups:
         raise EmptyInput(field)
     check_batch(len(groups))
@@ -387,7 +395,8 @@ def read_texts_and_pairs(
 
 
 def priority_of(asked: AnyPriority | None) -> Priority | None:
-    """The priority in the body, else that in the header, else None. Raises InvalidInput."""
+    """Return the priority in the body, else in the header, else None. A number in the body has no
+    effect. Raises InvalidInput."""
     if asked is not None and not isinstance(asked, int):
         return asked
     headers = request.headers.getlist(PRIORITY)
@@ -403,8 +412,8 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
 
 
 def check_batch(count: int) -> None:
-    """Raise BatchTooLarge if `count` inputs are more than one request may have, and RequestTooLarge
-    if they could never be admitted."""
+    """Raise BatchTooLarge if a request may not have `count` inputs, and RequestTooLarge if they can
+    never be admitted."""
     service = current_service()
     limit, max_bytes = service.config.max_client_batch_size, service.models.capacity.max_bytes
     if 0 < limit < count:
@@ -420,8 +429,7 @@ def check_batch(count: int) -> None:
 
 
 def check_listed(place: str, count: int) -> None:
-    """Raise BadField if a list that is no input has at least `count` items, and these are too
-    many."""
+    """Raise BadField if a list with at least `count` values, which are not inputs, is too long."""
     if count > MOST_LISTED:
         raise BadField(
             f"Expected at most {MOST_LISTED} items, got {count} - at `$.{place}`",
@@ -430,5 +438,5 @@ def check_listed(place: str, count: int) -> None:
 
 
 def too_many_parts(count: int) -> str:
-    """The message about an input with so many parts."""
+    """Return the error message for an input with `count` parts."""
     return f"Expected at most {MOST_CONTENT} parts of an input, got {count}"

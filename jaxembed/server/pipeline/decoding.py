@@ -1,10 +1,10 @@
-"""Decodes JSON into Structs without holding the event loop for long. Knows no route and no fields.
+"""Decodes JSON into Structs in slices, so that other tasks of the event loop can run in between.
 
-msgspec decodes in one call, which holds the interpreter lock, builds all it reads before it checks
-how much that is, and wakes the cyclic collector often: 32 MiB of `[],` took 3 s and 900 MB. A
-body of more than AT_ONCE bytes is therefore read in two steps. A skim checks that it is JSON and
-finds its fields, whose lists and objects it leaves as they came. Then each list is cut into slices
-of whole items, each slice is decoded by itself, and the loop has a turn between slices.
+msgspec decodes in one call. The call holds the interpreter lock, builds all values before it checks
+their number, and often starts the cyclic garbage collector: 32 MiB of `[],` took 3 s and 900 MB. So
+a body of more than AT_ONCE bytes is decoded in two steps. A skim checks that it is JSON and finds
+its fields, and leaves lists and objects as JSON. Then each list is divided into slices of whole
+items, and each slice is decoded by itself.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from jaxembed.server.errors import BadField, BadJson
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
-AT_ONCE = 64 * 1024  # a body of this size takes 2 ms at worst
-WINDOW = 32 * 1024  # a slice is at most twice as long, unless it is one item
-SHOWN_DIGITS = 40  # of a number in a message
-LONG_IDS = 256  # token ids in an item of a list: more become an array, of 4 bytes each
+AT_ONCE = 64 * 1024  # bytes, which take 2 ms at worst
+WINDOW = 32 * 1024  # bytes; a slice is at most twice as long, unless it is one item
+SHOWN_DIGITS = 40  # maximum in a message
+LONG_IDS = 256  # a longer sequence of token ids becomes an array, 4 bytes each
 
-# Raises InvalidInput if a list has too many items: its place, such as `inputs`, and how many it has
-# at least. A list of token ids is one input, and not counted.
+# Takes the path of a list, such as `inputs`, and its least number of items; raises InvalidInput if
+# they are too many. It is not called for a list of token ids, which is one input.
 CheckCount = Callable[[str, int], None]
 
 _Kind = TypeVar("_Kind")
@@ -41,7 +41,7 @@ _COMMA, _QUOTE = b',"'
 _STRUCTURAL = bytes(byte in b'"[]{},' for byte in range(256))
 _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# Raised where a path leads nowhere: the body is not JSON after all, or another value is there.
+# Raised if a path leads nowhere, because the body is not JSON or has another value there.
 _UNREADABLE = (*_UNDECODABLE, IndexError)
 _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
@@ -52,9 +52,11 @@ async def decode(
     check: CheckCount,
     at_once: int = AT_ONCE,
 ) -> _Kind:
-    """JSON as `kind`, a Struct; a bad field answers with its path, such as `$.dimensions`.
+    """Decode JSON as `kind`, a Struct.
 
-    Of a body of more than `at_once` bytes a list of token ids comes as an `array`.
+    Above `at_once` bytes, `check` checks the lists, and a list of token ids becomes an `array`.
+    Raises BadJson, BadField with a path such as `$.dimensions`, and InvalidInput of `check` or of
+    the Struct.
     """
     if len(data) > at_once:
         return await _decode_part(memoryview(data), kind, "$", check)
@@ -65,17 +67,18 @@ async def decode(
 
 
 def mixed(field: str, i: int, wanted: str, got: str) -> BadField:
-    """An item of another kind than those before it; `got` is msgspec's word for its kind."""
+    """Return the error for item `i` of a list, which differs in kind from the items before. `got`
+    is msgspec's name for its kind."""
     return BadField(f"Expected {wanted}, got `{got}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")
 
 
 @dataclass(frozen=True)
 class _Forms:
-    """What a type takes besides scalars."""
+    """The lists and objects that a type accepts, besides scalars."""
 
-    struct: type[msgspec.Struct] | None = None
-    item: Any = None  # the type of the items, if it takes a list
-    free: bool = False  # it takes JSON of no certain shape
+    struct: type[msgspec.Struct] | None = None  # the Struct, if it accepts one
+    item: Any = None  # the type of the items, if it accepts a list
+    free: bool = False  # whether it accepts JSON of any shape
 
 
 @cache
@@ -95,9 +98,9 @@ def _forms(kind: Any) -> _Forms:
 
 @cache
 def _members(kind: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
+    """Return the types of a union without annotations; of any other type, the type alone."""
     if get_origin(kind) in (Union, UnionType):
-        return tuple(one for member in get_args(kind) for one in _members(member))
+        return tuple(leaf for member in get_args(kind) for leaf in _members(member))
     if get_origin(kind) is Annotated and kind != TokenId:
         return _members(get_args(kind)[0])
     return (kind,)
@@ -105,20 +108,21 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 @cache
 def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-    """`kind` with its lists and objects left as JSON, and the types of the fields left so."""
-    left = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
+    """Return a Struct like `kind` whose lists and objects stay raw JSON, and these fields'
+    types."""
+    raw = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
     skimmed = []
     for field in fields(kind):
-        form = msgspec.Raw if field.name in left else field.type
+        form = msgspec.Raw if field.name in raw else field.type
         unset = (Union[form, msgspec.UnsetType], msgspec.UNSET)  # noqa: UP007, not for Literal
         skimmed.append((field.name, form) if field.required else (field.name, *unset))
     forbids = kind.__struct_config__.forbid_unknown_fields
     skim = msgspec.defstruct(kind.__name__, skimmed, kw_only=True, forbid_unknown_fields=forbids)
-    return skim, left
+    return skim, raw
 
 
 async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCount) -> Any:
-    """One value of a large body; `place` is its path."""
+    """Decode one value of a large body; `place` is its path, such as `$.inputs`."""
     await asyncio.sleep(0)
     forms = _forms(kind)
     opener = _OPENER.match(part)
@@ -127,16 +131,16 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
         case b"[" if forms.item is not None:
             return await _decode_list(part[opener.start(1) :], forms.item, place, check)
         case b"{" if forms.struct is not None:
-            skim, left = _skim(forms.struct)
+            skim, raw = _skim(forms.struct)
             values = asdict(_decode_slice(part, skim, place, named=forms.struct))
-            values = {name: one for name, one in values.items() if one is not msgspec.UNSET}
+            values = {name: v for name, v in values.items() if v is not msgspec.UNSET}
             for name, value in values.items():
-                if name in left:
-                    inside = f"{place}.{name}"
-                    values[name] = await _decode_part(memoryview(value), left[name], inside, check)
+                if name in raw:
+                    path = f"{place}.{name}"
+                    values[name] = await _decode_part(memoryview(value), raw[name], path, check)
             try:
                 return forms.struct(**values)
-            except ValueError as error:  # of the Struct's own checks, as msgspec reports it
+            except ValueError as error:  # from the Struct's own checks; reported as msgspec does
                 raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
         case b"[" | b"{" if forms.free and len(part) > AT_ONCE:
             raise BadField(
@@ -149,6 +153,7 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
 async def _decode_list(
     part: memoryview, item: Any, place: str, check: CheckCount
 ) -> list[Any] | array:
+    """Decode a list in slices. `item` is the items' type. Token ids become an array."""
     opener = _OPENER.match(part, 1)
     assert opener is not None
     if opener[1] == b"]":
@@ -167,20 +172,20 @@ async def _decode_list(
         if count == 1 and len(piece) > WINDOW:
             items.append(await _decode_part(piece, item, f"{place}[{first}]", check))
             continue
-        more = _decode_slice(b"".join((b"[", piece, b"]")), list[item], place, first=first)
+        values = _decode_slice(b"".join((b"[", piece, b"]")), list[item], place, first=first)
         if _forms(item).item == TokenId:
-            for i, one in enumerate(more):
-                if isinstance(one, list) and len(one) > LONG_IDS:
-                    more[i] = array("I", one)
-        items += more
+            for i, ids in enumerate(values):
+                if isinstance(ids, list) and len(ids) > LONG_IDS:
+                    values[i] = array("I", ids)
+        items += values
     return items
 
 
 def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
-    """Slices of whole items of a list, which is known to be JSON, and how many items each has.
+    """Yield slices of whole items of a JSON list, each with its number of items.
 
-    An item longer than WINDOW is a slice by itself. For a window in which no item ends there is an
-    empty slice, so that whoever iterates may pause.
+    The list must be valid JSON. An item longer than WINDOW is a slice by itself. For a window in
+    which no item ends, yield an empty slice, so that the caller can pause.
     """
     start = 0  # of the window
     begin = 1  # of the slice
@@ -188,7 +193,7 @@ def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
     while start < len(part):
         window = bytes(part[start : start + WINDOW])
         window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-        window = window.removesuffix(b"\\")  # with what it escapes in the next one
+        window = window.removesuffix(b"\\")  # which belongs to the next window
         ends, depth, quoted = _item_ends(window, depth, quoted)
         ends += start
         start += len(window)
@@ -203,10 +208,11 @@ def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
 
 
 def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int, bool]:
-    """Where the items of a list end, each at a comma or at the list's own bracket.
+    """Find where the items of a list end: at a comma or at the list's closing bracket.
 
-    `depth` is how many brackets are open, `quoted` whether a string is, before the window and, in
-    what comes back, after it. No quote in the window is escaped.
+    `depth` is the number of open brackets before the window, and `quoted` whether a string is open.
+    Returns the offsets of the ends in the window, and `depth` and `quoted` after the window. The
+    window has no escaped quotes.
     """
     places = np.flatnonzero(np.frombuffer(window.translate(_STRUCTURAL), bool))
     if not len(places):
@@ -219,7 +225,8 @@ def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int
 
 
 def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> list[int]:
-    """Some items of a list that began with a token id."""
+    """Decode items of a list that began with a token id. Raises BadField. The arguments are those
+    of `_decode_slice`."""
     data = b"".join((b"[", piece, b"]"))
     try:
         with _collector_paused():
@@ -235,7 +242,7 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
         if other and is_taken[other[1]]:
             i, wanted = first + int(other[2]), "a token id, as the items before it"
             raise mixed(_field(place), i, wanted, other[1]) from error
-    return _decode_slice(data, list[item], place, first=first)  # raises, naming all that it takes
+    return _decode_slice(data, list[item], place, first=first)  # raises, with all that it accepts
 
 
 def _decode_slice(
@@ -246,9 +253,10 @@ def _decode_slice(
     first: int = 0,
     named: type | None = None,
 ) -> Any:
-    """The value at `place`, or the items of the list at `place` from the index `first` on.
+    """Decode the value at `place`, or items of the list at `place` from the index `first` on.
 
-    Errors list the names that a field takes, if `named` is the Struct with the field.
+    If `named` is the Struct that has the field, an error lists the names that the field accepts.
+    Raises BadJson and BadField.
     """
     try:
         with _collector_paused():
@@ -259,7 +267,8 @@ def _decode_slice(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """The cyclic collector walks what is being built again and again: half of the time or more."""
+    """Pause the cyclic garbage collector, which rescans growing values for half of the time or
+    more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -277,8 +286,11 @@ def _refusal(
     first: int = 0,
     named: type | None = None,
 ) -> BadJson | BadField:
-    """The error about `data` in words for a client, with the path from the top of the body, and the
-    number that came where it is too small or too large. Arguments are as in `_decode_slice`."""
+    """Convert an error of decoding `data` to an error for clients.
+
+    It has the path from the top of the body. For a number out of range, it has the number. The
+    other arguments are those of `_decode_slice`.
+    """
     words, path = str(error), ""
     if isinstance(error, UnicodeDecodeError):
         return BadJson("the body is not valid UTF-8")
@@ -292,8 +304,8 @@ def _refusal(
         elif "hex escape" in words:
             words = f"an escape is cut short, or holds a lone surrogate: {words}"
         return BadJson(words)
-    if found := re.search(r" - at `\$([^`]*)`$", words):
-        words, path = words[: found.start()], found[1]
+    if suffix := re.search(r" - at `\$([^`]*)`$", words):
+        words, path = words[: suffix.start()], suffix[1]
     if words.startswith(("Expected `int` <=", "Expected `int` >=")):
         with suppress(*_UNREADABLE):
             words += f", got {_shown_at(path, data)}"
@@ -303,25 +315,24 @@ def _refusal(
     if place == "$":
         return BadField(words)
     field = _field(place)
-    # msgspec says that a name is not among those that a field takes, or that it is no text
-    is_of_name = words.startswith(("Invalid enum value", "Expected"))
-    hints = get_type_hints(named) if named and is_of_name else {}
+    # msgspec's errors for an unknown name, and for a value of another type
+    may_list_names = words.startswith(("Invalid enum value", "Expected"))
+    hints = get_type_hints(named) if named and may_list_names else {}
     names = _literals(hints.get(field.partition("[")[0]))
     allowed = f"; wanted one of {', '.join(map(repr, names))}" if names else ""
     return BadField(f"{words} - at `{place}`{allowed}", field=field)
 
 
 def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> str:
-    """The JSON of the value at a path such as `.inputs[3][0]`, cut if it is long. Only what leads
-    there is decoded.
+    """Return the JSON of the value at a path such as `.inputs[3][0]`, shortened for a message.
 
-    Raises one of _UNREADABLE if what follows the value is not JSON, or if another value has the
-    same path.
+    Decodes only the lists and objects on the path. Raises one of _UNREADABLE if the JSON after the
+    value is invalid, or a duplicate key has another value.
     """
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         if key:
-            one = msgspec.defstruct("One", [(key, msgspec.Raw)])
-            data = getattr(msgspec.json.decode(data, type=one), key)
+            holder = msgspec.defstruct("One", [(key, msgspec.Raw)])
+            data = getattr(msgspec.json.decode(data, type=holder), key)
         else:
             data = msgspec.json.decode(data, type=list[msgspec.Raw])[int(index)]
     shown = bytes(data).decode()
@@ -333,7 +344,7 @@ def _field(place: str) -> str:
 
 
 def _literals(hint: Any) -> list[str]:
-    """The texts among the literal values of a type and of its parts."""
+    """Return the texts among the literal values of a type, nested types included."""
     if isinstance(hint, str):
         return [hint]
     return [name for part in get_args(hint) for name in _literals(part)]

@@ -1,9 +1,9 @@
-"""The fields that bodies of several dialects share, and what they mean. Knows no route.
+"""The body fields that several dialects share, and what they mean.
 
-What is not served is refused by the value of the field that asks for it: to ignore such a field
-would give a vector or a score that looks right and is wrong. Fields that are not listed here are
-ignored: clients send many that change nothing. Some things have several names: the dtype of
-vectors, what the texts are for.
+If the value of a field asks for something that the server does not do, the request is refused:
+without the field, the vector or score would look right and be wrong. Fields that are not listed
+here are ignored, because clients send many that change nothing. Some options have several names,
+such as the dtype of vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ from jaxembed.runtime.tasks import Intent
 
 DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
 PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
-WINDOWS = "x-late-windows"  # response header: the number of windows that all texts were run in
+WINDOWS = "x-late-windows"  # response header: the number of windows in which the texts were run
 
 DENSE: frozenset[OutputName] = frozenset({"dense"})
 
-# Fields that mean the same to different clients.
+# Names of one field in different clients.
 TRUNCATE = ("truncate", "truncation")
 DIMENSIONS = ("dimensions", "output_dimension")
 NORMALIZE = ("normalize", "normalized")
 
 Format = Literal["float", "base64"]
 
-TermNames = Callable[[Sequence[int]], list[str]]  # what gives the terms of a vocabulary
+TermNames = Callable[[Sequence[int]], list[str]]  # from indices of a vocabulary to its terms
 
-# What makes a value for JSON of a vector: orjson writes an array as a list of numbers; base64 is of
-# the little-endian bytes.
+# Convert a vector to a value for JSON: orjson writes an array as a list of numbers; base64 has the
+# little-endian bytes.
 ENCODERS: dict[Format | None, Callable[[np.ndarray], np.ndarray | str]] = {
     None: np.asarray,
     "float": np.asarray,
@@ -49,13 +49,13 @@ BASE64 = ("base64", ["base64"])
 
 VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
 
-NOTHING = (None, "", [], {})  # what asks for nothing in every field
+NOTHING = (None, "", [], {})  # values that ask for nothing, in every field
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: `harmless` may hold lists
 class Unserved:
-    """Why a field is not served, and the values besides NOTHING that ask for nothing more than what
-    is served."""
+    """Why a field is refused. `harmless` are the values, besides NOTHING, that ask for what the
+    server does anyway."""
 
     reason: str
     harmless: tuple = ()
@@ -85,10 +85,8 @@ _LIST = Unserved("answers have vectors of one dtype; send `output_dtype`", ("flo
 
 
 class ModelRequest(msgspec.Struct, kw_only=True):
-    """The base of all bodies that a model runs: fields that may only ask for nothing.
-
-    A route that serves one of them declares it anew. Raises InvalidInput while it is decoded.
-    """
+    """The base of all bodies that a model runs. Decoding raises InvalidInput for a field that asks
+    for something, unless a route declares the field again and serves it."""
 
     modality: Annotated[Any, _TEXTS] = None
     images: Annotated[Any, _TEXTS] = None
@@ -155,11 +153,11 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     relevant_spans: Annotated[Any, Unserved("a document is one", ({"mode": "disabled"},))] = None
 
     def __post_init__(self) -> None:
-        fields, values = unserved(type(self))
-        given = values(self)
-        if given.count(None) == len(given):
+        fields, read_values = unserved(type(self))
+        values = read_values(self)
+        if values.count(None) == len(values):
             return
-        for (name, rule), value in zip(fields.items(), given, strict=True):
+        for (name, rule), value in zip(fields.items(), values, strict=True):
             if value not in NOTHING and value not in rule.harmless:
                 raise InvalidInput(
                     f"`{name}` of {_shown(value)} is not supported: {rule.reason}", field=name
@@ -168,8 +166,8 @@ class ModelRequest(msgspec.Struct, kw_only=True):
 
 @lru_cache
 def unserved(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
-    """The fields of a body that may only ask for nothing, and what reads them from a body all at
-    once: about 1 us."""
+    """Return the refused fields of a body, and a function that reads all their values from it. The
+    function takes about 1 us."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {
         name: rule
@@ -181,39 +179,39 @@ def unserved(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[A
 
 
 def _shown(value: object) -> str:
-    """The value as JSON, if it is short."""
+    """Return the value as JSON, shortened to 40 characters."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def agreed(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
-    """For each group of fields that mean the same to different clients their one value; None where
-    all are unset; a number of 0 counts as unset.
+    """Return the value of each group of fields that mean the same to different clients.
 
-    Raises InvalidInput if they differ.
+    A value is None if all fields of its group are unset. Empty values and 0 count as unset. Raises
+    InvalidInput if fields of a group differ.
     """
-    found = []
+    agreed_values = []
     for group in groups:
-        given = {
+        sent = {
             name: value
             for name in group
             if (value := getattr(body, name)) is not None and (value or value is False)
         }
-        values = list(given.values())
+        values = list(sent.values())
         if any(value != values[0] for value in values):
-            shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in given.items())
+            shown = " and ".join(f"`{name}` of {_shown(value)}" for name, value in sent.items())
             raise InvalidInput(
-                f"{shown} contradict each other; send one of them", field=next(iter(given))
+                f"{shown} contradict each other; send one of them", field=next(iter(sent))
             )
-        found.append(values[0] if values else None)
-    return found
+        agreed_values.append(values[0] if values else None)
+    return agreed_values
 
 
 class VectorsRequest(ModelRequest, kw_only=True):
-    """The base of bodies that are answered with vectors: the dtype of these.
+    """The base of bodies that are answered with vectors. Its fields name the dtype.
 
     `output_dtype` is Voyage's name, `embedding_type` Jina's, `encoding_type` that of LlamaIndex's
-    client of Jina, `embed_dtype` vLLM's. A list holds one dtype.
+    client of Jina, `embed_dtype` vLLM's. A list has one dtype.
     """
 
     output_dtype: str | list[str] | None = None
@@ -224,11 +222,13 @@ class VectorsRequest(ModelRequest, kw_only=True):
 
 
 class FormattedRequest(VectorsRequest, kw_only=True):
-    """The base of bodies whose vectors may be base64, which is a type of embeddings to Jina."""
+    """The base of bodies whose vectors may be base64. In Jina's API base64 is an
+    `embedding_type`."""
 
     encoding_format: Format | None = None
 
     def __post_init__(self) -> None:
+        """Move base64 to `encoding_format`. Raises InvalidInput if that is float."""
         super().__post_init__()
         for field in ("embedding_type", "encoding_type"):
             if getattr(self, field) in BASE64:
@@ -243,43 +243,40 @@ class FormattedRequest(VectorsRequest, kw_only=True):
 
 
 def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
-    """The dtype that a body asks for, None if it does not say.
-
-    Raises InvalidInput for one that is not served, for several, and for fields that contradict
-    each other.
-    """
-    found: dict[str, EmbeddingDtype] = {}
+    """Return the dtype that a body names, or None. Raises InvalidInput for an unknown dtype,
+    several dtypes, or fields that contradict each other."""
+    dtypes: dict[str, EmbeddingDtype] = {}
     for field in ("output_dtype", "embedding_type", "encoding_type"):
         if (value := getattr(body, field)) not in NOTHING:
             is_one = isinstance(value, list) and len(value) == 1
-            found[field] = embedding_dtype(value[0] if is_one else value, field)
+            dtypes[field] = embedding_dtype(value[0] if is_one else value, field)
     if body.embed_dtype:
         value = body.embed_dtype
-        found["embed_dtype"] = embedding_dtype(VLLM_DTYPES.get(value, value), "embed_dtype")
-    if len(set(found.values())) > 1:
-        shown = " and ".join(f"`{field}` of {dtype}" for field, dtype in found.items())
+        dtypes["embed_dtype"] = embedding_dtype(VLLM_DTYPES.get(value, value), "embed_dtype")
+    if len(set(dtypes.values())) > 1:
+        shown = " and ".join(f"`{field}` of {dtype}" for field, dtype in dtypes.items())
         raise InvalidInput(
-            f"{shown} contradict each other; send one of them", field=next(iter(found))
+            f"{shown} contradict each other; send one of them", field=next(iter(dtypes))
         )
-    return next(iter(found.values()), None)
+    return next(iter(dtypes.values()), None)
 
 
 def with_choices(response: Response, intent: Intent) -> Response:
-    """The response, with the header PROMPT if the request chose a prompt: its name, or empty for no
-    prompt; and as `with_dtype`."""
+    """Add the headers PROMPT and DTYPE for what the request chose, and return the response. PROMPT
+    is empty for no prompt."""
     if intent.prompt_name is not None:
         response.headers.add(PROMPT, intent.prompt_name)
     return with_dtype(response, intent)
 
 
 def with_dtype(response: Response, intent: Intent) -> Response:
-    """The response, with the header DTYPE if the request named one."""
+    """Add the header DTYPE to the response if the request named a dtype; return the response."""
     if intent.dtype is not None:
         response.headers.add(DTYPE, intent.dtype)
     return response
 
 
 def purposes_of(body: ModelRequest) -> tuple[tuple[str, str], ...]:
-    """The fields of a body that say what its texts are for, with their values."""
-    given = (("input_type", body.input_type), ("task", body.task))
-    return tuple((field, purpose) for field, purpose in given if purpose)
+    """Return the names and values of a body's fields that say what its texts are for."""
+    fields = (("input_type", body.input_type), ("task", body.task))
+    return tuple((field, purpose) for field, purpose in fields if purpose)

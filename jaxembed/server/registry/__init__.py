@@ -1,1 +1,1 @@
-"""The models that a server has, and may load."""
+"""The models of a server: those in memory, and those that it may load."""

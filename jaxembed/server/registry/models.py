@@ -1,5 +1,5 @@
-"""Finds the models of one server by name and by task, drains and closes all of them; and lists what
-the operator lets it load while it runs."""
+"""Finds a server's models by name and task, drains and closes them. Also lists the models that the
+operator lets the server load while it runs."""
 
 import asyncio
 import logging
@@ -32,10 +32,10 @@ TASK_ROUTES: dict[Task, str] = {
     "classify": "/predict, /classify",
     "rerank": "/rerank, /v1/rerank, /v2/rerank",
 }
-UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends for none
-LONGEST_ALIAS = 200  # characters
+UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends by default
+LONGEST_ALIAS = 200  # maximum characters
 NONE_PERMITTED = "none of the models that the API key may use is served here"
-REFUSAL: dict[Task, str] = {  # TEI's words
+REFUSAL: dict[Task, str] = {  # TEI's messages
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
     "rerank": "model is not a re-ranker model",
@@ -44,25 +44,23 @@ REFUSAL: dict[Task, str] = {  # TEI's words
 
 @dataclass(eq=False)
 class Residence:
-    """A model in memory, and the requests that use it, which hold a lease each.
-
-    Only the thread of the event loop may call its methods.
-    """
+    """A model in memory, and the number of leases on it. Each request on it has a lease. Only the
+    thread of the event loop may call its methods."""
 
     loaded: LoadedModel
-    leases: int = 0  # while there are any, the model is not closed
-    used_at: float = field(default_factory=time.monotonic)
+    leases: int = 0  # the model is not closed before they are returned
+    used_at: float = field(default_factory=time.monotonic)  # when it was last loaded or returned
     _idle: asyncio.Event | None = None
 
     def give_back(self) -> None:
-        """Give a lease back."""
+        """Return a lease."""
         self.leases -= 1
         self.used_at = time.monotonic()
         if not self.leases and self._idle is not None:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until nobody has a lease; nobody may take one any more."""
+        """Wait until all leases are returned. No further lease may be taken."""
         if self.leases:
             self._idle = asyncio.Event()
             await self._idle.wait()
@@ -72,13 +70,13 @@ class Residence:
 class KnownModel:
     """A model that the server knows, in memory or not."""
 
-    id: str  # a directory or a hub id, by which it is loaded
+    id: str  # the directory or hub id from which it is loaded
     residence: Residence | None = None  # None: not in memory
-    spec: ModelSpec | None = None  # None until it was loaded once
-    takes_images: bool = False  # as far as is known
-    pinned: bool = False  # never taken out of memory to make room
+    spec: ModelSpec | None = None  # None before the first load
+    takes_images: bool = False  # False before the first load
+    pinned: bool = False  # never evicted to make room
     is_loading: bool = False
-    described: Task | None = None  # what it is for, as read without loading it
+    described: Task | None = None  # its task, if it was read without loading the model
 
     @property
     def loaded(self) -> LoadedModel:
@@ -88,18 +86,16 @@ class KnownModel:
 
     @property
     def task(self) -> Task | None:
-        """What the model is for, as far as is known."""
+        """The task of the model; None if it is unknown."""
         return self.described if self.spec is None else self.spec.task
 
 
 class Models:
-    """The models of a server: those loaded at its start, in the order given, and others.
+    """The models of a server: those loaded at its start, in the order given, and loadable ones.
 
-    `aliases` maps a model id to its served names. A model without any is served under its id.
-    `loadable` gives ids by served name, again whenever it is called: these models may be loaded
-    later. A request that names no model means one of them only if it is a reranker and the request
-    reranks.
-    Raises ConfigError if two models have a name in common.
+    `aliases` maps a model id to its served names. A model without aliases is served under its id.
+    `loadable` returns the ids of models that may be loaded later, by served name; it is called
+    again whenever it is needed. Raises ConfigError if two models have a name in common.
     """
 
     def __init__(
@@ -111,7 +107,7 @@ class Models:
         loadable: Callable[[], Mapping[str, str]] | None = None,
     ):
         names = served_names([loaded.name for loaded in models], aliases or {})
-        self.lasting = [  # the models that were loaded at the start
+        self.lasting = [  # the startup models
             KnownModel(
                 loaded.name, Residence(loaded), loaded.spec, loaded.takes_images, pinned=True
             )
@@ -121,10 +117,10 @@ class Models:
             name: known for known, owned in zip(self.lasting, names, strict=True) for name in owned
         }
         self._loadable = loadable
-        self.changes = loadable is not None  # whether models come and go
-        self._own: dict[str, str] = {}  # ids of loadable models, by the names that are theirs alone
+        self.changes = loadable is not None  # whether models are loaded and evicted
+        self._own: dict[str, str] = {}  # ids of loadable models by the names that no alias may take
         self.capacity = capacity or models[0].admission.capacity
-        self.telemetry = Telemetry()  # of requests that no model is known for
+        self.telemetry = Telemetry()  # of requests without a known model
         self.telemetry.show_compiles(compile_events())
         self.draining = False  # whether all further requests are refused
         self.discover()
@@ -135,19 +131,19 @@ class Models:
         return list(dict.fromkeys([*self.lasting, *self._by_name.values()]))
 
     def __iter__(self) -> Iterator[LoadedModel]:
-        """The models in memory."""
+        """Iterate over the models in memory."""
         return iter([known.loaded for known in self.known if known.residence is not None])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> KnownModel:
-        """The model served under `name`, which may name one of its adapters too. Raises
+        """Return the model that is served under `name`, or has the adapter of that name. Raises
         UnknownModel, which lists the names."""
         return self.named(name, None)
 
     def named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
-        """As `self[name]`; with `permitted` names, UnknownModel lists those of them alone."""
+        """Return `self[name]`. With `permitted`, UnknownModel lists only permitted names."""
         known = self._by_name.get(self._split(name)[0])
         if known is None and self.changes:
             self.discover()
@@ -162,24 +158,27 @@ class Models:
         return known
 
     def discover(self) -> None:
-        """Look which models may be loaded now. A name that is taken stays whose it is."""
-        found = self._loadable() if self._loadable is not None else {}
-        for name in self._own.keys() - found.keys():
+        """Update the loadable models. A name in use keeps its model, and a removed model stays
+        while it is in memory or loading."""
+        loadable = self._loadable() if self._loadable is not None else {}
+        for name in self._own.keys() - loadable.keys():
             known = self._by_name[name]
-            if known.residence is None and not known.is_loading:  # else it stays until it leaves
+            if known.residence is None and not known.is_loading:  # else keep it for now
                 del self._by_name[name], self._own[name]
         by_id = {known.id: known for known in self.known}
-        for name, model in found.items():
+        for name, model in loadable.items():
             known = by_id.setdefault(model, KnownModel(model))
             self._by_name.setdefault(name, known)
         self._own |= {
-            name: model for name, model in found.items() if self._by_name[name].id == model
+            name: model for name, model in loadable.items() if self._by_name[name].id == model
         }
 
     def name_alias(self, alias: str, name: str) -> KnownModel:
-        """Serve the model `name` under `alias` too from now on, in place of any other model.
-        Returns the model. Raises UnknownModel, and InvalidInput for a name that is a model's own or
-        could mean an adapter."""
+        """Serve the model `name` under `alias` too, in place of any other model. Return the model.
+
+        Raises UnknownModel, and InvalidInput for an alias that is a loadable model's own name, is
+        too long, or has a colon, which would precede an adapter.
+        """
         known = self[name]
         is_name = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
         if not is_name or ":" in alias or alias in self._own or alias == UNSPECIFIED:
@@ -188,13 +187,13 @@ class Models:
                 f"model's own, of at most {LONGEST_ALIAS} characters, without a colon",
                 field="alias",
             )
-        self._by_name.pop(alias, None)  # the model's own name comes first in its answers
+        self._by_name.pop(alias, None)  # the model's first name is shown in responses
         self._by_name[alias] = known
         return known
 
     def drop_alias(self, alias: str) -> KnownModel:
-        """Serve nothing under `alias` any more. Returns the model that had it. Raises UnknownModel,
-        and InvalidInput for a name that is a model's own or its only one."""
+        """Stop serving a model under `alias`, and return the model. Raises UnknownModel, and
+        InvalidInput for a model's own or only name."""
         known = self[alias]
         if alias not in self._by_name or alias in self._own or len(self.names_of(known)) == 1:
             raise InvalidInput(
@@ -206,35 +205,35 @@ class Models:
         return known
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter in `<served name>:<adapter>`; None for the model itself."""
+        """Return the adapter in `<served name>:<adapter>`; None for a model's name."""
         return self._split(name)[1] if name and name not in self._by_name else None
 
     def _split(self, name: str) -> tuple[str, str | None]:
-        """The served name and the adapter; those of an unknown name are unknown too."""
+        """Divide a name into the served name and the adapter. An unknown name stays whole."""
         model, colon, adapter = name.rpartition(":")
         known = None if name in self._by_name or not colon else self._by_name.get(model)
         if known is None:
             return name, None
-        if known.spec is None:  # it must be loaded to know
+        if known.spec is None:  # its adapters are unknown until it is loaded
             return model, None
         return (model, adapter) if adapter in known.spec.adapter_names else (name, None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every served name: of each model, and of each of its adapters."""
+        """All served names, of the models and of their adapters."""
         return self.names_among(None)
 
     def names_among(self, permitted: Collection[str] | None) -> tuple[str, ...]:
-        """Those of the served names that are permitted; all of them for None."""
+        """Return the served names that are permitted; all of them for None."""
         names = dict.fromkeys(self._by_name)
         for name, known in self._by_name.items():
             adapters = known.spec.adapter_names if known.spec else ()
-            names.update(dict.fromkeys(f"{name}:{one}" for one in adapters))
+            names.update(dict.fromkeys(f"{name}:{adapter}" for adapter in adapters))
         return tuple([name for name in names if permitted is None or name in permitted])
 
     def names_of(self, known: KnownModel, permitted: Collection[str] | None = None) -> list[str]:
-        """The served names of a model, of those that are permitted if not all are; none if they
-        were all moved to others."""
+        """Return the served names of a model that are permitted; all of them for None. There are
+        none if all were moved to other models."""
         return [
             name
             for name, served in self._by_name.items()
@@ -242,8 +241,8 @@ class Models:
         ]
 
     def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
-        """The first model in memory, of those with a permitted name if not all are. Raises
-        ModelUnavailable if there is none, and Forbidden if none has a permitted name."""
+        """Return the first model in memory that has a permitted name. Raises Forbidden if no model
+        has a permitted name, and ModelUnavailable if none is in memory."""
         for loaded in self.among(permitted):
             return loaded
         if permitted is not None and not self.names_among(permitted):
@@ -254,15 +253,15 @@ class Models:
         )
 
     def among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
-        """The models in memory that have a permitted name; all of them for None."""
+        """Return the models in memory that have a permitted name; all of them for None."""
         if permitted is None:
             return list(self)
         named = [known for known in self.known if self.names_of(known, permitted)]
         return [known.loaded for known in named if known.residence is not None]
 
     def name_of(self, loaded: LoadedModel, permitted: Collection[str] | None = None) -> str:
-        """The name of the model in its answers: the first of its served names, of those that are
-        permitted if any is, or its id when they were moved."""
+        """Return the name of a model for responses. It is the first served name that is permitted,
+        else the first served name, else the id if all names were moved."""
         names = [
             name
             for name, known in self._by_name.items()
@@ -272,17 +271,20 @@ class Models:
         return next(iter(shown or names), loaded.name)
 
     def by_name(self) -> dict[str, LoadedModel]:
-        """The models in memory by their names in answers."""
+        """Return the models in memory by their names in responses."""
         return {self.name_of(loaded): loaded for loaded in self}
 
     def meant(self, name: str | None, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """The model served under `name`, or, if no name is given, those loaded at the start that
-        still have one; where none was, the only one there is. With `permitted` names, which a given
-        one must be among, there are no models but theirs. Raises UnknownModel, InvalidInput if a
-        name is needed, Forbidden if no model remains, and ModelUnavailable if there is none."""
+        """Return the candidates for a request.
+
+        With a `name`, this is the model served under it. Else these are the startup models that
+        have a permitted name; without startup models, the only model there is. A given `name` must
+        be permitted. Raises UnknownModel, InvalidInput if a name is needed, Forbidden if no model
+        is permitted, and ModelUnavailable if there is no model.
+        """
         if name and is_name(name):
             return [self.named(name, permitted)]
-        known = [one for one in self.lasting or self.known if self.names_of(one, permitted)]
+        known = [k for k in self.lasting or self.known if self.names_of(k, permitted)]
         if (self.lasting and known) or len(known) == 1:
             return known
         names = self.names_among(permitted)
@@ -293,11 +295,11 @@ class Models:
         raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
 
     def rerankers(self, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """The models with a permitted name that are listed as ones that rerank, of those loaded at
-        the start; where there is none, any other reranker, loaded or not."""
-        named = [one for one in self.known if self.names_of(one, permitted)]
-        listed = [one for one in named if one in self.lasting and _fit(one, "rerank") in (0, 1)]
-        return listed or [one for one in named if one.task == "rerank"]
+        """Return the models with a permitted name that rerank. These are the startup models that
+        are listed as rerankers; if there is none, all other rerankers, loaded or not."""
+        named = [k for k in self.known if self.names_of(k, permitted)]
+        listed = [k for k in named if k in self.lasting and _fit(k, "rerank") in (0, 1)]
+        return listed or [k for k in named if k.task == "rerank"]
 
     def find(
         self,
@@ -306,15 +308,13 @@ class Models:
         permitted: Collection[str] | None = None,
         outputs: Collection[OutputName] = (),
     ) -> KnownModel:
-        """The model served under `name` or, without a name, the only model that fits the task best
-        and gives these outputs.
+        """Return the model served under `name`, or without a name the best candidate.
 
-        A task of None stands for a task that every model can do. `fit` says how well a model fits a
-        task: a classifier is preferred to a reranker that classifies, and any reranker to an
-        embedding model that reranks. A model that was never loaded counts as one that can. Where no
-        model gives the outputs they do not count; the request is refused later. Raises UnknownModel
-        if no model has the name, WrongTask if the named model, or every model, cannot do the task,
-        InvalidInput if several models remain, and what `meant` does, whose `permitted` it takes.
+        `fit` ranks the candidates: a classifier precedes a reranker that classifies, and any
+        reranker precedes an embedding model. A model that was never loaded counts as best; without
+        a task, all do. Of the best, those that give the `outputs` remain, if any does. `permitted`
+        is as in `first`. Raises UnknownModel, WrongTask if no candidate can do the task,
+        InvalidInput if several remain, Forbidden and ModelUnavailable.
         """
         known = None if permitted is not None else self._by_name.get(name or "")
         if (
@@ -323,33 +323,33 @@ class Models:
             and (task is None or known.spec is None or fit(known.spec, task) is not None)
         ):
             return known  # nearly all requests
-        is_open = task == "rerank" and not is_name(name)
-        asked = (is_open and self.rerankers(permitted)) or self.meant(name, permitted)
-        fits = {known: how for known in asked if (how := _fit(known, task)) is not None}
+        is_unnamed = task == "rerank" and not is_name(name)
+        candidates = (is_unnamed and self.rerankers(permitted)) or self.meant(name, permitted)
+        fits = {known: rank for known in candidates if (rank := _fit(known, task)) is not None}
         if task is not None and not fits:
             described = []
-            for one in asked:
-                assert one.spec is not None  # else it can do what it is asked for
+            for one in candidates:
+                assert one.spec is not None  # else it would fit
                 names = self.names_of(one, permitted)
-                shown = f"`{names[0]}`" if names else "the model"  # of a key for its adapters alone
+                shown = f"`{names[0]}`" if names else "the model"  # if only adapters may be used
                 described.append(f"{shown} is {KIND[one.spec.task]} ({TASK_ROUTES[one.spec.task]})")
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(described)}")
-        best = [known for known, how in fits.items() if how == min(fits.values())]
-        giving = [
+        best = [known for known, rank in fits.items() if rank == min(fits.values())]
+        suitable = [
             known
             for known in best
             if known.spec is None or set(outputs) <= {*known.spec.representations}
         ]
-        chosen = giving or best
+        chosen = suitable or best
         if len(chosen) > 1:
             names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
-            lack = "" if giving else f"; none of them gives {' and '.join(outputs)}"
+            lack = "" if suitable else f"; none of them gives {' and '.join(outputs)}"
             raise InvalidInput(f"`model` must say which: {', '.join(names)}{lack}", field="model")
         return chosen[0]
 
     def exposition(self) -> bytes:
-        """The metrics of all models in memory in the Prometheus text format. Where models come and
-        go, each series has the label `model`, however many there are."""
+        """Return the metrics of all models in memory in the Prometheus text format. If models are
+        loaded and evicted, each series has the label `model`, even of a single model."""
         telemetries = {name: model.telemetry for name, model in self.by_name().items()}
         if self.changes:
             telemetries[NO_MODEL] = self.telemetry
@@ -361,7 +361,7 @@ class Models:
 
     @property
     def stuck(self) -> bool:
-        """Whether no device of a model returns from its call, so that only a new process helps."""
+        """Whether all devices of a model hang in a call, so that only a new process helps."""
         return any(loaded.stuck for loaded in self)
 
     @property
@@ -382,18 +382,19 @@ class Models:
 
 
 def is_name(name: str | None) -> bool:
-    """Whether the `model` of a request names one."""
+    """Return whether the `model` of a request names a model."""
     return bool(name) and name != UNSPECIFIED
 
 
 def _fit(known: KnownModel, task: Task | None) -> int | None:
+    """Return a model's `fit` for a task; 0, the best, without a task or a spec."""
     return 0 if task is None or known.spec is None else fit(known.spec, task)
 
 
 def served_names(
     models: Sequence[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """The served names of each model id. Raises ConfigError if two models have a name in common."""
+    """Return the served names of each model id. Raises ConfigError if two models share a name."""
     names = [tuple(dict.fromkeys(aliases.get(model) or (model,))) for model in models]
     taken: dict[str, str] = {}
     for model, owned in zip(models, names, strict=True):
@@ -408,13 +409,15 @@ def served_names(
 
 
 class Catalog:
-    """Ids of models by the names they are served under: each of `ids`, a hub id, a directory or a
-    URL in an object store, under the NAME of `NAME=ID`, or without one under its own; and each
-    folder of a repository under the folder's name."""
+    """The ids of the models that a server may load, by served name.
+
+    Each of `ids` is a hub id, a directory or a URL in an object store, and its served name;
+    `NAME=ID` serves it under NAME instead. Each folder of the repository is served under its name.
+    """
 
     def __init__(self, ids: Sequence[str], repository: Path | None):
-        """Raises ConfigError if the repository is no directory, a name is meant twice, or what one
-        names is not given."""
+        """Raises ConfigError if the repository is no directory, a name is given twice, or `NAME=ID`
+        lacks a part."""
         if repository is not None and not repository.is_dir():
             raise ConfigError(
                 f"--model-repository {repository} is no directory; a model in an object store is "
@@ -423,7 +426,7 @@ class Catalog:
         self._ids: dict[str, str] = {}
         for given in ids:
             name, equals, model = given.partition("=")
-            if not equals or "/" in name:  # of no name: paths and URLs may hold "="
+            if not equals or "/" in name:  # no NAME: paths and URLs may contain "="
                 name = model = given
             elif not name.strip() or not model:
                 raise ConfigError(f"--loadable {given}: wanted MODEL or NAME=MODEL")
@@ -436,7 +439,7 @@ class Catalog:
             )
 
     def __call__(self) -> Mapping[str, str]:
-        """The models that there are now: folders may come and go."""
+        """Return the ids by served name. The repository's folders are listed anew."""
         return self._ids | self._folders()
 
     def _folders(self) -> dict[str, str]:
@@ -450,7 +453,7 @@ class Catalog:
         return {
             entry.name: str(entry.absolute())
             for entry in entries
-            # names that no request could have are left out
+            # leave out names that no request can have
             if not entry.name.startswith(".") and ":" not in entry.name
             if entry.name.isprintable() and os.path.isdir(entry)
         }

@@ -1,10 +1,9 @@
-"""Brings models into memory when they are asked for, and takes others out of it to make room.
+"""Loads models into memory when requests need them, and evicts others to make room.
 
-A request has a lease on its model until it is answered. A model that has to go is taken out of the
-table of names first, so that new requests wait for it to be loaded again, and is closed when its
-last lease is given back: no request fails. Models are loaded one at a time.
-
-The state is the event loop's; loading and closing are done in threads.
+A request has a lease on its model until it is answered. New requests to an evicted model wait until
+it is loaded again. The evicted one is closed when its last lease is returned, so no request fails.
+Models are loaded one at a time. The event loop's thread has the state; loading and closing run in
+threads.
 """
 
 import asyncio
@@ -37,21 +36,21 @@ from jaxembed.server.registry.models import KnownModel, Models, Residence, is_na
 
 logger = logging.getLogger(__name__)
 
-FAILURE_S = 30.0  # a model that could not be loaded is not tried again for a request before
-UNUSED_CLOSE_S = 20.0  # for the threads of a model that nobody uses
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's error begins
+FAILURE_S = 30.0  # requests do not retry a failed load before this time has passed
+UNUSED_CLOSE_S = 20.0  # for the threads of an unused model to end
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # the prefix of XLA's error
 
 Returned = TypeVar("Returned")
 State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 Load = Callable[[str, Callable[[int], object]], LoadedModel]
-"""Loads a model by its id. It calls the function with the bytes it will take before it takes them,
-and returns once the model is ready."""
+"""Loads a model by its id, and returns it when it is ready. Before it takes memory, it calls the
+function with the number of bytes."""
 Describe = Callable[[str], Task]
-"""Reads from the description of a model what it is for, by its id, without loading it."""
+"""Reads the task of a model by its id from its description, without loading it."""
 
 
 class ModelPool:
-    """The models of a server that may be in memory."""
+    """The models of a server, of which it loads some when requests need them."""
 
     def __init__(
         self,
@@ -60,27 +59,27 @@ class ModelPool:
         limits: PoolLimits | None = None,
         describe: Describe | None = None,
     ):
-        """Without `load` the models are those in memory now. Without `describe` nothing is known of
-        a model before it is loaded."""
+        """Without `load` no further model is loaded. Without `describe` the task of a model is
+        unknown before it is loaded."""
         self.models = models
         self._load = load
         self._describe = describe
-        self._describing = asyncio.Lock()
-        self._undescribed: dict[KnownModel, float] = {}  # when it was tried in vain
+        self._describe_lock = asyncio.Lock()
+        self._undescribed: dict[KnownModel, float] = {}  # when `describe` failed
         self._limits = limits or PoolLimits()
-        self._turn = asyncio.Lock()  # of the one model that is being loaded
+        self._load_lock = asyncio.Lock()  # held while a model is loaded
         self._loading: dict[KnownModel, asyncio.Task[Residence]] = {}
         self._leaving: dict[Residence, asyncio.Task[None]] = {}
         self._waiting: dict[KnownModel, int] = {}  # requests that wait for a model to be loaded
-        self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when, and why
+        self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when and why
 
     def state(self, known: KnownModel) -> tuple[State, str]:
-        """The state of a model in Triton's words, and the reason if it is not available."""
+        """Return the state of a model in Triton's terms, and the reason if it is not available."""
         if known in self._loading:
             return "LOADING", ""
         if known.residence is not None:
             return "READY", ""
-        if self._leaving_of(known):
+        if self._evictions_of(known):
             return "UNLOADING", ""
         if known in self._failed:
             return "UNAVAILABLE", str(self._failed[known][1])
@@ -93,31 +92,31 @@ class ModelPool:
         permitted: Collection[str] | None = None,
         outputs: Collection[OutputName] = (),
     ) -> Residence:
-        """The model that `Models.find` gives, with a lease on it, loaded if it must be.
+        """Find the model of a request, load it if needed, and return it with a lease on it.
 
-        Raises what `find` does, ModelUnavailable if it cannot be loaded or not in time, and
-        ShuttingDown.
+        The arguments are those of `Models.find`. Raises what `find` does, ModelUnavailable if the
+        model cannot be loaded in time, and ShuttingDown.
         """
         if task == "rerank" and not is_name(name):
             await self._look_for_rerankers(permitted)
         known = self.models.find(name, task, permitted, outputs)
         if known.residence is None:
-            await self._arrival(known, name, permitted)
-            # only now is it known what it can do, and which adapters it has
+            await self._wait_until_loaded(known, name, permitted)
+            # its tasks and adapters are known only now
             known = self.models.find(name, task, permitted, outputs)
         residence = known.residence
-        if residence is None:  # moved meanwhile to another model, which is not in memory
+        if residence is None:  # the name moved meanwhile to a model that is not in memory
             return await self.lease(name, task, permitted, outputs)
         residence.leases += 1
         return residence
 
     async def _look_for_rerankers(self, permitted: Collection[str] | None) -> None:
-        """Learn what the models are for that were never loaded, unless a reranker is known: one of
-        them may be a reranker, which comes before an embedding model."""
+        """Read the tasks of models that were never loaded, unless a reranker is known. One of them
+        may be a reranker, which precedes embedding models."""
         if self._describe is None or self.models.rerankers(permitted):
             return
         self.models.discover()
-        async with self._describing:
+        async with self._describe_lock:
             for known in self.models.known:
                 since_s = time.monotonic() - self._undescribed.get(known, -FAILURE_S)
                 if known.task is not None or since_s < FAILURE_S:
@@ -125,7 +124,7 @@ class ModelPool:
                 call = _in_thread(self._describe, known.id)
                 try:
                     known.described = await asyncio.wait_for(call, self._limits.load_timeout_s)
-                except Exception as error:  # whatever its folder holds, other models can rerank
+                except Exception as error:  # an unreadable model must not fail the request
                     self._undescribed[known] = time.monotonic()
                     name, why = self._name(known), _reason(error)
                     logger.warning("%s may be a reranker; it cannot be read: %s", name, why)
@@ -133,75 +132,78 @@ class ModelPool:
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None
     ) -> list[ModelSpec]:
-        """The specs of the models that a request means. Raises as `lease`."""
+        """Return the specs of a request's candidates. Loads those without a spec. Raises as
+        `lease`."""
         meant = self.models.meant(name, permitted)
         for known in meant:
             if known.spec is None:
-                await self._arrival(known, name, permitted)
+                await self._wait_until_loaded(known, name, permitted)
         return [known.spec for known in meant if known.spec is not None]
 
     async def load(self, known: KnownModel, *, pinned: bool | None = None) -> None:
-        """Load a model, whatever failed before, unless it is in memory; wait as long as it takes.
-
-        `pinned` says whether it may be taken out of memory to make room. Raises JaxembedError.
-        """
+        """Load a model unless it is in memory, even if it failed before. There is no timeout. A
+        `pinned` model is never evicted to make room; None changes nothing. Raises JaxembedError."""
         if known.residence is None:
-            await asyncio.shield(self._start(known))
+            await asyncio.shield(self._start_loading(known))
         if pinned is not None:
             known.pinned = pinned
 
     async def unload(self, known: KnownModel) -> None:
-        """Take a model out of memory, and wait until it is freed. Requests that have it are
-        answered before; later ones wait until it is loaded again."""
+        """Evict a model, and wait until its memory is freed. Requests that have a lease are
+        answered first. Later requests load the model again."""
         if (task := self._loading.get(known)) is not None:
             await asyncio.wait({task})
         if known.residence is not None:
-            self._leave(known)
-        if leaving := self._leaving_of(known):
+            self._evict(known)
+        if leaving := self._evictions_of(known):
             await asyncio.wait(leaving)
 
     async def move(self, alias: str, name: str) -> None:
-        """Serve the model `name` under `alias`, which may be another's until now.
+        """Serve the model `name` under `alias`, in place of any other model.
 
-        The model is loaded and has answered before the alias moves, so that no request fails. A
-        model that is left without a name is taken out of memory. Raises JaxembedError, and then the
-        alias is whose it was.
+        The model is loaded before the alias moves, so that no request fails. A model that loses its
+        last name is evicted. Raises JaxembedError and leaves the alias unchanged if loading fails.
         """
-        before = self.models.names_of
+        names_of = self.models.names_of
         await self.load(self.models[name])
-        left = [known for known in self.models.known if alias in before(known)]
+        old_models = [known for known in self.models.known if alias in names_of(known)]
         self.models.name_alias(alias, name)
         logger.info("%s is served as %s from now on", name, alias)
-        for known in left:
-            if not before(known) and known.residence is not None:
-                self._leave(known)
+        for known in old_models:
+            if not names_of(known) and known.residence is not None:
+                self._evict(known)
 
     def sweep(self) -> None:
-        """Take models out of memory that nobody has used for the time that they are kept, and one
-        more where models have come to take more than they may: what runs take is known only when
-        their programs are compiled."""
-        kept_s, most = self._limits.keep_alive_s, self._limits.bytes
-        oldest_at = -math.inf if kept_s is None else time.monotonic() - kept_s
+        """Evict the models that were unused for the keep-alive time.
+
+        Evict one more if models exceed the memory limit: the memory of a model's runs is known only
+        when its programs are compiled.
+        """
+        keep_alive_s, max_bytes = self._limits.keep_alive_s, self._limits.bytes
+        oldest_at = -math.inf if keep_alive_s is None else time.monotonic() - keep_alive_s
         for known in self._evictable():
             assert known.residence is not None
             if not known.residence.leases and known.residence.used_at < oldest_at:
-                self._leave(known)
-        too_much = most is not None and self._taken_bytes > most
+                self._evict(known)
+        too_much = max_bytes is not None and self._taken_bytes > max_bytes
         if too_much and not self._leaving and len(self.models) > 1 and self._evictable():
-            self._leave(self._evictable()[0])
+            self._evict(self._evictable()[0])
 
-    async def _arrival(
-        self, known: KnownModel, asked: str | None, permitted: Collection[str] | None
+    async def _wait_until_loaded(
+        self, known: KnownModel, requested: str | None, permitted: Collection[str] | None
     ) -> None:
-        """Wait until a model is in memory, within the time that a request may wait. Errors name it
-        as it was asked for: a key need not know its other names."""
-        name = asked or next(iter(self.models.names_of(known, permitted)), known.id)
+        """Wait until a model is in memory, loading it if needed, for at most the load timeout.
+
+        Errors have the requested name: the key may not know others. Raises ModelUnavailable and
+        ShuttingDown.
+        """
+        name = requested or next(iter(self.models.names_of(known, permitted)), known.id)
         failed_at, reason = self._failed.get(known, (-FAILURE_S, None))
         if reason is not None and time.monotonic() - failed_at < FAILURE_S:
             raise _unavailable(name, reason) from reason
         if self.models.draining:
             raise _shutting_down()
-        task = self._start(known)
+        task = self._start_loading(known)
         self._waiting[known] = self._waiting.get(known, 0) + 1
         try:
             await asyncio.wait_for(asyncio.shield(task), self._limits.load_timeout_s)
@@ -215,29 +217,29 @@ class ModelPool:
         finally:
             self._waiting[known] -= 1
 
-    def _start(self, known: KnownModel) -> asyncio.Task[Residence]:
-        """The task that loads a model, the same for all who ask for it."""
+    def _start_loading(self, known: KnownModel) -> asyncio.Task[Residence]:
+        """Return the task that loads a model. All requests for the model share it."""
 
         def end(task: asyncio.Task[Residence]) -> None:
             known.is_loading = False
             del self._loading[known]
             if not task.cancelled():
-                task.exception()  # is noted: perhaps nobody waits for it any more
+                task.exception()  # retrieved, because maybe nobody awaits the task
 
         if known not in self._loading:
-            self._loading[known] = asyncio.create_task(self._bring(known))
+            self._loading[known] = asyncio.create_task(self._load_next(known))
             self._loading[known].add_done_callback(end)
             known.is_loading = True
         return self._loading[known]
 
-    async def _bring(self, known: KnownModel) -> Residence:
-        """Load a model when its turn comes."""
-        async with self._turn:
+    async def _load_next(self, known: KnownModel) -> Residence:
+        """Load a model when no other is loading, and keep a failure. Raises JaxembedError."""
+        async with self._load_lock:
             if known.residence is not None:
                 return known.residence
             started_at = time.monotonic()
             try:
-                loaded = await self._loaded(known)
+                loaded = await self._load_with_retry(known)
             except Exception as error:
                 is_ours = isinstance(error, JaxembedError)
                 failure = error if is_ours else BackendError(_reason(error))
@@ -258,9 +260,9 @@ class ModelPool:
             )
             return known.residence
 
-    async def _loaded(self, known: KnownModel) -> LoadedModel:
-        """The model, loaded in a thread. If the device has no memory for it after all, the model
-        that was not used for the longest time goes, and it is tried once more."""
+    async def _load_with_retry(self, known: KnownModel) -> LoadedModel:
+        """Load a model in a thread. If the device has no memory for it, evict the least recently
+        used model and retry once."""
         assert self._load is not None
         loop = asyncio.get_running_loop()
 
@@ -270,7 +272,7 @@ class ModelPool:
             room = asyncio.run_coroutine_threadsafe(self._make_room(known, count), loop)
             try:
                 room.result()
-            except concurrent.futures.CancelledError:  # the loop has ended meanwhile
+            except concurrent.futures.CancelledError:  # the event loop has ended
                 raise _shutting_down() from None
 
         try:
@@ -278,41 +280,41 @@ class ModelPool:
         except Exception as error:
             if not str(error).startswith(OUT_OF_MEMORY) or not self._evictable():
                 raise
-        await asyncio.shield(self._leave(self._evictable()[0]))
+        await asyncio.shield(self._evict(self._evictable()[0]))
         return await _in_thread(self._load, known.id, reserve)
 
     async def _make_room(self, known: KnownModel, count: int) -> None:
-        """Take models out of memory until there is room for so many bytes. Raises NoRoom, and then
-        takes no further one out, if all that may go would not be enough."""
-        most = self._limits.bytes
-        while most is not None and self._taken_bytes + count > most:
-            staying = sum(
-                one.residence.loaded.resident_bytes
-                for one in self.models.known
-                if one.residence is not None and one.pinned
+        """Evict models until there is room for `count` bytes. Raises NoRoom, without evicting
+        further ones, if pinned models leave too little memory."""
+        max_bytes = self._limits.bytes
+        while max_bytes is not None and self._taken_bytes + count > max_bytes:
+            pinned = sum(
+                other.residence.loaded.resident_bytes
+                for other in self.models.known
+                if other.residence is not None and other.pinned
             )
-            if staying + count > most:
+            if pinned + count > max_bytes:
                 raise NoRoom(
                     f"it takes {count // memory.MIB} MB, and models may take "
-                    f"{most // memory.MIB} MB, of which {staying // memory.MIB} MB are pinned; "
+                    f"{max_bytes // memory.MIB} MB, of which {pinned // memory.MIB} MB are pinned; "
                     "raise --model-memory, or unload others"
                 )
             if self._leaving:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
             elif self._evictable():
-                await asyncio.shield(self._leave(self._evictable()[0]))
-            else:  # those that may go were loaded for requests that have not begun yet
+                await asyncio.shield(self._evict(self._evictable()[0]))
+            else:  # requests that wait for the other models have not begun yet
                 await asyncio.sleep(0.01)
 
     @property
     def _taken_bytes(self) -> int:
-        """The memory of all models, until they are freed."""
-        leaving = [one.loaded for one in self._leaving]
+        """The memory of all models, and of evicted ones until they are freed."""
+        leaving = [instance.loaded for instance in self._leaving]
         return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
 
     def _evictable(self) -> list[KnownModel]:
-        """The models in memory that may go: first that which was not used for the longest time,
-        last those in use."""
+        """Return the models that may be evicted: those without leases first, the least recently
+        used of each first."""
         may_go = {
             known.residence: known
             for known in self.models.known
@@ -321,8 +323,9 @@ class ModelPool:
         oldest = sorted(may_go, key=lambda residence: (residence.leases > 0, residence.used_at))
         return [may_go[residence] for residence in oldest]
 
-    def _leave(self, known: KnownModel) -> asyncio.Task[None]:
-        """Take a model out of the table now, and free it when nobody uses it any more."""
+    def _evict(self, known: KnownModel) -> asyncio.Task[None]:
+        """Evict a model: new requests no longer find it in memory. Returns the task that frees it
+        when all leases are returned."""
         assert known.residence is not None
         residence, known.residence = known.residence, None
         task = asyncio.create_task(self._free(residence, self._name(known)))
@@ -330,11 +333,12 @@ class ModelPool:
         task.add_done_callback(lambda _: self._leaving.pop(residence))
         return task
 
-    def _leaving_of(self, known: KnownModel) -> list[asyncio.Task[None]]:
-        """What frees a model that has left the table; several where it has come back meanwhile."""
-        return [task for one, task in self._leaving.items() if one.loaded.name == known.id]
+    def _evictions_of(self, known: KnownModel) -> list[asyncio.Task[None]]:
+        """Return the tasks that free a model; several if it was evicted more than once."""
+        return [task for gone, task in self._leaving.items() if gone.loaded.name == known.id]
 
     async def _free(self, residence: Residence, name: str) -> None:
+        """Close a model when its leases are returned, and free its memory."""
         await residence.idle()
         await _in_thread(residence.loaded.close, UNUSED_CLOSE_S)
         await _in_thread(_collect)
@@ -353,10 +357,10 @@ def _shutting_down() -> ShuttingDown:
 
 
 async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
-    """Make a call in a thread of its own, for which a process that ends does not wait: it may be
-    waiting for this event loop."""
+    """Make a call in a new thread, and return its result or raise its error. The end of the process
+    does not wait for the thread, which may wait for this event loop."""
     done: concurrent.futures.Future[Returned] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # whoever waits may be cancelled, the call is not
+    done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the call
 
     def run() -> None:
         try:
@@ -366,11 +370,11 @@ async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Retur
             failure = error if is_usual else BackendError(_reason(error))
             if not isinstance(error, JaxembedError):
                 logger.exception("a model could not be loaded or freed")
-            # tracebacks keep what was half loaded
-            behind: BaseException | None = error
-            while behind is not None:
-                behind.__traceback__ = None
-                behind = behind.__cause__ or behind.__context__
+            # tracebacks would keep the parts that were loaded
+            chained: BaseException | None = error
+            while chained is not None:
+                chained.__traceback__ = None
+                chained = chained.__cause__ or chained.__context__
             done.set_exception(failure)
 
     threading.Thread(target=run, name="model-pool", daemon=True).start()
@@ -378,15 +382,15 @@ async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Retur
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error."""
+    """Return the first line of an error's message, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _collect() -> None:
-    """Free what models have left behind.
+    """Free memory that closed models have left behind.
 
-    `gc.freeze`, which a server calls so that collections do not walk over its models, keeps what
-    was frozen for good; and JAX keeps what it knows of each function that it has traced.
+    The server calls `gc.freeze` so that collections skip its models, and frozen objects are never
+    collected. JAX keeps each function that it has traced.
     """
     with suppress(RuntimeError):
         jax.clear_caches()

@@ -1,1 +1,1 @@
-"""The routes, a file for each dialect."""
+"""The HTTP routes: a module for each API dialect, and others for operators."""

@@ -1,9 +1,10 @@
-"""The routes whose body decides what is done: /rerank, which TEI and Jina both have, and those of
-hosting platforms, which know no tasks: /, /invocations (SageMaker), /vertex.
+"""The routes that choose the task from the body: /rerank, and those of hosting platforms: /,
+/invocations (SageMaker) and /vertex (Vertex AI).
 
-A body with a `query` is handled as by /rerank. Any other is handled as by /embed or /predict,
-whichever the model that it names can do; without a name by /embed if an embedding model is served.
-If no model gives a dense output, /embed_sparse or /embed_multi stands in for /embed.
+/rerank takes the bodies of TEI and of Jina. On the other routes, a body with a `query` is handled
+as by /rerank. Any other body is handled as by /embed if its model embeds, else as by /predict. A
+body that names no model is handled as by /embed if an embedding model is served. /embed_sparse or
+/embed_multi replaces /embed if its output is the primary one of all these models.
 """
 
 import asyncio
@@ -42,12 +43,12 @@ from jaxembed.server.routes.tei import (
 
 blueprint = Blueprint("hosted", __name__)
 
-INSTANCES_AT_ONCE = 64  # of a /vertex request: starting one takes the event loop 0.3 ms
+INSTANCES_AT_ONCE = 64  # of a /vertex request; starting one blocks the event loop for 0.3 ms
 
 AnyEmbedRequest = EmbedRequest | EmbedSparseRequest | EmbedMultiRequest
 AnyRequest = AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
-EMBEDS: dict[OutputName, type[AnyEmbedRequest]] = {  # the body for a model of each primary output
+EMBEDS: dict[OutputName, type[AnyEmbedRequest]] = {  # the body by the primary output of the model
     "dense": EmbedRequest,
     "sparse": EmbedSparseRequest,
     "multi_vector": EmbedMultiRequest,
@@ -55,8 +56,8 @@ EMBEDS: dict[OutputName, type[AnyEmbedRequest]] = {  # the body for a model of e
 
 
 class Asked(msgspec.Struct):
-    """The fields of a body that tell for which route it is; `texts` are TEI's, `documents`
-    Jina's."""
+    """The fields that say which route handles a body. To rerank, TEI's clients send `texts` and
+    Jina's clients send `documents`."""
 
     model: str | None = None
     query: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -65,20 +66,20 @@ class Asked(msgspec.Struct):
 
 
 class VertexRequest(msgspec.Struct):
-    """Vertex AI's envelope; each instance is a body as the other routes take it."""
+    """A request of Vertex AI. Each instance is a body as another route takes it."""
 
-    instances: list[msgspec.Raw]  # decoded one by one, each by itself
+    instances: list[msgspec.Raw]  # JSON, so that each instance is decoded separately
 
 
 class VertexResponse(msgspec.Struct):
-    """For each instance the answer to it."""
+    """The answers to the instances, in their order."""
 
     predictions: list[Any]
 
 
 @blueprint.post("/rerank")
 async def rerank_texts() -> Response:
-    """The texts in order of their scores; a body with `documents` is answered as /v1/rerank."""
+    """Rank texts by their scores. A body with `documents` is answered as by /v1/rerank."""
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
@@ -88,7 +89,7 @@ async def rerank_texts() -> Response:
 
 @blueprint.post("/")
 async def root() -> Response:
-    """The answer of the route that the body is for."""
+    """Answer a body as the route that `decode_any` chooses for it."""
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
@@ -98,29 +99,30 @@ async def root() -> Response:
 
 @blueprint.post("/invocations")
 async def invocations() -> Response:
-    """The answer of the route that the body is for, to SageMaker."""
+    """Answer as POST /, for SageMaker."""
     return await root()
 
 
 @blueprint.post("/vertex")
 async def vertex() -> Response:
-    """The answers to all instances, which run at the same time; or the first one's failure. Raises
-    BatchTooLarge if they are, or have, more than one request may have inputs."""
-    with current_meter() as whole:
-        instances = (await read_body_as(whole, VertexRequest)).instances
+    """Run all instances concurrently and answer them in order. Raises the error of the first
+    instance that fails, and BatchTooLarge if the instances, or their inputs together, are too
+    many."""
+    with current_meter() as outer:
+        instances = (await read_body_as(outer, VertexRequest)).instances
     check_batch(len(instances))
     requests: list[AnyRequest] = []
-    count = 0
+    input_count = 0
     for instance in instances:
-        # all instances together decode as much at once as one body
-        requests.append(await decode_any(instance, whole.service.pool, AT_ONCE // len(instances)))
-        count += _count(requests[-1])
-        check_batch(count)
-    meters = [Meter(whole.service, whole.held) for _ in requests]
+        # together the instances block the event loop no longer than one body
+        requests.append(await decode_any(instance, outer.service.pool, AT_ONCE // len(instances)))
+        input_count += _input_count(requests[-1])
+        check_batch(input_count)
+    meters = [Meter(outer.service, outer.held) for _ in requests]
     gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
 
     async def answer(meter: Meter, body: AnyRequest) -> bytes:
-        """The answer to one instance, counted as a request of its own."""
+        """Answer one instance. The metrics count it as a request."""
         async with gate:
             await asyncio.sleep(0)  # let other requests run
             with meter:
@@ -128,20 +130,23 @@ async def vertex() -> Response:
                 return await response.get_data(as_text=False)
 
     results = await asyncio.gather(*map(answer, meters, requests), return_exceptions=True)
-    parts = []
+    answers = []
     for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
-            g.meter = meter  # the failure is counted for the model of the part that failed
+            g.meter = meter  # the failure is counted for the model of the instance that failed
             raise result
-        parts.append(result)
-    return json_response(b'{"predictions":[' + b",".join(parts) + b"]}")
+        answers.append(result)
+    return json_response(b'{"predictions":[' + b",".join(answers) + b"]}")
 
 
 async def decode_any(
     data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
 ) -> AnyRequest:
-    """The body, as a request of the route that it is for. Raises BadField, BadJson and Forbidden,
-    and what `ModelPool.specs_of` does."""
+    """Decode a body as a request of the route that handles it.
+
+    A body of more than `at_once` bytes is decoded in slices, between which other tasks run. Raises
+    the errors of InvalidInput, Forbidden, and as `ModelPool.specs_of`.
+    """
     asked = await decode(data, Asked, check_count, at_once)
     if asked.query is not msgspec.UNSET:
         return await _decode_rerank(data, asked, at_once)
@@ -156,7 +161,8 @@ async def decode_any(
 async def _decode_rerank(
     data: bytes | bytearray | msgspec.Raw, asked: Asked, at_once: int = AT_ONCE
 ) -> RerankRequest | DocumentsRequest:
-    """A body for /rerank in TEI's form or in Jina's. Raises BadField for neither."""
+    """Decode a body for /rerank in TEI's form or in Jina's; `asked` has the fields that differ.
+    Raises BadField for another form, and the errors of InvalidInput."""
     if asked.texts is not msgspec.UNSET:
         return await decode(data, RerankRequest, check_count, at_once)
     if asked.documents is not msgspec.UNSET:
@@ -167,7 +173,7 @@ async def _decode_rerank(
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:
-    """The answer of the route that the body is for; `octets` gives vectors as raw bytes."""
+    """Answer a body as its route does. `octets` gives vectors as raw bytes instead of JSON."""
     match body:
         case EmbedRequest():
             return await answer_embed(meter, body, octets=octets)
@@ -183,8 +189,8 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
             return await answer_predict(meter, body)
 
 
-def _count(body: AnyRequest) -> int:
-    """The number of inputs of a body; a text, a pair or a list of token ids is one."""
+def _input_count(body: AnyRequest) -> int:
+    """Return the number of inputs of a body. A text, a pair or a list of token ids is one input."""
     match body:
         case (
             RerankRequest(texts=inputs)

@@ -1,4 +1,4 @@
-"""POST /v2/embed, /v1/embed and /v2/rerank in the words of Cohere. Knows JSON and no tokens."""
+"""POST /v2/embed, /v1/embed and /v2/rerank, as Cohere's API defines them."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
@@ -42,17 +42,17 @@ ApiVersion = Literal["1", "2"]
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 CohereTruncate = Literal["NONE", "START", "END"]
 
-Ranges = dict[EmbeddingType, np.ndarray | None]  # of each type asked for; None where it needs none
+Ranges = dict[EmbeddingType, np.ndarray | None]  # float32 [2, dim]; None: the type needs none
 
-CUT_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}
+CUT_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}  # else right
 
 _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
-SEARCH_UNITS = 1  # what Cohere bills for a request; some clients add it up
+SEARCH_UNITS = 1  # that Cohere bills for a request to rerank; some clients sum it
 
 
 class ContentPart(msgspec.Struct, gc=False):
-    """A part of an input: a text, or an image by its URL."""
+    """A part of an input: a text, or an image by its URL, which may be a data URI."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
@@ -60,11 +60,10 @@ class ContentPart(msgspec.Struct, gc=False):
 
 
 class ContentInput(msgspec.Struct, gc=False):
-    """An input of several parts, which has one vector: that of its one image, or of its texts as
-    lines of one.
+    """An input that consists of parts and has one vector. The parts are one image, or texts, which
+    are joined by line breaks as soon as the input is decoded: many small parts take much memory.
 
-    Its parts become one as soon as it is decoded: many small ones take much memory. Raises
-    ValueError for an image beside other parts.
+    Raises ValueError for too many parts, an empty part, and an image beside other parts.
     """
 
     content: list[ContentPart]
@@ -87,7 +86,7 @@ class ContentInput(msgspec.Struct, gc=False):
 
     @property
     def source(self) -> str | ImageSource:
-        """The text, or the image."""
+        """The text of the input, or its image."""
         (part,) = self.content
         url = part.image_url
         if url is None:
@@ -96,12 +95,12 @@ class ContentInput(msgspec.Struct, gc=False):
 
 
 class CohereEmbedRequest(ModelRequest, kw_only=True):
-    """Cohere's fields, of which `texts`, `images` or `inputs` holds what to embed; and
-    `prompt_name` and `normalize` as at /v1/embeddings. For images an `input_type` of image changes
-    nothing.
+    """A request to embed, with Cohere's fields; `prompt_name` and `normalize` are as at
+    /v1/embeddings.
 
-    `truncate` is START or END for the side that is cut off, NONE to refuse what is too long. A
-    number as `priority` changes nothing.
+    Exactly one of `texts`, `images` and `inputs` holds what to embed. `input_type` says what the
+    texts are for; for images the value image has no effect. `truncate` is START or END, the side to
+    truncate, or NONE to refuse inputs over the limit. A number as `priority` has no effect.
     """
 
     texts: list[str] | None = None
@@ -121,7 +120,7 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
 
 
 class CohereMeta(msgspec.Struct):
-    """`tokens.input_tokens` are those really run."""
+    """Facts about the request. `tokens.input_tokens` counts the tokens that the model ran."""
 
     api_version: dict[str, str]
     billed_units: dict[str, int]
@@ -129,7 +128,7 @@ class CohereMeta(msgspec.Struct):
 
 
 class CohereResponse(msgspec.Struct):
-    """The best documents, best first; equal ones in the order they came."""
+    """The best documents, best first. Documents of equal score keep their order."""
 
     results: list[Result]
     id: str
@@ -137,7 +136,8 @@ class CohereResponse(msgspec.Struct):
 
 
 class ImageShown(msgspec.Struct):
-    """What the header of an image says: `bit_depth` is that of a pixel."""
+    """The facts in the header of an image: its size in pixels, its format, and the bits of a
+    pixel."""
 
     width: int
     height: int
@@ -146,8 +146,9 @@ class ImageShown(msgspec.Struct):
 
 
 class EmbeddingsByType(msgspec.Struct, omit_defaults=True):
-    """For each type that was asked for one vector per input: a list of numbers, or base64 of
-    little-endian float32. Both kinds of bits have eight dimensions to a number."""
+    """One vector per input for each type that was asked for. A vector is a list of numbers, or
+    base64 of little-endian float32 numbers. The types binary and ubinary pack eight dimensions into
+    a number."""
 
     response_type: Literal["embeddings_by_type"]
     id: str
@@ -158,7 +159,7 @@ class EmbeddingsByType(msgspec.Struct, omit_defaults=True):
 
 
 class EmbeddingsFloats(msgspec.Struct, omit_defaults=True):
-    """The answer of version 1 to a body that asks for no types: one vector per input."""
+    """The response of /v1/embed to a body that names no types: one vector per input."""
 
     response_type: Literal["embeddings_floats"]
     id: str
@@ -180,17 +181,18 @@ async def rerank_cohere() -> Response:
 
 @blueprint.post("/v2/embed")
 async def embed_cohere() -> Response:
-    """Answer with one vector per input, of each type."""
+    """Answer with one vector per input, in each type that the body names."""
     return await _embed("2")
 
 
 @blueprint.post("/v1/embed")
 async def embed_cohere_v1() -> Response:
-    """Answer with one vector per input; of each type if the body names types."""
+    """Answer with one vector per input, or as /v2/embed if the body names types."""
     return await _embed("1")
 
 
 async def _embed(version: ApiVersion) -> Response:
+    """Answer a request to embed in the form of this API version."""
     with current_meter() as meter:
         body = await read_body_as(meter, CohereEmbedRequest)
         sources, field = _sources(body)
@@ -206,23 +208,23 @@ async def _embed(version: ApiVersion) -> Response:
             priority=priority_of(body.priority),
             bare_ids=meter.service.config.accept_bare_token_ids,
         )
-        asked = Asked(  # dense vectors, for no other output is answered
+        asked = Asked(  # for dense vectors, the only output of this route
             options,
             () if of_images else purposes_of(body),
             types=tuple(
-                embedding_dtype(one) for one in body.embedding_types or () if one != "base64"
+                embedding_dtype(item) for item in body.embedding_types or () if item != "base64"
             ),
             dimensions_field="output_dimension",
         )
         intent = accept(meter, inputs, asked)
         answer = await embed_inputs(meter, inputs, intent)
-        texts = [one for one in sources if isinstance(one, str)]
+        texts = [item for item in sources if isinstance(item, str)]
         rest: dict[str, Any] = {"meta": _meta_of(answer, version)}
         if facts := await facts_of_images(meter.images):
-            rest["images"] = [asdict(one) for one in facts]
+            rest["images"] = [asdict(item) for item in facts]
 
         async def encode() -> Response:
-            # the types that the body asks for, in its order, with the ranges that each needs
+            # the types in the order of the body, each with the ranges that it needs
             ranges: Ranges = {
                 name: None if name == "base64" else intent.types[name]
                 for name in body.embedding_types or ()
@@ -234,12 +236,12 @@ async def _embed(version: ApiVersion) -> Response:
 
 
 def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str]:
-    """The texts and images to embed, and the field that they came in. Raises BadField unless there
-    is exactly one such field."""
-    given = [name for name in ("texts", "images", "inputs") if getattr(body, name) is not None]
-    if len(given) > 1:
-        shown = " and ".join(f"`{name}`" for name in given)
-        raise BadField(f"{shown} both hold what to embed; send one of them", field=given[-1])
+    """Return the texts or images to embed, and the name of the field that holds them. Raises
+    BadField unless exactly one of `texts`, `images` and `inputs` is given."""
+    fields = [field for field in ("texts", "images", "inputs") if getattr(body, field) is not None]
+    if len(fields) > 1:
+        shown = " and ".join(f"`{field}`" for field in fields)
+        raise BadField(f"{shown} both hold what to embed; send one of them", field=fields[-1])
     if body.texts is not None:
         return body.texts, "texts"
     if body.images is not None:
@@ -258,8 +260,8 @@ async def _parts(
     ranges: Ranges,
     version: ApiVersion,
 ) -> AsyncIterator[bytes]:
-    """The answer as EmbeddingsByType, or as EmbeddingsFloats, in slices. `rest` has the fields that
-    are not lists of inputs."""
+    """Yield the JSON of the response in slices: EmbeddingsFloats for version 1 without types, else
+    EmbeddingsByType. `rest` has the fields `meta` and `images`."""
     is_bare = version == "1" and not ranges
     kind = "embeddings_floats" if is_bare else "embeddings_by_type"
     rest = {"response_type": kind, "id": g.request_id, **rest}
@@ -269,9 +271,9 @@ async def _parts(
         lists = {"embeddings": _vectors(answer.dense, "float", None), "texts": shown}
     else:
         yield b'{"embeddings":{'
-        asked: Ranges = ranges or {"float": None}
+        types: Ranges = ranges or {"float": None}
         async for part in json_lists(
-            {name: _vectors(answer.dense, name, kept) for name, kept in asked.items()}
+            {name: _vectors(answer.dense, name, type_ranges) for name, type_ranges in types.items()}
         ):
             yield part
         yield b"},"
@@ -282,8 +284,9 @@ async def _parts(
 def _vectors(
     dense: np.ndarray, name: EmbeddingType, ranges: np.ndarray | None
 ) -> AsyncIterator[bytes]:
-    """The inside of a JSON list of the vectors as this type, in slices: each is encoded when it is
-    written, so that none is held beside the float32 ones."""
+    """Return an iterator over the items of a JSON list, in slices: the vectors in the type `name`.
+    Each slice is encoded when it is written, so that no copy of all vectors is in memory. `dense`
+    is float32 `[inputs, dim]`."""
 
     def items(start: int, stop: int) -> np.ndarray | list[str]:
         rows = dense[start:stop]
@@ -295,7 +298,8 @@ def _vectors(
 
 
 def _meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:
-    """The fields of CohereMeta: Cohere bills the tokens of texts to embed, and searches."""
+    """Return the fields of CohereMeta. Cohere bills the tokens of a request to embed, and a request
+    to rerank as one search."""
     tokens = int(answer.num_tokens.sum())
     is_search = isinstance(answer, Scores)
     return {

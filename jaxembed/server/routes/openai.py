@@ -1,7 +1,7 @@
-"""POST /v1/embeddings as OpenAI defines it. Knows JSON, but no tokens and no devices.
+"""POST /v1/embeddings as OpenAI's API defines it, and POST /v1/multi-vector of Jina.
 
-A request is read into `Input`s, or into texts with the places of their chunks (late chunking), a
-loaded model computes their vectors, and the vectors are encoded into the response.
+A request is read into inputs, or for late chunking into texts with the offsets of their chunks. A
+loaded model computes the embeddings, which are encoded into the response.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,23 +58,24 @@ from jaxembed.server.pipeline.fields import (
 
 blueprint = Blueprint("openai", __name__)
 
-SERVED_MODALITIES = (None, "text", "image")  # that `modality` may name
+SERVED_MODALITIES = (None, "text", "image")  # values of `modality`
 
-ChunkLists = list[list[int | list[int]]]  # of one text, or lists of such
+ChunkLists = list[list[int | list[int]]]  # pairs for one text, or a list of pairs for each text
 
 
 class Message(msgspec.Struct):
-    """A message of a chat, whose content is a text, or parts."""
+    """A message of a chat. Its content is a text or a list of parts."""
 
     role: str
     content: str | list[ContentItem]
 
 
 class ChunksRequest(FormattedRequest, kw_only=True):
-    """The base of bodies whose texts may have chunks with vectors of their own.
+    """The fields that divide texts into chunks, each of which has a vector (late chunking).
 
-    `late_chunking` takes the inputs for the chunks of one text, as Jina. `chunks` has the places of
-    each text's chunks, in the `offset_unit`; `chunk_size` divides each text by its tokens.
+    With `late_chunking` (Jina) the inputs are the chunks of one text. `chunks` has the offsets
+    `[start, end]` of each text's chunks, in the `offset_unit`. `chunk_size` is the number of tokens
+    of a chunk; neighbouring chunks share `chunk_overlap` tokens.
     """
 
     late_chunking: bool | None = None
@@ -85,18 +86,18 @@ class ChunksRequest(FormattedRequest, kw_only=True):
 
 
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
-    """OpenAI's fields, and `truncate`, `prompt_name`, `normalize`, `priority` and those of
-    ChunksRequest.
+    """A request for embeddings: OpenAI's fields, those of ChunksRequest, and others.
 
-    `outputs` are some of dense, sparse and multi_vector, of models that give several;
-    `return_multivector` is Jina's name of the last. `max_active_dims` keeps so many terms of a
-    sparse output; `return_tokens` names them, and the token of each of several vectors.
+    `outputs` are some of dense, sparse and multi_vector, for models that give several. Jina's
+    `return_multivector` asks for multi_vector. `max_active_dims` limits the number of terms of a
+    sparse embedding. `return_tokens` adds these terms, and the token of each vector of a
+    multi-vector embedding.
 
-    Three fields also have the names that Voyage, Jina and LiteLLM use: `truncation` for `truncate`,
+    Three fields have a second name that Voyage, Jina or LiteLLM uses: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
-    NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. Jina's clients may send a
-    text or an image as an object. With a `modality` of image (Infinity) each text is the URL of an
-    image. vLLM's clients send `messages` in place of `input`: one, which is one input.
+    NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. An item of `input` may be
+    an object with a text or an image (Jina). With a `modality` of image (Infinity) each text is the
+    URL of an image. vLLM's `messages` replaces `input`: it has one message, which is one input.
     """
 
     input: MixedInputs | msgspec.UnsetType = msgspec.UNSET
@@ -133,8 +134,8 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
 
 class SparseEmbedding(msgspec.Struct, omit_defaults=True):
-    """The weights of a text's terms by their numbers in the vocabulary, which ascend; all others
-    are 0. `tokens` are the terms themselves, where asked for."""
+    """The weights of a text's terms that are not 0. `indices` are the numbers of the terms in the
+    vocabulary, ascending. `tokens` are the terms themselves, if asked for."""
 
     indices: list[int]
     values: list[float]
@@ -142,12 +143,15 @@ class SparseEmbedding(msgspec.Struct, omit_defaults=True):
 
 
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
-    """The outputs of an input. The vector is a list of numbers, or base64 of their little-endian
-    bytes, or null where it was not asked for; so are the vectors to compare token by token, of
-    which base64 has the `shape` beside it. `tokens` are theirs, where asked for.
+    """The outputs of an input or of a chunk.
 
-    A chunk with a place also has the index of its input, and where it starts and ends there, in the
-    `offset_unit` of the request.
+    `embedding` is the dense vector: a list of numbers, or base64 of their little-endian bytes;
+    null, or as base64 empty, if not asked for. `embeddings` are the vectors of a multi-vector
+    embedding in the same form; base64 has their `shape` beside it. `tokens` are their tokens, if
+    asked for.
+
+    A chunk of `chunks` or `chunk_size` also has the index of its input, and its start and end
+    there, in the `offset_unit` of the request.
     """
 
     object: Literal["embedding"]
@@ -163,7 +167,7 @@ class EmbeddingObject(msgspec.Struct, omit_defaults=True):
 
 
 class EmbeddingsResponse(msgspec.Struct):
-    """The embeddings, in the order of the inputs and of the chunks in each."""
+    """The embeddings in the order of the inputs, and for each input in the order of its chunks."""
 
     object: Literal["list"]
     data: list[EmbeddingObject]
@@ -181,7 +185,7 @@ async def embeddings() -> Response:
 
 @blueprint.post("/v1/multi-vector")
 async def multi_vector() -> Response:
-    """Answer as /v1/embeddings with `return_multivector`, as Jina."""
+    """Answer as /v1/embeddings with `return_multivector` of true, for clients of Jina."""
     with current_meter() as meter:
         body = await read_body_as(meter, EmbeddingsRequest)
         body.return_multivector = True
@@ -189,13 +193,13 @@ async def multi_vector() -> Response:
 
 
 async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
-    """The answer to one body: the vectors of the inputs, or of their chunks."""
+    """Compute the embeddings of the inputs of a body, or of their chunks, and answer with them."""
     in_chunks = _asks_for_chunks(body)
-    named = set(body.outputs or ())
+    asked_outputs = set(body.outputs or ())
     if body.return_multivector:
-        named.add("multi_vector")
-    known: list[OutputName] = [name for name in REPRESENTATIONS if name in named]
-    await meter.find(body.model, "embed", DENSE if in_chunks or not known else known)
+        asked_outputs.add("multi_vector")
+    output_names: list[OutputName] = [name for name in REPRESENTATIONS if name in asked_outputs]
+    await meter.find(body.model, "embed", DENSE if in_chunks or not output_names else output_names)
     if body.messages:
         inputs = _read_messages(body.messages)
     else:
@@ -205,7 +209,7 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
         inputs = _read_chunks(body, inputs)
     if body.outputs:
         check_listed("outputs", len(body.outputs))
-    # Vectors are normalised unless a body says otherwise, as OpenAI does.
+    # OpenAI normalises vectors, so they are normalised unless the body says otherwise.
     truncate, dimensions, normalize = agreed(body, TRUNCATE, DIMENSIONS, NORMALIZE)
     asked = Asked(
         EncodeOptions(
@@ -239,25 +243,27 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
 
 
 def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
-    """Whether a body asks for vectors of chunks. Raises InvalidInput for fields about chunks that
-    go with none of those that ask for them, and for several of these."""
-    asked = ["late_chunking"] if body.late_chunking else []
-    asked += ["chunks"] if body.chunks else []
-    asked += ["chunk_size"] if body.chunk_size is not None else []
-    if len(asked) > 1:
+    """Return whether a body asks for vectors of chunks. Raises InvalidInput if two fields define
+    the chunks, for `chunk_overlap` without `chunk_size`, and for `offset_unit` without `chunks` or
+    `chunk_size`."""
+    fields = ["late_chunking"] if body.late_chunking else []
+    fields += ["chunks"] if body.chunks else []
+    fields += ["chunk_size"] if body.chunk_size is not None else []
+    if len(fields) > 1:
         raise InvalidInput(
-            f"`{asked[0]}` and `{asked[1]}` both say what the chunks are; send one of them",
-            field=asked[1],
+            f"`{fields[0]}` and `{fields[1]}` both say what the chunks are; send one of them",
+            field=fields[1],
         )
-    if body.chunk_overlap and "chunk_size" not in asked:
+    if body.chunk_overlap and "chunk_size" not in fields:
         raise InvalidInput("`chunk_overlap` goes with `chunk_size`", field="chunk_overlap")
-    if body.offset_unit is not None and asked in ([], ["late_chunking"]):
+    if body.offset_unit is not None and fields in ([], ["late_chunking"]):
         raise InvalidInput("`offset_unit` goes with `chunks` or `chunk_size`", field="offset_unit")
-    return bool(asked)
+    return bool(fields)
 
 
 def _read_messages(messages: Sequence[Message]) -> RequestInputs:
-    """The input that a message is. Raises InvalidInput for several: a chat has no template here."""
+    """Read a chat as one input. Raises InvalidInput unless the chat is one message of the user with
+    one input, because no chat template is applied; and EmptyInput."""
     if len(messages) != 1 or messages[0].role != "user":
         raise InvalidInput(
             "`messages` must be one message of the role `user`, which is one input: texts are not "
@@ -273,8 +279,11 @@ def _read_messages(messages: Sequence[Message]) -> RequestInputs:
 
 
 def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunks:
-    """The texts of a body and their chunks. Raises InvalidInput for token ids, for places that are
-    not pairs, or not of as many texts as there are, and BatchTooLarge for too many chunks."""
+    """Read the texts of a body and their chunks.
+
+    Raises InvalidInput for an input that is no text, and for `chunks` without one or more pairs of
+    integers for each text; BatchTooLarge and RequestTooLarge for too many chunks.
+    """
     texts = []
     for index, item in enumerate(inputs.items):
         if not isinstance(item, Text):
@@ -304,7 +313,7 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
             lambda text, _: inputs.place(text),
         )
     chunks = body.chunks or []
-    is_flat = isinstance(next(iter(chunks[0]), None), int)  # the chunks of one text
+    is_flat = isinstance(next(iter(chunks[0]), None), int)  # the pairs of one text
     lists = [chunks] if is_flat else chunks
 
     def place_of(text: int, chunk: int) -> str:
@@ -323,14 +332,17 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
         )
     check_batch(sum(map(len, lists)))
     items = [
-        ChunkedText(text, [_range(one, place_of(i, k)) for k, one in enumerate(lists[i])], unit)
+        ChunkedText(
+            text, [_chunk_bounds(pair, place_of(i, k)) for k, pair in enumerate(lists[i])], unit
+        )
         for i, text in enumerate(texts)
     ]
     return RequestChunks(inputs.method, inputs.characters, inputs.field, items, place_of)
 
 
-def _range(given: object, place: str) -> tuple[int, int]:
-    """A chunk's start and end. Raises InvalidInput, which names its place in the body."""
+def _chunk_bounds(given: object, place: str) -> tuple[int, int]:
+    """Return the start and the end of a chunk. Raises InvalidInput, which names its `place` in the
+    body, if `given` is not a pair of integers."""
     match given:
         case [int() as start, int() as end]:
             return start, end
@@ -340,29 +352,29 @@ def _range(given: object, place: str) -> tuple[int, int]:
 async def _respond(
     meter: Meter, body: EmbeddingsRequest, intent: Intent, answer: Embeddings
 ) -> Response:
-    """The response with the vectors as raw bytes, or as JSON in the form of EmbeddingsResponse, and
-    the headers of what was chosen."""
+    """Encode the answer: as raw bytes if the client prefers them, else as EmbeddingsResponse.
+    Headers give the chosen prompt and dtype, and the number of windows of chunked texts."""
     chunked = answer.chunked
     if wants_octets():
         response = await octet_response(answer.dense)
     else:
-        encoded, names, places = ENCODERS[body.encoding_format], None, None
+        encoder, names, places = ENCODERS[body.encoding_format], None, None
         if body.return_tokens:
             names = meter.loaded.tokenized_by(meter.route).term_names
         if chunked is not None and not body.late_chunking:
-            # The number of the input of each chunk, its first character, the one after its last.
-            numbers = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
-            places = np.column_stack([numbers, chunked.bounds])
+            # of each chunk the index of its input, its start and its end
+            input_indices = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
+            places = np.column_stack([input_indices, chunked.bounds])
 
         def items(start: int, stop: int) -> list[dict]:
-            found = [
-                {"object": "embedding", **_fields_of(answer, i, encoded, names), "index": i}
+            objects = [
+                {"object": "embedding", **_fields_of(answer, i, encoder, names), "index": i}
                 for i in range(start, stop)
             ]
             if places is not None:
-                for item, place in zip(found, places[start:stop].tolist(), strict=True):
+                for item, place in zip(objects, places[start:stop].tolist(), strict=True):
                     item.update(zip(("input_index", "start", "end"), place, strict=True))
-            return found
+            return objects
 
         count = len(next(iter(answer.values.values())))
         rest = {"model": meter.served_name, "usage": usage_of(answer)}
@@ -373,7 +385,7 @@ async def _respond(
 
 
 def _width_of(answer: Embeddings) -> int:
-    """About how many numbers the outputs of one input have."""
+    """Estimate how many numbers the outputs of one input have, on average."""
     count, width = max(len(answer.num_tokens), 1), 0
     if "dense" in answer.values:
         width += answer.values["dense"].shape[1]
@@ -386,27 +398,29 @@ def _width_of(answer: Embeddings) -> int:
 
 def _fields_of(
     answer: Embeddings,
-    number: int,
-    encoded: Callable[[np.ndarray], np.ndarray | str],
+    index: int,
+    encoder: Callable[[np.ndarray], np.ndarray | str],
     names: TermNames | None,
 ) -> dict[str, Any]:
-    """The fields of one input's outputs. Clients want an `embedding`, which is null where it was
-    not asked for, or base64 of no bytes, because the client for Node decodes it. `encoded` makes
-    numbers or base64 of vectors; `names` gives terms, and the token of each of several vectors, if
-    they are asked for."""
-    fields: dict[str, Any] = {"embedding": "" if encoded is to_base64 else None}
+    """Return the fields of EmbeddingObject with the outputs of the input or chunk number `index`.
+
+    `encoder` makes numbers or base64 of vectors. `names` gives the text of each term or token id;
+    None leaves `tokens` out. Clients expect an `embedding`: without a dense output it is null, or
+    empty as base64, which OpenAI's client for Node decodes.
+    """
+    fields: dict[str, Any] = {"embedding": "" if encoder is to_base64 else None}
     if "dense" in answer.values:
-        fields["embedding"] = encoded(answer.values["dense"][number])
+        fields["embedding"] = encoder(answer.values["dense"][index])
     if "sparse" in answer.values:
-        indices, values = answer.sparse.indices[number], answer.sparse.values[number]
-        shown = {} if names is None else {"tokens": names(indices.tolist())}
-        fields["sparse_embedding"] = {"indices": indices, "values": values, **shown}
+        indices, values = answer.sparse.indices[index], answer.sparse.values[index]
+        tokens = {} if names is None else {"tokens": names(indices.tolist())}
+        fields["sparse_embedding"] = {"indices": indices, "values": values, **tokens}
     if "multi_vector" in answer.values:
-        vectors = answer.multi_vector[number]
-        fields["embeddings"] = encoded(vectors)
+        vectors = answer.multi_vector[index]
+        fields["embeddings"] = encoder(vectors)
         if isinstance(fields["embeddings"], str):
             fields["shape"] = vectors.shape
         if names is not None and answer.vector_ids is not None:
-            part = slice(*answer.multi_vector.offsets[number : number + 2])
-            fields["tokens"] = names(answer.vector_ids[part].tolist())
+            rows = slice(*answer.multi_vector.offsets[index : index + 2])
+            fields["tokens"] = names(answer.vector_ids[rows].tolist())
     return fields

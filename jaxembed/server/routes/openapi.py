@@ -1,9 +1,5 @@
-"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes, and serves it with
-Swagger UI from what is installed: nothing comes from a CDN.
-
-The version is 3.0 because the bundled Swagger UI cannot read 3.1. quart-schema writes 3.1 and loads
-its pages from a CDN.
-"""
+"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes, and serves it with an
+installed Swagger UI, without a CDN. The version is 3.0 because this Swagger UI cannot read 3.1."""
 
 import re
 from collections import defaultdict
@@ -80,7 +76,7 @@ class OpenAIError(msgspec.Struct):
 
 
 class TeiError(msgspec.Struct):
-    """The body of every other error."""
+    """The body of an error on all other routes."""
 
     error: str
     error_type: str
@@ -97,18 +93,18 @@ ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "te
 
 @dataclass(frozen=True)
 class Route:
-    """The bodies of a handler's requests and responses.
+    """A handler, and the bodies of its requests and responses.
 
-    `response` is a type for JSON, a media type for anything else, or None. A tuple lists the
-    types of which a body has one: msgspec has no union of Structs without a tag.
+    `request` and `response` are types for JSON, or None for no body; `response` may be another
+    media type. A tuple lists alternative types: msgspec has no union of Structs without a tag.
     """
 
     endpoint: str  # `<blueprint>.<handler>`; the handler's decorators have the paths
     summary: str
     request: Any = None
     response: Any = None
-    octets: bool = False  # also answers raw bytes
-    query: tuple[str, ...] = ()  # the names of parameters after `?`
+    octets: bool = False  # whether it also answers raw bytes
+    query: tuple[str, ...] = ()  # names of query parameters
 
 
 VECTORS = list[list[float]]
@@ -185,10 +181,10 @@ ROUTES = (
 
 
 def document(rules: Iterable[Rule]) -> dict:
-    """Build the OpenAPI document of ROUTES, as values for JSON.
+    """Build the OpenAPI document of ROUTES, as plain values for JSON.
 
-    `rules` are the URL rules of the app. They give each endpoint in ROUTES its paths and methods;
-    rules of other endpoints are left out, and so are endpoints without a rule.
+    `rules` are the URL rules of the app, which give each endpoint in ROUTES its paths and methods.
+    Rules of other endpoints, and endpoints without a rule, are left out.
     """
     bodies = [body for route in ROUTES for body in (route.request, route.response)]
     kinds = [kind for body in bodies if not isinstance(body, str) for kind in _kinds(body)]
@@ -196,7 +192,7 @@ def document(rules: Iterable[Rule]) -> dict:
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    # Without the fields that a body may have only with values without effect.
+    # Leave out the fields that a body may only have with values that have no effect.
     fields, _ = unserved(ModelRequest)
     for schema in components.values():
         properties = schema.get("properties", {})
@@ -204,8 +200,8 @@ def document(rules: Iterable[Rule]) -> dict:
             if properties.get(name) == {"default": None}:
                 del properties[name]
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
-    # Each endpoint's paths and methods in the order of its decorators: the rules have the reverse
-    # order, because Python applies the last decorator first.
+    # Each endpoint's paths and methods in the order of its decorators. Python applies the last
+    # decorator first, so the rules are in reverse order.
     operations: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for rule in reversed(list(rules)):
         path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
@@ -248,16 +244,16 @@ def as_openapi_3_0(schema: Any) -> Any:
 
 
 def _kinds(body: Any) -> tuple:
-    """The types that a body may have."""
+    """Return the alternative types of a body; empty for no body."""
     if body is None:
         return ()
     return body if isinstance(body, tuple) else (body,)
 
 
 def _schema(body: Any, schemas: dict[str, dict]) -> dict:
-    """The schema of a body; `schemas` are the schemas by name of the type."""
-    found = [schemas[str(kind)] for kind in _kinds(body)]
-    return {"schema": found[0] if len(found) == 1 else {"anyOf": found}}
+    """Return the schema of a body. `schemas` has the schema of each type by the type's name."""
+    alternatives = [schemas[str(kind)] for kind in _kinds(body)]
+    return {"schema": alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}}
 
 
 def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
@@ -305,13 +301,13 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
 
 @blueprint.get("/docs")
 async def page() -> Response:
-    """The page; its links are relative so that it works behind a path prefix."""
+    """Return the Swagger UI page. Its relative links work behind a path prefix."""
     return page_response(PAGE, files=True)
 
 
 @blueprint.get("/docs/<name>")
 async def asset(name: str) -> Response:
-    """One of the three files the page needs."""
+    """Return one of the files that the page loads. Raises NotFound for any other name."""
     if name not in ASSETS:
         raise NotFound
     headers = {"Cache-Control": "max-age=86400"}
@@ -321,7 +317,7 @@ async def asset(name: str) -> Response:
 @blueprint.get("/openapi.json")
 @blueprint.get("/api-doc/openapi.json")
 async def openapi() -> Response:
-    """The document, made once."""
+    """Return the OpenAPI document."""
     return json_response(_document())
 
 
@@ -332,4 +328,5 @@ def _read(name: str) -> bytes:
 
 @cache
 def _document() -> bytes:
+    """Build the document of the current app, once, as JSON."""
     return orjson.dumps(document(current_app.url_map.iter_rules()))

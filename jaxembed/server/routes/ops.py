@@ -1,5 +1,5 @@
-"""What operators and probes ask: health, metrics, the models and their limits. Never waits for a
-device."""
+"""Routes for operators and probes: health, metrics, and the models with their limits. No handler
+waits for a device."""
 
 import time
 from collections.abc import Collection
@@ -29,50 +29,51 @@ blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-# The others are spelled as sentence-transformers does.
+# TEI's names of poolings, where they differ from those of sentence-transformers.
 TEI_POOLING_NAMES = {"lasttoken": "last_token"}
 MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
 
 
 class QueueStats(msgspec.Struct):
-    """The work that waits for one model, as Infinity's clients read it."""
+    """The queue of one model, as Infinity's clients read it."""
 
     queue_absolute: int  # inputs that wait for a batch
-    queue_fraction: float  # of the most that may be admitted
+    queue_fraction: float  # queue_absolute / maximum of admitted inputs
 
 
 class ServedModel(msgspec.Struct):
-    """One served name. Of a model that was never in memory only that is known."""
+    """A served name. `task`, `capabilities` and `outputs` are known once its model was loaded,
+    `max_model_len` and `stats` while the model is in memory."""
 
     id: str
     created: int
     loaded: bool  # whether it is in memory
-    max_model_len: int | None = None  # while it is
+    max_model_len: int | None = None  # tokens
     task: Task | None = None
-    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # in Infinity's words
-    outputs: tuple[OutputName, ...] = ()  # of an embedding model: how a text may be represented
+    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # as Infinity names them
+    outputs: tuple[OutputName, ...] = ()  # of an embedding model
     stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
-    parent: str | msgspec.UnsetType = msgspec.UNSET  # the name of an adapter's model
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: the name of its model
     object: Literal["model"] = "model"
     owned_by: str | msgspec.UnsetType = "jaxembed"
 
 
 class ModelList(msgspec.Struct):
-    """The names this server answers to."""
+    """The served names that the request may use."""
 
     data: list[ServedModel]
     object: Literal["list"] = "list"
 
 
 class Health(msgspec.Struct):
-    """The time on the server's clock, which Infinity's client reads."""
+    """The time of the server's clock, which Infinity's client reads."""
 
     unix: float  # seconds since 1970
 
 
 class Info(msgspec.Struct):
-    """One model and its limits. `jaxembed` has the fields that TEI lacks, and with several models a
-    list of them all."""
+    """One model and its limits, with the fields of TEI. `jaxembed` has further fields; with several
+    models in memory it lists all of them."""
 
     model_id: str
     model_sha: str | None
@@ -94,30 +95,32 @@ class Info(msgspec.Struct):
 
 @blueprint.get("/")
 async def probe() -> Response:
-    """200 while every model answers. A browser is led to the page, where there is one."""
+    """Answer 200 if every model is healthy, and redirect browsers to the playground if it is on.
+    Raises Unhealthy otherwise."""
     _check_health()
     return lead_browsers() or Response(b"")
 
 
 @blueprint.get("/ping")
 async def ping() -> Response:
-    """200 while every model answers, for SageMaker."""
+    """Answer 200 if every model is healthy, for SageMaker. Raises Unhealthy otherwise."""
     _check_health()
     return Response(b"")
 
 
 @blueprint.get("/health")
 async def health() -> Response:
-    """200 while every model answers, with a body for Infinity's client."""
+    """Answer 200 with a body for Infinity's client if every model is healthy, else raise
+    Unhealthy."""
     _check_health()
     return json_response(msgspec.json.encode(Health(time.time())))
 
 
 @blueprint.get("/livez")
 async def livez() -> Response:
-    """200 while the process can do work, or will. 503 when no device of a model returns from its
-    call: a thread in native code cannot be stopped, so whoever supervises the process must end it.
-    """
+    """Answer 200 unless a model is stuck: none of its devices returns from its call. Then it raises
+    Unhealthy, and a supervisor must end the process, because a thread in native code cannot be
+    stopped."""
     if current_service().models.stuck:
         raise Unhealthy("stuck in a device call that does not return: end this process")
     return Response(b"")
@@ -125,7 +128,8 @@ async def livez() -> Response:
 
 @blueprint.get("/ready")
 async def ready() -> Response:
-    """200 while traffic should come here: warm, healthy and not shutting down."""
+    """Answer 200 if the server should get traffic: it is warm, healthy and not shutting down.
+    Raises Unhealthy otherwise."""
     models = current_service().models
     if models.draining or any(loaded.draining for loaded in models):
         raise Unhealthy("not ready: shutting down")
@@ -138,35 +142,40 @@ async def ready() -> Response:
 
 @blueprint.get("/v1/models")
 async def list_models() -> Response:
-    """Every served name that the request may use."""
+    """List the served names that the request may use."""
     return _list_models("jaxembed")
 
 
 @blueprint.get("/models")
 async def list_models_unprefixed() -> Response:
-    """As /v1/models without `owned_by`: Infinity's client fails on an owner other than its own."""
+    """List the served names without `owned_by`, because Infinity's client fails on any owner but
+    its own."""
     return _list_models(msgspec.UNSET)
 
 
 def _list_models(owner: str | msgspec.UnsetType) -> Response:
+    """Return a ModelList. UNSET as `owner` leaves `owned_by` out."""
     models, permitted = current_service().models, check_name(None)
-    listed = [_model(name, models, permitted) for name in models.names_among(permitted)]
-    for one in listed:
-        one.owned_by = owner
+    listed = [_describe_name(name, models, permitted) for name in models.names_among(permitted)]
+    for item in listed:
+        item.owned_by = owner
     return json_response(msgspec.json.encode(ModelList(listed)))
 
 
 @blueprint.get("/v1/models/<model:name>")
 async def model(name: str) -> Response:
-    """One served name."""
-    found = _model(name, current_service().models, check_name(name))
-    return json_response(msgspec.json.encode(found))
+    """Describe one served name. Raises Forbidden and UnknownModel."""
+    described = _describe_name(name, current_service().models, check_name(name))
+    return json_response(msgspec.json.encode(described))
 
 
 @blueprint.get("/info")
 async def info() -> Response:
-    """The answer for the model named in `?model=`, or for the first, beside those with a permitted
-    name if not all are. With `?verbose` it has the speed of every model under `jaxembed.doctor`."""
+    """Describe the model named in `?model=`, or the first one in memory that the request may use.
+    `?verbose` adds facts about the speed of every model, as `jaxembed.doctor`.
+
+    Raises Forbidden, UnknownModel, and ModelUnavailable if the model is not in memory.
+    """
     service = current_service()
     models, name = service.models, request.args.get("model")
     permitted = check_name(name)
@@ -187,27 +196,26 @@ async def info() -> Response:
         id2label = {str(i): label for i, label in enumerate(spec.labels)}
         label2id = {label: i for i, label in enumerate(spec.labels)}
         model_type = {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
-    shown = {models.name_of(one, permitted): one for one in models.among(permitted)}
-    more = loaded.describe()
-    # The most bytes that clients can make the process take, without connections: the memory of
-    # requests and that of tokenizing.
-    tokenizing = sum(one.tokenizing_bytes for one in models)
-    more["accounted_bytes"] = models.capacity.max_bytes + tokenizing
-    more["connection_bytes"] = CONNECTION_BYTES
-    if len(shown) > 1:
-        more["models"] = [
+    visible = {models.name_of(model, permitted): model for model in models.among(permitted)}
+    details = loaded.describe()
+    # The most memory that clients can make the process use, without that of connections.
+    tokenizing = sum(model.tokenizing_bytes for model in models)
+    details["accounted_bytes"] = models.capacity.max_bytes + tokenizing
+    details["connection_bytes"] = CONNECTION_BYTES
+    if len(visible) > 1:
+        details["models"] = [
             {
                 "name": name,
-                "task": one.spec.task,
-                "dtype": one.dtype,
-                "max_input_length": one.max_input_tokens,
-                "max_batch_tokens": one.max_batch_tokens,
-                "max_batch_requests": one.config.max_batch_requests,
+                "task": model.spec.task,
+                "dtype": model.dtype,
+                "max_input_length": model.max_input_tokens,
+                "max_batch_tokens": model.max_batch_tokens,
+                "max_batch_requests": model.config.max_batch_requests,
             }
-            for name, one in shown.items()
+            for name, model in visible.items()
         ]
     if "verbose" in request.args:
-        more["doctor"] = examine(shown, service.history.window(shown))
+        details["doctor"] = examine(visible, service.history.window(visible))
     answer = Info(
         model_id=loaded.name,
         model_sha=spec.revision,
@@ -224,14 +232,14 @@ async def info() -> Response:
         version=__version__,
         sha=None,
         docker_label=None,
-        jaxembed=more,
+        jaxembed=details,
     )
     return json_response(msgspec.json.encode(answer))
 
 
 @metrics_blueprint.get("/metrics")
 async def metrics() -> Response:
-    """Every metric in the Prometheus text format: of the models, the keys and the process."""
+    """Return the metrics of models, keys, audit log and process in the Prometheus text format."""
     service = current_service()
     series = service.models.exposition()
     if service.keyring is not None or service.audit is not None:
@@ -245,20 +253,21 @@ def _check_health() -> None:
         raise Unhealthy("unhealthy")
 
 
-def _model(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
+def _describe_name(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
+    """Describe a served name. None as `permitted` permits all names. Raises UnknownModel."""
     known, adapter = models.named(name, permitted), models.adapter_of(name)
-    listed = ServedModel(id=name, created=0, loaded=known.residence is not None)
+    described = ServedModel(id=name, created=0, loaded=known.residence is not None)
     if known.spec is not None:
-        listed.task, listed.capabilities = known.spec.task, tasks_of(known.spec)
+        described.task, described.capabilities = known.spec.task, tasks_of(known.spec)
         if known.spec.task == "embed":
-            listed.outputs = known.spec.representations
+            described.outputs = known.spec.representations
         if known.takes_images:
-            listed.capabilities += ("image_embed",)
+            described.capabilities += ("image_embed",)
     if known.residence is not None:
         loaded = known.residence.loaded
         waiting = loaded.waiting
-        listed.max_model_len = loaded.max_input_tokens
-        listed.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)
+        described.max_model_len = loaded.max_input_tokens
+        described.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)
     if adapter:
-        listed.parent = name.removesuffix(f":{adapter}")
-    return listed
+        described.parent = name.removesuffix(f":{adapter}")
+    return described

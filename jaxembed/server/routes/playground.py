@@ -1,8 +1,7 @@
-"""GET /playground: a page to try the models in a browser; and how HTML pages are answered. It asks
-the other routes; knows no model.
+"""GET /playground: a page to try the models in a browser; and the responses of all HTML pages.
 
-The page is one file, which needs nothing else: the browser is told to run only the script and the
-style that are in it, and to connect to this server alone.
+The page is one file, whose script calls the other routes. A Content-Security-Policy tells the
+browser to run only the script and the style in the file, and to connect to this server alone.
 """
 
 import re
@@ -27,40 +26,40 @@ _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @blueprint.get("/playground")
 async def playground() -> Response:
-    """The page, for anybody: it holds no data, and its requests carry the key. Raises
-    PlaygroundOff."""
+    """Return the page. It needs no key, because it holds no data and its requests carry the key.
+    Raises PlaygroundOff."""
     if not is_on(current_service().config):
         raise PlaygroundOff("there is no page here; start the server with --playground to have it")
-    # the page makes no markup of texts
+    # the script never parses texts as HTML
     return page_response(_page(), "require-trusted-types-for 'script'", "trusted-types 'none'")
 
 
 def is_on(config: ServerConfig) -> bool:
-    """Whether there is a page: as the flag says, else where only this machine reaches the
-    server."""
+    """Return whether the page is served: as `config.playground` says, or if that is None, whether
+    the server listens on a loopback address."""
     return is_loopback(config.host) if config.playground is None else config.playground
 
 
 def lead_browsers() -> Response | None:
-    """The answer that leads a browser to the page, if there is one: what asks for HTML by name is a
-    browser. None for all others."""
+    """Return a redirect to the page for a browser; None if the page is off or the client is no
+    browser. A client whose `Accept` header names text/html counts as a browser."""
     if not is_on(current_service().config):
         return None
     if not any(kind == HTML and quality > 0 for kind, quality in request.accept_mimetypes):
         return None
-    # relative, so that it holds behind a path prefix
+    # relative, so that it works behind a path prefix
     return Response(b"", 302, headers={"Location": "playground", "Vary": "Accept"})
 
 
 @cache
 def _page() -> bytes:
-    """The page, read once."""
+    """Read the page, once."""
     return FILE.read_bytes()
 
 
 @cache
 def _policy(body: bytes, files: bool, *directives: str) -> str:
-    """The Content-Security-Policy of a page; the arguments are those of `page_response`."""
+    """Return the Content-Security-Policy of a page. The arguments are those of `page_response`."""
     sources = {"script": "", "style": "", "img": " data:"}
     for kind, text in _INLINE.findall(body):
         digest = b64encode(sha256(text).digest()).decode()
@@ -79,9 +78,12 @@ def _policy(body: bytes, files: bool, *directives: str) -> str:
 
 
 def page_response(body: bytes, *directives: str, files: bool = False) -> Response:
-    """The answer that shows an HTML page: the browser runs only the scripts and styles that are in
-    the page, or with `files` in files of this server too, asks this server alone, and shows the
-    page in no frame of another. `directives` are further ones of the page's policy."""
+    """Return a response with an HTML page and its Content-Security-Policy.
+
+    The browser runs the scripts and styles in the page, or with `files` also those in files of this
+    server. It connects to this server alone. No page may show this one in a frame. `directives` are
+    added to the policy.
+    """
     headers = {
         "Content-Security-Policy": _policy(body, files, *directives),
         "Referrer-Policy": "no-referrer",

@@ -1,11 +1,10 @@
-"""POST /v1/rerank in the words of Jina, or of Voyage, POST /classify in those of Infinity, and what
-the routes that rerank or classify share: the bodies to rerank, and lists of scores as JSON. Knows
-no tokens.
+"""POST /v1/rerank as Jina's or Voyage's API defines it, and POST /classify as Infinity's; also what
+all routes that rerank or classify share: the bodies to rerank, and lists of scores as JSON.
 
-Infinity, vLLM and Cohere's own client for its first version speak Jina's dialect, more or less. So
-do clients of Voyage, but for the answer, unless they say `top_k` or `truncation`: Jina's answer has
-the list of results under both names for them. Cohere takes the same body and gives the same
-results, in another answer. vLLM has a route /classify with another answer (`data[].probs`).
+Infinity, vLLM and Cohere's client for version 1 use nearly Jina's API. Cohere's routes and Voyage's
+API have the same body and results, but another response. A body with `top_k` or `truncation` gets
+Voyage's response. Any other body gets Jina's, which has the results also as `data`, where Voyage's
+clients read them.
 """
 
 import time
@@ -54,7 +53,8 @@ class Prediction(msgspec.Struct):
 
 class Document(TextOrImage, omit_defaults=True):
     """A document as an object: a text, or an image as a URL, a data URI or base64. Its other fields
-    are not read and do not come back. Raises ValueError for one that holds both or none."""
+    are ignored, and are not in the response. Raises ValueError for an object with both or
+    neither."""
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.image is None):
@@ -64,9 +64,9 @@ class Document(TextOrImage, omit_defaults=True):
 class RankingRequest(ModelRequest, kw_only=True):
     """The fields of every body to rerank.
 
-    Null or 0 as `top_n`, or Voyage's `top_k`, asks for all documents, as `max_tokens_per_doc` for
-    the model's own limit. `max_chunks_per_doc` over 1, or `long_documents` of "chunk", divides
-    documents that are too long.
+    `top_n`, or Voyage's `top_k`, limits the results; null or 0 asks for all. `max_tokens_per_doc`
+    truncates documents; null or 0 means the limit of the model. `max_chunks_per_doc` over 1, or
+    `long_documents` of chunk, divides documents over the limit into chunks; the best one counts.
     """
 
     query: str
@@ -84,10 +84,9 @@ class RankingRequest(ModelRequest, kw_only=True):
 
 
 class DocumentsRequest(RankingRequest, kw_only=True):
-    """The fields of Jina, Cohere, Voyage, Infinity and vLLM; `raw_scores`, `truncate` and
-    `instruction` on every route. Voyage says `truncation`. A number as `priority` and any `user`
-    change nothing.
-    """
+    """A body to rerank in the form that Jina, Cohere, Voyage, Infinity and vLLM share. Every route
+    that takes it has `raw_scores`, `truncate` (Voyage: `truncation`) and `instruction`. A number as
+    `priority`, and `user`, have no effect."""
 
     documents: list[str | Document]
     return_documents: bool | None = None
@@ -97,8 +96,8 @@ class DocumentsRequest(RankingRequest, kw_only=True):
 
 
 class BestChunk(msgspec.Struct):
-    """The part of a document that has its score: its number, its first character and the one after
-    its last. Only where documents may be divided."""
+    """The chunk of a document that has its score: its number, its first character, and the
+    character after its last. Present only if documents may be divided."""
 
     index: int
     start: int
@@ -106,7 +105,7 @@ class BestChunk(msgspec.Struct):
 
 
 class Result(msgspec.Struct, omit_defaults=True):
-    """A document's place in the request and its score; the document itself where asked for."""
+    """A document's index in the request and its score; also the document, if asked for."""
 
     index: int
     relevance_score: float
@@ -115,8 +114,8 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 
 class JinaResponse(msgspec.Struct):
-    """The best documents, best first; equal ones in the order they came. `data` is `results` again,
-    where clients of Voyage look for them."""
+    """The best documents, best first. Documents of equal score keep their order. `data` repeats
+    `results` for clients of Voyage."""
 
     results: list[Result]
     data: list[Result]
@@ -128,7 +127,7 @@ class JinaResponse(msgspec.Struct):
 
 
 class VoyageResult(msgspec.Struct, omit_defaults=True):
-    """A document's place in the request and its score; its text where asked for."""
+    """A document's index in the request and its score; also its text, if asked for."""
 
     index: int
     relevance_score: float
@@ -137,7 +136,7 @@ class VoyageResult(msgspec.Struct, omit_defaults=True):
 
 
 class VoyageResponse(msgspec.Struct):
-    """The best documents, best first; equal ones in the order they came."""
+    """The best documents, best first. Documents of equal score keep their order."""
 
     object: Literal["list"]
     data: list[VoyageResult]
@@ -147,7 +146,8 @@ class VoyageResponse(msgspec.Struct):
 
 @blueprint.post("/v1/rerank")
 async def rerank_jina() -> Response:
-    """Rank documents by how well they answer a query."""
+    """Rank documents. The response has Voyage's form for a body with `top_k` or `truncation`, else
+    Jina's."""
     with current_meter() as meter:
         body = await read_body_as(meter, DocumentsRequest)
         if (body.top_k, body.truncation) == (None, None):
@@ -159,7 +159,7 @@ async def rerank_jina() -> Response:
 
 
 async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
-    """The answer to one body, whichever route it came by."""
+    """Answer a body to rerank, from any route, in Jina's form."""
     answer, results = await rerank_documents(meter, body)
     rest = {
         "object": "rerank",
@@ -175,13 +175,17 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest, *, as_strings: bool = False
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
-    """The model's answer, and a function that gives the best documents as Results: at each call the
-    inside of a JSON list, in slices. With `as_strings` the document of a Result is its text."""
+    """Score the documents of a body. Returns the scores and a function; each call of it returns an
+    iterator over the best Results, as items of a JSON list in slices. With `as_strings` the
+    document of a Result is its text.
+
+    Raises the errors of InvalidInput, and as `Meter.find` and `score_documents`.
+    """
     if not body.documents:
         raise NoInputs("documents")
     sources = [item if isinstance(item, str) else item.source for item in body.documents]
-    texts = [one if isinstance(one, str) else "" for one in sources]
-    if body.return_documents and any(isinstance(one, ImageSource) for one in sources):
+    texts = [source if isinstance(source, str) else "" for source in sources]
+    if body.return_documents and any(isinstance(source, ImageSource) for source in sources):
         raise InvalidInput(
             "`return_documents` is for texts, and some documents are images; leave it out",
             field="return_documents",
@@ -192,10 +196,10 @@ async def rerank_documents(
     answer = await score_documents(meter, body.query, sources, options, field="documents")
 
     def result(i: int, score: np.float32) -> dict:
-        found = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
+        fields = {"index": i, "relevance_score": score, **chunk_of(answer, i)}
         if body.return_documents:
-            found["document"] = texts[i] if as_strings else {"text": texts[i]}
-        return found
+            fields["document"] = texts[i] if as_strings else {"text": texts[i]}
+        return fields
 
     results = partial(
         json_ranks,
@@ -210,8 +214,8 @@ async def rerank_documents(
 
 
 def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
-    """The options that a body asks for, and `more` fields of ScoreOptions. Raises InvalidInput for
-    a number out of range and for fields that contradict each other."""
+    """Return the ScoreOptions that a body asks for. `more` are further fields of ScoreOptions.
+    Raises InvalidInput for a number out of range and for fields that contradict each other."""
     for field in ("top_n", "top_k", "max_tokens_per_doc"):
         value = getattr(body, field)
         if value is not None and value < 0:
@@ -237,14 +241,15 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
 
 
 def most_results(body: RankingRequest) -> int | None:
-    """How many of the best results to answer; None for all. Raises InvalidInput if `top_n` and
-    `top_k` differ."""
-    (most,) = agreed(body, ("top_n", "top_k"))
-    return most
+    """Return the maximum number of results to answer; None is all. Raises InvalidInput if `top_n`
+    and `top_k` differ."""
+    (limit,) = agreed(body, ("top_n", "top_k"))
+    return limit
 
 
 def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
-    """The field of a result that says which chunk of its document counts, if any."""
+    """Return the field `chunk` in the result of a document, given its index; no field if documents
+    may not be divided."""
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
 
 
@@ -257,36 +262,40 @@ async def json_ranks(
     ties: Ties,
     top_n: int | None = None,
 ) -> AsyncIterator[bytes]:
-    """The inside of a JSON list, best first. `item` makes an object of an index and its score, a
-    numpy.float32; `texts` are the documents, if the objects hold them."""
-    found = answer.shown(raw_scores)[:, 0]
+    """Yield the items of a JSON list of the best documents, best first, in slices.
+
+    `item(index, score)` makes an object; `score` is a numpy.float32. `texts` are the documents, if
+    the objects contain them. `ties` says which of equal scores comes first.
+    """
+    scores = answer.shown(raw_scores)[:, 0]
     order = rank(answer.logits[:, 0], ties)[:top_n].tolist()
 
     def items(start: int, stop: int) -> list[dict]:
-        return [item(i, found[i]) for i in order[start:stop]]
+        return [item(i, scores[i]) for i in order[start:stop]]
 
     async for part in json_items(len(order), object_width(texts or ()), items):
         yield part
 
 
 async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
-    """The inside of a JSON list: for each input the list of its labels, best first."""
-    found, labels = answer.shown(raw_scores), answer.labels
+    """Yield the items of a JSON list in slices: for each input its labels with scores, best first.
+    `ties` says which of equal scores comes first."""
+    scores, labels = answer.shown(raw_scores), answer.labels
 
     def items(start: int, stop: int) -> list[list[dict]]:
         return [
-            [{"score": found[i, k], "label": labels[k]} for k in rank(answer.logits[i], ties)]
+            [{"score": scores[i, k], "label": labels[k]} for k in rank(answer.logits[i], ties)]
             for i in range(start, stop)
         ]
 
-    async for part in json_items(len(found), OBJECT_WIDTH * len(labels), items):
+    async for part in json_items(len(scores), OBJECT_WIDTH * len(labels), items):
         yield part
 
 
 class ClassifyRequest(ModelRequest, kw_only=True):
-    """A text, or a list of texts; an item of the list may be a pair, as a list of two.
+    """A request to classify a text, or a list of texts and pairs. A pair is a list of two texts.
 
-    Unlike in /predict, `["a", "b"]` are two texts.
+    `["a", "b"]` is two texts, whereas /predict takes it as one pair.
     """
 
     input: str | list[str | list[str]]
@@ -297,7 +306,7 @@ class ClassifyRequest(ModelRequest, kw_only=True):
 
 
 class ClassifyResponse(msgspec.Struct):
-    """For each input every label, best first, in a list even where there is one input."""
+    """For each input a list of every label with its score, best first."""
 
     data: list[list[Prediction]]
     object: Literal["classify"]
@@ -310,7 +319,7 @@ class ClassifyResponse(msgspec.Struct):
 @blueprint.post("/classify")
 @blueprint.post("/v1/classify")
 async def classify() -> Response:
-    """Every label of each input with its score. A reranker has one label."""
+    """Answer with every label of each input and its score. A reranker has one label."""
     with current_meter() as meter:
         body = await read_body_as(meter, ClassifyRequest)
         await meter.find(body.model, "classify")

@@ -1,9 +1,8 @@
-"""The routes of Text Embeddings Inference 1.9, its body for /rerank, and /embed_multi beside its
-/embed_sparse. Knows no devices.
+"""The routes of Text Embeddings Inference (TEI) 1.9, its body for /rerank, and /embed_multi, which
+TEI lacks.
 
-Unlike in TEI, which serves one model, each body may have a `model`. Bodies of routes that run the
-model may also have a `priority`. The route /rerank is in `cloud.py`, because clients send it Jina's
-body too.
+TEI serves one model; here each body may have a `model`, and bodies of routes that run the model may
+have a `priority`. The route /rerank is in `cloud.py`, because clients also send it Jina's body.
 """
 
 import asyncio
@@ -83,16 +82,16 @@ SIDES: dict[Direction | None, Literal["left", "right"]] = {
 }
 
 
-OTHER_ROUTES: dict[OutputName, str] = {  # than /embed, which answers dense vectors
+OTHER_ROUTES: dict[OutputName, str] = {  # for models without a dense output
     "sparse": "/embed_sparse",
     "multi_vector": "/embed_multi",
 }
 
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
-SLICE_TERMS = 2048  # terms that are written before other tasks run
-MOST_COUNTS = 4096  # characters of a header: clients and proxies refuse long ones
+SLICE_TERMS = 2048  # terms that are encoded before the event loop runs other tasks
+MOST_COUNTS = 4096  # characters of a header; clients and proxies refuse long ones
 
-# TEI's words, and theirs for the route that it lacks.
+# TEI's message, and one in its words for /embed_multi, which it lacks.
 REFUSALS: dict[OutputName, str] = {
     "sparse": "Model is not an embedding model with SPLADE pooling",
     "multi_vector": "Model is not an embedding model with several vectors for a text",
@@ -102,7 +101,7 @@ _ONE = "this route answers one output; /v1/embeddings and /embeddings take sever
 
 
 class InputsRequest(VectorsRequest, kw_only=True):
-    """The base of the bodies of TEI's form that are answered with vectors."""
+    """The base of the bodies in TEI's form that are answered with vectors."""
 
     inputs: Any
     truncate: bool | None = None
@@ -113,8 +112,8 @@ class InputsRequest(VectorsRequest, kw_only=True):
 
 
 class EmbedRequest(InputsRequest, kw_only=True):
-    """One input or a list of them; a list of integers is one input of token ids. Inputs may also
-    say their type, which images must."""
+    """The body of /embed: one input or a list of them. A list of integers is one input of token
+    ids. An input may be an object that names its type, which is required for images."""
 
     inputs: TypedInputs
     normalize: bool | None = None
@@ -122,7 +121,8 @@ class EmbedRequest(InputsRequest, kw_only=True):
 
 
 class EmbedAllRequest(InputsRequest, kw_only=True):
-    """The fields of /embed without `dimensions`: vectors are whole and not normalised."""
+    """The body of /embed_all: the fields of /embed without `dimensions`, because the vectors are
+    neither truncated nor normalised."""
 
     inputs: InputUnion
     normalize: Annotated[Any, Unserved("vectors of tokens are not normalised", (False,))] = None
@@ -136,7 +136,7 @@ class SimilarityInputs(msgspec.Struct):
 
 
 class SimilarityParameters(ModelRequest, kw_only=True):
-    """Settings of how the texts are tokenized."""
+    """Options for how the texts are tokenized."""
 
     truncate: bool | None = None
     truncation_direction: Direction | None = None
@@ -144,7 +144,7 @@ class SimilarityParameters(ModelRequest, kw_only=True):
 
 
 class SimilarityRequest(ModelRequest, kw_only=True):
-    """A request for the similarity of the source with each sentence."""
+    """A request for the similarity of the source sentence to each other sentence."""
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
@@ -153,7 +153,7 @@ class SimilarityRequest(ModelRequest, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct):
-    """Texts only: token ids are refused."""
+    """The body of /tokenize: one text or a list of texts."""
 
     inputs: str | list[str]
     add_special_tokens: bool | None = None
@@ -162,7 +162,8 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """`start` and `stop` are byte offsets into the prompted text, null for special tokens."""
+    """A token of a text. `start` and `stop` are byte offsets into the text with its prompt; special
+    tokens have null."""
 
     id: int
     text: str
@@ -172,8 +173,8 @@ class Token(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """One sequence of token ids, or a list of them. `prompt_name` names the route that they are
-    of, of a model with several."""
+    """The body of /decode: one sequence of token ids, or a list of them. For a model with several
+    routes `prompt_name` names the route whose tokenizer gave the ids."""
 
     ids: list[TokenId | list[TokenId]]
     skip_special_tokens: bool | None = None
@@ -182,8 +183,8 @@ class DecodeRequest(msgspec.Struct):
 
 
 class RerankRequest(RankingRequest, kw_only=True):
-    """A query, and the texts to rank by how well they answer it. TEI has `truncate`,
-    `truncation_direction`, `raw_scores` and `return_text` of the other fields."""
+    """A query, and the texts to rank by how well they answer it. Of the optional fields TEI has
+    `truncate`, `truncation_direction`, `raw_scores` and `return_text`."""
 
     texts: list[str]
     return_documents: Annotated[Any, _RETURN_TEXT] = None
@@ -193,7 +194,7 @@ class RerankRequest(RankingRequest, kw_only=True):
 
 
 class Rank(msgspec.Struct, omit_defaults=True):
-    """A text's place in the request and its score; the text itself where asked for."""
+    """A text's index in the request and its score; also the text, if asked for."""
 
     index: int
     score: float
@@ -202,8 +203,8 @@ class Rank(msgspec.Struct, omit_defaults=True):
 
 
 class PredictRequest(ModelRequest, kw_only=True):
-    """`"a"` and `["a"]` are one text, `["a", "b"]` is one pair, and `[["a"], ["b", "c"]]` a batch
-    of a text and a pair. An empty list is refused as an empty input."""
+    """The body of /predict: `"a"` and `["a"]` are one text, `["a", "b"]` is one pair, and `[["a"],
+    ["b", "c"]]` is a batch of a text and a pair. An empty list is refused as an empty input."""
 
     inputs: str | list[str | list[str]]
     truncate: bool | None = None
@@ -224,7 +225,7 @@ async def embed() -> Response:
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
-    """Answer with one vector per token, before pooling; special tokens have one too."""
+    """Answer with one vector per token, special tokens included: its state before pooling."""
     with current_meter() as meter:
         body = await read_body_as(meter, EmbedAllRequest)
         await meter.find(body.model, "embed")
@@ -245,7 +246,7 @@ async def embed_all() -> Response:
 
 @blueprint.post("/similarity")
 async def similarities() -> Response:
-    """Answer with the similarity of the source with each sentence."""
+    """Answer with the similarity of the source sentence to each other sentence."""
     with current_meter() as meter:
         body = await read_body_as(meter, SimilarityRequest)
         parameters = body.parameters or SimilarityParameters()
@@ -256,11 +257,11 @@ async def similarities() -> Response:
             priority=priority_of(body.priority),
         )
         await meter.find(body.model, "embed")
-        wanted = body.inputs
-        if not wanted.sentences:
+        texts = body.inputs
+        if not texts.sentences:
             raise NoInputs("inputs.sentences")
         # As in TEI, the limit on the batch size counts the source too.
-        inputs = read_inputs([wanted.source_sentence, *wanted.sentences], field="inputs")
+        inputs = read_inputs([texts.source_sentence, *texts.sentences], field="inputs")
         answer, scores = await compare_texts(meter, inputs, options)
         response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
         return meter.stamp(response, answer)
@@ -268,7 +269,7 @@ async def similarities() -> Response:
 
 @blueprint.post("/tokenize")
 async def tokenize() -> Response:
-    """Answer with the tokens of each text and their byte offsets. Nothing is truncated."""
+    """Answer with the tokens of each text and their byte offsets. No text is truncated."""
     with current_meter() as meter:
         body = await read_body_as(meter, TokenizeRequest)
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
@@ -311,16 +312,16 @@ async def decode_ids() -> Response:
 
 @blueprint.post("/predict")
 async def predict() -> Response:
-    """Every label of each input with its score, best first. A reranker has one label."""
+    """Answer with every label of each input and its score, best first. A reranker has one label."""
     with current_meter() as meter:
         return await answer_predict(meter, await read_body_as(meter, PredictRequest))
 
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
-    """The response to a body of /embed; other routes take such bodies too.
+    """Answer a body of /embed, from any route. With `octets` the vectors are raw bytes, else JSON.
 
-    With `octets` the vectors are raw bytes, otherwise JSON. Raises WrongTask, which names another
-    route, for a model without a dense output.
+    Raises InvalidInput, WrongTask, which names another route, for a model without a dense output,
+    and as `Meter.find` and `embed_inputs`.
     """
 
     loaded = await meter.find(body.model, "embed", DENSE)
@@ -331,15 +332,15 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
             f"{loaded.name} gives no dense output, only {primary}, which "
             f"{OTHER_ROUTES[primary]} answers"
         )
-    largest = loaded.spec.dim
-    if dimensions == 0:  # in TEI's words, as the next one; OpenAI's route accepts it
+    max_dimensions = loaded.spec.dim
+    if dimensions == 0:  # TEI's message, as the next one; /v1/embeddings accepts 0
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
         )
-    if dimensions is not None and dimensions > largest:
+    if dimensions is not None and dimensions > max_dimensions:
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding "
-            f"dimension. Wanted: {largest} or less. Given: {dimensions}",
+            f"dimension. Wanted: {max_dimensions} or less. Given: {dimensions}",
             field="dimensions",
         )
     options = EncodeOptions(
@@ -358,8 +359,8 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
-    """The answer to one TEI body for /rerank: best first, and of equal texts the last first, as in
-    TEI."""
+    """Answer a body of /rerank in TEI's form: best first, and of equal scores the last text first,
+    as TEI does. Raises NoInputs, and as `Meter.find` and `score_documents`."""
     texts = body.texts
     if not texts:
         raise NoInputs("texts")
@@ -389,7 +390,8 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
 
 
 async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
-    """The answer to one /predict body, whichever route it came by."""
+    """Answer a body of /predict, from any route. Raises InvalidInput for a list that mixes texts
+    and lists, and as `Meter.find` and `score_inputs`."""
     await meter.find(body.model, "classify")
     raw = body.inputs
     texts = [raw] if isinstance(raw, str) else [item for item in raw if isinstance(item, str)]
@@ -412,7 +414,8 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
 
 
 class EmbedSparseRequest(ModelRequest, kw_only=True):
-    """TEI's fields, `input_type`, and how many terms are answered and how."""
+    """The body of /embed_sparse. `max_active_dims` limits the number of terms of an input, and
+    `return_tokens` adds the terms themselves."""
 
     inputs: InputUnion
     outputs: Annotated[Any, Unserved(_ONE, (["sparse"],))] = None
@@ -427,7 +430,8 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
 
 
 class EmbedMultiRequest(InputsRequest, kw_only=True):
-    """The fields of /embed, and `input_type`: queries and documents may be treated differently."""
+    """The body of /embed_multi: the fields of /embed without `normalize`, and `input_type`, because
+    models may treat queries and documents differently."""
 
     inputs: TypedInputs
     outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
@@ -436,7 +440,7 @@ class EmbedMultiRequest(InputsRequest, kw_only=True):
 
 
 class Term(msgspec.Struct, omit_defaults=True):
-    """The number of a term in the vocabulary and its weight; the term itself where asked for."""
+    """The number of a term in the vocabulary and its weight; also the term itself, if asked for."""
 
     index: int
     value: float
@@ -445,7 +449,7 @@ class Term(msgspec.Struct, omit_defaults=True):
 
 @blueprint.post("/embed_sparse")
 async def embed_sparse() -> Response:
-    """Answer with the weights of each input's terms, those that are not zero, by their index."""
+    """Answer with the weights of each input's terms that are not zero, by term number."""
     with current_meter() as meter:
         return await answer_sparse(meter, await read_body_as(meter, EmbedSparseRequest))
 
@@ -459,7 +463,8 @@ async def embed_multi() -> Response:
 
 
 async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
-    """The response to a body of /embed_sparse, whichever route it came by."""
+    """Answer a body of /embed_sparse, from any route. Raises WrongTask for a model without this
+    output, and as `Meter.find` and `embed_inputs`."""
     intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
     answer = await embed_inputs(meter, inputs, intent)
     names = meter.loaded.tokenized_by(meter.route).term_names if body.return_tokens else None
@@ -467,7 +472,8 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
 
 
 async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
-    """The response to a body of /embed_multi, whichever route it came by, as `answer_embed`."""
+    """Answer a body of /embed_multi, from any route; with `octets` as raw bytes. Raises as
+    `answer_sparse`, and InvalidInput if the header of raw bytes is too long."""
     intent, inputs = await _accept(
         meter, body, "multi_vector", asked_dtype(body), dimensions=body.dimensions or None
     )
@@ -482,13 +488,13 @@ async def _accept(
     dtype: EmbeddingDtype | None = None,
     **options: Any,
 ) -> tuple[Intent, RequestInputs]:
-    """The inputs, accepted by the model of a body, and what the body asks of it: the one output.
-    Raises WrongTask for a model that does not give it."""
+    """Find the model of a body and read its inputs. Returns what is asked of the model, and the
+    inputs. `output` is the one output to compute. Raises WrongTask for a model without it."""
     loaded = await meter.find(body.model, "embed", {output})
     inputs = read_inputs(body.inputs, field="inputs")
     if output not in loaded.spec.representations:
         raise WrongTask(REFUSALS[output])
-    asked = EncodeOptions(
+    encode_options = EncodeOptions(
         outputs=frozenset({output}),
         prompt_name=body.prompt_name,
         truncate=body.truncate,
@@ -496,11 +502,12 @@ async def _accept(
         priority=priority_of(body.priority),
         **options,
     )
-    return accept(meter, inputs, Asked(asked, purposes_of(body), dtype=dtype)), inputs
+    return accept(meter, inputs, Asked(encode_options, purposes_of(body), dtype=dtype)), inputs
 
 
 async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
-    """A list of Terms for each input, in slices; a long list is divided."""
+    """Yield a JSON list with a list of Terms for each input, in slices, between which other tasks
+    run. `names` gives the terms themselves; None leaves them out."""
     sparse, parts, count = answer.sparse, [b"["], 0
     for number, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
         parts.append(b",[" if number else b"[")
@@ -518,7 +525,7 @@ async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[b
 
 
 def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None) -> bytes:
-    """The inside of a list of Terms, one or more, written without a dict for each."""
+    """Encode the items of a list of one or more Terms, without making a dict for each."""
     numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
     pairs = zip(indices.tolist(), numbers, strict=True)
     if names is None:
@@ -529,8 +536,9 @@ def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None
 
 
 async def _matrices(answer: Embeddings, *, octets: bool) -> Response:
-    """The vectors of each input as JSON, or with `octets` the bytes of all, row after row, with the
-    numbers of rows and the width in a header."""
+    """Encode the vectors of each input as JSON, or with `octets` as raw bytes, row after row. The
+    header x-embedding-shape of raw bytes has the number of rows of each input, and the width:
+    `3,5;128`. Raises InvalidInput if it is too long."""
     vectors = answer.multi_vector
     if not octets:
         return await json_stream(json_matrices(vectors))

@@ -1,7 +1,8 @@
-"""The routes that load models and take them out of memory, as Triton has them, and the one that
-moves an alias from a model to another.
+"""The routes that load and unload models, as in Triton's model repository API, and routes that move
+and drop aliases.
 
-A name must be one that the operator has named: nothing is loaded by a path or a URL.
+A request names a model by a name that the operator has configured. Nothing is loaded by a path or a
+URL.
 """
 
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from jaxembed.server.service import current_service
 blueprint = Blueprint("repository", __name__)
 blueprint.before_request(access.check_admin_key)
 
-VERSION_DIGITS = 12  # of the content hash of a checkpoint
+VERSION_DIGITS = 12  # hexadecimal, of the content hash
 
 Body = TypeVar("Body")
 
@@ -41,32 +42,32 @@ class IndexRequest(msgspec.Struct):
 
 
 class IndexedModel(msgspec.Struct):
-    """One model by one of its names; `version` is the beginning of its checkpoint's content hash,
-    and empty until it was loaded once."""
+    """A model under one of its names. `version` is the beginning of its checkpoint's content hash;
+    it is empty until the model was loaded once."""
 
     name: str
     version: str
     state: State
     reason: str
     pinned: bool
-    bytes: int  # of memory; 0 while it is in none
+    bytes: int  # of memory; 0 if it is not loaded
 
 
 class LoadRequest(msgspec.Struct):
-    """How to load a model. `pinned`: never take it out of memory to make room."""
+    """Options to load or unload a model. `pinned`: never evict it to make room."""
 
     parameters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class AliasRequest(msgspec.Struct):
-    """The model that an alias names from now on."""
+    """The model that an alias shall name."""
 
     model: str
 
 
 @blueprint.post("/v2/repository/index")
 async def index() -> Response:
-    """Every model by every name, and whether it is in memory."""
+    """List every model under every name, and its state."""
     body, pool = await _body(IndexRequest), current_service().pool
     models = pool.models
     if models.changes:
@@ -74,13 +75,14 @@ async def index() -> Response:
     listed = [
         _indexed(pool, name, known) for known in models.known for name in models.names_of(known)
     ]
-    wanted = [one for one in listed if one.state == "READY" or not body.ready]
+    wanted = [item for item in listed if item.state == "READY" or not body.ready]
     return json_response(msgspec.json.encode(wanted))
 
 
 @blueprint.post("/v2/repository/models/<model:name>/load")
 async def load(name: str) -> Response:
-    """Load a model, and answer when it has answered."""
+    """Load a model and wait until it has answered a probe. Raises LoadFailed, BadField, and as
+    `_known`."""
     body, pool = await _body(LoadRequest), current_service().pool
     pinned = _flag(body.parameters, "pinned")
     known = _known(pool.models, name)
@@ -93,7 +95,8 @@ async def load(name: str) -> Response:
 
 @blueprint.post("/v2/repository/models/<model:name>/unload")
 async def unload(name: str) -> Response:
-    """Take a model out of memory, and answer when it is freed. The next request loads it again."""
+    """Evict a model and wait until its memory is freed; the next request loads it again. Raises as
+    `_known`, and BadField."""
     body, pool = await _body(LoadRequest), current_service().pool
     _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
     known = _known(pool.models, name)
@@ -103,7 +106,8 @@ async def unload(name: str) -> Response:
 
 @blueprint.put("/v2/repository/aliases/<model:alias>")
 async def alias(alias: str) -> Response:
-    """Move a name to another model, which is loaded first."""
+    """Load a model and let the alias name it. Raises LoadFailed, InvalidInput for a name that
+    cannot be an alias, and as `_known`."""
     body, pool = await _body(AliasRequest), current_service().pool
     known = _known(pool.models, body.model)
     try:
@@ -115,7 +119,8 @@ async def alias(alias: str) -> Response:
 
 @blueprint.delete("/v2/repository/aliases/<model:alias>")
 async def drop_alias(alias: str) -> Response:
-    """Forget a name that a model has beside its own. The answer has the model by another name."""
+    """Remove an alias. The response has the model under another of its names. Raises UnknownModel,
+    and InvalidInput for a model's own or only name."""
     pool = current_service().pool
     note_model(alias)
     known = pool.models.drop_alias(alias)
@@ -123,13 +128,15 @@ async def drop_alias(alias: str) -> Response:
 
 
 async def _body(kind: type[Body]) -> Body:
-    """The body as `kind`. Triton's clients do not declare it, and send an empty one for none."""
+    """Decode the body as `kind`. Triton's clients send no Content-Type, and without options no
+    body."""
     data = await read_body(current_service().config.payload_limit, may_be_undeclared=True)
     return await decode(data or bytearray(b"{}"), kind, check_count)
 
 
 def _known(models: Models, name: str) -> KnownModel:
-    """The model of a name, which may not be that of an adapter, noted for the audit log."""
+    """Return the model with this name, and note the name for the audit log. Raises ShuttingDown,
+    UnknownModel, and InvalidInput for the name of an adapter."""
     note_model(name)
     if models.draining:
         raise ShuttingDown("the server is shutting down", retry_after_s=5)
@@ -140,6 +147,7 @@ def _known(models: Models, name: str) -> KnownModel:
 
 
 def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
+    """Describe a model under one of its names."""
     state, reason = pool.state(known)
     version = known.spec.content_hash[:VERSION_DIGITS] if known.spec else ""
     taken = known.residence.loaded.resident_bytes if known.residence else 0
@@ -147,8 +155,9 @@ def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
 
 
 def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
-    """The one parameter that is served. Raises BadField for others, Triton's `config` and files
-    among them: a model is loaded as the flags of the server say."""
+    """Return the parameter `flag`, None if it is not sent. Raises BadField unless it is a boolean,
+    and for any other parameter, such as Triton's `config`: the server's flags say how to load a
+    model."""
     for parameter, value in parameters.items():
         if parameter != flag:
             raise BadField(f"`parameters.{parameter}` is not served; wanted only `{flag}`")

@@ -1,8 +1,8 @@
-"""The routes in the words of Voyage that embed. Knows JSON and no tokens.
+"""POST /v1/contextualizedembeddings and POST /v1/multimodalembeddings, as Voyage's API defines
+them.
 
-POST /v1/contextualizedembeddings gives a vector of each chunk of some documents, which knows the
-whole of its document (late chunking). The inputs of /v1/multimodalembeddings have parts, each a
-text or an image.
+The first gives a vector for each chunk of some documents, computed in the context of the whole
+document (late chunking). The inputs of the second have parts, each a text or an image.
 """
 
 import asyncio
@@ -57,17 +57,17 @@ from jaxembed.server.pipeline.fields import (
 
 blueprint = Blueprint("voyage", __name__)
 
-DEFAULT_CHUNK = 512  # tokens, as Voyage's service has it
+DEFAULT_CHUNK = 512  # tokens, the default of Voyage's service
 
 
 class ContextualizedRequest(FormattedRequest, kw_only=True):
     """Voyage's fields, and `truncate`, `prompt_name`, `normalize`, `dimensions` and `priority` as
     at /v1/embeddings.
 
-    Each of the `inputs` is a document: the list of its chunks. With `enable_auto_chunking` it is
-    one string, alone or in a list, that is divided into chunks of `chunk_size` tokens, of which
-    each shares `chunk_overlap` with the one before. With an `input_type` of query it may be one
-    string too.
+    An item of `inputs` is a document: the list of its chunks. With `enable_auto_chunking` a
+    document is one string, alone or in a list, that is divided into chunks of `chunk_size` tokens;
+    neighbouring chunks share `chunk_overlap` tokens. With an `input_type` of query it may be one
+    string, too.
     """
 
     inputs: list[str | list[str]]
@@ -86,8 +86,8 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
 
 
 class ContextualizedEmbedding(msgspec.Struct, omit_defaults=True):
-    """The vector of a chunk: a list of numbers, or base64 of their little-endian bytes; and its
-    text where the server chose it."""
+    """The vector of a chunk: a list of numbers, or base64 of their little-endian bytes. `text` is
+    the text of the chunk, if the server divided the document."""
 
     object: Literal["embedding"]
     embedding: list[float] | str
@@ -114,7 +114,7 @@ class ContextualizedResponse(msgspec.Struct):
 
 class MultimodalRequest(VectorsRequest, kw_only=True):
     """Voyage's fields, and `prompt_name`, `normalize` and `priority` as at /v1/embeddings. An input
-    is one image, or texts, which are lines of one."""
+    is one image, or texts, which are joined by line breaks."""
 
     inputs: list[Content]
     model: str | None = None
@@ -129,7 +129,7 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
 
 
 class MultimodalUsage(msgspec.Struct):
-    """The tokens of texts that were really run, and the pixels of the images as they came."""
+    """The number of text tokens that ran, and of pixels of the images before resizing."""
 
     text_tokens: int
     image_pixels: int
@@ -156,7 +156,7 @@ class MultimodalResponse(msgspec.Struct):
 
 @blueprint.post("/v1/contextualizedembeddings")
 async def contextualized_embeddings() -> Response:
-    """Answer with a vector of each chunk."""
+    """Answer with a vector for each chunk."""
     with current_meter() as meter:
         body = await read_body_as(meter, ContextualizedRequest)
         await meter.find(body.model, "embed", DENSE)
@@ -192,9 +192,9 @@ async def embed_multimodal() -> Response:
         dtype, field = asked_dtype(body), "output_dimension"
         await meter.find(body.model, "embed", DENSE)
         places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
-        sources = map(only_part, (one.content for one in body.inputs), places)
+        sources = map(only_part, (item.content for item in body.inputs), places)
         inputs = read_inputs(list(sources), "inputs")
-        options = EncodeOptions(  # the answer has no place for other outputs
+        options = EncodeOptions(  # for dense vectors, the only output of this route
             prompt_name=body.prompt_name,
             truncate=body.truncation,
             dimensions=body.output_dimension or None,
@@ -209,14 +209,14 @@ async def embed_multimodal() -> Response:
 
 
 def _read_documents(body: ContextualizedRequest) -> RequestChunks:
-    """The documents of a body. Raises InvalidInput for those of another form than the other fields
-    say, EmptyInput and BatchTooLarge."""
+    """Read the documents of a body. Raises InvalidInput if their form does not fit the other
+    fields, EmptyInput, BatchTooLarge and RequestTooLarge."""
     if not body.inputs:
         raise EmptyInput("inputs")
-    check_batch(sum(1 if isinstance(one, str) else len(one) for one in body.inputs))
+    check_batch(sum(1 if isinstance(document, str) else len(document) for document in body.inputs))
     documents = [_chunks(body, index) for index in range(len(body.inputs))]
-    is_nested = [isinstance(one, list) for one in body.inputs]
-    size = None  # of the chunks that documents are divided into, if they do not come in chunks
+    is_nested = [isinstance(document, list) for document in body.inputs]
+    size = None  # of chunks; None: the documents come in chunks
     if body.enable_auto_chunking:
         tokens = DEFAULT_CHUNK if body.chunk_size is None else body.chunk_size
         size = ChunkSize(tokens, body.chunk_overlap or 0)
@@ -239,16 +239,17 @@ def _read_documents(body: ContextualizedRequest) -> RequestChunks:
 
 
 def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
-    """The strings of a document."""
-    given, place = body.inputs[index], f"inputs[{index}]"
+    """Return the chunks of the document number `index`, or its one string. Raises as
+    `_read_documents`."""
+    document, place = body.inputs[index], f"inputs[{index}]"
     is_query = body.input_type is not None and role_of(body.input_type) == "query"
-    if isinstance(given, str) and not (body.enable_auto_chunking or is_query):
+    if isinstance(document, str) and not (body.enable_auto_chunking or is_query):
         raise InvalidInput(
             f"`{place}` must be the list of the chunks of a document: a document is a string only "
             "with `enable_auto_chunking` of true or `input_type` of query",
             field=place,
         )
-    chunks = [given] if isinstance(given, str) else given
+    chunks = [document] if isinstance(document, str) else document
     if not chunks or chunks == [""]:
         raise EmptyInput("inputs", index)
     if "" in chunks:
@@ -269,10 +270,10 @@ async def _respond_with_chunks(
     intent: Intent,
     answer: Embeddings,
 ) -> Response:
-    """The response in the form of ContextualizedResponse. Chunks that the server chose have their
-    parts of the texts."""
+    """Encode the answer as ContextualizedResponse. Chunks that the server made include their texts.
+    `texts` are the documents."""
     chunked = answer.chunked or NO_CHUNKS
-    vector = ENCODERS[body.encoding_format]
+    encoder = ENCODERS[body.encoding_format]
 
     async def documents() -> AsyncIterator[bytes]:
         ends = np.cumsum(chunked.counts)
@@ -282,13 +283,16 @@ async def _respond_with_chunks(
             def items(
                 start: int, stop: int, text: str = texts[k].text, first: int = first
             ) -> list[dict]:
-                found = []
+                objects = []
                 for chunk in range(start, stop):
-                    one = {"object": "embedding", "embedding": vector(answer.dense[first + chunk])}
+                    item = {
+                        "object": "embedding",
+                        "embedding": encoder(answer.dense[first + chunk]),
+                    }
                     if body.enable_auto_chunking:
-                        one["text"] = text[slice(*chunked.bounds[first + chunk].tolist())]
-                    found.append(one | {"index": chunk})
-                return found
+                        item["text"] = text[slice(*chunked.bounds[first + chunk].tolist())]
+                    objects.append(item | {"index": chunk})
+                return objects
 
             yield b"," * bool(k) + b'{"object":"list","data":['
             async for part in json_items(count, answer.dense.shape[1], items):
@@ -307,21 +311,21 @@ async def _respond_with_chunks(
 async def _respond_by_input(
     meter: Meter, body: MultimodalRequest, intent: Intent, answer: Embeddings
 ) -> Response:
-    """The response in the form of MultimodalResponse."""
-    vector, dense = ENCODERS[body.output_encoding or body.encoding_format], answer.dense
+    """Encode the answer as MultimodalResponse."""
+    encoder, dense = ENCODERS[body.output_encoding or body.encoding_format], answer.dense
 
     def items(start: int, stop: int) -> list[dict]:
         return [
-            {"object": "embedding", "embedding": vector(dense[i]), "index": i}
+            {"object": "embedding", "embedding": encoder(dense[i]), "index": i}
             for i in range(start, stop)
         ]
 
     total, facts = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
     image = meter.loaded.engines.get(IMAGE_ROUTE)
-    of_images = 0 if image is None else len(facts) * image.spec.max_input_tokens
+    image_tokens = 0 if image is None else len(facts) * image.spec.max_input_tokens
     usage = {
-        "text_tokens": total - of_images,
-        "image_pixels": sum(one.width * one.height for one in facts),
+        "text_tokens": total - image_tokens,
+        "image_pixels": sum(header.width * header.height for header in facts),
         "video_pixels": 0,
         "total_tokens": total,
     }

@@ -1,4 +1,4 @@
-"""Examines what a model would have on this machine. It plans the model but does not load it."""
+"""Examines how this machine would serve a model. It plans the model without loading it."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ def examine_here(
 ) -> LocalExamination:
     """Choose device, dtype, kernels and buckets as a server would, and return them with findings.
 
-    It starts the device and tries the kernels. Raises ConfigError if the settings do not fit.
+    It starts the device and tries the kernels. Raises ConfigError if the settings do not fit, and
+    CheckpointError for a damaged spec.
     """
     plan = plan_engine(spec, config, cache_dir).plan
     programs = cache_dir / "programs" / host_id()

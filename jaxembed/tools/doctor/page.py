@@ -29,11 +29,11 @@ BOUNDS: dict[Bound, str] = {
     "compiling": "the compiler: the model is not ready",
 }
 WIDTH = 100  # characters of a line
-MOST_BUCKETS = 6  # that are shown, those that took the most time
+MOST_BUCKETS = 6  # buckets that are shown: those that took the most time
 
 
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
-    """Write the page of one served model: answers, the probe if there was one, and findings."""
+    """Return the page of a served model as text: answers, the probe if any, and findings."""
     facts = examination.facts
     lines = [f"{url} serves {name_of_route(facts.model, facts.route)}", ""]
     answers = {**answers_of_state(facts), **answers_of_work(examination)}
@@ -42,18 +42,18 @@ def model_page(url: str, examination: Examination, probe: Probe | None = None) -
         for line in answer:
             lines += _wrapped("    ", line)
     if probe is not None:
-        found = f"Probe: {len(probe.milliseconds)} lone queries were answered"
+        text = f"Probe: {len(probe.milliseconds)} lone queries were answered"
         if probe.milliseconds:
             p50, p95 = probe.quantile(0.5), probe.quantile(0.95)
-            found += f", p50 {p50:.1f} ms, p95 {p95:.1f} ms, as seen from outside"
+            text += f", p50 {p50:.1f} ms, p95 {p95:.1f} ms, as seen from outside"
         if probe.error is not None:
-            found += f"; {probe.failed} failed: {probe.error}"
-        lines += ["", *_wrapped("", found)]
+            text += f"; {probe.failed} failed: {probe.error}"
+        lines += ["", *_wrapped("", text)]
     return "\n".join([*lines, "", *_finding_lines(examination.findings, "this server")])
 
 
 def local_page(examination: LocalExamination) -> str:
-    """Write the page of a model that is not served: what this machine offers, and findings."""
+    """Return the page of a model that is not served: what this machine offers, and findings."""
     facts = examination.facts
     device, machine = facts.device, facts.machine
     parts = [
@@ -76,7 +76,7 @@ def local_page(examination: LocalExamination) -> str:
 
 
 def _finding_lines(findings: Sequence[Finding], subject: str) -> list[str]:
-    """The lines that say what is wrong and what helps."""
+    """Return the lines of the findings about a `subject`, such as "this server"."""
     if not findings:
         return [f"Nothing is wrong with {subject}."]
     lines = ["Findings, worst first:"]
@@ -89,20 +89,21 @@ def _finding_lines(findings: Sequence[Finding], subject: str) -> list[str]:
     return lines
 
 
-def _wrapped(before: str, text: str) -> list[str]:
-    """The text in lines of at most WIDTH, words and flags unbroken, all indented alike."""
+def _wrapped(prefix: str, text: str) -> list[str]:
+    """Wrap text into lines of at most WIDTH characters, after `prefix` and indented by its length,
+    without breaking words or flags."""
     return textwrap.wrap(
         text,
         WIDTH,
-        initial_indent=before,
-        subsequent_indent=" " * len(before),
+        initial_indent=prefix,
+        subsequent_indent=" " * len(prefix),
         break_long_words=False,
         break_on_hyphens=False,
     )
 
 
 def answers_of_state(facts: Facts) -> dict[str, list[str]]:
-    """What a model runs on and whether it is ready: the lines of each answer, by question."""
+    """Answer what a model runs on and whether it is ready. Return lines by question."""
     device, machine, programs = facts.device, facts.machine, facts.programs
     state = "ready" if programs.ready else "not ready"
     up = [f"{state}, {'healthy' if programs.healthy else 'unhealthy'}"]
@@ -132,26 +133,25 @@ def answers_of_state(facts: Facts) -> dict[str, list[str]]:
 
 
 def answers_of_work(examination: Examination) -> dict[str, list[str]]:
-    """Where the time of requests goes and what limits them: the lines of each answer, by
-    question."""
+    """Answer where the time of requests goes and what limits them. Return lines by question."""
     facts = examination.facts
     window, admission = facts.window, facts.admission
-    of_late = f"the last {window.seconds:.0f} s"
+    period = f"the last {window.seconds:.0f} s"
 
     stages = [f"{name} {s.mean_ms:.2f} ms" for name, s in window.stages.items() if s.count]
-    unanswered = f"no request was answered in {of_late}; --probe sends some"
-    times = [f"{', '.join(stages)}: means of {of_late}" if stages else unanswered]
+    unanswered = f"no request was answered in {period}; --probe sends some"
+    times = [f"{', '.join(stages)}: means of {period}" if stages else unanswered]
     costs = [bucket for bucket in facts.buckets if bucket.cost_ms is not None]
     if costs:
-        least = min(costs, key=lambda bucket: (bucket.tokens, bucket.length))
+        bucket = min(costs, key=lambda bucket: (bucket.tokens, bucket.length))
         times.append(
-            f"alone, a short query takes {least.cost_ms:.1f} ms of the device, in {least.name}"
+            f"alone, a short query takes {bucket.cost_ms:.1f} ms of the device, in {bucket.name}"
         )
 
     waits = [
-        f"{name}: {lane.inputs} inputs of {lane.tokens} tokens"
-        + (f", the oldest for {lane.oldest_s:.1f} s" if lane.inputs else "")
-        for name, lane in facts.lanes.items()
+        f"{priority}: {queue.inputs} inputs of {queue.tokens} tokens"
+        + (f", the oldest for {queue.oldest_s:.1f} s" if queue.inputs else "")
+        for priority, queue in facts.lanes.items()
     ]
 
     of_all = window.device_share_of_all
@@ -178,19 +178,19 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
         "Does work wait, and in which lane?": waits,
         "What bounds the throughput?": [
             BOUNDS[examination.bound_by],
-            f"{of_late}: {window.requests} requests, {window.inputs} inputs; busy were the device "
+            f"{period}: {window.requests} requests, {window.inputs} inputs; busy were the device "
             f"{window.device_share:.1%}{others}, the event loop {window.loop_share:.1%}, the "
             f"tokenizer threads {tokenizing_share(facts):.1%}",
         ],
-        "Do the buckets fit the traffic?": buckets or [f"no batch ran in {of_late}"],
+        "Do the buckets fit the traffic?": buckets or [f"no batch ran in {period}"],
         "Is room short?": [
             f"held: {inputs.held} of {inputs.limit} inputs, {tokens.held} of {tokens.limit} "
             f"tokens, {memory.held / 2**20:.1f} of {memory.limit / 2**20:.0f} MiB",
-            f"{of_late}: {window.refused} requests refused, {window.truncated} inputs cut to "
+            f"{period}: {window.refused} requests refused, {window.truncated} inputs cut to "
             f"{admission.max_input_tokens} tokens",
         ],
         "Does something else use the machine?": [
-            f"{of_late}: other programs kept {other_cores} of {facts.machine.cores} cores busy, "
+            f"{period}: other programs kept {other_cores} of {facts.machine.cores} cores busy, "
             f"this one {window.cpu_cores:.2f}; the quota stopped it for "
             f"{window.throttled_share:.0%}"
         ],
@@ -211,7 +211,7 @@ def _memory_line(machine: MachineFacts) -> str:
 
 
 def _kernel_lines(kernels: KernelFacts) -> list[str]:
-    """The lines that say which kernel computes which row lengths, and why others do not."""
+    """Return lines that say which kernel computes which row lengths, and why others do not."""
     lengths: dict[str, list[str]] = {}
     for length, name in kernels.used.items():
         lengths.setdefault(name, []).append(length)

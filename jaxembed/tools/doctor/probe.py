@@ -1,4 +1,4 @@
-"""Asks a running server for its facts, and measures the latency of lone queries from outside."""
+"""Asks a running server for its facts, and measures the latency of single queries from outside."""
 
 import math
 import time
@@ -10,7 +10,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.platform.fetch import fetch
 from jaxembed.runtime.diagnostics.facts import Examination, Facts
 
-PROBES = 20  # queries
+PROBES = 20  # queries that are sent to a model
 PROBED_QUERY = "how long does a short query take"
 WANTED = (
     "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; if it has keys, "
@@ -24,14 +24,14 @@ PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
 
 
 class Probe(msgspec.Struct):
-    """The latencies of lone queries that were sent one after the other."""
+    """The latencies of queries that were sent one after the other."""
 
     milliseconds: list[float]  # of the queries that were answered
     failed: int
     error: str | None  # message of the last failure
 
     def quantile(self, share: float) -> float:
-        """The latency in milliseconds that this share (0 to 1) of the queries does not exceed.
+        """Return the milliseconds that this share (0 to 1) of the latencies does not exceed.
 
         Raises IndexError if no query was answered.
         """
@@ -42,7 +42,7 @@ class Probe(msgspec.Struct):
 def ask(url: str, key: str | None) -> dict[str, Examination]:
     """Fetch the examination of each model of a server, by served name.
 
-    `key` is the API key. Raises ConfigError if the server does not answer or is not ours.
+    `key` is the API key, if any. Raises ConfigError if no jaxembed server answers at `url`.
     """
     answer = fetch(url.rstrip("/") + "/info?verbose", WANTED, headers=_headers(key))
     try:
@@ -58,11 +58,11 @@ def ask(url: str, key: str | None) -> dict[str, Examination]:
 def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
     """Send PROBES queries to one model, one after the other, and time them.
 
-    A query that fails is counted, and raises nothing.
+    `key` is the API key, if any. Queries that fail are counted, and raise nothing.
     """
     path, body = PROBE_REQUESTS[facts.task]
-    named = {"prompt_name": facts.route} if facts.route else {}
-    data = msgspec.json.encode(body | {"model": facts.model} | named)
+    route_field = {"prompt_name": facts.route} if facts.route else {}
+    data = msgspec.json.encode(body | {"model": facts.model} | route_field)
     headers = _headers(key) | {"Content-Type": "application/json"}
     probe = Probe([], 0, None)
     for _ in range(PROBES):

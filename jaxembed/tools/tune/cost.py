@@ -1,5 +1,5 @@
-"""Loads the model that a grid is tuned for onto the device, measures what buckets cost there, and
-interpolates the cost of the others."""
+"""Loads the model that a grid is tuned for onto the device, measures the cost of some buckets
+there, and interpolates the cost of the others."""
 
 import time
 from bisect import bisect_left
@@ -35,14 +35,14 @@ class BucketCost:
     """The measured cost of one compiled bucket."""
 
     ms: float  # a run of short sequences, including the copies to and from the device
-    compile_s: float  # with nothing cached
+    compile_s: float  # seconds to compile it, with an empty compile cache
     temporary_bytes: int  # of device memory, besides the parameters
 
 
 class Workbench:
-    """A model on the device, with each bucket compiled only once although several grids have it.
+    """A model on the device that compiles each bucket only once, even if several grids have it.
 
-    An engine can use it as its runner; to compile a compiled bucket again then costs nothing.
+    An engine can use it as its runner.
     """
 
     def __init__(self, replica: Replica):
@@ -58,11 +58,11 @@ class Workbench:
 
     @property
     def float32_bucket(self) -> Bucket | None:
-        """As of the replica."""
+        """The bucket that has a second program in float32; None if there is none."""
         return self._replica.float32_bucket
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile and time a bucket, unless this was done before. Raises what XLA raises."""
+        """Compile and time a bucket, unless that was done before. Raises what XLA raises."""
         if bucket in self.costs:
             return
         start = time.perf_counter()
@@ -91,8 +91,8 @@ class Workbench:
     def pair_ms(self, bucket: Bucket) -> float:
         """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
 
-        It compares runs of a compiled bucket of long rows with one sequence a row and with short
-        sequences. The difference is above 0 with kernels that skip other sequences of a row.
+        It compares a run of a compiled bucket with one sequence in each row and a run with short
+        sequences. The times differ only with kernels that skip other sequences of a row.
         """
         whole = full_planes(bucket, bucket.length, self.planes)
         times = [
@@ -104,6 +104,7 @@ class Workbench:
         return max(median(times), 0.0) / pairs
 
     def _time(self, bucket: Bucket) -> float:
+        """Time a compiled bucket. Return the median of all its timings in milliseconds."""
         times = self.timings.setdefault(bucket, [])
         times.append(milliseconds(cast(Replica, self), bucket, self._permits))
         return median(times)
@@ -112,10 +113,10 @@ class Workbench:
 class CostTable:
     """The cost of any bucket in milliseconds, measured or interpolated.
 
-    Costs are interpolated linearly, first over the tokens of a batch, then over the row length:
-    matrix products cost by the token, attention by the token and the row length. Below the smallest
-    measured batch of a length the cost is proportional to the tokens. Above the largest it goes on
-    with the last slope.
+    Costs are interpolated linearly, first over the tokens of a batch, then over the row length: the
+    cost of matrix products grows with the tokens, that of attention with tokens times row length.
+    Below the smallest measured batch of a length the cost is proportional to the tokens. Above the
+    largest it grows with the last slope, or in proportion to the tokens if that is more.
     """
 
     def __init__(self, costs: Mapping[Bucket, BucketCost]):
@@ -128,7 +129,7 @@ class CostTable:
         self._lengths = list(self._curves)  # sorted
 
     def ms(self, bucket: Bucket) -> float:
-        """The cost of a run of this bucket in milliseconds; an estimate unless it was measured."""
+        """Return the milliseconds of a run of this bucket: measured, or else interpolated."""
         if bucket in self._measured_ms:
             return self._measured_ms[bucket]
         right = bisect_left(self._lengths, bucket.length)
@@ -143,7 +144,7 @@ class CostTable:
         return lower + (bucket.length - short) / (long - short) * (upper - lower)
 
     def _on_curve(self, length: int, tokens: int) -> float:
-        """Estimate the cost of a batch of `tokens` tokens in rows of a measured length."""
+        """Estimate the milliseconds of a batch of `tokens` tokens in rows of a measured length."""
         points, ms = self._curves[length]
         if len(points) == 1 or tokens < points[0]:
             return float(ms[0] * tokens / points[0])
@@ -156,8 +157,8 @@ class CostTable:
 def probes(lengths: Sequence[int], most_tokens: int, shards: int) -> list[Bucket]:
     """Choose a few buckets to measure, from which the costs of the rest are interpolated.
 
-    For each row length it takes one row, and batches of a sixteenth, a quarter and all of
-    `most_tokens`. The number of rows is a multiple of `shards`.
+    For each row length these are one row, and batches of a sixteenth, a quarter and all of
+    `most_tokens` tokens. The number of rows is a multiple of `shards`, the devices of a batch.
     """
     steps = (0, most_tokens // 16, most_tokens // 4, most_tokens)
     pairs = (
@@ -175,13 +176,13 @@ class MeasuredModel:
 
     name: str
     spec: ModelSpec
-    plan: Plan  # its grid is the one before the tuning
+    plan: Plan  # with the grid before the tuning
     config: EngineConfig
     workbench: Workbench
     processor: TextProcessor
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Count the tokens of each text with its prompt, cut to the input limit.
+        """Count the tokens of each text with its prompt, truncated to the input limit.
 
         Raises EmptyInput, TokenizerError, or WrongTask if the model takes pairs of texts.
         """
@@ -200,9 +201,10 @@ class MeasuredModel:
 
 
 def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig) -> MeasuredModel:
-    """Load a model onto the device.
+    """Load a model onto the device to tune its grid.
 
-    Raises CheckpointError if the model cannot be read, and ConfigError if the settings do not fit.
+    Raises CheckpointError if the model cannot be read, and ConfigError if the settings do not fit
+    or the model runs without buckets.
     """
     if config.null_model:
         raise ConfigError("--null-model runs on no device, so there is nothing to tune")

@@ -1,7 +1,4 @@
-"""Reads the distribution of input lengths from texts, a file of lengths or a live server.
-
-It knows no model: the caller passes a function that counts the tokens of texts.
-"""
+"""Reads the distribution of input lengths from texts, a file of lengths or a running server."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -39,7 +36,7 @@ class Lengths:
     source: str
 
     def cut(self, limit: int) -> "Lengths":
-        """The lengths as a model with this limit has them: longer inputs count as `limit` long."""
+        """Return the distribution after truncation: longer inputs have `limit` tokens."""
         counts = self.counts[: limit + 1].copy()
         counts[-1] += self.counts[limit + 1 :].sum()
         return Lengths(counts, self.source)
@@ -61,11 +58,11 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """The longest length in tokens."""
+        """The largest length in tokens."""
         return int(self.present[-1])
 
     def quantile(self, share: float) -> int:
-        """The length in tokens that this share (0 to 1) of the inputs does not exceed."""
+        """Return the length in tokens that this share (0 to 1) of the inputs does not exceed."""
         return int(np.searchsorted(np.cumsum(self.counts), share * self.total))
 
     def draw(self, count: int, random: np.random.Generator) -> list[int]:
@@ -96,7 +93,7 @@ def of_texts(
     count_tokens: Callable[[Sequence[str]], Sequence[int]],
     source: str,
 ) -> Lengths:
-    """Measure the lengths of up to SAMPLE texts, drawn at random with equal probability.
+    """Measure the lengths in tokens of up to SAMPLE texts, sampled uniformly.
 
     `count_tokens` returns the number of tokens of each text that it is given. `source` names the
     texts in messages. Raises ConfigError if there is no text.
@@ -114,7 +111,7 @@ def of_texts(
 
 
 def of_file(path: Path) -> Lengths:
-    """Read a JSON file with a list of lengths, or an object of counts by length.
+    """Read lengths from a JSON file: a list of lengths, or an object of counts by length.
 
     Raises ConfigError if the file cannot be read, holds anything else, or has no inputs.
     """
@@ -143,10 +140,10 @@ def of_file(path: Path) -> Lengths:
 
 
 def of_server(url: str, model: str | None = None) -> Lengths:
-    """Read the lengths of the inputs of a live server since its start from its metrics.
+    """Read the lengths of the inputs since the start of a server from its metrics.
 
-    They are approximate: the metrics have a histogram, not each length. `url` is the server's base
-    URL or that of its metrics. `model` is the served name, needed if the server has several models.
+    They are approximate, because the metrics have a histogram. `url` is the server's base URL or
+    that of its metrics. `model` is the served name, needed if the server has several models.
     Raises ConfigError if the metrics cannot be fetched or have no inputs of this model.
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
@@ -178,7 +175,7 @@ def of_server(url: str, model: str | None = None) -> Lengths:
 
 
 def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
-    """Add up pairs of length and count. Raises ConfigError if there are no inputs."""
+    """Make a distribution from pairs of length and count. Raises ConfigError without inputs."""
     counts = np.zeros(min(max((n for n, _ in pairs), default=0), LONGEST) + 1, np.int64)
     for length, count in pairs:
         counts[min(length, LONGEST)] += count

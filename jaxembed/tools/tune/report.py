@@ -30,11 +30,11 @@ LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
 
 
 def table(tuning: Tuning) -> str:
-    """The result of a tuning as lines of text.
+    """Return the result of a tuning as text.
 
-    They are: the model and the input lengths; a table of the figures of both grids; for each load
-    the time after relative to before, as median and range of the rounds; a warning if the machine
-    was busy; and the buckets of both grids.
+    It has the model and the input lengths; a table of the figures of both grids; for each load the
+    time with the new grid divided by the time before, as median and range of the rounds; a warning
+    if the machine was busy; and the buckets of both grids.
     """
     about = tuning.lengths.describe()
     plan = tuning.model.plan
@@ -70,9 +70,9 @@ def _cell(value: int | float) -> str:
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless `draw` can write a picture to this path.
+    """Raise ConfigError if `draw` cannot write a picture to this path.
 
-    The suffix must be one of PICTURES, the directory must exist, and matplotlib be installed.
+    The suffix must be one of PICTURES, the folder must exist, and matplotlib must be installed.
     """
     check_output(path, "--picture", PICTURES)
     try:

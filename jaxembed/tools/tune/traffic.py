@@ -1,5 +1,5 @@
-"""Samples traffic for three loads, predicts the figures of a grid from its buckets' costs, and
-measures two grids on the real engine in turns, so that disturbances of the machine hit both.
+"""Samples traffic for three loads, predicts the speed of a grid from the costs of its buckets, and
+measures two grids alternately on the real engine, so that disturbances of the machine hit both.
 
 The loads are a lone text on an idle server, requests of 4, 16 and 64 texts on an idle server, and
 full load, which is a queue that is never empty.
@@ -31,10 +31,10 @@ from jaxembed.tools.tune.lengths import Lengths
 
 REQUEST_SIZES = (4, 16, 64)  # texts
 REQUESTS = 6  # requests of each size; fewer if texts are long
-LONE = 64  # lone texts
+LONE = 64  # number of lone texts
 LEAST_TEXTS, MOST_TEXTS = 64, 8192  # at full load
 TICKET = 32  # sequences in each request at full load
-TURNS = 4  # turns of each grid in a round; a shared machine changes from second to second
+TURNS = 4  # runs of each grid in a round; a shared machine changes from second to second
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class Traffic:
 
     @cached_property
     def queues(self) -> list[list[Entry]]:
-        """The entries that wait at full load, then those of each request."""
-        return [Ticket(work_of(one), {"dense": 1}).entries for one in (self.full, *self.requests)]
+        """The sequences that wait at full load, then those of each request."""
+        return [Ticket(work_of(each), {"dense": 1}).entries for each in (self.full, *self.requests)]
 
 
 def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:
-    """Draw traffic with these lengths and about `full_tokens` tokens at full load.
+    """Draw random traffic with these lengths and about `full_tokens` tokens at full load.
 
     Token ids are random below `vocab_size`; the same `seed` gives the same traffic.
     """
@@ -85,14 +85,14 @@ class Figures:
     """The speed of a grid under each load, predicted or measured."""
 
     full_tokens_per_s: float  # useful tokens
-    full_fill: float  # useful tokens over the buckets' tokens
+    full_fill: float  # useful tokens divided by the tokens of the buckets
     request_ms: float  # geometric mean over the requests of several texts
     lone_ms: float  # geometric mean over the lone texts
     lone_p50_ms: float
     lone_p95_ms: float
 
     def ratios(self, other: "Figures") -> tuple[float, float, float]:
-        """The time of each load relative to the other's: full load, requests, lone texts."""
+        """Return the times of full load, requests and lone texts, divided by those of `other`."""
         return (
             other.full_tokens_per_s / self.full_tokens_per_s,
             self.request_ms / other.request_ms,
@@ -100,7 +100,7 @@ class Figures:
         )
 
     def describe(self) -> dict[str, float]:
-        """The figures by name, rounded to five digits for JSON."""
+        """Return the figures by name, rounded to five digits for JSON."""
         return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
 
 
@@ -109,8 +109,8 @@ def figures(
 ) -> Figures:
     """Summarise the times of all loads, which are in milliseconds.
 
-    `full_tokens` useful tokens took `full_ms` in buckets of `padded` tokens together. `requests`
-    and `lone` are the times of each request and each lone text.
+    At full load, `full_tokens` useful tokens took `full_ms` in buckets of `padded` tokens in total.
+    `requests` and `lone` are the times of each request and each lone text.
     """
     return Figures(
         full_tokens_per_s=full_tokens / full_ms * 1000,
@@ -128,11 +128,11 @@ def predict_figures(
     most: int | None = None,
     pair_ms: float = 0.0,
 ) -> Figures:
-    """Predict the figures of a grid by composing batches as the engine does and adding their cost.
+    """Predict the figures of a grid by composing batches as the engine does and adding their costs.
 
-    `cost` holds the milliseconds of each bucket of the grid. Long sequences cost `pair_ms` more for
-    each pair of their tokens. A batch has at most `most` sequences. Of the host's time only the
-    part that each batch costs is counted.
+    `cost` holds the milliseconds of each bucket of the grid. A sequence costs `pair_ms` more for
+    each pair of its tokens. A batch has at most `most` sequences. The host's time is counted for
+    each batch, not for each request.
     """
     (full_ms, padded), *requests = [_drain(queue, cost, most, pair_ms) for queue in traffic.queues]
     alone = {
@@ -144,18 +144,18 @@ def predict_figures(
 
 
 def _drain(
-    waiting: Sequence[Entry], cost: Mapping[Bucket, float], most: int | None, pair_ms: float
+    waiting: Sequence[Entry], cost: Mapping[Bucket, float], max_count: int | None, pair_ms: float
 ) -> tuple[float, int]:
-    """Compose batches until nothing waits. Returns their milliseconds and their buckets' tokens."""
+    """Compose batches until nothing waits. Return the milliseconds and tokens of their buckets."""
     enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
         # the first entries that have enough tokens together, or all if they have fewer
-        held = accumulate(entry.length for entry in waiting)
-        count = next((n for n, tokens in enumerate(held, 1) if tokens >= enough), len(waiting))
-        window = waiting[:count][:most]
+        sums = accumulate(entry.length for entry in waiting)
+        count = next((n for n, tokens in enumerate(sums, 1) if tokens >= enough), len(waiting))
+        window = waiting[:count][:max_count]
         bucket = choose_bucket(window, cost)
-        batch = place(bucket, window[:1], window[1:], most=most)
+        batch = place(bucket, window[:1], window[1:], most=max_count)
         ms += cost[bucket] + HOST_MS
         padded += bucket.tokens
         batch_entries = set(batch.entries)
@@ -172,19 +172,19 @@ def engine_of_all(
     platform: str,
     max_batch_requests: int | None = None,
 ) -> Iterator[Engine]:
-    """An engine with the buckets of all grids under trial, each compiled and timed.
+    """Yield an engine that has the buckets of all grids under trial, each compiled and timed.
 
-    The grids share one engine because two engines differ in speed: their threads' memory is at
-    other addresses. The engine takes the bucket costs from the workbench and times none again.
+    The grids share one engine because two engines differ in speed: the memory of their threads is
+    at other addresses. The engine takes the costs of buckets from the workbench.
     """
-    every = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
-    for bucket in every.buckets:
+    union = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
+    for bucket in union.buckets:
         workbench.compile(bucket)
     engine = Engine(
         [Seat(cast(Replica, workbench), DeviceTurn.for_platform(platform))],
-        every,
+        union,
         widths,
-        Telemetry(every.max_length),
+        Telemetry(union.max_length),
         BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
         name="the grids tried",
         max_batch_requests=max_batch_requests,
@@ -200,24 +200,24 @@ def engine_of_all(
 
 @dataclass(eq=False)
 class GridTrial:
-    """Runs traffic with one grid, on an engine that has the buckets of several."""
+    """Runs traffic with one grid on an engine that has the buckets of several grids."""
 
     workbench: Workbench
     engine: Engine
     grid: BucketGrid
 
     def run(self, traffic: Traffic, turns: "Turns") -> None:
-        """Run each load once, and add the times to `turns`."""
+        """Run each load of the traffic once, and add the times to `turns`."""
         self.engine.restrict(self.grid.buckets)
-        turns.lone += [self._ms([one], 1) for one in traffic.lone]
-        turns.requests += [self._ms(request, len(request)) for request in traffic.requests]
+        turns.lone += [self._run_ms([text], 1) for text in traffic.lone]
+        turns.requests += [self._run_ms(request, len(request)) for request in traffic.requests]
         padded = self.workbench.tokens_run
-        turns.full_ms += self._ms(traffic.full, TICKET)
+        turns.full_ms += self._run_ms(traffic.full, TICKET)
         turns.padded += self.workbench.tokens_run - padded
         turns.full_tokens += traffic.full_tokens
 
-    def _ms(self, encodings: Sequence[Encoding], size: int) -> float:
-        """Milliseconds of sequences, so many in each request, all submitted at once."""
+    def _run_ms(self, encodings: Sequence[Encoding], size: int) -> float:
+        """Submit sequences in requests of `size`. Return the milliseconds until all are run."""
         start = time.perf_counter()
         tickets = [  # as bulk: after interactive texts the engine would keep batches short
             self.engine.submit(work_of(encodings[first : first + size]), priority="bulk")
@@ -230,8 +230,7 @@ class GridTrial:
 
 @dataclass
 class Turns:
-    """The times of one grid for each load in a round, all its turns together, as `figures` takes
-    them."""
+    """The times of one grid in a round, for all its runs together, as `figures` takes them."""
 
     full_tokens: int = 0  # useful tokens at full load
     full_ms: float = 0.0
@@ -249,18 +248,16 @@ class Comparison:
 
     @property
     def by_round(self) -> np.ndarray:
-        """The time of each load relative to before in each round, float64 `[rounds, loads]`.
-
-        The three loads are full load, requests and lone texts.
-        """
+        """The times of full load, requests and lone texts with the grid after, divided by those
+        with the grid before, float64 `[rounds, 3]`."""
         rounds = zip(self.after, self.before, strict=True)
         return np.array([after.ratios(before) for after, before in rounds])
 
 
 def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) -> Comparison:
-    """Run traffic with both grids, after a round of warm-up that does not count.
+    """Run traffic with both grids, after a warm-up run of each.
 
-    In each round both take TURNS turns; which of them goes first alternates.
+    In each round each grid runs TURNS times; the grid that runs first alternates.
     """
     runs: dict[GridTrial, list[Figures]] = {before: [], after: []}
     for trial in runs:
@@ -276,6 +273,6 @@ def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) 
 
 
 def median(runs: Sequence[Figures]) -> Figures:
-    """The median of each figure over these runs."""
+    """Return the median of each figure over some runs."""
     fields = {name: [getattr(run, name) for run in runs] for name in runs[0].describe()}
     return Figures(**{name: float(np.median(values)) for name, values in fields.items()})

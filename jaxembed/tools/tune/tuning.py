@@ -1,6 +1,7 @@
-"""Finds the grid of least cost for a length mix: measures, searches, measures the result, tries it.
+"""Finds the grid of least cost for a distribution of input lengths, and tries it on the engine.
 
-The search adds buckets greedily, then drops and replaces some.
+It measures some buckets, and searches with their costs: it adds buckets greedily, then drops and
+replaces some. Then it measures those that it chose.
 """
 
 import heapq
@@ -39,36 +40,36 @@ from jaxembed.tools.tune.traffic import (
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 32  # full batches at full load in the trial, so that the last, partial ones count little
-SEARCHED_TEXTS = 100  # texts at full load in the search, which is shorter: it tries many grids
-LEAST_BATCHES = 8  # full batches at full load in the search, at least
-REPEATS = 4  # searches at most; after each one the buckets that it chose are measured
+BATCHES = 32  # full batches at full load in the trial; the last, partial ones then count little
+SEARCHED_TEXTS = 100  # texts at full load in the search: fewer, because it tries many grids
+LEAST_BATCHES = 8  # minimum of full batches at full load in the search
+REPEATS = 4  # maximum number of searches; after each, the buckets that it chose are measured
 PROBING = 0.35  # share of the given time after which no more probes are measured
 MEASURING = 0.6  # share of the given time after which the trial starts
 SEARCH_S = 15.0  # time limit of one search
-LAST_TIMINGS = 3  # least number of further timings of every bucket before the last search
+LAST_TIMINGS = 3  # minimum of further timings of every bucket before the last search
 QUICK_MS = 500.0  # only a bucket faster than this is used to measure what long sequences cost
 MOST_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
 ROOM = 4  # the longest candidate row, in multiples of the mean input
 STRAYS = 4  # lone texts of rare lengths that the search adds to the sampled ones
 SLOWER = 1.05  # limit of a bucket's time relative to the slowest in use: the next request waits
-BETTER = 0.01  # gain in the objective that a grid needs to replace the one in use
-NO_SLOWER = 0.005  # loss in the median round that may be noise between two equal grids
+BETTER = 0.01  # a grid needs this gain in the objective to replace the grid in use
+NO_SLOWER = 0.005  # a loss up to this in the median round may be noise between equal grids
 MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
-NOISY = 1.25  # ratio of the fastest round to the slowest of one grid that shows a busy machine
+NOISY = 1.25  # the machine is busy if a grid's fastest round is this many times its slowest
 NOISE = 1.05  # a load may take this many times as long in one round without a penalty
 
 LOAD_WEIGHTS = (0.5, 0.25, 0.25)  # of full load, requests of several texts, lone texts
-SLACK = 1.01  # the ratio of the time to the grid before that no load may exceed
-PENALTY = 5.0  # added to the objective for each factor e beyond the slack
-WORTH = 0.003  # a bucket that improves the objective by less is not worth compiling
+SLACK = 1.01  # a load that takes more than this many times as long as before is penalised
+PENALTY = 5.0  # added to the objective for each factor of e beyond the slack
+WORTH = 0.003  # a bucket must improve the objective by this to be worth compiling
 
 
 def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
-    """Compare the figures of a grid with those before; below 0 is better.
+    """Compare the figures of a grid with those of the grid before. Below 0 is better.
 
-    It is the weighted mean of the logarithms of each load's time relative to before, plus a penalty
-    for each load that takes more than `slack` times as long.
+    It is the weighted mean over the loads of log(time / time before), plus a penalty for each load
+    that takes more than `slack` times as long as before.
     """
     logs = np.log(figures.ratios(before))
     beyond = np.maximum(logs - np.log(slack), 0.0)
@@ -76,7 +77,7 @@ def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
 
 
 def row_counts(most: int) -> list[int]:
-    """Row counts to try, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
+    """Return row counts to try, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
     return sorted({n for k in range(20) for n in (2**k, 3 * 2**k) if n <= most})
 
 
@@ -88,15 +89,15 @@ class Search:
     traffic: Traffic
     before: Figures  # predicted for the grid in use
     candidates: Sequence[Bucket]
-    required: Bucket  # a bucket that holds the longest input; it is always chosen
-    affords: Callable[[Iterable[Bucket]], bool]  # whether buckets keep to the compile budget
-    deadline: float  # time.monotonic() at which the search stops with the best set so far
-    most: int | None = None  # sequences in a batch; None: no limit
+    required: Bucket  # holds the longest input, and is always chosen
+    affords: Callable[[Iterable[Bucket]], bool]  # whether these buckets are within the budget
+    deadline: float  # time.monotonic() at which the search returns its best set
+    most: int | None = None  # maximum of sequences in a batch; None: no limit
     pair_ms: float = 0.0  # as `predict_figures` takes it
     _scores: dict[frozenset[Bucket], float] = field(default_factory=dict)
 
     def run(self) -> frozenset[Bucket]:
-        """Search until nothing improves or the deadline passes. Returns the chosen buckets."""
+        """Search until nothing improves or the deadline passes. Return the chosen buckets."""
         chosen = self._grow(frozenset({self.required}))
         while time.monotonic() < self.deadline:
             better = self._shift(self._prune(chosen))
@@ -106,7 +107,7 @@ class Search:
         return self._prune(chosen)
 
     def score(self, buckets: frozenset[Bucket]) -> float:
-        """The predicted objective of a set of buckets; the lower, the better."""
+        """Return the predicted objective of a set of buckets. Lower is better."""
         if buckets not in self._scores:
             cost = {bucket: self.table.ms(bucket) for bucket in sorted(buckets)}
             figures = predict_figures(self.traffic, cost, self.most, self.pair_ms)
@@ -114,7 +115,7 @@ class Search:
         return self._scores[buckets]
 
     def _grow(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Add the bucket with the largest gain until no gain is worth it.
+        """Add the bucket with the largest gain until no gain is worth it. Return the buckets.
 
         A bucket's gain mostly shrinks as others are added. So a heap holds the last known gains,
         and a gain is computed again only when it leads the heap (lazy greedy search).
@@ -133,29 +134,27 @@ class Search:
         return chosen
 
     def _prune(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Drop the buckets that are not worth compiling beside the others, the slowest first."""
+        """Drop buckets whose loss costs less than WORTH, the slowest first. Return the others."""
         for bucket in sorted(chosen - {self.required}, key=self.table.ms, reverse=True):
             if self.score(chosen - {bucket}) - self.score(chosen) < WORTH:
                 chosen -= {bucket}
         return chosen
 
     def _shift(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Replace each bucket by the neighbour that lowers the objective most, if one does."""
+        """Replace each bucket by its best neighbour, if that is better. Return the buckets."""
         for bucket in sorted(chosen - {self.required}):
             if time.monotonic() > self.deadline:
                 break
             others = chosen - {bucket}
-            shifted = [others | {near} for near in self._near(bucket) if near not in chosen]
+            shifted = [others | {near} for near in self._neighbours(bucket) if near not in chosen]
             best = min((s for s in shifted if self.affords(s)), key=self.score, default=chosen)
             if self.score(best) < self.score(chosen) - WORTH / 10:
                 chosen = best
         return chosen
 
-    def _near(self, bucket: Bucket) -> list[Bucket]:
-        """The candidates next to a bucket.
-
-        For its own and both adjacent row lengths, the two whose tokens are closest to the bucket's.
-        """
+    def _neighbours(self, bucket: Bucket) -> list[Bucket]:
+        """Return the candidates next to a bucket: for its row length and the two adjacent ones, the
+        two whose number of tokens is closest to that of the bucket."""
         lengths = sorted({b.length for b in self.candidates})
         place = lengths.index(bucket.length) if bucket.length in lengths else -1
         neighbours = []
@@ -173,9 +172,9 @@ TuningProgress = Callable[[str, int, int], object]  # step, number done, total n
 class Budget:
     """Limits on a grid and on the time for finding it."""
 
-    seconds: float = 120.0  # for finding, approximately; the trial is always finished
+    seconds: float = 120.0  # approximate time to find the grid; the trial is always finished
     most_buckets: int = MOST_DEFAULT_BUCKETS
-    # time to compile all buckets one after the other, with nothing cached; None: no limit
+    # time to compile all buckets one after the other, with an empty cache; None: no limit
     compile_s: float | None = None
     rounds: int = 5  # rounds of the trial
 
@@ -190,7 +189,7 @@ class GridResult:
     measured: Figures
 
     def describe(self) -> dict[str, Any]:
-        """The grid and its figures as values for JSON."""
+        """Return the grid and its figures as values for JSON."""
         buckets = self.grid.buckets
         costs = [self.costs[bucket] for bucket in buckets]
         return {
@@ -198,7 +197,7 @@ class GridResult:
             "max_batch_tokens": max(bucket.tokens for bucket in buckets),
             "compile_s": sum(cost.compile_s for cost in costs),  # with nothing cached
             # of what a server with --warmup minimal needs to be ready
-            "covering_compile_s": sum(self.costs[one].compile_s for one in self.grid.covering),
+            "covering_compile_s": sum(self.costs[b].compile_s for b in self.grid.covering),
             # device memory of the largest bucket besides the parameters
             "temporary_mb": max(cost.temporary_bytes for cost in costs) / 1e6,
             "slowest_ms": max(cost.ms for cost in costs),
@@ -220,8 +219,8 @@ class Tuning:
 
     @property
     def is_better(self) -> bool:
-        """Whether the trial confirmed the search: the new grid is no slower, and better if each
-        bucket that it saves counts as a gain of WORTH."""
+        """Whether the trial confirms the new grid: no slower in the median round, and better there
+        and in most rounds if each bucket that it saves counts as a gain of WORTH."""
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
         gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
@@ -230,7 +229,7 @@ class Tuning:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the same grid was fast in one round and slow in another: the machine was busy."""
+        """Whether the speed of the old grid varied much over the rounds: the machine was busy."""
         rates = [figures.full_tokens_per_s for figures in self.comparison.before]
         return max(rates) > NOISY * min(rates)
 
@@ -246,7 +245,7 @@ class Tuning:
         timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
         file = {
             "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
-            # no less than before, so that as many tokens may wait
+            # no less than before, so that the queue may hold as many tokens
             "max_batch_tokens": max(largest // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
@@ -281,9 +280,9 @@ def tune(
     """Find the buckets of least cost for these lengths, and try them against `model.plan.grid`.
 
     The cost is the weighted geometric mean of the times at full load, of requests of several texts
-    and of lone texts. A load more than 1 % slower than before is penalised, and buckets much slower
-    than the slowest in use are excluded. `on_progress` is called with each step. Raises what XLA
-    raises on a bucket, and ConfigError if there are no lengths.
+    and of lone texts. A load more than 1 % slower than before is penalised, and buckets more than
+    5 % slower than the slowest in use are excluded. `on_progress` is called with each step. Raises
+    what XLA raises on a bucket.
     """
     started_at = time.monotonic()
     lengths = lengths.cut(model.plan.max_input_tokens)
@@ -293,7 +292,7 @@ def tune(
 
 
 class _Tuner:
-    """One tuning: the model, the sampled traffic, and the deadlines of its steps."""
+    """The state of one tuning: the model, the sampled traffic, and the deadlines of the steps."""
 
     def __init__(
         self,
@@ -310,8 +309,8 @@ class _Tuner:
         self.on_progress = on_progress
         self.most = model.config.max_batch_requests
         self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
-        least, most = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
-        tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, least, most))
+        low, high = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
+        tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, low, high))
         traffic = self._traffic(tokens, seed=0)
         # and lone texts of rare lengths, so that no such text needs a row of the limit
         limit = self.plan.max_input_tokens
@@ -321,7 +320,7 @@ class _Tuner:
         self.pair_ms = 0.0
 
     def find(self) -> BucketGrid:
-        """Measure and search. Returns the grid of least predicted cost, all buckets measured."""
+        """Measure buckets and search. Return the grid of least predicted cost, fully measured."""
         self._measure(self.grid.buckets, "the grid in use", math.inf)
         costs = self.workbench.costs
         rows = [b for b in self.grid.buckets if b.length <= self._covering_length]
@@ -331,13 +330,13 @@ class _Tuner:
         self.slowest_ms = SLOWER * slowest
         useful = self._lengths()
         sparse = [*useful[:: max(len(useful) // 8, 1)], useful[-1]]
-        shards, most = self.plan.shards, MOST_TOKENS * self.most_tokens
+        shards, max_tokens = self.plan.shards, MOST_TOKENS * self.most_tokens
         around = self._allowed(probes(sparse, 2 * self.most_tokens, shards))
         self._measure(around, "probes", self.probes_until)
         candidates = [  # every row length with every row count
             Bucket(rows * shards, length)
             for length in useful
-            for rows in row_counts(max(most // (length * shards), 1))
+            for rows in row_counts(max(max_tokens // (length * shards), 1))
         ]
         for _ in range(REPEATS):
             chosen = self._search(self._allowed(candidates))
@@ -354,7 +353,10 @@ class _Tuner:
         return BucketGrid(tuple(sorted(chosen)))
 
     def tried(self, candidate: BucketGrid) -> tuple[GridResult, GridResult, Comparison]:
-        """Try both grids on the engine, with texts that the search has not seen."""
+        """Try the grid in use and `candidate` on the engine, with texts not seen by the search.
+
+        Returns the results of both, and their comparison.
+        """
         self.on_progress("trying the grid found beside the one in use", 1, 1)
         traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
         grids, widths = (self.grid, candidate), self.model.spec.widths
@@ -377,19 +379,19 @@ class _Tuner:
         return predict_figures(traffic, cost, self.most, self.pair_ms)
 
     def _lengths(self) -> list[int]:
-        """The row lengths to consider: those up to the longest input or ROOM average ones, the
-        limit, and those in use."""
+        """Return the row lengths of candidates: the usual ones up to the longest input or ROOM
+        average inputs, the input limit, and those in use."""
         in_use = {bucket.length for bucket in self.grid.buckets}
         kernels, limit = self.plan.kernels, self.plan.max_input_tokens
-        if kernels.taken:  # kernels were tried in these rows only
+        if kernels.taken:  # kernels were tried only with these rows
             return sorted(in_use)
         joined = self.most_tokens // self.plan.shards
         fitting = row_lengths(max(limit, joined) if kernels.joins else limit)
-        if kernels.native:  # it has no attention for other lengths, which are slower
+        if kernels.native:  # they have no attention for other lengths, which are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), limit)
-        most = max(longest, ROOM * self.lengths.mean)
-        return sorted({n for n in fitting if n <= most} | {limit} | in_use)
+        max_length = max(longest, ROOM * self.lengths.mean)
+        return sorted({n for n in fitting if n <= max_length} | {limit} | in_use)
 
     @property
     def _covering_length(self) -> int:
@@ -397,7 +399,7 @@ class _Tuner:
         return min(b.length for b in self.grid.buckets if b.length >= self.plan.max_input_tokens)
 
     def _allowed(self, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """The buckets that are, as far as is known, no slower than the slowest allowed."""
+        """Return the buckets whose measured or estimated time is within the limit."""
         table = CostTable(self.workbench.costs)
         return [bucket for bucket in buckets if table.ms(bucket) <= self.slowest_ms]
 
@@ -417,19 +419,20 @@ class _Tuner:
         return search.run()
 
     def _affords(self, buckets: Iterable[Bucket]) -> bool:
-        """Whether these buckets keep to the budget; unmeasured ones count with the median time."""
+        """Return whether buckets are within the budget. Unmeasured ones count as the median."""
         chosen = list(buckets)
         if len(chosen) > self.budget.most_buckets:
             return False
         if self.budget.compile_s is None:
             return True
         costs = self.workbench.costs
-        usual = float(np.median([cost.compile_s for cost in costs.values()]))
-        seconds = sum(costs[b].compile_s if b in costs else usual for b in chosen)
+        typical = float(np.median([cost.compile_s for cost in costs.values()]))
+        seconds = sum(costs[b].compile_s if b in costs else typical for b in chosen)
         return seconds <= self.budget.compile_s
 
     def _measure(self, buckets: Iterable[Bucket], what: str, until: float) -> None:
-        """Compile and time the buckets that are not measured yet, until a time.monotonic()."""
+        """Compile and time the buckets that are not measured yet, until a time.monotonic(). `what`
+        names them in the progress and the log."""
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self.workbench.costs]
         for number, bucket in enumerate(new, start=1):
             if time.monotonic() > until:

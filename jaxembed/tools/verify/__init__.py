@@ -1,1 +1,1 @@
-"""Compares a model with a reference implementation. Only the command line uses it."""
+"""Compares a model with a reference implementation."""

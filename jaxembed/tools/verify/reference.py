@@ -1,4 +1,4 @@
-"""Runs sentence-transformers in float32 on the CPU. No other module imports it."""
+"""Runs sentence-transformers in float32 on the CPU, as the reference of a comparison."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ PACKAGE = "sentence_transformers"
 REQUIREMENT = "sentence-transformers>=6.2"  # as in tests/parity/requirements.txt
 OLDEST = (6, 2)
 
-# Of a pair over the limit, cut the second text, as we do.
+# Truncate the second text of a pair over the limit, as jaxembed does.
 CUT_SECOND = {"text": {"truncation": "only_second"}}
 
 
@@ -39,7 +39,7 @@ class ReferenceRun:
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless sentence-transformers is installed. Imports nothing."""
+    """Raise ConfigError unless sentence-transformers is installed. It is not imported."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"sentence-transformers is not installed; pip install '{REQUIREMENT}' (it brings torch)"
@@ -49,7 +49,7 @@ def check_installed() -> None:
 def run_apart(
     folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
 ) -> ReferenceRun:
-    """Call `run_reference` in a process of its own, so that its memory is free when this returns.
+    """Call `run_reference` in another process, so that its memory is freed when this returns.
 
     Raises ConfigError if the process fails for any reason.
     """
@@ -73,9 +73,9 @@ def run_reference(
 ) -> ReferenceRun:
     """Compute the results of the groups, one input at a time, so that nothing is padded.
 
-    `folder` holds the checkpoint. Inputs are cut at the model's own limit, or at `limit` tokens if
-    that is less. `template` says whether the model is a language model that is prompted with a
-    template. Raises ConfigError if the installed version is too old.
+    `folder` holds the checkpoint. Inputs are truncated to the limit of the model, or to `limit`
+    tokens if that is less. `template` says whether the model is a language model that is prompted
+    with a template. Raises ConfigError if the installed version is too old.
     """
     # an optional package that only this function needs
     import sentence_transformers  # pyright: ignore[reportMissingImports]
@@ -94,18 +94,18 @@ def run_reference(
     model.eval().float().requires_grad_(False)
     if limit is not None:
         model.max_seq_length = min(limit, model.max_seq_length or limit)
-    of_pairs = {} if template else {"processing_kwargs": CUT_SECOND}
+    pair_options = {} if template else {"processing_kwargs": CUT_SECOND}
     results = []
     for group in groups:
         name = group.prompt_name or model.default_prompt_name
         prompt = model.prompts[name] if name else None
         rows, ids = [], []
-        for one in group.inputs:
-            options = {} if isinstance(one, str) else of_pairs
-            features = model.preprocess([one], prompt=prompt, **options)
+        for item in group.inputs:
+            options = {} if isinstance(item, str) else pair_options
+            features = model.preprocess([item], prompt=prompt, **options)
             ids.append([int(token) for token in features["input_ids"].reshape(-1)])
-            if task == "embed":  # as users get it
-                found = model.encode([one], prompt_name=group.prompt_name, show_progress_bar=False)
+            if task == "embed":  # as users call it
+                found = model.encode([item], prompt_name=group.prompt_name, show_progress_bar=False)
             else:  # logits: `predict` takes no single texts, and may apply an activation
                 found = model(features)["scores"]
             rows.append(np.asarray(found[0], np.float32).reshape(-1))

@@ -17,7 +17,7 @@ HEADER = (
     "|---|---|---|---|---|---|---|---|---|---|"
 )
 MOST_SHOWN_TEXT = 50  # characters of an input
-MOST_SHOWN_IDS = 12
+MOST_SHOWN_IDS = 12  # token ids of an input
 
 MEASURE = {
     "embed": "cosine distance",
@@ -32,7 +32,7 @@ RANK = {
 
 
 def report_lines(result: Verification) -> Iterator[str]:
-    """Yield the lines of the report."""
+    """Yield the lines of the report for a terminal."""
     spec, task = result.spec, result.spec.task
     yield f"{result.name} ({_identity(result)}): {spec.architecture}, {task}, {_outputs(result)}"
     normalized = ", normalised" if spec.head.normalize else ""
@@ -47,7 +47,7 @@ def report_lines(result: Verification) -> Iterator[str]:
     if result.different:
         group, number = result.different[0]
         yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
-        yield f"  {_place(result.groups[group], number)}"
+        yield f"  {_describe_input(result.groups[group], number)}"
         for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
             ids = results[group].ids[number]
             more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
@@ -57,21 +57,21 @@ def report_lines(result: Verification) -> Iterator[str]:
         yield f"tokens: the same for all {count} inputs"
     yield f"\n{MEASURE[task]}:"
     yield f"{'':10}{'inputs':>8}{'median':>10}{'worst':>10}{'bound':>10}  {RANK[task]}"
-    for one in result.agreements:
-        distances = one.distances
-        figures = (np.median(distances), distances[one.worst], one.bound)
+    for agreement in result.agreements:
+        distances = agreement.distances
+        figures = (np.median(distances), distances[agreement.worst], agreement.bound)
         cells = "".join(f"{figure:>10.1e}" for figure in figures)
-        yield f"{one.dtype:10}{len(distances):>8}{cells}  {one.rank:.3f}"
-        group, number = locate(one.worst, result.groups)
-        yield f"{'':10}worst: {_place(result.groups[group], number)}"
-        if len(one.lengths):
-            yield f"{'':10}lengths of vectors within {one.lengths.max():.1e}"
+        yield f"{agreement.dtype:10}{len(distances):>8}{cells}  {agreement.rank:.3f}"
+        group, number = locate(agreement.worst, result.groups)
+        yield f"{'':10}worst: {_describe_input(result.groups[group], number)}"
+        if len(agreement.lengths):
+            yield f"{'':10}lengths of vectors within {agreement.lengths.max():.1e}"
     verdict = "agrees" if result.agrees else "DISAGREES"
     yield f"\n{result.name} {verdict} ({result.seconds:.0f} s)"
 
 
 def markdown_row(result: Verification) -> str:
-    """The verification as a row of the Markdown table that HEADER begins."""
+    """Return the verification as a row of the Markdown table that HEADER begins."""
     spec, exact, served = result.spec, result.agreements[0], result.agreements[-1]
     cells = [
         Path(result.name).name if Path(result.name).exists() else result.name,
@@ -101,9 +101,9 @@ def _outputs(result: Verification) -> str:
     return f"{spec.dim} {unit}{'s' * (spec.dim > 1)}"
 
 
-def _place(group: InputGroup, number: int) -> str:
-    """Describe one input: its group, its number, and the start of its text."""
-    one = group.inputs[number]
-    text = one if isinstance(one, str) else one[1]
+def _describe_input(group: InputGroup, number: int) -> str:
+    """Describe an input of a group: the group, the number, and the start of the text."""
+    item = group.inputs[number]
+    text = item if isinstance(item, str) else item[1]
     excerpt = repr(text) if len(text) <= MOST_SHOWN_TEXT else f"{text[:MOST_SHOWN_TEXT]!r} ..."
     return f"{group.name}, {number + 1} of {len(group.inputs)}: {excerpt}"

@@ -1,11 +1,11 @@
-"""Lists the texts to compare, and forms groups of inputs from them for a model. Runs nothing."""
+"""Lists the texts to compare, and forms groups of inputs from them for a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxembed.data.spec import ModelSpec
 
-EVERY_NTH = 5  # all groups after the first have one text in five
+EVERY_NTH = 5  # all groups after the first have one in five of the texts
 
 _SENTENCE = (
     "the old lighthouse keeper wrote down every ship that passed the cape and what it carried "
@@ -58,25 +58,25 @@ class InputGroup:
 
     name: str
     inputs: tuple[str, ...] | tuple[tuple[str, str], ...]
-    prompt_name: str | None = None  # a prompt of the checkpoint; None: its default
+    prompt_name: str | None = None  # of a prompt of the checkpoint; None: its default
 
 
 def long_texts(limit: int) -> list[str]:
-    """Make texts that are about as long as a limit in tokens, and some that are much longer."""
+    """Return texts of about `limit` tokens, and some that are much longer."""
     lines = (f"Line {k}: the keeper counted {k * 37 % 101} ships." for k in range(limit // 8 + 2))
     words = ("word " * max(limit + by, 1) for by in (-4, -2, -1, 1))
     return [" ".join(lines), "我喜欢在北京吃饺子。" * (limit // 3 + 1), *words]
 
 
 def input_groups(spec: ModelSpec, limit: int, more: Sequence[str]) -> list[InputGroup]:
-    """Form the groups of inputs for a model that takes `limit` tokens.
+    """Form the groups of inputs for a model that takes inputs of up to `limit` tokens.
 
-    `more` are the user's own texts, added to ours.
+    `more` are the user's texts, which are added to TEXTS. A reranker gets groups of pairs.
     """
-    # no long texts with a template: sentence-transformers would cut off the end of the template
-    cut = long_texts(limit) if spec.template is None else []
-    texts = tuple(dict.fromkeys([*TEXTS, *cut, *more]))
-    some = tuple(dict.fromkeys([*TEXTS[::EVERY_NTH], *cut[:1]]))
+    # no long texts with a template: sentence-transformers would truncate the template at its end
+    long = long_texts(limit) if spec.template is None else []
+    texts = tuple(dict.fromkeys([*TEXTS, *long, *more]))
+    some = tuple(dict.fromkeys([*TEXTS[::EVERY_NTH], *long[:1]]))
     if spec.task == "embed":
         prompted = [InputGroup(f"prompt {name!r}", some, name) for name in sorted(spec.prompts)]
         return [InputGroup("texts", texts), *prompted]

@@ -1,4 +1,4 @@
-"""Runs a model and its reference one after the other, and compares the results. Prints nothing."""
+"""Runs a model and its reference one after the other, and compares the results."""
 
 import gc
 import logging
@@ -27,12 +27,12 @@ from jaxembed.tools.verify.texts import InputGroup, input_groups
 
 logger = logging.getLogger(__name__)
 
-# The default limit of an input: one of 8,192 tokens takes minutes on a CPU in float32.
+# The default limit of an input. An input of 8,192 tokens takes minutes on a CPU in float32.
 MOST_INPUT_TOKENS = 2048
 
 RunReference = Callable[..., ReferenceRun]
 
-# Bounds of the cosine distance. The one of float32 is from tests/parity/test_minilm.py and
+# Bounds of the cosine distance. The bound of float32 is from tests/parity/test_minilm.py and
 # test_qwen3.py. The others are ten times what tests/parity/test_minilm.py and
 # tests/engine/test_replica.py allow a model of two to six layers, because the rounding errors of
 # the layers add up.
@@ -44,7 +44,7 @@ COSINE_BOUNDS: dict[DType, float] = {"float32": 1e-5, "bfloat16": 5e-3, "float16
 RELATIVE_BOUNDS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 NEIGHBOURS = 10
-MOST_RANKED = 1000  # texts; the matrix of their similarities grows with the square
+MOST_RANKED = 1000  # texts; the matrix of their similarities grows with their square
 TIE = 1e-6  # similarities and logits that differ by less than this count as equal
 
 
@@ -58,8 +58,8 @@ class Agreement:
     distances: np.ndarray
     # float64 [inputs]: the relative difference of the vectors' lengths; empty for logits
     lengths: np.ndarray
-    # embed: share of shared neighbours; rerank: of pairs in the same order; classify: of equal best
-    # labels
+    # a share (0 to 1). embed: of shared neighbours; rerank: of pairs in the same order; classify:
+    # of inputs with the same best label
     rank: float
 
     @cached_property
@@ -69,12 +69,12 @@ class Agreement:
 
     @property
     def bound(self) -> float:
-        """The largest distance that is allowed in this dtype."""
+        """The largest allowed distance in this dtype."""
         return (COSINE_BOUNDS if self.task == "embed" else RELATIVE_BOUNDS)[self.dtype]
 
     @property
     def within_bounds(self) -> bool:
-        """Whether all distances and lengths keep to their bounds; NaN does not."""
+        """Whether all distances and lengths are within their bounds. NaN is not."""
         lengths_agree = (self.lengths <= RELATIVE_BOUNDS[self.dtype]).all()
         return bool((self.distances <= self.bound).all() and lengths_agree)
 
@@ -82,14 +82,14 @@ class Agreement:
 def agreement(
     dtype: DType, task: Task, got: Sequence[Computed], expected: Sequence[Computed]
 ) -> Agreement:
-    """Compare the results of each group with the reference's results of the same inputs."""
-    pairs = [(one.outputs, other.outputs) for one, other in zip(got, expected, strict=True)]
+    """Compare the results of each group with the reference's results for the same inputs."""
+    pairs = [(a.outputs, b.outputs) for a, b in zip(got, expected, strict=True)]
     if task == "embed":
         distances = np.concatenate([cosine_distances(*pair) for pair in pairs])
         lengths = np.concatenate([length_differences(*pair) for pair in pairs])
         rank = shared_neighbours(*pairs[0])
     else:
-        # a logit is a sum of terms of about the largest one's size, even if they cancel
+        # relative to the largest logit: each logit is a sum of terms of about that size
         differences = [
             np.abs(ours - theirs).max(axis=1).astype(np.float64) / max(np.abs(theirs).max(), 1)
             for ours, theirs in pairs
@@ -100,7 +100,7 @@ def agreement(
 
 
 def locate(index: int, groups: Sequence[InputGroup]) -> tuple[int, int]:
-    """Convert an index among all inputs to a group and the index in it.
+    """Convert an index among all inputs to the index of a group and the index in this group.
 
     Raises IndexError if there are fewer inputs.
     """
@@ -114,9 +114,9 @@ def locate(index: int, groups: Sequence[InputGroup]) -> tuple[int, int]:
 def cosine_distances(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> Float[np.ndarray, " rows"]:
-    """The cosine distance of each row, 0 to 2. Two zero vectors have distance 0.
+    """Return the cosine distance of each row, from 0 to 2. Two zero vectors have distance 0.
 
-    It is computed in float64, so that distances down to 1e-12 are right.
+    It is computed in float64, so that distances down to 1e-12 are accurate.
     """
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     products = np.linalg.norm(got, axis=1) * np.linalg.norm(expected, axis=1)
@@ -128,7 +128,7 @@ def cosine_distances(
 def length_differences(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> Float[np.ndarray, " rows"]:
-    """The relative difference of the vectors' lengths, for each row."""
+    """Return the relative difference of the Euclidean lengths of each row."""
     lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
     return np.abs(np.linalg.norm(got.astype(np.float64), axis=1) - lengths) / (lengths + 1e-30)
 
@@ -136,9 +136,9 @@ def length_differences(
 def shared_neighbours(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> float:
-    """The share of a text's nearest NEIGHBOURS that the reference has too: the worst of all texts.
+    """Return the smallest share, over all texts, of the NEIGHBOURS nearest that the reference has.
 
-    Texts as similar as the reference's last neighbour, within TIE, count as neighbours.
+    A text that is less similar than the reference's last neighbour by at most TIE counts too.
     """
     count = min(NEIGHBOURS, len(got) - 1)
     if count < 1:
@@ -146,14 +146,14 @@ def shared_neighbours(
     ours, theirs = (_similarities(vectors[:MOST_RANKED]) for vectors in (got, expected))
     nearest = np.argsort(-ours, axis=1, kind="stable")[:, :count]
     # the similarity of the reference's last neighbour
-    least = -np.sort(-theirs, axis=1)[:, count - 1 : count]
-    return float((np.take_along_axis(theirs, nearest, axis=1) >= least - TIE).mean(axis=1).min())
+    lowest = -np.sort(-theirs, axis=1)[:, count - 1 : count]
+    return float((np.take_along_axis(theirs, nearest, axis=1) >= lowest - TIE).mean(axis=1).min())
 
 
 def same_order(
     got: Float[np.ndarray, "rows labels"], expected: Float[np.ndarray, "rows labels"]
 ) -> float:
-    """The share of pairs of documents that are in the same order as in the reference.
+    """Return the share of pairs of documents that are in the same order as in the reference.
 
     Pairs whose logits differ by less than TIE in the reference are left out.
     """
@@ -168,12 +168,12 @@ def same_order(
 def same_best(
     got: Float[np.ndarray, "rows labels"], expected: Float[np.ndarray, "rows labels"]
 ) -> float:
-    """The share of inputs that have the same best label."""
+    """Return the share of inputs that have the same best label as in the reference."""
     return float((got.argmax(axis=1) == expected.argmax(axis=1)).mean())
 
 
 def _similarities(vectors: np.ndarray) -> np.ndarray:
-    """The matrix of cosine similarities; that of a text with itself is -2, less than any other."""
+    """Return the matrix of cosine similarities, with -2 for a text and itself."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled = vectors / np.where(lengths == 0, 1, lengths)
     cosines = scaled @ scaled.T
@@ -183,21 +183,21 @@ def _similarities(vectors: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Verification:
-    """The results of a model and of the reference, and how they agree."""
+    """The results of a model and of the reference, and their agreement."""
 
     name: str
     spec: ModelSpec
-    limit: int  # tokens of an input
+    limit: int  # maximum tokens of an input
     device: str
     groups: list[InputGroup]
     got: list[Computed]  # in float32
     reference: ReferenceRun
-    agreements: list[Agreement]  # in float32, and in the served dtype if that is another
+    agreements: list[Agreement]  # in float32, and in the served dtype if it differs
     seconds: float
 
     @cached_property
     def different(self) -> list[tuple[int, int]]:
-        """The inputs with other token ids than in the reference: group, and index in it."""
+        """The inputs whose token ids differ from the reference: index of the group, and in it."""
         return [
             (group, number)
             for group, (ours, theirs) in enumerate(
@@ -210,7 +210,7 @@ class Verification:
     @property
     def agrees(self) -> bool:
         """Whether all token ids are equal and all results are within the bounds."""
-        return not self.different and all(one.within_bounds for one in self.agreements)
+        return not self.different and all(agreement.within_bounds for agreement in self.agreements)
 
 
 def verify_model(
@@ -221,7 +221,7 @@ def verify_model(
     run_reference: RunReference = run_apart,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Compare a model with sentence-transformers, on our texts and on `texts`.
+    """Compare a model with sentence-transformers, on built-in texts and on `texts`.
 
     `on_progress` is called while buckets compile, with the number done and the total. Only one
     model is in memory at a time. Raises ConfigError or CheckpointError if the comparison is not
@@ -267,8 +267,11 @@ def verify_model(
 
 
 def comparable_spec(routes: Routes) -> ModelSpec:
-    """The spec of a model with one route. Raises ConfigError for one with several, and for one that
-    gives neither vectors of whole texts nor scores."""
+    """Return the spec of a model that can be compared.
+
+    Raises ConfigError for a model that has several routes, or gives neither vectors of whole texts
+    nor scores.
+    """
     spec = routes.main
     if len(routes.specs) > 1:
         raise ConfigError(
@@ -288,8 +291,8 @@ def comparable_spec(routes: Routes) -> ModelSpec:
 
 
 def check_rules(spec: ModelSpec, folder: Path) -> None:
-    """Raise ConfigError if the reference would prompt a language model with another template, or
-    treat static embeddings by other rules."""
+    """Raise ConfigError if the reference would use another template, or other rules for static
+    embeddings, because `folder` lacks the files of sentence-transformers."""
     if (folder / "modules.json").is_file():
         return
     if spec.template is not None:
@@ -305,25 +308,24 @@ def check_rules(spec: ModelSpec, folder: Path) -> None:
 
 
 def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
-    """Choose the input limit in tokens. Returns it, and the config with it where it is needed.
+    """Choose the input limit in tokens. Return it, and the config to load the model with.
 
-    Raises ConfigError if the config asks for more than the checkpoint says, because the reference
-    would cut earlier.
+    Raises ConfigError for a limit of the config that the reference would not use.
     """
-    own = summary(spec)["limits"]["served_by_default"]
+    default = summary(spec)["limits"]["served_by_default"]
     flag = config.max_input_tokens
     if flag is not None and flag > spec.max_input_tokens:
         raise ConfigError(
             f"--max-input-length {flag} is more than the {spec.max_input_tokens} tokens at which "
             "the checkpoint says to cut, and the reference does"
         )
-    limit = flag or min(own, MOST_INPUT_TOKENS)
+    limit = flag or min(default, MOST_INPUT_TOKENS)
     if spec.is_static and flag is not None:
         raise ConfigError(
             f"--max-input-length {flag}: the reference cuts static embeddings only as the "
             "checkpoint says; leave it out"
         )
-    is_as_served = spec.is_static or limit == own
+    is_as_served = spec.is_static or limit == default
     return limit, config if is_as_served else replace(config, max_input_tokens=limit)
 
 
@@ -332,7 +334,7 @@ def _run(
 ) -> tuple[list[Computed], dict[str, Any]]:
     """Load a model, compute the groups, and free the model.
 
-    Returns the results, and the model's `dtype`, `device` and `spec` by these names.
+    Returns the results of each group, and a dict with the model's `dtype`, `device` and `spec`.
     """
     started = time.monotonic()
     embedder, results = load(config), []
@@ -340,14 +342,14 @@ def _run(
         for group in groups:
             processor = embedder.model.main.text_processor
             rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
-            inputs = [Text(one) if isinstance(one, str) else Pair(*one) for one in group.inputs]
-            ids = [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings]
+            inputs = [Text(i) if isinstance(i, str) else Pair(*i) for i in group.inputs]
+            ids = [e.ids.tolist() for e in processor.encode(inputs, rules).work.encodings]
             if embedder.spec.task == "embed":
-                texts = [one for one in group.inputs if isinstance(one, str)]
+                texts = [text for text in group.inputs if isinstance(text, str)]
                 outputs = embedder.encode(texts, prompt_name=group.prompt_name)
             else:
                 labelled = embedder.classify(group.inputs, raw_scores=True)
-                scores = [{one.label: one.score for one in labels} for labels in labelled]
+                scores = [{label.label: label.score for label in labels} for labels in labelled]
                 rows = [[row[label] for label in embedder.spec.labels] for row in scores]
                 outputs = np.array(rows, np.float32)
             results.append(Computed(outputs, ids))
