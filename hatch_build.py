@@ -24,9 +24,9 @@ class NativeKernels(BuildHookInterface):
         unless they are required."""
         compiler = _compiler(Path(self.root))
         try:
-            build_data["tag"] = compiler.build_ahead()
-        except (compiler.Unavailable, OSError) as error:
-            foreign = isinstance(error, compiler.Foreign)
+            build_data["tag"] = compiler.build_all()
+        except (compiler.NativeUnavailable, OSError) as error:
+            foreign = isinstance(error, compiler.UnsupportedPlatform)
             if os.environ.get("JAXEMBED_NATIVE") == "required" and not foreign:
                 raise
             self.app.display_warning(f"without native kernels: {error}")

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import report
 from jaxembed.engine.bucket import Bucket
 from jaxembed.models import attention, kernels
-from jaxembed.models.attention import EVERYTHING, Sight
+from jaxembed.models.attention import EVERYTHING, AttentionMask
 
 AGREES = 0.02  # largest allowed difference of bfloat16 to float32, for values of about 1
 
@@ -33,7 +33,7 @@ class Case:
     width: int
     packed: bool
     groups: int | None = None  # heads of keys and values, if they are fewer
-    sight: Sight = EVERYTHING
+    attention_mask: AttentionMask = EVERYTHING
 
     @cached_property
     def lengths(self) -> list[list[int]]:
@@ -60,9 +60,9 @@ class Case:
         """The mask, bool `[rows, 1, length, length]`. Padding sees padding, so no row is empty."""
         of_query, of_key = self.segments[:, None, :, None], self.segments[:, None, None, :]
         distance = np.arange(self.length)[:, None] - np.arange(self.length)
-        visible = (distance >= 0) | (not self.sight.causal)
-        if self.sight.reach is not None:
-            visible &= abs(distance) <= self.sight.reach
+        visible = (distance >= 0) | (not self.attention_mask.causal)
+        if self.attention_mask.reach is not None:
+            visible &= abs(distance) <= self.attention_mask.reach
         return (of_query == of_key) & visible
 
     def operands(self, dtype: str) -> list[jax.Array]:
@@ -75,21 +75,23 @@ class Case:
     @property
     def is_plain(self) -> bool:
         """Whether each token sees its whole segment, and each query head has its own key head."""
-        return self.groups is None and self.sight == EVERYTHING
+        return self.groups is None and self.attention_mask == EVERYTHING
 
     def __str__(self) -> str:
         kind = "packed" if self.packed else "padded"
         shape = f"{self.rows}x{self.length} {self.heads}"
         groups = f"/{self.groups}" if self.groups else ""
-        causal = " causal" if self.sight.causal else ""
-        reach = f" within {self.sight.reach}" if self.sight.reach is not None else ""
+        causal = " causal" if self.attention_mask.causal else ""
+        reach = (
+            f" within {self.attention_mask.reach}" if self.attention_mask.reach is not None else ""
+        )
         return f"{kind} {shape}{groups}x{self.width}{causal}{reach}"
 
 
 def our_attend(case: Case) -> Callable:
     """jaxembed's `attend`."""
     segments = jnp.asarray(case.segments)
-    return lambda q, k, v: attention.attend(q, k, v, segments, case.sight)
+    return lambda q, k, v: attention.attend(q, k, v, segments, case.attention_mask)
 
 
 def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
@@ -100,11 +102,11 @@ def our_kernel(case: Case, name: str, **blocks: int) -> Callable:
     platform = next(platform for platform, names in kernels.KERNELS.items() if name in names)
     kernel = kernels.kernel(kernels.KERNELS[platform][name])
     groups = case.groups or case.heads
-    call = kernels.Call(case.heads, groups, case.width, "bfloat16", case.sight)
+    call = kernels.Call(case.heads, groups, case.width, "bfloat16", case.attention_mask)
     if reason := kernel.refuses(call, case.length):
         raise ValueError(reason)
     slots = Bucket(case.rows, case.length).slots
-    attend = partial(kernel.attend, sight=case.sight, slots=slots, **blocks)
+    attend = partial(kernel.attend, attention_mask=case.attention_mask, slots=slots, **blocks)
     if name != "flash":
         attend = partial(attend, interpret=jax.local_devices()[0].platform != platform)
     segments = jnp.asarray(case.segments)
@@ -192,14 +194,16 @@ ALL_CASES = ("attend", "triton", "flash", "splash", "jax-nn-xla")
 def cases(on_cpu: bool) -> list[Case]:
     """The cases to try: 16,384 tokens each on an accelerator, and few tokens on a CPU."""
     if on_cpu:
-        causal = Case(2, 128, 4, 32, packed=True, groups=2, sight=Sight(causal=True))
+        causal = Case(
+            2, 128, 4, 32, packed=True, groups=2, attention_mask=AttentionMask(causal=True)
+        )
         return [Case(2, 128, 2, 32, packed=True), Case(2, 128, 2, 32, packed=False), causal]
     return [
         Case(32, 512, 12, 64, packed=True),
         Case(128, 128, 12, 64, packed=True),
         Case(32, 512, 12, 64, packed=False),
-        Case(16, 1024, 12, 64, packed=True, sight=Sight(reach=64)),
-        Case(32, 512, 16, 128, packed=True, groups=8, sight=Sight(causal=True)),
+        Case(16, 1024, 12, 64, packed=True, attention_mask=AttentionMask(reach=64)),
+        Case(32, 512, 16, 128, packed=True, groups=8, attention_mask=AttentionMask(causal=True)),
         Case(32, 512, 12, 32, packed=True),
     ]
 

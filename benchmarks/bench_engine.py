@@ -1,6 +1,6 @@
 """Measures how many useful tokens a second the engine embeds on a grid, without tokenizer and HTTP.
 
-Length mixes, of real texts if there are any, are submitted at once in tickets of 32 sequences. The
+Length mixes, of real texts if there are any, are submitted at once in futures of 32 sequences. The
 queue is never empty until the end, so batches are as full as the engine can make them. Lone queries
 are timed too, because a grid that is good for a full queue may be bad for one request.
 
@@ -46,15 +46,15 @@ from benchmarks.bench_model import budget_of, dtype_of, limit_of, usual_grid
 from benchmarks.subject import Subject, load
 from benchmarks.workloads import MIXES, Workload
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.autotune.timing import milliseconds
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
-from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.engine import Engine, Worker
+from jaxembed.engine.future import QueuedSequence, WorkFuture
 from jaxembed.engine.replica import NullReplica, Runner
-from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.observability.metrics import Telemetry
 
 TICKET = 32  # sequences in one request
@@ -261,7 +261,7 @@ def measure(
         runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}
         for engine in engines.values():
             embed_all(engine, mix.encodings[: TICKET * 4])
-        entries = Ticket(work_of(mix.encodings), {"dense": 1}).entries
+        entries = WorkFuture(work_from_encodings(mix.encodings), {"dense": 1}).sequences
         long_buckets = {
             b for e in engines.values() for b in e.grid.buckets if b.length >= mix.lengths.max()
         }
@@ -281,10 +281,10 @@ def measure(
 
 
 def started(runner: Runner | Recorder, grid: BucketGrid, model: Subject, platform: str) -> Engine:
-    """Start an engine with one seat, and wait until every bucket is compiled and timed."""
-    seats = [Seat(cast(Runner, runner), DeviceTurn.for_platform(platform))]
+    """Start an engine with one worker, and wait until every bucket is compiled and timed."""
+    workers = [Worker(cast(Runner, runner), DeviceScheduler.for_platform(platform))]
     engine = Engine(
-        seats, grid, model.spec.widths, Telemetry(), BucketCosts(1e-3), full_warmup=True
+        workers, grid, model.spec.widths, Telemetry(), BucketCosts(1e-3), full_warmup=True
     )
     engine.start()
     engine.wait_timed()
@@ -343,12 +343,12 @@ def best_bucket(runs: Sequence[Run], grid: BucketGrid) -> Bucket:
     return max(rates, key=lambda bucket: float(np.median(rates[bucket])))
 
 
-def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[Entry]) -> float:
+def _useful_rate(runner: Runner, bucket: Bucket, entries: Sequence[QueuedSequence]) -> float:
     """Measure the useful tokens a second of a bucket that is filled from the mix.
 
     It runs repeatedly, with as many programs at a time as the engine has in flight.
     """
-    permits = DeviceTurn.for_platform(jax.local_devices()[0].platform).permits
+    permits = DeviceScheduler.for_platform(jax.local_devices()[0].platform).permits
     batch = place(bucket, entries)
     ms = milliseconds(runner, bucket, permits, SUSTAINED_S, pack(batch, runner.planes))
     return batch.useful_tokens / ms * 1000
@@ -387,18 +387,18 @@ def deep_queue(
 
 
 def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None = None) -> float:
-    """Measure the seconds to answer all sequences, submitted in tickets of TICKET.
+    """Measure the seconds to answer all sequences, submitted in futures of SEQUENCES_A_REQUEST.
 
     At most `waiting` sequences wait at a time; None submits all at once.
     """
     start = time.perf_counter()
-    tickets: deque[Ticket] = deque()
+    futures: deque[WorkFuture] = deque()
     for k in range(0, len(encodings), TICKET):
-        if len(tickets) * TICKET >= (waiting or len(encodings)):
-            tickets.popleft().result()
-        tickets.append(engine.submit(work_of(encodings[k : k + TICKET])))
-    for ticket in tickets:
-        ticket.result()
+        if len(futures) * TICKET >= (waiting or len(encodings)):
+            futures.popleft().result()
+        futures.append(engine.submit(work_from_encodings(encodings[k : k + TICKET])))
+    for future in futures:
+        future.result()
     return time.perf_counter() - start
 
 
@@ -410,7 +410,7 @@ def lone_ms(engine: Engine, mix: Workload) -> float:
     """
     one = sorted(mix.encodings, key=lambda e: e.length)[len(mix.encodings) // 2]
     return report.timed(
-        lambda: engine.submit(work_of([one]), priority="bulk").result(), LONE_RUNS
+        lambda: engine.submit(work_from_encodings([one]), priority="bulk").result(), LONE_RUNS
     ).median
 
 

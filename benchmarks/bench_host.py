@@ -43,7 +43,7 @@ PROBES_PER_S = 100.0
 TRIES = 4  # of a row, until nothing was compiled or timed during one
 PROBE = Open("lag", 0, PROBES_PER_S)
 CHARACTERS = 5  # of an English token, roughly
-MOST_IDS = 256  # of a text
+MAX_IDS = 256  # of a text
 LAST_ID = 40  # the last token id of small vocabularies
 
 Requests = Callable[[Target, int], Iterator[bytes]]
@@ -78,7 +78,7 @@ def ids_of(texts: Texts) -> Requests:
 
     def requests(target: Target, count: int) -> Iterator[bytes]:
         draw = np.random.default_rng(0)
-        lengths = [min(len(text) // CHARACTERS + 2, MOST_IDS) for text in texts.bulk]
+        lengths = [min(len(text) // CHARACTERS + 2, MAX_IDS) for text in texts.bulk]
         ids = [draw.integers(workloads.FIRST_ID, LAST_ID, length).tolist() for length in lengths]
         parts = [ids[k : k + count] for k in range(0, max(len(ids) - count, 0) + 1, count)]
         return cycle([target.request(part, "base64") for part in parts])

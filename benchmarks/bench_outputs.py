@@ -53,7 +53,7 @@ WORKER = Path(__file__).parent / "peers" / "outputs.py"
 OURS = "jaxembed"
 PEER_OUTPUTS = ("dense", "SPLADE")
 PEER_SIZES = ("tiny", "minilm", "bert-base", "bge-large")  # BERT as it was published
-LEAST_LOGIT = 3.8  # of a term: the largest of 128 standard normal ones is over it once in 100
+MIN_LOGIT = 3.8  # of a term: the largest of 128 standard normal ones is over it once in 100
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -114,7 +114,7 @@ def peers_of(args: Namespace, dtype: DType) -> Iterator[AbstractContextManager[R
 def running(library: str, environment: Path, size: str, dtype: DType) -> Iterator[Running]:
     """Run a peer with a model of this shape; end its process after."""
     job = {"library": library, "dtype": dtype, "threads": os.cpu_count()}
-    job |= {"config": subject.transformers_config(size)[1], "bias": -LEAST_LOGIT}
+    job |= {"config": subject.transformers_config(size)[1], "bias": -MIN_LOGIT}
     with peer.running(library, environment / "bin" / "python", WORKER) as process:
         yield process, process.ask(json.dumps(job))
 
@@ -140,7 +140,7 @@ def with_heads(model: Subject, heads: dict[OutputName, Head]) -> Subject:
     spec = msgspec.structs.replace(model.spec, heads=heads)
     parameters = random_parameters(spec) | model.parameters
     if "heads.sparse.bias" in parameters:
-        parameters["heads.sparse.bias"][:] = -LEAST_LOGIT
+        parameters["heads.sparse.bias"][:] = -MIN_LOGIT
     made = program(spec)
     wanted = {name: parameters[name] for name in made.shapes}
     return replace(model, spec=spec, program=made, parameters=wanted)

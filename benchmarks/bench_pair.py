@@ -56,8 +56,8 @@ class Watch:
 
     def over(self, name: str, embedder: Embedder) -> None:
         """Record every run of the embedder's runners from now on, under this name."""
-        for seat in _engine(embedder).seats:
-            seat.runner.run = self._noting(name, seat.runner.run)
+        for worker in _engine(embedder).workers:
+            worker.runner.run = self._noting(name, worker.runner.run)
 
     def overlaps(self) -> int:
         """The number of programs that began while one of another model ran."""

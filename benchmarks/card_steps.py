@@ -260,10 +260,10 @@ def probe_batch(
     length. A probe has the same tokens in every batch.
     """
     from benchmarks.bench_model import full_planes
-    from jaxembed.engine.batch import Shelf
+    from jaxembed.engine.batch import RowAllocator
 
     planes, _ = full_planes(bucket, model)
-    shelf, places = Shelf(bucket), {}
+    shelf, places = RowAllocator(bucket), {}
     longest = min(bucket.length, model.spec.max_input_tokens)
     for length in (n for n in PROBES if n <= longest):
         if (place := shelf.put(length)) is None:

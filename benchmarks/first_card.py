@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "accelerators.md"
 BUDGET_S = 570.0
-MOST_HLO_BYTES = 15_000_000
+MAX_HLO_BYTES = 15_000_000
 TAIL = 3000  # characters kept of what a step printed
 SHOWN = 240  # characters of a row that are shown
 REFERENCES = ("bert-base", "modernbert-base", "qwen3-0.6b")
@@ -227,7 +227,7 @@ class Record:
             partial.unlink(missing_ok=True)
         with zipfile.ZipFile(partial, "a", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(name, text)
-        if partial.stat().st_size > MOST_HLO_BYTES:
+        if partial.stat().st_size > MAX_HLO_BYTES:
             partial.unlink()
             return None
         os.replace(partial, self._hlo_file)

@@ -57,7 +57,7 @@ def convert(
         adapters=adapters,
         splade=splade,
     )
-    if routes.keys() == {""}:
+    if routes.keys() == {""}:  # the one route of a model without a Router
         return checkpoint.save(out, *contents(routes[""], progress))
     parts = {route: contents(model, progress) for route, model in routes.items()}
     return checkpoint.save_routes(out, parts, default).main

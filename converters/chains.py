@@ -36,7 +36,8 @@ MASKED_LM = "AutoModelForMaskedLM"  # its logits become term weights
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
-    """Describe each route of a model; return them with the name of the default route."""
+    """Describe each route of a model; return the outlines by route, and the name of the default
+    route. A model without a Router has the one route ""."""
     router = heads.router_of(source)
     if router is None:
         return {"": _outline(source, options, "")}, ""
@@ -63,7 +64,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
 def _outline(source: Path, options: Options, route: str) -> Outline:
     """Describe one route of a model; the route of a model without a Router is ""."""
     if options.splade:
-        # refuse modules of other kinds, and classes that are not masked language models
+        # modules.json, or without one the class, must be that of a masked language model
         kinds = heads.kinds_of(source, route)
         if kinds and not {"splade", "static_terms"} & {*kinds}:
             raise UnsupportedModel(
@@ -87,11 +88,17 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
 
 
 def _tower_outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe a model with a backbone, which is not static, or such a route of a model."""
+    """Describe a route whose backbone is a transformer; `route` is "" without a Router."""
     folder = source / heads.tower_folder(source, route)
     family, hf = _family(folder)
-    is_late = not route and not options.splade and late_interaction.is_late(source)
-    use = EMBEDDER if is_late else MASKED_LM if options.splade else _use(source, family, hf, route)
+    is_multi_vector = not route and not options.splade and late_interaction.is_multi_vector(source)
+    use = (
+        EMBEDDER
+        if is_multi_vector
+        else MASKED_LM
+        if options.splade
+        else _use(source, family, hf, route)
+    )
     # The model's own code for the backbone changes every use; that for other uses is ignored.
     for key in dict.fromkeys((EMBEDDER, use)):
         code = (hf.get("auto_map") or {}).get(key)
@@ -108,74 +115,74 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
             f"{error}"
         ) from error
     config = {name: getattr(typed, name) for name in config}
-    words = None
-    if is_late:
+    tokenization = None
+    if is_multi_vector:
         options.refuse_dense_path(source, "compares texts token by token")
-        layout, words = late_interaction.read_late_layout(source, config["hidden_size"])
+        layout, tokenization = late_interaction.read_late_layout(source, config["hidden_size"])
     else:
         layout = _layout(source, options, family, hf, config, use, route)
-    tower = source / layout.tower
+    backbone = source / layout.backbone
     spec = spec_of(
         options,
         layout,
         config,
         hf,
         architecture=family.architecture,
-        token_types=tokenizer.gives_types(tower, hf),
+        token_types=tokenizer.gives_types(backbone, hf),
         max_input_tokens=1,  # replaced below by `limit`
     )
-    limit = heads.token_limit(tower, position_limit(spec), late=is_late)
+    limit = heads.token_limit(backbone, position_limit(spec), late=is_multi_vector)
     text = tokenizer.read_tokenizer(
-        tower, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
+        backbone, lowercase=layout.lowercase, vocab_size=config["vocab_size"]
     )
     if use == EMBEDDER:
         layout = with_token_heads(
             source, layout, hf, config["hidden_size"], family.sparse_classes, text
         )
     spec = msgspec.structs.replace(spec, heads=layout.heads, max_input_tokens=limit)
-    if words is not None:
-        spec = late_interaction.with_interaction(spec, words, text, tower)
+    if tokenization is not None:
+        spec = late_interaction.with_interaction(spec, tokenization, text, backbone)
     tensors = replace(family, rules=(*family.rules, *family.config_rules(hf), *layout.rules))
     built_in = family.built_in(hf)
     model = Outline(source, tensors, layout, spec, text, built_in)
     return with_adapters(model, options.adapters) if options.adapters or built_in else model
 
 
-def _family(tower: Path) -> tuple[Family, dict[str, Any]]:
+def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     """Return the family that converts the config.json in a folder, and that config, checked, with
     the fields that the family reads from other files.
 
     Raises CheckpointError if there is no config.json, and UnsupportedModel for an adapter, for an
     unknown model_type or class, and for quantized weights.
     """
-    adapter = tower / "adapter_config.json"
+    adapter = backbone / "adapter_config.json"
     if adapter.is_file():
         base = heads.read_optional_json(adapter).get("base_model_name_or_path")
-        pages.refuse_adapter(tower, str(base))
+        pages.refuse_adapter(backbone, str(base))
         raise UnsupportedModel(
-            f"{tower} is an adapter of {base or 'another model'}; serve that with "
-            f"--adapter NAME={tower}"
+            f"{backbone} is an adapter of {base or 'another model'}; serve that with "
+            f"--adapter NAME={backbone}"
         )
-    hf = heads.read_optional_json(tower / "config.json")
-    if not hf and (tower / checkpoint.MANIFEST).is_file():
+    hf = heads.read_optional_json(backbone / "config.json")
+    if not hf and (backbone / checkpoint.MANIFEST).is_file():
         raise CheckpointError(
-            f"{tower} is half a converted checkpoint: {checkpoint.MANIFEST} is there and "
+            f"{backbone} is half a converted checkpoint: {checkpoint.MANIFEST} is there and "
             f"{checkpoint.PARAMETERS}/ is not; convert the model again"
         )
     if not hf:
-        raise CheckpointError(f"{tower} is not a model: there is no config.json")
+        raise CheckpointError(f"{backbone} is not a model: there is no config.json")
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in CONVERTERS:
         kinds = ", ".join(sorted(CONVERTERS))
         raise UnsupportedModel(f"model_type {kind!r} is not supported; known: {kinds}")
-    check_fields(str(tower / "config.json"), hf, CONFIG_FIELDS)
+    check_fields(str(backbone / "config.json"), hf, CONFIG_FIELDS)
     family = family_of(hf)
     classes = (*family.classes, *family.classifiers, *family.generators, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
     if hf.get("quantization_config"):
         raise UnsupportedModel("quantised weights are not supported; use the original ones")
-    return family, family.completed(hf, tower)
+    return family, family.completed(hf, backbone)
 
 
 def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
@@ -210,7 +217,8 @@ def _layout(
     use: str,
     route: str,
 ) -> Layout:
-    """Read what follows the backbone, for this use: pooling, modules, labels and template."""
+    """Read what follows the backbone for this `use`: pooling, modules, labels and template. `hf` is
+    the content of config.json, and `config` is that of the backbone."""
     if use == EMBEDDER:
         return heads.read_layout(source, config["hidden_size"], options.dense_path, route)
     options.refuse_dense_path(source)

@@ -17,7 +17,7 @@ Fields = dict[str, Any]  # the content of a config.json, or the fields of a back
 # A head and the rules for its tensors: one for logits of labels, one for the logits of a masked
 # language model.
 Scorer = tuple[Pooled, tuple[Rule, ...]]
-TermHead = tuple[Vocabulary, tuple[Rule, ...]]
+SparseHead = tuple[Vocabulary, tuple[Rule, ...]]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Family(TensorRules):
     # hf, the backbone's config, ids of yes and no -> the head of a reranker that is a generator
     score_head: Callable[[Fields, Fields, int, int], Scorer] | None = None
     reranker: Reranker | None = None  # the published ones
-    masked_lm: Callable[[Fields], TermHead] | None = None  # hf -> the head of term weights
+    masked_lm: Callable[[Fields], SparseHead] | None = None  # hf -> the head of term weights
     sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
     # a model's own code that the backbone reproduces, by its key in auto_map
     own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -414,7 +414,7 @@ def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
         raise UnsupportedModel(f"{what} {value!r} is not supported; known: {names}")
 
 
-def chosen(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
+def lookup(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
     """Return the value of `name` in a table. Raises as `refuse_unknown`."""
     refuse_unknown(what, name, table)
     return table[name]
@@ -422,7 +422,7 @@ def chosen(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
 
 def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
     """Return the activation that the field `key` names. Raises as `refuse_unknown`."""
-    return chosen(key, hf.get(key, default), HF_ACTIVATIONS)
+    return lookup(key, hf.get(key, default), HF_ACTIVATIONS)
 
 
 def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> Any:

@@ -17,7 +17,7 @@ from converters.fields import (
     MODULE_FIELDS,
     FieldType,
     check_fields,
-    chosen,
+    lookup,
     refuse_unknown,
 )
 from converters.router import CONFIG_FILES, ROUTERS, Listed, Router, plain_type, read_router
@@ -156,7 +156,7 @@ class ModuleEntry:
 class Layout:
     """The parts of a model besides its backbone, and how its inputs are prepared."""
 
-    tower: str  # folder of the transformer within the source; "" is the source itself
+    backbone: str  # folder of the transformer within the source; "" is the source itself
     heads: dict[OutputName, Head]  # as in ModelSpec
     rules: tuple[Rule, ...] = ()  # for the parameters of the heads
     folders: tuple[str, ...] = ()  # of modules with weights, within the source
@@ -174,10 +174,10 @@ class Layout:
 def read_layout(
     source: Path, hidden_size: int, dense_path: str | None = None, route: str = ""
 ) -> Layout:
-    """Read the layout of an embedder from modules.json and the files that it names. Without it the
-    pooling is the mean, as in sentence-transformers.
+    """Read the layout of an embedder from modules.json and the files that it names. Without
+    modules.json the pooling is the mean, as in sentence-transformers.
 
-    `dense_path` replaces the path of the only Dense module. `route` names the chain of a Router.
+    `dense_path` replaces the path of the only Dense module. `route` is one of the Router's, or "".
     Raises UnsupportedModel for other models and settings, and CheckpointError for wrong files.
     """
     modules, include_prompt = modules_of(source, route), True
@@ -191,7 +191,7 @@ def read_layout(
             "config.json does not score"
         )
     else:
-        folder = source / modules[1].path
+        folder = source / modules[1].path  # of Pooling; Dense and Normalize may follow it
         config = module_config(folder)
         if not config:
             raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
@@ -207,11 +207,11 @@ def read_layout(
                     f"{folder}: {key} is {config[key]}, the model's {hidden_size}"
                 )
         if "pooling_mode" in config:
-            named = config["pooling_mode"]
-            modes: list[str] = [named] if isinstance(named, str) else list(named or ())
+            setting = config["pooling_mode"]
+            modes: list[str] = [setting] if isinstance(setting, str) else list(setting or ())
             if not modes or not set(modes) <= POOLING_NAMES.keys():
                 raise UnsupportedModel(
-                    f"{folder}: pooling {named!r} is not supported; known: "
+                    f"{folder}: pooling {setting!r} is not supported; known: "
                     f"{', '.join(POOLING_NAMES)}"
                 )
             pooling = [POOLING_NAMES[mode] for mode in modes]
@@ -226,13 +226,14 @@ def read_layout(
 
 def pooled_layout(
     source: Path,
-    tower: ModuleEntry,
+    backbone: ModuleEntry,
     pooling: tuple[Pooling, ...],
     later: list[ModuleEntry],
     hidden_size: int,
     dense_path: str | None,
 ) -> Layout:
-    """Return the layout of an embedder with these `later` modules after its pooling."""
+    """Return the layout of an embedder with the modules `later` after its pooling. `dense_path`, if
+    not None, replaces the path of the only Dense module."""
     later = _with_dense_path(source, later, dense_path)
     layers = tuple(layer_of(source / module.path, module.kind) for module in later)
     check_widths(layers, hidden_size * len(pooling))
@@ -240,7 +241,7 @@ def pooled_layout(
     dense = [(n, entry.path) for n, entry in enumerate(later) if isinstance(layers[n], DenseLayer)]
     rules = [dense_rules("dense", n, layers[n], f"{folder}/linear") for n, folder in dense]
     return Layout(
-        tower=tower.path,
+        backbone=backbone.path,
         heads={"dense": Pooled(pooling, layers)},
         rules=tuple(chain.from_iterable(rules)),
         folders=tuple(folder for _, folder in dense),
@@ -275,7 +276,7 @@ def tower_folder(source: Path, route: str = "") -> str:
 
 
 def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
-    """Return the folders within a source of modules with weights. Reads only JSON files."""
+    """Return the folders, within `source`, of modules with weights. Reads only JSON files."""
     folders: list[str] = []
     for route in routes_of(source):
         modules = modules_of(source, route)
@@ -288,16 +289,16 @@ def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
 
 
 def token_limit(
-    tower: Path, positions: int | None, otherwise: int | None = None, *, late: bool = False
+    backbone: Path, positions: int | None, otherwise: int | None = None, *, late: bool = False
 ) -> int:
     """Return the maximum number of tokens of an input: max_seq_length, else model_max_length, else
     `positions`, else `otherwise`. It is at most `positions`, the size of the table of positions.
 
-    `late` is as in `transformer_config`. Raises CheckpointError for a limit below 1, or none.
+    `late` is for multi-vector models. Raises CheckpointError for a limit below 1, or no limit.
     """
     limits = {
-        "max_seq_length": transformer_config(tower, late=late).get("max_seq_length"),
-        "model_max_length": read_optional_json(tower / "tokenizer_config.json").get(
+        "max_seq_length": transformer_config(backbone, late=late).get("max_seq_length"),
+        "model_max_length": read_optional_json(backbone / "tokenizer_config.json").get(
             "model_max_length"
         ),
         "max_position_embeddings": positions,
@@ -306,7 +307,7 @@ def token_limit(
         if not isinstance(limit, int | float) or isinstance(limit, bool) or limit >= HUGE:
             continue
         if limit < 1:
-            raise CheckpointError(f"{name} is {limit} in {tower}, wanted at least 1")
+            raise CheckpointError(f"{name} is {limit} in {backbone}, wanted at least 1")
         if positions is not None and limit > positions:
             logger.warning(
                 "%s is %d but there are %d positions; inputs end there", name, limit, positions
@@ -315,16 +316,16 @@ def token_limit(
         return int(limit)
     if otherwise is not None:
         return otherwise
-    raise CheckpointError(f"{tower} names no limit of tokens; set max_seq_length in its config")
+    raise CheckpointError(f"{backbone} names no limit of tokens; set max_seq_length in its config")
 
 
-def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
+def transformer_config(backbone: Path, *, late: bool = False) -> dict[str, Any]:
     """Read sentence_bert_config.json under any of its names; empty if there is none.
 
-    Raises UnsupportedModel for a setting that is not supported. `late` is for multi-vector models,
-    for which lengths and query expansion are supported.
+    Raises UnsupportedModel for a setting that is not supported. `late` allows the settings of
+    multi-vector models: lengths and query expansion.
     """
-    paths = (tower / name for name in TRANSFORMER_CONFIGS)
+    paths = (backbone / name for name in TRANSFORMER_CONFIGS)
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return {}
@@ -341,24 +342,24 @@ def transformer_config(tower: Path, *, late: bool = False) -> dict[str, Any]:
     return config
 
 
-def modalities(tower: Path, *, late: bool = False) -> set[str]:
+def modalities(backbone: Path, *, late: bool = False) -> set[str]:
     """Return the kinds of input that the model takes, such as "text"; sentence-transformers before
     6.0 does not write them. "message" means that texts are put into the chat template."""
-    return set(transformer_config(tower, late=late).get("modality_config") or ())
+    return set(transformer_config(backbone, late=late).get("modality_config") or ())
 
 
-def refuse_chat_template(tower: Path, *, late: bool = False) -> None:
+def refuse_chat_template(backbone: Path, *, late: bool = False) -> None:
     """Raise UnsupportedModel if an embedder puts its texts into a chat template."""
-    if "message" in modalities(tower, late=late):
+    if "message" in modalities(backbone, late=late):
         raise UnsupportedModel(
-            f"{tower}: texts are put into a chat template (modality_config has message), which is "
-            "not supported for embedding; known: text"
+            f"{backbone}: texts are put into a chat template (modality_config has message), which "
+            "is not supported for embedding; known: text"
         )
 
 
 def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
     """Read the JSON object in a file; empty if there is no file. Raises CheckpointError if it is
-    damaged, or a field does not have its type of `types` or FIELDS_BY_FILE."""
+    damaged, or a field has a wrong type: not that of `types`, which add to FIELDS_BY_FILE."""
     if not path.is_file():
         return {}
     content = _json(path)
@@ -376,9 +377,9 @@ def _json(path: Path) -> Any:
 
 
 def router_of(source: Path) -> Router | None:
-    """Return the Router that modules.json begins with; None for a model of one chain of modules.
-    Raises CheckpointError, and as `read_router`."""
-    listed = listed_modules(source)
+    """Return the Router that modules.json begins with, or None if it begins with another module.
+    Raises CheckpointError if the Router has no config, and the errors of `read_router`."""
+    listed = listed_modules(source)  # pairs of type and folder
     if not listed or listed[0][0] not in ROUTERS:
         return None
     folder = listed[0][1]
@@ -409,6 +410,7 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
     embeds = embeds and {*later} <= {"dense", "normalize"}
     embeds = embeds or kinds in (["masked_lm", "splade"], ["static_terms"])
+    # routes must embed: `scores` and `compares` (token by token) are for whole models
     scores = kinds in (["transformer"], ["transformer", "logit_score"])
     compares = kinds[:1] == ["transformer"] and bool({"dense", "multi_vector_mask"} & {*kinds})
     compares = compares and {*kinds[1:]} <= {"dense", "multi_vector_mask", "normalize"}
@@ -439,19 +441,19 @@ def listed_modules(source: Path) -> Listed | None:
         raise CheckpointError(f"{path} is damaged: wanted a list of type and path") from error
 
 
-def _module(path: Path, kind: str, folder: str) -> ModuleEntry:
+def _module(path: Path, type_name: str, folder: str) -> ModuleEntry:
     """Return the entry for a type and a folder in modules.json, whose path is `path`. Raises
-    UnsupportedModel for an unknown type."""
-    own, code = OWN_MODULES.get(kind, (None, None))
-    if own is not None:
+    UnsupportedModel for an unknown type, and CheckpointError for a folder outside the model."""
+    own_kind, own_code = OWN_MODULES.get(type_name, (None, None))
+    if own_kind is not None:
         hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
-        if (hf.get("auto_map") or {}).get("AutoModel") == code:
-            return ModuleEntry(own, folder)
-    if kind not in MODULES:
+        if (hf.get("auto_map") or {}).get("AutoModel") == own_code:
+            return ModuleEntry(own_kind, folder)  # own code that does the same
+    if type_name not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
-        raise UnsupportedModel(f"{path}: module {kind!r} is not supported; known: {known}")
+        raise UnsupportedModel(f"{path}: module {type_name!r} is not supported; known: {known}")
     _check_within(path, folder)
-    name, folder = MODULES[kind], "" if folder == "." else folder
+    name, folder = MODULES[type_name], "" if folder == "." else folder
     if name == "transformer":
         config = transformer_config(path.parent / folder, late=True)
         name = "masked_lm" if config.get("transformer_task") == FILL_MASK else name
@@ -467,8 +469,8 @@ def _check_within(path: Path, folder: str) -> None:
 def _with_dense_path(
     source: Path, modules: list[ModuleEntry], dense_path: str | None
 ) -> list[ModuleEntry]:
-    """Replace the path of the only Dense module, unless `dense_path` is None. Raises
-    CheckpointError unless there is one Dense module."""
+    """Return the modules, with `dense_path` as the path of the only Dense module unless it is None.
+    Raises CheckpointError unless there is one Dense module."""
     if dense_path is None:
         return modules
     dense = [module for module in modules if module.kind == "dense"]
@@ -477,13 +479,13 @@ def _with_dense_path(
             f"dense path {dense_path!r} takes the place of the only Dense module, and {source} "
             f"has {len(dense)}; leave it out"
         )
-    chosen = _module(source / "modules.json", "sentence_transformers.models.Dense", dense_path)
-    return [chosen if module.kind == "dense" else module for module in modules]
+    replacement = _module(source / "modules.json", "sentence_transformers.models.Dense", dense_path)
+    return [replacement if module.kind == "dense" else module for module in modules]
 
 
 def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
-    """Read a Dense or Normalize module. `applied_to` is the name of its input in
-    sentence-transformers. Raises UnsupportedModel and CheckpointError."""
+    """Read a Dense or Normalize module. `applied_to` is what it must take and give:
+    "sentence_embedding" or "token_embeddings". Raises UnsupportedModel and CheckpointError."""
     config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, applied_to):
@@ -501,7 +503,7 @@ def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") ->
         in_features=config["in_features"],
         out_features=config["out_features"],
         bias=bool(config.get("bias", True)),
-        activation=chosen(f"{folder}: activation", name, DENSE_ACTIVATIONS),
+        activation=lookup(f"{folder}: activation", name, DENSE_ACTIVATIONS),
         residual=bool(config.get("use_residual")),
     )
     if layer.residual and applied_to == "sentence_embedding":
@@ -515,8 +517,8 @@ def module_config(folder: Path) -> dict[str, Any]:
 
 
 def check_widths(layers: tuple[Module, ...], width: int) -> None:
-    """Raise CheckpointError if a Dense module does not take vectors of the width before it. `width`
-    is that of the first vector."""
+    """Raise CheckpointError if a Dense module takes another width than it gets. `width` is that of
+    the vectors before the first layer."""
     for layer in layers:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
@@ -545,7 +547,7 @@ def read_prompts(
             "for `dimensions` in the request"
         )
     prompts = {str(name): text or "" for name, text in (config.get("prompts") or {}).items()}
-    for route in filter(None, routes_of(source)):  # a prompt's name selects it
+    for route in filter(None, routes_of(source)):  # the name of a prompt selects the route
         prompts.setdefault(route, "")
     default = config.get("default_prompt_name")
     if default in ("query", "document"):  # sentence-transformers gives all models these

@@ -24,7 +24,7 @@ class Options:
 
     def refuse_dense_path(self, source: Path, why: str = "has none") -> None:
         """Raise CheckpointError if a dense path is given: the model in `source` takes none. `why`
-        follows its name in the message."""
+        follows the name of `source` in the message."""
         if self.dense_path is not None:
             raise CheckpointError(
                 f"dense path {self.dense_path!r} takes the place of a Dense module, and {source} "
@@ -33,7 +33,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Factors:
+class LowRankFactors:
     """The two matrices of a low-rank adapter for one weight, to which it adds scale * up . down."""
 
     down: Tensor  # [rank, in]; of an embedding table `in` is its number of rows
@@ -54,7 +54,7 @@ class AdapterSource:
     """
 
     name: str
-    factors: Mapping[str, Factors]
+    factors: Mapping[str, LowRankFactors]
     copies: Mapping[str, Tensor]
 
 
@@ -103,7 +103,7 @@ def spec_of(
         dtype=dtype if dtype in get_args(DType) else "float32",
         source=options.name,
         revision=options.revision,
-        content_hash="",
+        content_hash="",  # not known yet
         **fields,
     )
 

@@ -44,8 +44,8 @@ def plain_type(kind: str) -> str:
 
 
 def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed) -> Router:
-    """Read the routes of a Router. Each has its own modules and then the `later` ones, which follow
-    the Router.
+    """Read the routes of a Router. The modules of a route are its own and then the `later` ones,
+    which follow the Router.
 
     `config` is the content of the file `path`, and `folder` is that of the Router within the model.
     Raises UnsupportedModel for routes that are not chosen by a task alone, for a Router within a
@@ -86,7 +86,7 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
                 f"{path}: the tasks {tasks[route]!r} and {task!r} have one route; known: one task "
                 "for each"
             )
-    names = [tasks.get(name, name) for name in routes]
+    names = [tasks.get(name, name) for name in routes]  # a route is renamed to its task
     if len(set(names)) < len(names):
         raise UnsupportedModel(f"{path}: two routes are of one task: {_shown(names)}")
     default = parameters.get("default_route")
@@ -94,18 +94,18 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
         default = next(iter(routes), None)
     if not routes or (default is not None and default not in routes):
         raise CheckpointError(f"{path}: there is no route {default!r} among {_shown(routes)}")
-    named = {tasks.get(name, name): [*modules, *later] for name, modules in routes.items()}
-    if by_modality := sorted(MODALITIES & set(named)):
+    renamed = {tasks.get(name, name): [*modules, *later] for name, modules in routes.items()}
+    if by_modality := sorted(MODALITIES & set(renamed)):
         raise UnsupportedModel(
             f"{path}: the routes {_shown(by_modality)} are chosen by the modality of an input; "
             "known: routes of tasks, such as query and document"
         )
-    if bad := [name for name in named if not re.search(ROUTE_NAME, name)]:
+    if bad := [name for name in renamed if not re.search(ROUTE_NAME, name)]:
         raise UnsupportedModel(
             f"{path}: the names of the routes {_shown(map(repr, bad))} are not supported; known: "
             "letters, digits, _ and -"
         )
-    return Router(named, None if default is None else tasks.get(default, default))
+    return Router(renamed, None if default is None else tasks.get(default, default))
 
 
 def _shown(names: Iterable[str]) -> str:

@@ -42,24 +42,24 @@ def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 def contents(model: Outline, progress: ConversionProgress) -> Contents:
     """Return the contents of a checkpoint. Its parameters are an iterator that reads and converts
-    each when it is taken. Raises ConversionError for tensors that do not fit, CheckpointError for
-    files that cannot be read."""
+    each one when it is asked for. Raises ConversionError for tensors that do not fit,
+    CheckpointError for files that cannot be read."""
     source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
-    tower = base.find(source / layout.tower)
-    tensors = weights.canonical(spec.source, tower, base.prefixes, base.renames)
-    sources = list(model.adapters)
+    backbone = base.find(source / layout.backbone)
+    tensors = weights.canonical(spec.source, backbone, base.prefixes, base.renames)
+    adapter_sources = list(model.adapters)
     if model.built_in is not None:
-        tensors, own = without_built_in(spec.source, model.built_in, base.ignored, tensors)
-        sources = [*own, *sources]
+        tensors, built_in = without_built_in(spec.source, model.built_in, base.ignored, tensors)
+        adapter_sources = [*built_in, *adapter_sources]
     for folder in layout.folders:
         tensors |= weights.within(folder, weights.find(source / folder))
     for name in layout.files:
         tensors |= weights.within(name, weights.torch_file(source / name))
-    plain = msgspec.structs.replace(spec, adapters=())
-    shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain).items()}
+    plain_spec = msgspec.structs.replace(spec, adapters=())
+    shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain_spec).items()}
     ignored = [*base.ignored, *layout.ignored]
     steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
-    steps += plan_adapters(spec.source, base.rules, tensors, shapes, sources, spec.adapters)
+    steps += plan_adapters(spec.source, base.rules, tensors, shapes, adapter_sources, spec.adapters)
     steps.sort(key=lambda step: step.size)  # smallest first, as in plan_steps
     elements: Counter[str] = Counter()
     for step in steps:

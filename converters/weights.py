@@ -42,7 +42,7 @@ SAFETENSORS_DTYPES = {
 OTHER_DTYPES = {"float64": np.float64, "int8": np.int8, "int32": np.int32, "int64": np.int64}
 READ_DTYPES: dict[str, Any] = NUMPY_DTYPES | OTHER_DTYPES
 
-LEAST_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_only: CVE-2025-32434
+MIN_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_only: CVE-2025-32434
 
 MAX_SAFETENSORS_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -73,7 +73,7 @@ def _transpose(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array.T)
 
 
-def shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
+def check_shape(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     """Return a problem for each source that does not have this shape."""
     return [
         f"{source.name}: wanted shape {shape}, got {source.shape}"
@@ -84,12 +84,12 @@ def shaped(sources: Sequence[Tensor], shape: Shape) -> list[str]:
 
 def _transposed(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     """Return a problem for each source that does not have this shape after transposition."""
-    return shaped(sources, shape[::-1])
+    return check_shape(sources, shape[::-1])
 
 
 def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-    """Return a problem unless the sources have this shape when they are concatenated. Their lengths
-    may differ, as with grouped key heads."""
+    """Return a problem unless the sources have this shape when they are concatenated by rows. Their
+    numbers of rows may differ, as with grouped key heads."""
     same_width = all(source.shape[1:] == shape[1:] for source in sources)
     if same_width and sum(sum(source.shape[:1]) for source in sources) == shape[0]:
         return []
@@ -97,7 +97,7 @@ def _joined(sources: Sequence[Tensor], shape: Shape) -> list[str]:
     return [f"{shapes}: wanted shape {shape} together"]
 
 
-identity = Transform(lambda array: array, shaped)
+identity = Transform(lambda array: array, check_shape)
 transpose = Transform(_transpose, _transposed, by_column=True)  # torch stores weights as [out, in]
 concatenate = Transform(lambda *arrays: np.concatenate(arrays), _joined)
 concatenate_transposed = Transform(
@@ -111,16 +111,16 @@ swap_halves_transposed = Transform(
     by_column=True,
 )
 one_plus = Transform(  # bfloat16 would lose bits of the weight
-    lambda array: 1 + array.astype(np.float32), shaped, dtype="float32"
+    lambda array: 1 + array.astype(np.float32), check_shape, dtype="float32"
 )
 
 
 def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
     """Return a transform that takes the rows from `start` to before `stop` of a vector or a table;
-    with `turned` they become the columns of a weight."""
+    `turned` transposes them, so that each becomes a column of a weight."""
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        wanted = shape[::-1] if turned else shape
+        wanted = shape[::-1] if turned else shape  # of the rows in the source
         return [
             f"{source.name}: wanted at least {stop} rows of {wanted[1:]}, got {source.shape}"
             for source in sources
@@ -131,11 +131,11 @@ def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
 
 
 def reshaped(*shape: int) -> Transform:
-    """Return a transform that reshapes a tensor, with its values in the same order."""
+    """Return a transform that gives a tensor this shape, with its values in the same order."""
 
     def misfits(sources: Sequence[Tensor], wanted: Shape) -> list[str]:
         same = all(math.prod(source.shape) == math.prod(wanted) for source in sources)
-        return [] if same and wanted == shape else shaped(sources, wanted)
+        return [] if same and wanted == shape else check_shape(sources, wanted)
 
     return Transform(lambda x: x.reshape(shape), misfits)
 
@@ -148,7 +148,7 @@ def transposed_over(divisor: float) -> Transform:
 def padded(size: int, total: int) -> Transform:
     """Return a transform that pads a vector `[size]` with zeros to `[total]`."""
     return Transform(
-        lambda x: np.pad(x, (0, total - size)), lambda sources, _: shaped(sources, (size,))
+        lambda x: np.pad(x, (0, total - size)), lambda sources, _: check_shape(sources, (size,))
     )
 
 
@@ -157,7 +157,7 @@ def transposed_padded(rows: int, columns: int) -> Transform:
     to a weight `[width, columns]`."""
     return Transform(
         lambda table: np.pad(table.T, ((0, 0), (0, columns - rows))),
-        lambda sources, shape: shaped(sources, (rows, shape[0])),
+        lambda sources, shape: check_shape(sources, (rows, shape[0])),
     )
 
 
@@ -280,6 +280,7 @@ def plan_steps(
         if name not in source_names:
             tensor.free()
     steps.sort(key=lambda step: step.size)
+    # the step that reads each tensor last
     last = {source.name: number for number, step in enumerate(steps) for source in step.sources}
     return [
         replace(step, last_of=tuple(one for one in step.sources if last[one.name] == number))
@@ -288,11 +289,11 @@ def plan_steps(
 
 
 def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """Yield the rules of the parameters in `shapes`. `{i}` becomes each layer that has one."""
-    numbers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
+    """Yield the rules for the parameters in `shapes`, with the number of each layer for `{i}`."""
+    layers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
-        for i in sorted(numbers) if "{i}" in rule.target else range(1):
+        for i in sorted(layers) if "{i}" in rule.target else range(1):  # once without {i}
             target = rule.target.replace("{i}", str(i))
             if target in shapes:
                 names = tuple(source.replace("{i}", str(i)) for source in sources)
@@ -305,8 +306,8 @@ def choose(rules: Iterable[Rule], tensors: Mapping[str, Tensor]) -> list[Rule]:
     for rule in rules:
         by_target.setdefault(rule.target, []).append(rule)
     return [
-        next((rule for rule in same if all(name in tensors for name in rule.sources)), same[0])
-        for same in by_target.values()
+        next((rule for rule in group if all(name in tensors for name in rule.sources)), group[0])
+        for group in by_target.values()
     ]
 
 
@@ -318,8 +319,8 @@ def canonical(
 ) -> dict[str, Tensor]:
     """Rename tensors to the names that rules use.
 
-    Each of `prefixes` is removed, and each ending in `renames` is replaced. Raises ConversionError
-    for `model` if two tensors get the same name.
+    Each of `prefixes` is removed in turn, and each ending in `renames` is replaced. Raises
+    ConversionError for `model` if two tensors get the same name.
     """
     tensors_by_name: dict[str, Tensor] = {}
     problems = []
@@ -391,6 +392,7 @@ def safetensors_of(path: Path) -> dict[str, Tensor]:
     # addition to their copies, and its numpy version lacks bfloat16
     size = path.stat().st_size
     with path.open("rb") as file:
+        # the length of the header in 8 bytes, the header as JSON, the data
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, MAX_SAFETENSORS_HEADER_BYTES):
             raise CheckpointError(f"{path} is not a safetensors file, or was cut short")
@@ -435,7 +437,7 @@ def _read(path: Path, offset: int, dtype: str, shape: Shape) -> np.ndarray:
 
 def torch_file(path: Path) -> dict[str, Tensor]:
     """Load a torch file and return its tensors by name. Raises CheckpointError if it is damaged, or
-    torch is missing or older than LEAST_TORCH."""
+    torch is missing or older than MIN_TORCH."""
     try:
         torch = import_module("torch")  # not a dependency: only old models need it
     except ImportError as error:
@@ -444,8 +446,8 @@ def torch_file(path: Path) -> dict[str, Tensor]:
             "(pip install torch) or use a model with model.safetensors"
         ) from error
     version = re.match(r"(\d+)\.(\d+)", str(torch.__version__))
-    if version is None or tuple(map(int, version.groups())) < LEAST_TORCH:
-        oldest = ".".join(map(str, LEAST_TORCH))
+    if version is None or tuple(map(int, version.groups())) < MIN_TORCH:
+        oldest = ".".join(map(str, MIN_TORCH))
         raise CheckpointError(
             f"{path} is a pickle, which torch {torch.__version__} can be made to run code by "
             f"(CVE-2025-32434); install torch {oldest} or newer for the conversion, or use a model "
@@ -464,8 +466,8 @@ def torch_file(path: Path) -> dict[str, Tensor]:
             name,
             str(state[name].dtype).removeprefix("torch."),
             tuple(state[name].shape),
-            partial(_torch_tensor, torch, state, name),
-            partial(state.pop, name, None),
+            partial(_torch_tensor, torch, state, name),  # reads it
+            partial(state.pop, name, None),  # frees it
         )
         for name in list(state)
     }

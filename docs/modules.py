@@ -43,7 +43,7 @@ HEAD = (
     "verified",
     "sources",
 )
-MOST_LANGUAGES = 3  # that a cell names
+MAX_LANGUAGES = 3  # that a cell names
 
 
 def main() -> None:
@@ -114,7 +114,7 @@ def _models() -> Iterator[str]:
 def _cells(model: KnownModel) -> tuple[str, ...]:
     prompts = ", ".join(f"{role} {_code(text)}" for role, text in model.prompts.items())
     names = [known_models().languages[code] for code in model.languages]
-    many = len(names) > MOST_LANGUAGES
+    many = len(names) > MAX_LANGUAGES
     licence = model.licence or ""
     return (
         model.name + (f"<br>{model.note}" if model.note else ""),

@@ -16,14 +16,14 @@ from jaxembed.server.models import Models
 
 # Requests that a replica is given at once. The server batches them itself, and refuses with 429
 # what it has no room for. Ray's own limit of 5 would leave the device idle.
-MOST_AT_ONCE = 1024
+MAX_AT_ONCE = 1024
 # Requests at once for which a replica is added. The default of 2 adds one for any load. As many as
 # are answered in the time a request may take: at 1,000 a second and 0.25 s, 250.
 TARGET_AT_ONCE = 256
 CLOSE_S = 5.0
 
 
-@serve.deployment(max_ongoing_requests=MOST_AT_ONCE)
+@serve.deployment(max_ongoing_requests=MAX_AT_ONCE)
 @serve.ingress()
 class Jaxembed:
     """One replica: a model and the server's app."""

@@ -87,6 +87,8 @@ class Embedder:
         reserve: Callable[[int], object] = lambda count: None,
         compile_cache: bool = True,
     ):
+        """Load the model. ModelSource describes the arguments up to `cache_dir`, and LoadedModel
+        the others."""
         source = ModelSource(
             model,
             revision=revision,
@@ -321,7 +323,7 @@ class Embedder:
         request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
         answer = await self._run(request)
         chunked = answer.chunked or NO_CHUNKS
-        ends = np.cumsum(chunked.counts).tolist()
+        ends = np.cumsum(chunked.counts).tolist()  # of the chunks of each text, in `dense`
         return [
             EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
             for count, end in zip(chunked.counts.tolist(), ends, strict=True)
@@ -366,10 +368,10 @@ class Embedder:
         check_positive("top_n", top_n)
         settings, tasks = ScoreOptions(**options), self.model.tasks
         listed = await self._inputs(documents, images)
-        if self.spec.task == "embed":
-            of_query, of_documents, weights = tasks.compare(query, listed, settings)
-            both = await self._run(of_query), await self._run(of_documents)
-            scored = await self._compute(compare_outputs, *both, weights, listed)
+        if self.spec.task == "embed":  # rank by the similarity of embeddings
+            query_request, documents_request, weights = tasks.compare(query, listed, settings)
+            outputs = await self._run(query_request), await self._run(documents_request)
+            scored = await self._compute(compare_outputs, *outputs, weights, listed)
         else:
             scored = await self._run(tasks.rerank(query, listed, settings))
         return scored.ranked(raw_scores)[:top_n]
@@ -392,17 +394,18 @@ class Embedder:
             check_task(self.name, self.spec, "rerank")
             answer = await self._run(tasks.score([Pair(*pair) for pair in pairs], settings))
             return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
-        of_queries, of_documents, weights, query_numbers = tasks.compare_pairs(pairs, settings)
+        # Each different query is run once; `query_of` has its index for each pair.
+        query_request, text_request, weights, query_of = tasks.compare_pairs(pairs, settings)
         try:
-            queries = await self._run(of_queries)
+            queries = await self._run(query_request)
         except InvalidInput as error:
             if error.index is None:
                 raise
-            # The index of the first pair with the query.
-            raise error.at(query_numbers.index(error.index), error.field or "query") from error
-        both, texts = (queries, await self._run(of_documents)), [text for _, text in pairs]
+            # the first pair with the query
+            raise error.at(query_of.index(error.index), error.field or "query") from error
+        outputs, texts = (queries, await self._run(text_request)), [text for _, text in pairs]
         compare = partial(compare_pairs, raw_scores=raw_scores)
-        return await self._compute(compare, *both, weights, texts, query_numbers)
+        return await self._compute(compare, *outputs, weights, texts, query_of)
 
     @score_options
     def classify(
@@ -479,7 +482,8 @@ class Embedder:
     async def _embed(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> Embeddings:
-        """Run texts, which may have a role, and the images after them; return the embeddings."""
+        """Return the embeddings of texts, and then of `images`. `role` chooses the prompt and the
+        route of the texts; `options` are those of EncodeOptions."""
         settings = EncodeOptions(**options) if options else NO_OPTIONS
         listed = await self._inputs(texts, images)
         if role is not None:

@@ -124,8 +124,8 @@ class InputTooLong(InvalidInput):
         count = got if exact else f"at least {got}"
         super().__init__(
             f"the input has {count} tokens, the limit is {limit}; truncate=True cuts it",
-            None,
-            index,
+            field=None,
+            index=index,
         )
         self.limit = limit
         self.got = got

@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # 
 MMAP_THRESHOLD = 4 * MIB
 ADAPTED_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
 MMAP_MAX = 65536  # glibc's default
-HEAPS_A_CORE, MOST_HEAPS = 8, 64  # glibc's default; a limit, because `in_kept_heap` may try all
+HEAPS_A_CORE, MAX_HEAPS = 8, 64  # glibc's default; a limit, because `in_kept_heap` may try all
 SPARE_BYTES = 64 * MIB  # of the heap, left for other threads while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 GROWTH_BYTES = 128 * MIB  # growth of a process after which Trimmer returns freed memory
@@ -56,17 +56,18 @@ def keep() -> bool:
     if libc is None or _is_counted():
         return False
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    libc.mallopt(M_ARENA_MAX, min(HEAPS_A_CORE * (os.cpu_count() or 1), MOST_HEAPS))
+    libc.mallopt(M_ARENA_MAX, min(HEAPS_A_CORE * (os.cpu_count() or 1), MAX_HEAPS))
     libc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
     libc.mallopt(M_MMAP_MAX, 0)  # allocate in the heap, not in a separate mapping
     start = libc.malloc(size)
     libc.mallopt(M_MMAP_MAX, MMAP_MAX)
     if start is None:
         return False
-    libc.mallopt(M_TRIM_THRESHOLD, -1)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap when memory is freed
     _advise(libc, start, size, mmap.MADV_HUGEPAGE)
     libc.free(start)
-    if not _is_kept(libc, range(start, start + size)):  # the block got a separate mapping
+    if not _is_kept(libc, range(start, start + size)):
+        # The block got a separate mapping. Set the thresholds that glibc itself may adapt to.
         libc.mallopt(M_MMAP_THRESHOLD, ADAPTED_THRESHOLD)
         libc.mallopt(M_TRIM_THRESHOLD, 2 * ADAPTED_THRESHOLD)
         return False
@@ -103,15 +104,16 @@ def in_kept_heap(work: Callable[[], object]) -> None:
     """Call `work` in a thread that allocates from the heap that `keep` made, and wait for it.
 
     glibc gives each new thread another heap; when it has its maximum of heaps, it starts again with
-    the main thread's. So this starts threads until one has that heap. A single heap for all threads
-    would be simpler, but tokenizing in two threads would take three times as long.
+    the main thread's, which `keep` made large. So this starts threads until one has that heap; if
+    none gets it, or no memory is kept, the current thread calls `work`. A single heap for all
+    threads would be simpler, but tokenizing in two threads would take three times as long.
     """
     libc = _glibc()
     if libc is None or not kept or _is_kept(libc, kept):
         work()
         return
     heap_found, attempts = threading.Event(), threading.Semaphore(0)
-    inside: list[threading.Thread] = []
+    inside: list[threading.Thread] = []  # the thread that has the kept heap, once it is found
 
     def attempt() -> None:
         if not inside and _is_kept(libc, kept):
@@ -122,7 +124,7 @@ def in_kept_heap(work: Callable[[], object]) -> None:
         else:
             heap_found.wait()  # if this thread ended, the next one would get its heap
 
-    for _ in range(2 * MOST_HEAPS):
+    for _ in range(2 * MAX_HEAPS):
         threading.Thread(target=attempt, name=threading.current_thread().name, daemon=True).start()
         attempts.acquire()
         if inside:
@@ -147,6 +149,7 @@ def trim() -> None:
         libc.malloc_trim(0)
         return
     libc.malloc_trim(len(kept))  # everything but the top of the heap, which must stay mapped
+    # Take the free top as a block and return its pages; its addresses stay mapped.
     size = libc.mallinfo2().keepcost - SPARE_BYTES
     top = libc.malloc(size) if size > MMAP_THRESHOLD else None
     if top is not None:

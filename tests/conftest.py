@@ -43,7 +43,7 @@ load_native = native.load_library
 
 def _leave_out_native(cache_dir: Path) -> None:
     """Trying native kernels takes as long as compiling all else: few tests are about them."""
-    raise native.Unavailable("this test leaves them out")
+    raise native.NativeUnavailable("this test leaves them out")
 
 
 native.load_library = _leave_out_native
@@ -72,7 +72,7 @@ def _measured_once(dtype: DType) -> Rate:
 
 
 calibrate._measure = _measured_once
-native_trial.MOST_WAITED = costs.MOST_WAITED = 1.0  # other tests use the cores, too
+native_trial.MAX_WAITED = costs.MAX_WAITED = 1.0  # other tests use the cores, too
 
 LIMIT = 64  # tokens
 _SENTENCE = "the a of cat dog sat on mat runs red blue sky how what is where train tiny"
@@ -240,8 +240,8 @@ def _widened(config: dict[str, Any]) -> dict[str, Any]:
 
 
 WIDER_TOWERS: dict[str, dict[str, Any]] = {
-    name: tower | {"config": _widened(tower["config"]), "hidden_size": 64}
-    for name, tower in TOWERS.items()
+    name: backbone | {"config": _widened(backbone["config"]), "hidden_size": 64}
+    for name, backbone in TOWERS.items()
 }
 
 

@@ -25,7 +25,7 @@ class DigestRows:
     """Four numbers from the digest of each row's texts. Texts that are `too long` are refused."""
 
     source: RowSource = TEXTS
-    rows_a_call: int = 64
+    rows_per_call: int = 64
     version: int = 1
     wait_s: float = 0.0  # a call
     stops_at: int = -1  # the call at which it fails, as if the process were stopped there

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 
-from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
+from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.inputs import ChunkedText, ChunkSize, Input, Pair, Text, Tokens
 from jaxembed.data.spec import (
@@ -21,13 +21,13 @@ from jaxembed.data.spec import (
     Routes,
     scoring_heads,
 )
-from jaxembed.data.work import Ragged, WorkResult, sparse_rows
-from jaxembed.engine.admission import Admission, Capacity, Cost, Held
+from jaxembed.data.work import Ragged, WorkResult, to_sparse_rows
+from jaxembed.engine.admission import Admission, Capacity, Cost, Reservation
 from jaxembed.engine.engine import EngineState
 from jaxembed.errors import InputTooLong, ShuttingDown
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.text import TextProcessor, TokenPiece
-from jaxembed.preprocessing.windows import Chunked
+from jaxembed.preprocessing.windows import PooledChunks
 from jaxembed.quantise import quantise
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores
@@ -105,7 +105,7 @@ ROUTES: dict[str, tuple[dict, ModelSpec]] = {
 IDLE = EngineState(
     waiting_inputs=0,
     waiting_tokens=0,
-    lanes={},
+    queues={},
     failures=(0,),
     stuck=0,
     costs={},
@@ -166,7 +166,7 @@ class FakeEmbedder(LoadedModel):
 
     def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
         self.spec = spec
-        self.ranges: dict[VectorKind, KeptRanges] = {}
+        self.ranges: dict[VectorKind, StoredRanges] = {}
         plan = SimpleNamespace(device_name="cpu", dtype="float32")
         runner = SimpleNamespace(off_loop=asyncio.to_thread)
         self.main = LoadedRoute(spec, plan, NoPrompts(), None, runner)
@@ -179,8 +179,8 @@ class FakeEmbedder(LoadedModel):
         self.entered = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.closed = False
-        self.asked: list[EncodeOptions | ScoreOptions] = []
-        self.held: list[Held | None] = []  # of each call
+        self.requested: list[EncodeOptions | ScoreOptions] = []
+        self.reservation: list[Reservation | None] = []  # of each call
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return at once: it is ready from the start."""
@@ -189,22 +189,24 @@ class FakeEmbedder(LoadedModel):
     def tasks(self) -> Tasks:
         return Tasks(self.name, Routes({"": self.spec}), NoPrompts(), self.text, self.ranges)
 
-    async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
+    async def answer(
+        self, request: Request[Answer], reservation: Reservation | None = None
+    ) -> Answer:
         """A word is estimated as two tokens."""
         inputs = request.inputs()
         lengths = np.array([length(item) for item in inputs])
         cost = Cost(len(inputs), 2 * int(lengths.sum()))
-        with self.admission.admit(cost, held) as permit:
-            answer = await self._answer(request, held, inputs, lengths)
-            permit.settle(int(answer.num_tokens.sum()))
+        with self.admission.admit(cost, reservation) as permit:
+            answer = await self._answer(request, reservation, inputs, lengths)
+            permit.charge_answer(int(answer.num_tokens.sum()))
             return answer
 
-    async def _answer(self, request: Request[Answer], held, inputs, lengths) -> Answer:
-        await self._weather(held)
-        self.asked.append(request.options)
-        if lengths.max() > MAX_TOKENS and not request.rules.truncate:
+    async def _answer(self, request: Request[Answer], reservation, inputs, lengths) -> Answer:
+        await self._weather(reservation)
+        self.requested.append(request.options)
+        if lengths.max() > MAX_TOKENS and not request.tokenization.truncate:
             raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
-        figures = {
+        common_fields = {
             "num_tokens": np.minimum(lengths, MAX_TOKENS),
             "truncated": int((lengths > MAX_TOKENS).sum()),
             "tokenization_s": 0.001,
@@ -213,7 +215,7 @@ class FakeEmbedder(LoadedModel):
         }
         if isinstance(request, LateRequest):
             chunked = chunks_of(request.items)
-            figures |= {"num_tokens": chunked.tokens, "truncated": 0, "chunked": chunked}
+            common_fields |= {"num_tokens": chunked.tokens, "truncated": 0, "chunked": chunked}
             inputs = [
                 Text(item.text[start:end])
                 for item in request.items
@@ -221,10 +223,10 @@ class FakeEmbedder(LoadedModel):
             ]
             lengths = np.array([length(item) for item in inputs])
         if isinstance(request, EncodeRequest):
-            return Embeddings(self._values(inputs, request, lengths), **figures)
+            return Embeddings(self._values(inputs, request, lengths), **common_fields)
         assert isinstance(request, ScoreRequest)
         values = np.stack([logits(item, len(self.spec.labels)) for item in inputs])
-        return Scores(values, self.spec.labels, self.spec.score_function, **figures)
+        return Scores(values, self.spec.labels, self.spec.score_function, **common_fields)
 
     def _values(self, inputs: Sequence[Input], request: EncodeRequest, lengths) -> WorkResult:
         options = request.options
@@ -244,11 +246,11 @@ class FakeEmbedder(LoadedModel):
         for name in {"tokens", "multi_vector"} & encoded.keys():
             encoded[name] = Ragged(encoded[name], np.cumsum([0, *map(len, rows)]))
         if "sparse" in options.outputs:  # a term for each token, of its number
-            encoded["sparse"] = sparse_rows(np.tri(len(rows), MAX_TOKENS, dtype=np.float32))
+            encoded["sparse"] = to_sparse_rows(np.tri(len(rows), MAX_TOKENS, dtype=np.float32))
         return encoded
 
-    async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, held=None):
-        await self._weather(held)
+    async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, reservation=None):
+        await self._weather(reservation)
         return [
             [
                 TokenPiece(id=1, text="[CLS]", special=True, start=None, stop=None),
@@ -257,8 +259,8 @@ class FakeEmbedder(LoadedModel):
             for text in texts
         ]
 
-    async def decode_async(self, ids, *, skip_special_tokens, prompt_name=None, held=None):
-        await self._weather(held)
+    async def decode_async(self, ids, *, skip_special_tokens, prompt_name=None, reservation=None):
+        await self._weather(reservation)
         return [" ".join(map(str, sequence)) for sequence in ids]
 
     def describe(self) -> dict:
@@ -273,8 +275,8 @@ class FakeEmbedder(LoadedModel):
     def close(self, timeout_s: float | None = None) -> None:
         self.closed = True
 
-    async def _weather(self, held: Held | None) -> None:
-        self.held.append(held)
+    async def _weather(self, reservation: Reservation | None) -> None:
+        self.reservation.append(reservation)
         if self.draining:
             raise ShuttingDown("the server is shutting down", retry_after_s=5)
         if self.failure is not None:
@@ -296,11 +298,11 @@ def places_of(item: ChunkedText) -> Sequence[tuple[int, int]]:
     return item.chunks
 
 
-def chunks_of(items: Sequence[ChunkedText]) -> Chunked:
+def chunks_of(items: Sequence[ChunkedText]) -> PooledChunks:
     """The chunks of all texts, each of which is one window."""
     places = [places_of(item) for item in items]
     bounds = np.array([place for one in places for place in one], np.int64).reshape(-1, 2)
-    return Chunked(
+    return PooledChunks(
         np.array([len(one) for one in places], np.int64),
         bounds,
         np.array([len(item.text.split()) for item in items], np.int64),

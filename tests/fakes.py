@@ -8,12 +8,12 @@ import numpy as np
 from prometheus_client.registry import Collector
 
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.engine.autotune.costs import BucketCosts, often_enough
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.engine.autotune.costs import BucketCosts, repeat_timings
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.ticket import Ticket
-from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.engine.engine import Engine, Worker
+from jaxembed.engine.future import WorkFuture
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.observability.metrics import Telemetry
 
@@ -31,7 +31,7 @@ def is_work_in(planes: np.ndarray) -> bool:
 class SumRunner:
     """Answers each sequence with the sum of its ids, so that an answer shows whose it is.
 
-    `gate` holds runs back, `broken` and `error` fail them, more than `most_tokens` do not fit the
+    `gate` holds runs back, `broken` and `error` fail them, more than `max_tokens` do not fit the
     memory. The id BAD makes its sequence infinite, or with `poison` its whole row; WORSE does so in
     float32 too, which only a runner with a bucket for `float32` has. What is timed or probed,
     sequences of the id 1 alone, passes the gate and is noted in `timed` instead of `ran`.
@@ -43,12 +43,12 @@ class SumRunner:
 
     def __init__(
         self,
-        most_tokens: int = 10**9,
+        max_tokens: int = 10**9,
         poison: bool = False,
         float32: Bucket | None = None,
         error: Exception | None = None,
     ):
-        self.most_tokens = most_tokens
+        self.max_tokens = max_tokens
         self.poison = poison
         self._float32 = float32
         self.error = error
@@ -64,7 +64,7 @@ class SumRunner:
         self.timed: list[Bucket] = []
         self.wide_runs = 0
         self.seen: list[int] = []  # first ids of the sequences that ran
-        self.inside = self.most_inside = 0
+        self.inside = self.max_inside = 0
         self._lock = threading.Lock()
 
     def compile(self, bucket: Bucket) -> None:
@@ -90,7 +90,7 @@ class SumRunner:
         is_work = is_work_in(planes)
         with self._lock:
             self.inside += 1
-            self.most_inside = max(self.most_inside, self.inside)
+            self.max_inside = max(self.max_inside, self.inside)
             (self.ran if is_work else self.timed).append(bucket)
         try:
             if is_work:
@@ -105,7 +105,7 @@ class SumRunner:
             raise self.error
         if self.broken:
             raise RuntimeError("INTERNAL: broken")
-        if bucket.tokens > self.most_tokens:
+        if bucket.tokens > self.max_tokens:
             raise RuntimeError(f"RESOURCE_EXHAUSTED: out of memory at 0xdead, {bucket.tokens}")
         return self._sums(planes, bucket.slots, outputs, guilty=(self.BAD, self.WORSE))
 
@@ -136,7 +136,7 @@ class SumRunner:
 
 def timed_costs(costs: Mapping[Bucket, float]) -> BucketCosts:
     """Costs that were timed already, in milliseconds: an engine that has them times nothing."""
-    return BucketCosts(1.0, {bucket: often_enough([ms]) for bucket, ms in costs.items()})
+    return BucketCosts(1.0, {bucket: repeat_timings([ms]) for bucket, ms in costs.items()})
 
 
 class EngineUnderTest(Engine):
@@ -146,24 +146,24 @@ class EngineUnderTest(Engine):
     def __init__(self, runners: Iterable[SumRunner], grid: BucketGrid, turns=None, **options):
         self.telemetry = Telemetry()
         runners = list(runners)
-        turns = turns or [DeviceTurn() for _ in runners]
-        shares = options.pop("shares", None) or [Share() for _ in runners]
-        seats = [
-            Seat(runner, turn, share=share)
-            for runner, turn, share in zip(runners, turns, shares, strict=True)
+        turns = turns or [DeviceScheduler() for _ in runners]
+        shares = options.pop("shares", None) or [VirtualTime() for _ in runners]
+        workers = [
+            Worker(runner, scheduler, share=share)
+            for runner, scheduler, share in zip(runners, turns, shares, strict=True)
         ]
         costs = options.pop("costs", None) or timed_costs({b: b.tokens / 10 for b in grid.buckets})
         widths = options.pop("widths", WIDTHS)
-        super().__init__(seats, grid, widths, self.telemetry, costs, **options)
+        super().__init__(workers, grid, widths, self.telemetry, costs, **options)
 
     def ask(
         self,
         encodings: Sequence[Encoding],
         outputs: frozenset[OutputName] = frozenset({"dense"}),
         **options,
-    ) -> Ticket:
+    ) -> WorkFuture:
         """Submit one request."""
-        return self.submit(work_of(encodings, outputs), **options)
+        return self.submit(work_from_encodings(encodings, outputs), **options)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -176,16 +176,18 @@ def encoding(*ids: int) -> Encoding:
     return Encoding(np.array(ids, np.int32))
 
 
-def ticket_of(
+def future_of(
     encodings: Sequence[Encoding], outputs: frozenset[OutputName] = frozenset({"dense"}), **options
-) -> Ticket:
-    """A ticket of no engine."""
-    return Ticket(work_of(encodings, outputs), options.pop("widths", WIDTHS), **options)
+) -> WorkFuture:
+    """A future of no engine."""
+    return WorkFuture(
+        work_from_encodings(encodings, outputs), options.pop("widths", WIDTHS), **options
+    )
 
 
-def sums(ticket: Ticket) -> list[float]:
+def sums(future: WorkFuture) -> list[float]:
     """The answer of a SumRunner's engine."""
-    return ticket.result(WAIT_S)["dense"][:, 0].tolist()
+    return future.result(WAIT_S)["dense"][:, 0].tolist()
 
 
 def entered(runner: SumRunner) -> None:

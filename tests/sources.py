@@ -203,9 +203,9 @@ def write_sentence_bert(folder: Path, **options: Any) -> Path:
 def write_masked_lm(folder: Path, tensors: Tensors | None = None, **config: Any) -> Path:
     """A BertForMaskedLM, as transformers saves it. `tensors` are those of its head."""
     head = masked_lm_tensors() if tensors is None else tensors
-    tower = {f"bert.{name}": tensor for name, tensor in bert_tensors().items()}
+    backbone = {f"bert.{name}": tensor for name, tensor in bert_tensors().items()}
     config = {"architectures": ["BertForMaskedLM"]} | config
-    write_bert(folder, tensors=tower | head, **config)
+    write_bert(folder, tensors=backbone | head, **config)
     write_json(folder / "sentence_bert_config.json", {"transformer_task": "fill-mask"})
     return folder
 
@@ -281,15 +281,15 @@ def write_route(folder: Path, route: str, seed: int, **config: Any) -> list[tupl
     """The folders of one route of a Router: a tiny BERT and mean pooling. Gives the types and the
     names of its modules. `config` is that of the tower."""
     config = BERT_CONFIG | config
-    tower = write_bert(
+    backbone = write_bert(
         folder / f"{route}_0_Transformer", tensors=bert_tensors(seed, config), **config
     )
-    write_json(tower / "sentence_bert_config.json", {"max_seq_length": 16})
+    write_json(backbone / "sentence_bert_config.json", {"max_seq_length": 16})
     write_json(
         folder / f"{route}_1_Pooling" / "config.json",
         {"word_embedding_dimension": config["hidden_size"], "pooling_mode_mean_tokens": True},
     )
-    return [(TRANSFORMER, tower.name), (POOLING, f"{route}_1_Pooling")]
+    return [(TRANSFORMER, backbone.name), (POOLING, f"{route}_1_Pooling")]
 
 
 def write_static_route(folder: Path, route: str, seed: int) -> list[tuple[str, str]]:

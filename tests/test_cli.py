@@ -23,7 +23,7 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli, embed, loading, score, serve
 from jaxembed.cli.loading import engine_config
 from jaxembed.cli.options import EXIT_REFUSED, EXIT_TEMPORARY, JsonFormatter, exit_status
-from jaxembed.cli.serve import OF_ONE_MODEL, model_aliases, models_given, serve_command
+from jaxembed.cli.serve import SINGLE_MODEL_FLAGS, model_aliases, models_to_serve, serve_command
 from jaxembed.cli.server_options import server_config, spans_url
 from jaxembed.config import EngineConfig, ServerConfig
 from jaxembed.engine.quota import Limits
@@ -191,7 +191,7 @@ def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, 
     seen = []
 
     def callback(model, model_id, **_):
-        seen.append(models_given(model, model_id))
+        seen.append(models_to_serve(model, model_id))
 
     monkeypatch.setattr(serve_command, "callback", callback)
     result = CliRunner(env={"MODEL_ID": variable}).invoke(cli, ["serve", *line.split()])
@@ -290,7 +290,7 @@ def test_what_serve_cannot_do_is_refused_before_a_model_is_loaded(
     assert message in refusal("serve", "./a", *given, **environment)
 
 
-@pytest.mark.parametrize("flag", OF_ONE_MODEL)
+@pytest.mark.parametrize("flag", SINGLE_MODEL_FLAGS)
 def test_a_flag_of_one_model_is_refused_with_several(flag, refusal):
     option = "--" + flag.replace("_", "-")
     value = {"pooling": "cls", "adapter": "one=folder"}.get(flag, "1")

@@ -16,7 +16,7 @@ from test_keys import table as key_table
 from jaxembed.cli import cli
 from jaxembed.config import ServerConfig
 from jaxembed.engine.quota import REFUSAL_REASONS
-from jaxembed.observability.metrics import FAILURES, LANES, STAGES, Telemetry
+from jaxembed.observability.metrics import FAILURES, PRIORITIES, STAGES, Telemetry
 from jaxembed.server.app import create_app
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.errors import REPLIES, dialect_of
@@ -207,7 +207,7 @@ def test_every_metric_of_the_process_is_documented_with_its_type_and_labels():
 
 def test_every_value_of_a_label_is_documented():
     mentioned = set(codes((DOCS / "metrics.md").read_text()))
-    assert mentioned >= {*FAILURES, *LANES, *STAGES, *REFUSAL_REASONS}
+    assert mentioned >= {*FAILURES, *PRIORITIES, *STAGES, *REFUSAL_REASONS}
 
 
 # The map, and what pages mention

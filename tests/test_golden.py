@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from fakes import ticket_of
+from fakes import future_of
 from safetensors.numpy import save_file
 from sparse_matrix import as_dense
 
@@ -149,18 +149,18 @@ def _computed(golden, golden_embedder) -> Computed:
     """In the one program of `golden_embedder`."""
     spec = golden.spec
     (bucket,) = golden_embedder.model.main.plan.grid.buckets
-    (seat,) = golden_embedder.model.main.engine.seats
+    (worker,) = golden_embedder.model.main.engine.workers
     found: dict[int, tuple[np.ndarray, ...]] = {}
-    waiting = ticket_of(golden.encodings, widths=spec.widths).entries
-    places = {entry: i for entry in waiting for index in entry.claims.values() for i in index}
+    waiting = future_of(golden.encodings, widths=spec.widths).sequences
+    places = {entry: i for entry in waiting for index in entry.futures.values() for i in index}
     while waiting:
         batch = place(bucket, waiting[:1], waiting[1:])
         planes = pack(batch)
-        outputs = seat.runner.run(bucket, planes, (spec.primary, "tokens"))
+        outputs = worker.runner.run(bucket, planes, (spec.primary, "tokens"))
         hidden, primary = outputs["tokens"], outputs[spec.primary]
         pooled = np.asarray(every_pooling(hidden, planes, bucket.slots))
         for entry, row, slot, start in zip(
-            batch.entries, batch.rows, batch.slots, batch.starts, strict=True
+            batch.sequences, batch.rows, batch.slots, batch.starts, strict=True
         ):
             of_entry = hidden[row, start : start + entry.length]
             found[places[entry]] = of_entry, pooled[row, slot], primary[row, slot]
@@ -262,9 +262,9 @@ def test_every_architecture_and_converter_has_a_golden():
     configs = [json.loads(read(file)["source/config.json"].item()) for file in TOWERS]
     converters = {CONVERTERS[config["model_type"]] for config in configs}
     assert converters == set(CONVERTERS.values())
-    towers = {family_of_type(kind).architecture for kind in CONVERTERS}
+    backbones = {family_of_type(kind).architecture for kind in CONVERTERS}
     # test_dual has CLIP's in numpy, and that of pages is made of it and of Qwen3's
-    assert towers | {"clip", "pages"} == set(ARCHITECTURES)
+    assert backbones | {"clip", "pages"} == set(ARCHITECTURES)
 
 
 def test_every_pooling_has_a_model_of_its_own():

@@ -65,9 +65,9 @@ class Jaxembed:
         from jaxembed.data.work import join_work
 
         engine, outputs = self._embedder.model.engines["image"].engine, frozenset({"dense"})
-        ticket = engine.submit(join_work(prepared, outputs))
-        ticket.result()
-        return ticket.values["dense"]
+        future = engine.submit(join_work(prepared, outputs))
+        future.result()
+        return future.values["dense"]
 
 
 class Transformers:

@@ -44,10 +44,10 @@ class SentenceTransformers:
         kind = {"dtype": getattr(torch, job["dtype"])}
         with tempfile.TemporaryDirectory() as folder:
             save(folder, job)
-            tower = modules.Transformer(folder, model_kwargs=kind)
+            backbone = modules.Transformer(folder, model_kwargs=kind)
             masked_lm = modules.Transformer(folder, transformer_task="fill-mask", model_kwargs=kind)
         pooling = modules.Pooling(job["config"]["hidden_size"], "mean")
-        dense = SentenceTransformer(modules=[tower, pooling, modules.Normalize()], device="cpu")
+        dense = SentenceTransformer(modules=[backbone, pooling, modules.Normalize()], device="cpu")
         sparse = SparseEncoder(modules=[masked_lm, SpladePooling()], device="cpu")
         self._models = {"dense": dense.eval(), "SPLADE": sparse.eval()}
 
@@ -126,10 +126,10 @@ def export(folder: str, job: dict[str, Any]) -> None:
     class Dense(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.tower = model.bert
+            self.backbone = model.bert
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
-            hidden = self.tower(input_ids, attention_mask).last_hidden_state
+            hidden = self.backbone(input_ids, attention_mask).last_hidden_state
             weights = attention_mask[:, :, None].to(hidden.dtype)
             pooled = (hidden * weights).sum(1) / weights.sum(1)
             return torch.nn.functional.normalize(pooled)

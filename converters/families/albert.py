@@ -4,7 +4,7 @@ from typing import Any
 
 from converters.families import bert
 from converters.family import Family
-from converters.features.terms import transforming
+from converters.features.terms import masked_lm_function
 from converters.fields import require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError
@@ -19,11 +19,12 @@ DEFAULTS = {  # of transformers, where they differ from BERT's
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Convert config.json `hf` to BertConfig fields. `layer_order` numbers the layers in the order
-    of their runs. Raises UnsupportedModel and CheckpointError."""
+    """Convert config.json `hf` to BertConfig fields. `layer_order` lists the layers' numbers in the
+    order in which they run, each several times. Raises UnsupportedModel and CheckpointError."""
     hf = DEFAULTS | hf
     require(hf, ("embedding_size", "num_hidden_groups", "inner_group_num"))
     fields = bert.config(hf)
+    # each run passes through one group of `inner` layers
     runs, groups, inner = hf["num_hidden_layers"], hf["num_hidden_groups"], hf["inner_group_num"]
     if groups > runs:
         raise CheckpointError(
@@ -40,15 +41,15 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """Return the tensor rules of all layers, numbered across the groups."""
+    """Return the tensor rules of all layers. Their numbers go on from group to group."""
     hf = DEFAULTS | hf
-    inner = hf["inner_group_num"]
+    group_size = hf["inner_group_num"]
     return [
         rule
-        for number in range(hf["num_hidden_groups"] * inner)
+        for layer in range(hf["num_hidden_groups"] * group_size)
         for rule in _layer_rules(
-            f"encoder.albert_layer_groups.{number // inner}.albert_layers.{number % inner}",
-            f"tower.layers.{number}",
+            f"encoder.albert_layer_groups.{layer // group_size}.albert_layers.{layer % group_size}",
+            f"tower.layers.{layer}",
         )
     ]
 
@@ -56,14 +57,14 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
 def _layer_rules(layer: str, target: str) -> list[Rule]:
     """Return the rules of one layer: `layer` prefixes its tensors, `target` its parameters."""
     attention = f"{layer}.attention"
-    parts = [f"{attention}.{part}" for part in ("query", "key", "value")]
+    qkv = [f"{attention}.{part}" for part in ("query", "key", "value")]
     return [
         Rule(
-            tuple(f"{part}.weight" for part in parts),
+            tuple(f"{name}.weight" for name in qkv),
             f"{target}.attention.qkv.kernel",
             concatenate_transposed,
         ),
-        Rule(tuple(f"{part}.bias" for part in parts), f"{target}.attention.qkv.bias", concatenate),
+        Rule(tuple(f"{name}.bias" for name in qkv), f"{target}.attention.qkv.bias", concatenate),
         Rule(f"{attention}.dense.weight", f"{target}.attention.out.kernel", transpose),
         Rule(f"{attention}.dense.bias", f"{target}.attention.out.bias"),
         Rule(f"{attention}.LayerNorm.weight", f"{target}.attention_norm.scale"),
@@ -87,7 +88,7 @@ FAMILY = Family(
         Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
         Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
     ),
-    # The training heads are never used; the pooler and the classifier not for embeddings.
+    # not used for embeddings
     ignored=(
         "embeddings.position_ids",
         "pooler.*",
@@ -98,7 +99,7 @@ FAMILY = Family(
     config=config,
     config_rules=config_rules,
     classifier=bert.two_layer_classifier("pooler", "classifier"),
-    masked_lm=transforming(  # AlbertMLMHead; it projects to the width of the embeddings
+    masked_lm=masked_lm_function(  # AlbertMLMHead; it projects to the width of the embeddings
         defaults=DEFAULTS,
         features="embedding_size",
         dense="predictions.dense",

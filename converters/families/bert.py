@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from converters.family import Family, Fields, Scorer
-from converters.features.terms import transforming
+from converters.features.terms import masked_lm_function
 from converters.fields import activation_of, refuse_unknown, require
 from converters.heads import dense_rules
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
@@ -51,7 +51,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def two_layers(
+def two_layer_head(
     width: int,
     labels: int,
     first: str,
@@ -68,8 +68,8 @@ def two_layers(
         DenseLayer(in_features=width, out_features=labels, activation="identity"),
     )
     rules = (
-        *dense_rules("logits", 0, layers[0], first),
-        *dense_rules("logits", 1, layers[1], second),
+        *dense_rules("logits", number=0, layer=layers[0], tensor=first),
+        *dense_rules("logits", number=1, layer=layers[1], tensor=second),
     )
     return Pooled((pooling,), layers), rules
 
@@ -77,9 +77,11 @@ def two_layers(
 def two_layer_classifier(
     first: str, second: str, activation: Activation = "tanh", width: str = "hidden_size"
 ) -> Callable[[Fields, int], Scorer]:
-    """Return a function for `Family.classifier` that calls `two_layers` with CLS pooling. `width`
-    is the key of the hidden size in config.json."""
-    return lambda hf, labels: two_layers(hf[width], labels, first, second, activation=activation)
+    """Return a function for `Family.classifier` that calls `two_layer_head` with CLS pooling and
+    these arguments. `width` is the key of the hidden size in config.json."""
+    return lambda hf, labels: two_layer_head(
+        hf[width], labels, first, second, activation=activation
+    )
 
 
 FAMILY = Family(
@@ -115,7 +117,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.output.LayerNorm.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.output.LayerNorm.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # The pooler and the heads are not used for embeddings; position_ids is 0, 1, 2, ...
+    # not used for embeddings; position_ids is 0, 1, 2, ...
     ignored=(
         "embeddings.position_ids",
         "pooler.dense.*",
@@ -126,7 +128,7 @@ FAMILY = Family(
     ),
     config=config,
     classifier=two_layer_classifier("pooler.dense", "classifier"),
-    masked_lm=transforming(  # BertLMPredictionHead
+    masked_lm=masked_lm_function(  # BertLMPredictionHead
         dense="cls.predictions.transform.dense",
         norms=("cls.predictions.transform.LayerNorm",),
         decoder="cls.predictions.decoder",

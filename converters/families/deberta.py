@@ -8,14 +8,14 @@ import numpy as np
 from converters.families import bert
 from converters.family import Family
 from converters.fields import activation_of, require
-from converters.weights import Rule, Shape, Tensor, Transform, shaped, transpose
+from converters.weights import Rule, Shape, Tensor, Transform, check_shape, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 
 def projected(norm_eps: float) -> Transform:
-    """Return a Transform that applies an optional norm and a linear layer to a table, in float32.
-    The sources are the table `[rows, width]`, the norm's scale and shift or neither, and the
-    weight `[width, width]` and bias of the linear layer. `norm_eps` is the norm's epsilon."""
+    """Return a Transform that applies an optional norm and a linear layer to a table; the result is
+    float32. The sources are the table `[rows, width]`, the norm's scale and shift or neither, and
+    the weight `[width, width]` and bias of the linear layer. `norm_eps` is the norm's epsilon."""
 
     def apply(table: np.ndarray, *rest: np.ndarray) -> np.ndarray:
         *norm, weight, bias = (array.astype(np.float64) for array in rest)
@@ -31,9 +31,9 @@ def projected(norm_eps: float) -> Transform:
         width = shape[1]
         *norm, weight, bias = sources[1:]
         return [
-            *shaped(sources[:1], shape),
-            *shaped([weight], (width, width)),
-            *shaped([bias, *norm], (width,)),
+            *check_shape(sources[:1], shape),
+            *check_shape([weight], (width, width)),
+            *check_shape([bias, *norm], (width,)),
         ]
 
     return Transform(apply, misfits, dtype="float32")
@@ -42,7 +42,7 @@ def projected(norm_eps: float) -> Transform:
 # from a convolution's weight [out, in, tokens] to a kernel [tokens * in, out]
 unfold = Transform(
     lambda weight: np.ascontiguousarray(weight.transpose(2, 1, 0).reshape(-1, len(weight))),
-    lambda sources, shape: shaped(sources, (shape[1], shape[1], shape[0] // shape[1])),
+    lambda sources, shape: check_shape(sources, (shape[1], shape[1], shape[0] // shape[1])),
 )
 
 CONV = "encoder.conv"
@@ -70,7 +70,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             "relative_attention=False is not supported: DeBERTa runs with relative positions"
         )
-    terms = _names(hf.get("pos_att_type") or ())  # relative terms of scores
+    terms = _names(hf.get("pos_att_type") or ())  # terms of scores by position
     if not terms or set(terms) - {CONTENT_TO_POSITION, POSITION_TO_CONTENT}:
         raise UnsupportedModel(
             f"pos_att_type {hf.get('pos_att_type')!r} is not supported; known: c2p, p2c, c2p|p2c"
@@ -79,7 +79,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
         )
-    # the buckets on either side (0: none), and the distance from which on all share the last place
+    # the buckets on either side (0: none), and the distance from which on all share the last row
     buckets = max(hf.get("position_buckets", -1), 0)
     max_distance = hf.get("max_relative_positions", -1)
     max_distance = max_distance if max_distance >= 1 else hf["max_position_embeddings"]
@@ -119,8 +119,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """Return the rules for the relative keys and queries of each layer. Each projects one table.
-    `hf` says with which weights, and whether the table is normalized."""
+    """Return the rules for the relative keys and queries of each layer: projections of the table of
+    positions, which is normalized if `hf` says so. With share_att_key the weights are those that
+    project hidden states."""
     proj = "{}" if hf.get("share_att_key", False) else "pos_{}_proj"
     is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
     table = (RELATIVE_TABLE, *(TABLE_NORM if is_normed else ()))
@@ -176,7 +177,7 @@ FAMILY = Family(
     config=config,
     config_rules=config_rules,
     # a dense layer with an activation on the first token, then the logits
-    classifier=lambda hf, labels: bert.two_layers(
+    classifier=lambda hf, labels: bert.two_layer_head(
         hf["hidden_size"],
         labels,
         "pooler.dense",

@@ -45,8 +45,8 @@ def decoder_config(
     """Return the fields of Qwen3Config that all decoders have.
 
     `head_width` is the dimension of a head, `rope` has the fields of the rotary positions (None:
-    those of `rope_fields`), `activation` is the activation's key, and `norm_eps` the default of
-    rms_norm_eps. Raises UnsupportedModel for settings that jaxembed does not run, and
+    those of `rope_fields`), `activation` is the key of the activation, and `norm_eps` the default
+    of rms_norm_eps. Raises UnsupportedModel for settings that jaxembed does not run, and
     CheckpointError for missing or inconsistent ones.
     """
     require(hf, REQUIRED)
@@ -71,14 +71,15 @@ def decoder_config(
         "max_positions": scaled_positions(hf, rope["rope_scaling"]),
         **{name: value for name, value in rope.items() if value is not None},
         "norm_eps": float(hf.get("rms_norm_eps", norm_eps)),
-        "activation": activation_of(hf, activation, "silu"),
+        "activation": activation_of(hf, activation, default="silu"),
         "causal": causal,
     }
 
 
 def head_width_of(hf: dict[str, Any]) -> int:
     """Return the dimension of a head: head_dim, else hidden_size / num_attention_heads. Raises
-    CheckpointError if one of the latter is missing or, without head_dim, they do not divide."""
+    CheckpointError if hidden_size or num_attention_heads is missing, or if their quotient is needed
+    and is no whole number."""
     require(hf, ("hidden_size", "num_attention_heads"))
     width, remainder = divmod(hf["hidden_size"], hf["num_attention_heads"])
     if hf.get("head_dim"):
@@ -109,9 +110,9 @@ def window_fields(
 ) -> dict[str, Any]:
     """Return local_layers and local_reach of Qwen3Config; empty if no layer has a window.
 
-    The layers with a window are those of layer_types, else `layers`. `window` is sliding_window, in
-    tokens. Raises UnsupportedModel for an unknown layer type, and CheckpointError for a missing
-    window or layer_types of another length.
+    The layers with a window are those that layer_types names, else `layers`. `window` is
+    sliding_window, in tokens. Raises UnsupportedModel for an unknown layer type, and
+    CheckpointError for a missing window or layer_types of another length.
     """
     stated_layers = layers_of_kind(hf, LOCAL_LAYER)
     layers = layers if stated_layers is None else stated_layers
@@ -122,7 +123,7 @@ def window_fields(
             f"sliding_window is {window!r}, wanted a whole number over 0 for the layers with a "
             "window"
         )
-    # transformers' causal window includes the token itself; a bidirectional one is the reach
+    # transformers' causal window counts the token itself; other windows count one side's tokens
     return {"local_layers": list(layers), "local_reach": window - 1 if causal else window}
 
 
@@ -131,18 +132,18 @@ def last_token_classifier(
 ) -> Scorer:
     """Return the head of transformers' GenericForSequenceClassification, and its tensor rules. It
     is one linear layer from the pooled hidden state to `labels` logits."""
-    kernel = Rule("score.weight", parameter_of("logits", 0, "kernel"), transpose)
+    kernel = Rule("score.weight", parameter_of("logits", number=0, name="kernel"), transpose)
     return Pooled((pooling,), (_logit_layer(hf, labels),)), (kernel,)
 
 
 def answer_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
     """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
-    `hf` is the content of config.json, `config` that of the backbone. Only the rows of the two
-    ids are converted from the language model's head."""
-    rows = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
+    `hf` is the content of config.json, `config` has the fields of the backbone's config. Only the
+    rows of the two ids are converted from the language model's head."""
+    table = "embed_tokens.weight" if hf.get("tie_word_embeddings") else "lm_head.weight"
     difference = difference_of_rows(true_id, false_id)
-    kernel = Rule(rows, parameter_of("logits", 0, "kernel"), difference)
-    return Pooled(("lasttoken",), (_logit_layer(config, 1),)), (kernel,)
+    kernel = Rule(table, parameter_of("logits", number=0, name="kernel"), difference)
+    return Pooled(("lasttoken",), (_logit_layer(config, labels=1),)), (kernel,)
 
 
 def _logit_layer(config: dict[str, Any], labels: int) -> DenseLayer:
@@ -189,7 +190,7 @@ decoder_family = partial(
         Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
         Rule("norm.weight", "tower.norm.scale"),
     ),
-    # The language model's head is not used for embeddings; files may hold it even if it is tied.
+    # not used for embeddings; files may hold it even if it is tied
     ignored=("lm_head.weight",),
     classifier=last_token_classifier,
     score_head=answer_head,

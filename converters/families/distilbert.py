@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters.families import bert
-from converters.family import Family, TermHead
+from converters.family import Family, SparseHead
 from converters.features.terms import term_head, transform_layers
 from converters.fields import activation_of, require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
@@ -39,7 +39,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def masked_lm(hf: dict[str, Any]) -> TermHead:
+def masked_lm(hf: dict[str, Any]) -> SparseHead:
     """Return the head of DistilBertForMaskedLM and its rules: BERT's, with other tensor names.
     Raises UnsupportedModel for an unknown activation."""
     return term_head(
@@ -82,7 +82,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.output_layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.output_layer_norm.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # The heads are not used for embeddings; position_ids is 0, 1, 2, ...
+    # not used for embeddings; position_ids is 0, 1, 2, ...
     ignored=(
         "embeddings.position_ids",
         "vocab_transform.*",
@@ -92,6 +92,6 @@ FAMILY = Family(
         "classifier.*",
     ),
     config=config,
-    classifier=bert.two_layer_classifier("pre_classifier", "classifier", "relu", "dim"),
+    classifier=bert.two_layer_classifier("pre_classifier", "classifier", "relu", width="dim"),
     masked_lm=masked_lm,
 )

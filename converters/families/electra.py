@@ -4,7 +4,7 @@ from typing import Any
 
 from converters.families import bert
 from converters.family import Family
-from converters.features.terms import transforming
+from converters.features.terms import masked_lm_function
 from converters.fields import refuse_unless, require
 from converters.weights import Rule, transpose
 
@@ -23,7 +23,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     hidden_size. Raises UnsupportedModel and CheckpointError."""
     hf = DEFAULTS | hf
     require(hf, ("embedding_size",))
-    refuse_unless(hf, SUMMARY)
+    refuse_unless(hf, SUMMARY)  # settings of the multiple-choice head
     fields = bert.config(hf)
     is_projected = hf["embedding_size"] != fields["hidden_size"]
     return fields | {"embedding_size": hf["embedding_size"] if is_projected else None}
@@ -40,7 +40,7 @@ FAMILY = Family(
         Rule("embeddings_project.weight", "tower.embeddings.projection.kernel", transpose),
         Rule("embeddings_project.bias", "tower.embeddings.projection.bias"),
     ),
-    # The heads are not used for embeddings.
+    # not used for embeddings
     ignored=(
         "embeddings.position_ids",
         "discriminator_predictions.*",
@@ -51,7 +51,7 @@ FAMILY = Family(
     ),
     config=config,
     classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj", "gelu"),
-    masked_lm=transforming(  # a generator's head; it projects to the width of the embeddings
+    masked_lm=masked_lm_function(  # a generator's head; it projects to the width of the embeddings
         "gelu",
         defaults=DEFAULTS,
         features="embedding_size",

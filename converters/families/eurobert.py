@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from converters.families.bert import two_layers
+from converters.families.bert import two_layer_head
 from converters.families.decoders import decoder_family
 from converters.families.llama import llama_config
 from converters.family import Scorer
-from converters.fields import chosen
+from converters.fields import lookup
 from jaxembed.data.spec import Pooling
 from jaxembed.errors import UnsupportedModel
 
@@ -24,15 +24,16 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if hf.get("is_causal"):
         raise UnsupportedModel("is_causal=true is not supported: EuroBERT is an encoder")
-    return llama_config({"rms_norm_eps": 1e-5} | hf, False)
+    return llama_config({"rms_norm_eps": 1e-5} | hf, causal=False)
 
 
 def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     """Return the head of EuroBertForSequenceClassification and its tensor rules. It computes
-    classifier(gelu(dense(pooled))). Raises UnsupportedModel for an unknown pooling."""
+    classifier(gelu(dense(pooled))). Raises UnsupportedModel for an unknown pooling, and for
+    the default, late."""
     name = hf.get("classifier_pooling", "late")
-    pooling = chosen("classifier_pooling", name, POOLINGS_OF_CLASSES)
-    return two_layers(
+    pooling = lookup("classifier_pooling", name, POOLINGS_OF_CLASSES)
+    return two_layer_head(
         hf["hidden_size"], labels, "dense", "classifier", activation="gelu", pooling=pooling
     )
 
@@ -41,7 +42,7 @@ FAMILY = decoder_family(
     classes=("EuroBertModel", "EuroBertForMaskedLM"),
     classifiers=("EuroBertForSequenceClassification",),
     own_code={"AutoModel": _MODEL, "AutoModelForSequenceClassification": (*_MODEL, *_CLASSIFIER)},
-    # The heads are not used for embeddings.
+    # not used for embeddings
     ignored=("lm_head.*", "dense.*", "classifier.*"),
     config=config,
     classifier=classifier,

@@ -16,9 +16,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             "it only in some implementations of attention; known: is_causal=false"
         )
     cap = hf.get("attn_logit_softcapping", 50.0)
-    causal = is_causal(hf, True)
+    causal = is_causal(hf, otherwise=True)
     fields = gemma_config(hf, causal) | {"qk_norm": False}
-    window_layers = range(0, hf["num_hidden_layers"], 2)
+    window_layers = range(0, hf["num_hidden_layers"], 2)  # every second layer
     fields |= window_fields(hf, hf.get("sliding_window", 4096), window_layers, causal)
     return fields if cap is None else fields | {"score_cap": float(cap)}
 

@@ -33,24 +33,24 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"attn_logit_softcapping {hf['attn_logit_softcapping']} is not supported in Gemma 3"
         )
-    causal = is_causal(hf, True)
+    causal = is_causal(hf, otherwise=True)
     # global and local layers have separate angles; transformers 4 scales only the global ones
     by_kind = rope_by_layers(hf)
     width = hf.get("head_dim") or HEAD_WIDTH
     global_rope = (by_kind.get(GLOBAL_LAYER) or {}) | (hf.get("rope_scaling") or {})
     rope = read_parameters(hf, width, global_rope, hf.get("rope_theta", 1e6))
-    windowed = by_kind.get(LOCAL_LAYER) or {}
-    local = read_parameters(hf, width, windowed, hf.get("rope_local_base_freq", 1e4))
-    if local["rope_scaling"] is not None:
+    local_parameters = by_kind.get(LOCAL_LAYER) or {}
+    local_rope = read_parameters(hf, width, local_parameters, hf.get("rope_local_base_freq", 1e4))
+    if local_rope["rope_scaling"] is not None:
         raise UnsupportedModel(
-            f"rope_parameters.{LOCAL_LAYER} {windowed} are not supported: angles of layers with a "
-            "window are not scaled"
+            f"rope_parameters.{LOCAL_LAYER} {local_parameters} are not supported: angles of layers "
+            "with a window are not scaled"
         )
-    fields = gemma_config(hf, causal, rope=rope | {"local_theta": local["rope_theta"]})
+    fields = gemma_config(hf, causal, rope=rope | {"local_theta": local_rope["rope_theta"]})
     # all layers but every period-th have a window
     window = hf.get("sliding_window", 4096)
     period = next((hf[key] for key in EVERY if hf.get(key) is not None), 6)
-    window_layers = [number for number in range(hf["num_hidden_layers"]) if (number + 1) % period]
+    window_layers = [layer for layer in range(hf["num_hidden_layers"]) if (layer + 1) % period]
     windows = window_fields(hf, window, window_layers, causal)
     if windows and hf.get("use_bidirectional_attention"):  # half of the window is on either side
         if window % 2:
@@ -67,18 +67,19 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def gemma_config(
     hf: dict[str, Any], causal: bool, rope: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of Qwen3Config that all Gemma families read alike. `rope` and the errors
-    are as in `decoder_config`."""
+    """Return the fields of Qwen3Config that all Gemma families read alike. The arguments and the
+    errors are as in `decoder_config`."""
     width, bias = hf.get("head_dim") or HEAD_WIDTH, bool(hf.get("attention_bias", False))
     scalar = hf.get("query_pre_attn_scalar", 256)
-    activation = {"hidden_activation": "gelu_pytorch_tanh"}
+    defaults = {"hidden_activation": "gelu_pytorch_tanh"}
     return decoder_config(
-        activation | hf, width, causal=causal, rope=rope, activation="hidden_activation"
+        defaults | hf, width, causal=causal, rope=rope, activation="hidden_activation"
     ) | {
         "qkv_bias": bias,
         "out_bias": bias,
         "embedding_scale": hf["hidden_size"] ** 0.5,
         "block_norms": True,
+        # divides scores by sqrt(query_pre_attn_scalar), not by sqrt(head width)
         "query_scale": (width / scalar) ** 0.5,
         "overflows_float16": True,
     }
@@ -93,6 +94,7 @@ def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_i
             f"final_logit_softcapping {hf['final_logit_softcapping']} is not supported in a "
             "language model that scores"
         )
+    # the default of transformers
     return answer_head({"tie_word_embeddings": True} | hf, config, true_id, false_id)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters, scaled_positions
-from converters.family import Family, TermHead
-from converters.features.terms import transforming
+from converters.family import Family, SparseHead
+from converters.features.terms import masked_lm_function
 from converters.fields import activation_of, even_head_width, refuse_unless, require
 from converters.weights import (
     Rule,
@@ -23,7 +23,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 # Classes whose token classifier gives the sparse weights, as gte-multilingual-base names one.
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
 
-# The models' own code, which is never run: the backbone does the same.
+# The models' own code, which the backbone replaces.
 _ALIBABA = ("modeling.New", "Alibaba-NLP/new-impl--modeling.New")
 _NAMES = (*_ALIBABA, "modeling_hf_alibaba_nlp_gte.Gte")
 _MODELS = tuple(f"{name}Model" for name in _NAMES)
@@ -44,6 +44,7 @@ NTK = "ntk"
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
+    # an embedder names its own class beside that of a token classifier
     architectures = set(hf.get("architectures") or ())
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
@@ -55,18 +56,18 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     width = even_head_width(hf["hidden_size"], hf["num_attention_heads"])
     refuse_unless(hf, {"head_dim": (width, None)})
     # the base of the rotary angles, and how they are scaled
-    scaling = rope_parameters(hf)
-    if scaling.get("rope_theta", hf.get("rope_theta")) is None:
+    parameters = rope_parameters(hf)
+    if parameters.get("rope_theta", hf.get("rope_theta")) is None:
         raise CheckpointError("config.json lacks rope_theta")
-    is_ntk = scaling.get("rope_type", scaling.get("type")) == NTK
+    is_ntk = parameters.get("rope_type", parameters.get("type")) == NTK
     if is_ntk:
-        if scaling.get("mixed_b") is not None:
-            raise UnsupportedModel(f"rope_scaling.mixed_b {scaling['mixed_b']} is not supported")
-        # rope_fields checks it as linear scaling, from which only its numbers differ
-        linear = {key: value for key, value in scaling.items() if key != "mixed_b"}
+        if parameters.get("mixed_b") is not None:
+            raise UnsupportedModel(f"rope_scaling.mixed_b {parameters['mixed_b']} is not supported")
+        # rope_fields checks it as linear scaling; the numbers are replaced below
+        linear = {key: value for key, value in parameters.items() if key != "mixed_b"}
         hf = hf | {"rope_scaling": linear | {"type": "linear", "rope_type": "linear"}}
     rope = rope_fields(hf, width)
-    if is_ntk:  # it scales short texts too: Alibaba's code builds its table for the scaled length
+    if is_ntk:  # as Alibaba's NTKScalingRotaryEmbedding does for texts of any length
         factor = rope["rope_scaling"]["factor"]
         rope["rope_theta"] *= factor
         rope["rope_scaling"] = {"kind": "linear", "factor": factor ** (2 / width)}
@@ -86,11 +87,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def masked_lm(hf: dict[str, Any]) -> TermHead:
+def masked_lm(hf: dict[str, Any]) -> SparseHead:
     """Return the head of NewForMaskedLM or GteForMaskedLM, and its tensor rules. It is a dense
     layer with an activation, a norm and the decoder. GteForMaskedLM always uses GELU and names
     the norm differently. Raises UnsupportedModel for an unknown activation."""
-    return transforming(
+    return masked_lm_function(
         None if hf["model_type"] == "new" else "gelu",
         dense="lm_head.dense",
         norms=("lm_head.norm", "lm_head.layer_norm"),
@@ -143,8 +144,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.mlp_ln.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.mlp_ln.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # The pooler and the heads are not used for embeddings; `classifier` is also the head of the
-    # sparse weights.
+    # not used for embeddings; `classifier` is also the head of the sparse weights
     ignored=("pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"),
     config=config,
     classifier=bert.FAMILY.classifier,

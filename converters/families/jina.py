@@ -10,7 +10,7 @@ from converters.fields import refuse_unknown
 from converters.weights import Rule, transpose
 from jaxembed.errors import CheckpointError
 
-# The models' own code, which is never run: the backbone does the same.
+# The models' own code, which the backbone replaces.
 _REPOS = (
     "",
     "jinaai/jina-reranker-v2-base-multilingual--",
@@ -38,10 +38,11 @@ def is_flash(hf: dict[str, Any]) -> bool:
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     is_native = hf.get("model_type") == "jina_embeddings_v3"
-    kind = "rotary" if is_native else hf.get("position_embedding_type") or "absolute"
-    refuse_unknown("position_embedding_type", kind, ("rotary", "absolute"))
+    positions = "rotary" if is_native else hf.get("position_embedding_type") or "absolute"
+    refuse_unknown("position_embedding_type", positions, ("rotary", "absolute"))
+    # bert.config and roberta.config refuse rotary positions
     plain = hf | {"position_embedding_type": "absolute"}
-    if kind == "absolute":
+    if positions == "absolute":
         return roberta.config(plain)
     fields = bert.config(plain)
     head_width = fields["hidden_size"] // fields["num_heads"]
@@ -49,7 +50,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def built_in(hf: dict[str, Any]) -> BuiltIn | None:
-    """Return the adapters that the model's own tensors hold; None if it has none. Raises
+    """Return the adapters that the model's own tensors hold; None if there are none. Raises
     CheckpointError if config.json has no lora_rank or no lora_alpha."""
     names = hf.get("lora_adaptations")
     if not names:

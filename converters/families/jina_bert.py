@@ -15,7 +15,7 @@ from converters.weights import Rule, safetensors_of, swap_halves_transposed, tra
 # the code repositories: of the plain models, of the code variant
 VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")
 
-# The models' own code, which is never run: the backbone does the same.
+# The models' own code, which the backbone replaces.
 _REPOS = ("", *(f"jinaai/{variant}--" for variant in VARIANTS))
 _MODELS = tuple(f"{repo}modeling_bert.JinaBertModel" for repo in _REPOS)
 _CLASSIFIER = "modeling_bert.JinaBertForSequenceClassification"
@@ -41,26 +41,26 @@ def is_jina_bert(hf: dict[str, Any]) -> bool:
 
 
 def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the config, with the variant that model.safetensors shows if the config names none. A
-    model that was tuned and saved again names its code as a file without the variant. Raises
-    CheckpointError if model.safetensors is damaged."""
+    """Return the config `hf`. If it names no variant, because the model was tuned and saved again,
+    _name_or_path is set to the variant that the tensors in model.safetensors show. Raises
+    CheckpointError if that file is damaged."""
     file = folder / "model.safetensors"
     if _named_variants(hf) or not file.is_file():
         return hf
     is_code_variant = any("layer_norm_q" in name for name in safetensors_of(file))
-    return hf | {"_name_or_path": VARIANTS[is_code_variant]}
+    return hf | {"_name_or_path": VARIANTS[is_code_variant]}  # True is 1
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
-    refuse_unless(ABSENT | hf, SWITCHES)
+    refuse_unless(ABSENT | hf, SWITCHES)  # ABSENT: the defaults
     # geglu sets the activation, so that hidden_act is not read
     fields = bert.config(hf | {"position_embedding_type": "absolute", "hidden_act": "gelu"})
-    has_more_norms = VARIANTS[1] in _named_variants(hf)
+    is_code_variant = VARIANTS[1] in _named_variants(hf)
     return fields | {
         "alibi": True,
-        "qk_norm": has_more_norms,
-        "residual_norm": has_more_norms,
+        "qk_norm": is_code_variant,
+        "residual_norm": is_code_variant,
         "gated": True,
         "up_bias": False,
     }
@@ -70,7 +70,7 @@ def config_rules(hf: dict[str, Any]) -> list[Rule]:
     """Return the rules for the MLP and its norm, whose tensor names depend on the variant."""
     gate_up, down, norm = "mlp.gated_layers", "mlp.wo", "mlp.layernorm"
     transform = transpose
-    if VARIANTS[1] in _named_variants(hf):
+    if VARIANTS[1] in _named_variants(hf):  # the code variant
         gate_up, down, norm = "mlp.up_gated_layer", "mlp.down_layer", "layer_norm_2"
         transform = swap_halves_transposed  # the second half is the gate
     return [

@@ -15,7 +15,7 @@ from converters.families.decoders import (
     last_token_classifier,
 )
 from converters.family import Reranker, Scorer
-from converters.fields import chosen
+from converters.fields import lookup
 from converters.weights import transposed_over
 from jaxembed.data.spec import PairTemplate, Pooling
 from jaxembed.errors import CheckpointError
@@ -28,7 +28,7 @@ POOLINGS_OF_SCORES: dict[str, Pooling] = {"avg": "mean", "cls": "cls", "last": "
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     has_own_code = "AutoModel" in (hf.get("auto_map") or {})
-    return llama_config(hf, is_causal(hf, not (has_own_code or _is_bidirectional(hf))))
+    return llama_config(hf, is_causal(hf, otherwise=not (has_own_code or _is_bidirectional(hf))))
 
 
 def llama_config(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     unknown pooling, and CheckpointError for a temperature of 0."""
     if not _is_bidirectional(hf):
         return last_token_classifier(hf, labels)
-    pooling = chosen("pooling", hf.get("pooling", "avg"), POOLINGS_OF_SCORES)
+    pooling = lookup("pooling", hf.get("pooling", "avg"), POOLINGS_OF_SCORES)
     temperature = hf.get("temperature", 1.0)
     if not temperature:
         raise CheckpointError(f"temperature is {temperature!r}, wanted a number over 0")

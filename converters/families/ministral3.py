@@ -15,12 +15,12 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     if not (hf.get("rope_scaling") or hf.get("rope_parameters")):
         raise CheckpointError("config.json lacks rope_parameters, which Ministral 3 needs")
-    causal, width = is_causal(hf, True), hf.get("head_dim") or HEAD_WIDTH
-    # keys that only Ministral 3 has: the growth, and a copy of max_position_embeddings
+    causal, width = is_causal(hf, otherwise=True), hf.get("head_dim") or HEAD_WIDTH
+    # keys of Ministral 3 alone; max_position_embeddings is a copy of the field of config.json
     rope = rope_fields(hf, width, ignored=(BETA, "max_position_embeddings", ORIGINAL))
     fields = decoder_config(hf, width, causal=causal, rope=rope, norm_eps=1e-5)
     fields |= mistral_windows(hf, causal, hf.get("sliding_window"))
-    # queries grow by llama_4_scaling_beta, at each multiple of the original length
+    # queries are multiplied by 1 + beta * ln(1 + position // length)
     parameters = rope_parameters(hf)
     if beta := parameters.get(BETA):
         length = hf.get(ORIGINAL) or parameters.get(ORIGINAL)

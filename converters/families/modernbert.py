@@ -3,7 +3,7 @@
 from typing import Any
 
 from converters.families.rope import rope_by_layers
-from converters.family import Family, Scorer, TermHead
+from converters.family import Family, Scorer, SparseHead
 from converters.features.terms import term_head
 from converters.fields import (
     GLOBAL_LAYER,
@@ -45,10 +45,10 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     for flag in ("is_decoder", "is_causal", "add_cross_attention"):
         if hf.get(flag):
             raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: ModernBERT is an encoder")
-    even_head_width(hf["hidden_size"], hf["num_attention_heads"])
+    even_head_width(hf["hidden_size"], hf["num_attention_heads"])  # raises for odd widths
     if hf.get("rope_scaling"):
         raise UnsupportedModel(f"rope_scaling {hf['rope_scaling']} is not supported")
-    global_theta = _theta(hf, GLOBAL_LAYER, None)
+    global_theta = _theta(hf, GLOBAL_LAYER, if_null=None)
     global_layers = layers_of_kind(hf, GLOBAL_LAYER)
     if global_layers is None:  # as in transformers 4
         period = hf.get("global_attn_every_n_layers", 3)
@@ -61,9 +61,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": hf["intermediate_size"],
         "max_positions": hf["max_position_embeddings"],
         "global_layers": global_layers,
-        "local_reach": hf.get("local_attention", 128) // 2,
+        "local_reach": hf.get("local_attention", 128) // 2,  # half on either side
         "global_theta": global_theta,
-        "local_theta": _theta(hf, LOCAL_LAYER, global_theta),
+        "local_theta": _theta(hf, LOCAL_LAYER, if_null=global_theta),
         "norm_eps": float(hf.get("norm_eps", 1e-5)),
         "activation": activation_of(hf, "hidden_activation"),
         "attention_bias": bool(hf.get("attention_bias", False)),
@@ -81,15 +81,15 @@ def classifier(hf: dict[str, Any], labels: int) -> Scorer:
     dense, norm = _prediction_head(hf)
     out = DenseLayer(in_features=norm.features, out_features=labels, activation="identity")
     rules = (
-        *dense_rules("logits", 0, dense, "head.dense"),
-        Rule("head.norm.weight", parameter_of("logits", 1, "scale")),
-        Rule("head.norm.bias", parameter_of("logits", 1, "bias")),
-        *dense_rules("logits", 2, out, "classifier"),
+        *dense_rules("logits", number=0, layer=dense, tensor="head.dense"),
+        Rule("head.norm.weight", parameter_of("logits", number=1, name="scale")),
+        Rule("head.norm.bias", parameter_of("logits", number=1, name="bias")),
+        *dense_rules("logits", number=2, layer=out, tensor="classifier"),
     )
     return Pooled((pooling,), (dense, norm, out)), rules
 
 
-def masked_lm(hf: dict[str, Any]) -> TermHead:
+def masked_lm(hf: dict[str, Any]) -> SparseHead:
     """Return the head of ModernBertForMaskedLM and its tensor rules. It computes
     decoder(norm(activation(dense(hidden state)))). Raises UnsupportedModel for an unknown
     activation."""
@@ -121,10 +121,10 @@ def _prediction_head(hf: dict[str, Any]) -> tuple[DenseLayer, LayerNormLayer]:
     return dense, norm
 
 
-def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
+def _theta(hf: dict[str, Any], kind: str, if_null: float | None) -> float:
     """Return the RoPE theta (base of the rotary angles) of layers of type `kind`. A missing value
-    is the default of transformers, and null is `otherwise`. Raises UnsupportedModel for other
-    settings of RoPE, and CheckpointError if the value and `otherwise` are None."""
+    means transformers' default, and null means `if_null`. Raises UnsupportedModel for other
+    settings of RoPE, and CheckpointError if the value is null and `if_null` is None."""
     key, default = THETAS[kind]
     parameters = dict(rope_by_layers(hf).get(kind) or {})
     theta = parameters.pop("rope_theta", hf.get(key, default))
@@ -135,7 +135,7 @@ def _theta(hf: dict[str, Any], kind: str, otherwise: float | None) -> float:
             f"{', '.join(parameters) or 'no more'} is not supported; known: rope_type 'default' "
             "and rope_theta"
         )
-    theta = otherwise if theta is None else theta
+    theta = if_null if theta is None else theta
     if theta is None:
         raise CheckpointError(f"{key} is {theta!r}, wanted a number over 0")
     return float(theta)
@@ -165,7 +165,7 @@ FAMILY = Family(
         Rule("final_norm.weight", "tower.norm.scale"),
         Rule("final_norm.bias", "tower.norm.bias"),
     ),
-    # The heads are not used for embeddings. Masked language models and classifiers share names.
+    # not used for embeddings; masked language models and classifiers share names
     ignored=("head.dense.*", "head.norm.*", "decoder.*", "classifier.*"),
     config=config,
     classifier=classifier,

@@ -17,7 +17,8 @@ SELF = f"{bert.LAYER}.attention.attn"
 
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
+    """Convert config.json `hf` to BertConfig fields. The bias of scores is constant for distances
+    from `bias_reach` on. Raises UnsupportedModel and CheckpointError."""
     fields = bert.config(hf)
     buckets = hf.get("relative_attention_num_buckets", BUCKETS)
     if buckets != BUCKETS:

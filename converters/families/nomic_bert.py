@@ -9,12 +9,12 @@ from typing import Any
 from converters.families import bert
 from converters.families.rope import rope_fields, rope_parameters
 from converters.family import Family
-from converters.fields import activation_of, chosen, either, even_head_width, refuse_unless
+from converters.fields import activation_of, either, even_head_width, lookup, refuse_unless
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# The models' own code, which is never run: the backbone does the same.
+# The models' own code, which the backbone replaces.
 _REPOS = ("", "nomic-ai/nomic-bert-2048--")
 
 LAYER = "encoder.layers.{i}"
@@ -56,11 +56,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
     refuse_unless(hf, SWITCHES)
     sizes = _sizes(hf)
-    multiple = hf.get("pad_vocab_size_multiple") or 1
-    # the activation of the gate, which the model's own code names together with the gate
+    multiple = hf.get("pad_vocab_size_multiple") or 1  # vocab_size is rounded up to it
+    # the activation of the gate; activation_function is swiglu or geglu
     gate = hf.get("activation_function")
-    gate_act = "silu" if gate is None else chosen("activation_function", gate, GATED_ACTIVATIONS)
-    activation = activation_of(hf, "hidden_act", gate_act)
+    gate_act = "silu" if gate is None else lookup("activation_function", gate, GATED_ACTIVATIONS)
+    activation = activation_of(hf, "hidden_act", default=gate_act)
     if gate is not None and activation != gate_act:
         raise CheckpointError(
             f"config.json: activation_function is {gate!r} and hidden_act {hf['hidden_act']!r}, "
@@ -78,7 +78,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         )
     if factor is not None:
         # the base grows with the length of a text beyond max_trained_positions; the model's own
-        # code keeps that base even for later, shorter texts
+        # code (not jaxembed) keeps that base even for later, shorter texts
         if rope["rope_scaling"] is not None:
             raise UnsupportedModel(
                 f"rotary_scaling_factor {factor} beside rope_parameters of kind "
@@ -102,7 +102,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:
     """Return the fields of BertConfig that SIZES lists. Raises CheckpointError for missing or
-    contradictory ones, UnsupportedModel for another head_dim."""
+    contradictory fields, and UnsupportedModel for a head_dim that is not their quotient."""
     sizes = {field: either(hf, *keys) for field, keys in SIZES.items()}
     missing = [" or ".join(dict.fromkeys(SIZES[field])) for field in SIZES if not sizes[field]]
     if not any(isinstance(hf.get(key), int) for key in LENGTHS):
@@ -148,10 +148,10 @@ FAMILY = Family(
         Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # The pooler and the heads are not used for embeddings.
+    # not used for embeddings
     ignored=("pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"),
     config=config,
-    classifier=lambda hf, labels: bert.two_layers(
+    classifier=lambda hf, labels: bert.two_layer_head(
         _sizes(hf)["hidden_size"], labels, "pooler.dense", "classifier"
     ),
 )

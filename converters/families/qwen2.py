@@ -14,7 +14,7 @@ from jaxembed.data.spec import PairTemplate
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
     # models with their own code (auto_map) are bidirectional by default; stella lacks is_causal
-    causal = is_causal(hf, "AutoModel" not in (hf.get("auto_map") or {}))
+    causal = is_causal(hf, otherwise="AutoModel" not in (hf.get("auto_map") or {}))
     return (
         decoder_config(hf, head_width_of(hf), causal=causal)
         | qwen_windows(hf, causal)

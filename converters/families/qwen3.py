@@ -11,7 +11,7 @@ HEAD_WIDTH = 128  # default head_dim of every Qwen3
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to Qwen3Config fields. Raises UnsupportedModel, CheckpointError."""
-    bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, True)
+    bias, causal = bool(hf.get("attention_bias", False)), is_causal(hf, otherwise=True)
     fields = decoder_config(hf, hf.get("head_dim") or HEAD_WIDTH, causal=causal)
     return (
         fields
@@ -29,8 +29,8 @@ def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
     window are those of layer_types, which transformers 5 writes, or else those from
     max_window_layers on. The errors are those of `window_fields`."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    first = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
-    return window_fields(hf, window, range(first, hf["num_hidden_layers"]), causal)
+    first_layer = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
+    return window_fields(hf, window, range(first_layer, hf["num_hidden_layers"]), causal)
 
 
 FAMILY = decoder_family(

@@ -4,7 +4,7 @@ from typing import Any
 
 from converters.families import bert
 from converters.family import Family
-from converters.features.terms import transforming
+from converters.features.terms import masked_lm_function
 from jaxembed.errors import CheckpointError
 
 _NAMES = ("Camembert", "Roberta", "XLMRoberta")
@@ -30,7 +30,7 @@ FAMILY = Family(
     prefixes=("roberta.",),
     renames=bert.FAMILY.renames,
     rules=bert.FAMILY.rules,
-    # The heads and the pooler are not used for embeddings; scores do not use the pooler either.
+    # not used for embeddings; scores do not use the pooler either
     ignored=(
         "embeddings.position_ids",
         "pooler.dense.*",
@@ -40,7 +40,7 @@ FAMILY = Family(
     ),
     config=config,
     classifier=bert.two_layer_classifier("classifier.dense", "classifier.out_proj"),
-    masked_lm=transforming(  # RobertaLMHead: GELU, whatever hidden_act is
+    masked_lm=masked_lm_function(  # RobertaLMHead: GELU, whatever hidden_act is
         "gelu",
         dense="lm_head.dense",
         norms=("lm_head.layer_norm",),

@@ -44,10 +44,10 @@ def rope_fields(
 ) -> dict[str, Any]:
     """Return rope_theta and rope_scaling of a backbone with the same angles in all layers.
 
-    `head_width` is the dimension of a head, `theta` the default base; the family reads the keys
-    `ignored` itself. As in transformers, rope_scaling (version 4) takes precedence over
-    rope_parameters (version 5). Raises UnsupportedModel for angles that no backbone computes, and
-    CheckpointError for invalid values.
+    `head_width` is the dimension of a head, and `theta` the base of the angles if config.json has
+    none. `ignored` are further allowed keys, which the caller reads itself. As in transformers,
+    rope_scaling (version 4) takes precedence over rope_parameters (version 5). Raises
+    UnsupportedModel for angles that no backbone computes, and CheckpointError for invalid values.
     """
     return read_parameters(
         hf, head_width, rope_parameters(hf), hf.get("rope_theta", theta), ignored
@@ -64,7 +64,8 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_by_layers(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_parameters by layer type, or {}. Raises UnsupportedModel for unknown types."""
+    """Return rope_parameters, objects by layer type, or {} without it. Raises UnsupportedModel for
+    unknown types."""
     by_kind = hf.get("rope_parameters") or {}
     if others := sorted(set(by_kind) - {GLOBAL_LAYER, LOCAL_LAYER}):
         raise UnsupportedModel(
@@ -81,8 +82,8 @@ def read_parameters(
     theta: Any,
     ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return the fields of `rope_fields` from `parameters`, those of all or of one type of layers.
-    `theta` is the base if they have none. The rest is as in `rope_fields`."""
+    """Return rope_theta and rope_scaling of `parameters`, those of all or of one type of layers.
+    `theta` is the base if they have none. All else is as in `rope_fields`."""
     if not isinstance(parameters, dict):
         raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
     rope = {key: value for key, value in parameters.items() if value is not None}
@@ -118,13 +119,14 @@ def _scaling(
     kind: str, rope: dict[str, Any], hf: dict[str, Any], head_width: int
 ) -> dict[str, Any] | None:
     """Return the fields of a RopeScaling, by transformers' formulas; None if nothing is scaled.
-    `rope` are rope_parameters without nulls. Raises CheckpointError for invalid values."""
+    `kind` is the rope_type, and `rope` are rope_parameters without nulls. Raises CheckpointError
+    for invalid values."""
     if kind == "default":
         return None
     if kind == "linear":
         return {"kind": kind, "factor": _positive("factor", rope.get("factor"))}
     positions = hf.get("max_position_embeddings")
-    if kind == "dynamic":  # transformers reads no other length
+    if kind == "dynamic":  # transformers ignores the original length here
         return {
             "kind": kind,
             "factor": _positive("factor", rope.get("factor")),
@@ -147,14 +149,15 @@ def _scaling(
         }
     fields["factor"] = factor
     if kind == "llama3":
-        names = {"low": "low_freq_factor", "high": "high_freq_factor"}
-        bounds = {name: _positive(key, rope.get(key)) for name, key in names.items()}
+        keys = {"low": "low_freq_factor", "high": "high_freq_factor"}
+        bounds = {name: _positive(key, rope.get(key)) for name, key in keys.items()}
         if bounds["low"] >= bounds["high"]:
             raise CheckpointError(
                 f"low_freq_factor is {bounds['low']}, wanted less than high_freq_factor, "
                 f"{bounds['high']}"
             )
         return fields | bounds
+    # YaRN
     growth = math.log(max(factor, 1.0))
     scale, scale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     magnitude = 0.1 * growth + 1.0
@@ -177,7 +180,7 @@ def _factors(rope: dict[str, Any], key: str, count: int) -> list[float]:
 
 
 def _positive(key: str, value: Any) -> float:
-    """Return the number `value` of a key. Raises CheckpointError if it is not a number over 0."""
+    """Return the `value` of `key` as float. Raises CheckpointError unless it is a number over 0."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         raise CheckpointError(f"{key} is {value!r}, wanted a number over 0")
     return float(value)

@@ -7,13 +7,13 @@ import numpy as np
 from jaxtyping import Int
 
 from converters.family import Family
-from converters.fields import chosen, refuse_unless, require
+from converters.fields import lookup, refuse_unless, require
 from converters.weights import (
     Rule,
     Transform,
+    check_shape,
     concatenate_transposed,
     identity,
-    shaped,
     transpose,
 )
 from jaxembed.data.spec import Activation
@@ -41,8 +41,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to T5Config fields. Raises UnsupportedModel, CheckpointError."""
     require(hf, REQUIRED)
     name = hf.get("feed_forward_proj", "relu")
-    activation, dense_act_fn, gated = chosen("feed_forward_proj", name, FEED_FORWARDS)
-    # transformers 5 also writes these two, which follow from feed_forward_proj, and trusts them
+    activation, dense_act_fn, gated = lookup("feed_forward_proj", name, FEED_FORWARDS)
+    # transformers 5 writes and uses these two keys, which must agree with feed_forward_proj
     derived = {"dense_act_fn": (dense_act_fn,), "is_gated_act": (gated,)}
     refuse_unless(hf, {"is_decoder": (False,), **derived})
     return {
@@ -62,50 +62,50 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
     """Return the rules that depend on the config: biases by distance, and scaled queries."""
     first_layer = SELF.replace("{i}", "0")  # all layers share its biases
-    projections = (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight")
+    qkv = (f"{SELF}.q.weight", f"{SELF}.k.weight", f"{SELF}.v.weight")
     return [
         Rule(
             f"{first_layer}.relative_attention_bias.weight",
             "tower.distance.bias",
             by_distance(*_bucket_settings(hf)),
         ),
-        Rule(projections, f"{TARGET}.attention.qkv.kernel", with_scaled_queries(hf["d_kv"] ** 0.5)),
+        Rule(qkv, f"{TARGET}.attention.qkv.kernel", with_scaled_queries(hf["d_kv"] ** 0.5)),
     ]
 
 
 def bucket(
     distance: Int[np.ndarray, " distances"], buckets: int, reach: int
 ) -> Int[np.ndarray, " distances"]:
-    """Return the buckets of distances, each the key's position minus the query's.
+    """Return the bucket number of each distance, which is the key's position minus the query's.
 
-    The second half of the buckets is for keys after the query. On each side small distances have a
-    bucket each, larger ones share them, and all from `reach` on share the last. Raffel et al. 2020,
-    arXiv:1910.10683. The values are those of relative_position_bucket in transformers' MPNet and
-    T5.
+    There are `buckets` numbers; the second half is for keys after the query. In each half, small
+    distances have a bucket each, ranges of larger ones share a bucket, and all from `reach` on have
+    the last one. Raffel et al. 2020, arXiv:1910.10683. The values are those of
+    relative_position_bucket in transformers' MPNet and T5.
     """
-    side = buckets // 2
-    exact = side // 2
+    half = buckets // 2
+    exact = half // 2  # smaller distances have a bucket each
     size = np.abs(distance)
-    doublings = np.log2(np.maximum(size, exact) / exact)  # exact for powers of two
-    shared = exact + np.floor(doublings * (side - exact) / np.log2(reach / exact)).astype(np.int64)
-    return np.where(size < exact, size, np.minimum(shared, side - 1)) + side * (distance > 0)
+    doublings = np.log2(np.maximum(size, exact) / exact)  # not rounded for powers of 2
+    shared = exact + np.floor(doublings * (half - exact) / np.log2(reach / exact)).astype(np.int64)
+    return np.where(size < exact, size, np.minimum(shared, half - 1)) + half * (distance > 0)
 
 
 def by_distance(buckets: int, reach: int) -> Transform:
     """Return a Transform from biases of buckets `[buckets, heads]` to biases of distances. The
-    result is `[heads, 2 * reach + 1]`, for distances from -reach to reach."""
+    result is `[heads, 2 * reach + 1]`, for distances from -reach to reach; see `bucket`."""
 
     def apply(table: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(table[bucket(np.arange(-reach, reach + 1), buckets, reach)].T)
 
-    return Transform(apply, lambda sources, shape: shaped(sources, (buckets, shape[0])))
+    return Transform(apply, lambda sources, shape: check_shape(sources, (buckets, shape[0])))
 
 
 def with_scaled_queries(scale: float) -> Transform:
     """Return a Transform like `concatenate_transposed` that multiplies the queries by `scale`. This
     undoes the division of scores by sqrt(head width), which T5 lacks. The result is float32
     unless `scale` is a power of two, by which no bit is lost."""
-    dtype = None if math.frexp(scale)[0] == 0.5 else "float32"
+    dtype = None if math.frexp(scale)[0] == 0.5 else "float32"  # 0.5: a power of two
 
     def apply(*arrays: np.ndarray) -> np.ndarray:
         query, *others = arrays if dtype is None else (x.astype(np.float32) for x in arrays)
@@ -115,7 +115,7 @@ def with_scaled_queries(scale: float) -> Transform:
 
 
 def _bucket_settings(hf: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of buckets, and the distance from which on all share the last one. Raises
+    """Return the number of buckets, and the distance from which on keys share the last. Raises
     CheckpointError if either is too small."""
     buckets = hf.get("relative_attention_num_buckets", 32)
     reach = hf.get("relative_attention_max_distance", 128)

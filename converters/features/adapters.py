@@ -20,7 +20,7 @@ from converters.fields import (
     refuse_unknown,
 )
 from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
-from converters.outline import AdapterSource, Factors, Outline
+from converters.outline import AdapterSource, LowRankFactors, Outline
 from converters.weights import (
     NUMPY_DTYPES,
     Rule,
@@ -38,7 +38,7 @@ from converters.weights import (
 from jaxembed.data.spec import Adapter
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import parameter_shapes
-from jaxembed.models.adapters import owners_of
+from jaxembed.models.adapters import column_owners
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
@@ -80,7 +80,7 @@ INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # these do not c
 
 def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
     """Return the outline with its built-in adapters and those in `folders`, by name. Reads no
-    tensors. Raises UnsupportedModel, ConversionError and CheckpointError."""
+    values of tensors. Raises UnsupportedModel, ConversionError and CheckpointError."""
     spec, own, rules = model.spec, model.built_in, model.tensors.rules
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
@@ -94,7 +94,7 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
             )
     adapters = [_layer_ranks(source, model.tensors, shapes) for source in sources]
     prompts = spec.prompts
-    if own is not None:  # each has its rank for every weight
+    if own is not None:  # a built-in adapter has the same rank for every weight
         ranks = {
             _layer(rule): own.rank * len(rule.sources)
             for rule in expand(rules, shapes)
@@ -119,20 +119,23 @@ def without_built_in(
     endings = (f"{PARAMETRIZED}lora_A", f"{PARAMETRIZED}lora_B")
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
     stems = dict.fromkeys(name.split(PARAMETRIZED)[0] for name in tensors if name not in rest)
-    by_adapter: list[dict[str, Factors]] = [{} for _ in own.names]
+    by_adapter: list[dict[str, LowRankFactors]] = [{} for _ in own.names]
     problems = []
     for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", ignored)):
-        first, second = (tensors.get(stem + ending) for ending in endings)
-        table = "embeddings" in stem
-        columns, rows = (2, 1) if table else (1, 2)
-        if not (_is_stack(first, columns, own) and _is_stack(second, rows, own)):
+        down_stack, up_stack = (tensors.get(stem + ending) for ending in endings)
+        is_table = "embeddings" in stem
+        # the axis of the rank in each stack `[adapters, ...]`; those of tables are transposed
+        down_axis, up_axis = (2, 1) if is_table else (1, 2)
+        if not (_is_stack(down_stack, down_axis, own) and _is_stack(up_stack, up_axis, own)):
             problems.append(f"{stem}: its adapters are not {len(own.names)} of rank {own.rank}")
             continue
-        assert first is not None
-        assert second is not None
+        assert down_stack is not None
+        assert up_stack is not None
         for number, factors in enumerate(by_adapter):
-            down, up = (_matrix(stack, number, transposed=table) for stack in (first, second))
-            factors[f"{stem}.weight"] = Factors(down, up, own.scale)
+            down, up = (
+                _matrix(stack, number, transposed=is_table) for stack in (down_stack, up_stack)
+            )
+            factors[f"{stem}.weight"] = LowRankFactors(down, up, own.scale)
     if problems:
         raise ConversionError(model, problems)
     return rest, [
@@ -148,7 +151,7 @@ def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
 
 
 def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
-    """Return one matrix of a stack as a Tensor, transposed if asked for."""
+    """Return matrix `number` of a stack of matrices as a Tensor, perhaps transposed."""
     shape, convert = tensor.shape[1:], np.transpose if transposed else np.asarray
     return Tensor(
         f"{tensor.name}[{number}]",
@@ -159,10 +162,10 @@ def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
 
 
 def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
-    """Read an adapter's config, and names and shapes of its tensors. `base` has the base's rules.
+    """Read an adapter's config, and names and shapes of its tensors. `base` has the model's rules.
 
-    Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that
-    are no pairs of factors, and CheckpointError if files are missing or damaged.
+    Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that do
+    not form pairs of factors, and CheckpointError if files are missing or damaged.
     """
     folder = folder / tower_folder(folder) if modules_of(folder) else folder
     if not (folder / CONFIG).is_file():
@@ -170,7 +173,7 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"adapter {name}: {folder} has no {WEIGHTS}; save it as safetensors")
     config = _config(name, folder / CONFIG)
-    stems: dict[str, dict[str, Tensor]] = {}
+    stems: dict[str, dict[str, Tensor]] = {}  # by weight: its tensors by part
     copies: dict[str, Tensor] = {}
     for original, tensor in safetensors_of(folder / WEIGHTS).items():
         stem, part = _split(original)
@@ -193,21 +196,22 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
         raise ConversionError(str(folder), problems)
     scales = {stem: _scale(config, stem, parts["down"].shape[0]) for stem, parts in stems.items()}
     factors = {
-        stem: Factors(
+        stem: LowRankFactors(
             _bounded(name, parts["down"]), _bounded(name, parts["up"], scales[stem]), scales[stem]
         )
         for stem, parts in stems.items()
     }
-    as_rules = partial(canonical, str(folder), prefixes=base.prefixes, renames=base.renames)
-    renamed = as_rules({stem: one.down for stem, one in factors.items()})
-    by_tensor = {one.down.name: one for one in factors.values()}
+    # the file has the names of the base model's class, which may differ from those in rules
+    renamed_as_rules = partial(canonical, str(folder), prefixes=base.prefixes, renames=base.renames)
+    renamed = renamed_as_rules({stem: pair.down for stem, pair in factors.items()})
+    by_tensor = {pair.down.name: pair for pair in factors.values()}
     return AdapterSource(
-        name, {key: by_tensor[down.name] for key, down in renamed.items()}, as_rules(copies)
+        name, {key: by_tensor[down.name] for key, down in renamed.items()}, renamed_as_rules(copies)
     )
 
 
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
-    """Return the adapter with its number of columns in each layer, the sum of its weights' ranks.
+    """Return the adapter with its rank in each layer: the sum of the ranks for the layer's weights.
 
     `base` and `shapes` are those of the whole model. Raises ConversionError, which lists every
     weight that has no layer or whose layer takes no adapter; CheckpointError if no layer changes.
@@ -244,12 +248,12 @@ def plan_adapters(
 ) -> list[Step]:
     """Plan the steps that make the parameters of all adapters.
 
-    `sources` and `ranks`, the adapters of the spec, are in the order of their numbers. `tensors`
+    `sources` are the adapters as read, and `ranks` those of the spec in the same order. `tensors`
     are those of the base model; only copies saved with an adapter are compared with their values.
     Raises ConversionError, which lists every factor or copy that does not fit its weight.
     """
     problems: list[str] = []
-    for source in sources:  # weights that were saved with an adapter, and are the base model's
+    for source in sources:  # weights of the base model that were saved with an adapter
         for name, copy in source.copies.items():
             base, prefix = tensors.get(name), f"adapter {source.name}:"
             if base is None:
@@ -268,17 +272,18 @@ def plan_adapters(
     steps: list[Step] = []
     for rule in chosen_rules:
         if any(name in source.factors for source in sources for name in rule.sources):
+            # the factors of all adapters for the weights of this parameter
             parts = [
                 (position, source.factors[name])
                 for source in sources
                 for position, name in enumerate(rule.sources)
                 if name in source.factors
             ]
-            weights = [tensors[name].shape for name in rule.sources]
+            weight_shapes = [tensors[name].shape for name in rule.sources]
             if rule.transform is identity:  # an embedding table: its rows are the inputs
-                weights = [shape[::-1] for shape in weights]
+                weight_shapes = [shape[::-1] for shape in weight_shapes]
             for position, pair in parts:
-                outputs, inputs = weights[position]
+                outputs, inputs = weight_shapes[position]
                 for tensor, wanted in (
                     (pair.down, (pair.rank, inputs)),
                     (pair.up, (outputs, pair.rank)),
@@ -293,18 +298,21 @@ def plan_adapters(
                             f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got "
                             f"{tensor.dtype}"
                         )
-            steps += _steps(rule, parts, [shape[0] for shape in weights])
+            steps += _steps(rule, parts, [shape[0] for shape in weight_shapes])
     if problems:
         raise ConversionError(model, problems)
     return steps
 
 
-def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int]) -> Iterator[Step]:
+def _steps(
+    rule: Rule, parts: Sequence[tuple[int, LowRankFactors]], outputs: list[int]
+) -> Iterator[Step]:
     """Yield the steps of a layer's two adapter parameters, down and up. `parts` are the factors in
     the order of their columns, each with the position of its weight among the rule's sources.
     `outputs` are the numbers of outputs of these sources."""
     layer, kind = rule.target.rsplit(".", 1)
-    width = len(owners_of([one.rank for _, one in parts]))
+    width = len(column_owners([pair.rank for _, pair in parts]))  # all ranks, padded
+    # a table has no transform, but its up factor becomes `[rank, out]`, too
     transform = transpose if rule.transform is identity else rule.transform
 
     def down(*downs: np.ndarray) -> np.ndarray:
@@ -329,24 +337,27 @@ def _steps(rule: Rule, parts: Sequence[tuple[int, Factors]], outputs: list[int])
         ("up.kernel", up, (width, sum(outputs))),
     ):
         sources = tuple(pair.down if apply is down else pair.up for _, pair in parts)
+        # without a check of shapes: plan_adapters has checked them
         made = Transform(apply, lambda sources, shape: [], dtype="float32")
         yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
 
 
 def _config(name: str, path: Path) -> dict[str, Any]:
-    """Read an adapter's config. Raises UnsupportedModel for unknown settings, CheckpointError."""
+    """Read an adapter's config. Raises UnsupportedModel for a setting that is not supported, and
+    CheckpointError for a damaged file or a wrong value."""
     try:
         config = read_optional_json(path, ADAPTER_FIELDS)
     except CheckpointError as error:
         raise CheckpointError(f"adapter {name}: {error}") from error
     refuse_unknown(f"adapter {name}: peft_type", config.get("peft_type"), ("LORA",))
     refuse_unknown(f"adapter {name}: bias", config.get("bias", "none"), ("none",))
-    initial = config.get("init_lora_weights", True)
-    if initial not in INITIAL:
+    init = config.get("init_lora_weights", True)
+    if init not in INITIAL:
         raise UnsupportedModel(
-            f"adapter {name}: init_lora_weights {initial!r} changes the weights of the base model; "
+            f"adapter {name}: init_lora_weights {init!r} changes the weights of the base model; "
             "save the adapter with path_initial_model_for_weight_conversion"
         )
+    # an unknown field that is null, false, 0 or empty has no effect
     for field, value in config.items():
         if field not in READ and field not in HARMLESS and value:
             raise UnsupportedModel(f"adapter {name}: {field} of {value!r} is not supported")
@@ -370,8 +381,8 @@ def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
 
 def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
     """Return the tensor with a check: reading it raises CheckpointError if a value times `scale`
-    exceeds _LARGEST, which every dtype of a model can hold. The product of all adapters is
-    computed for every batch, so that such a value could reach sequences without this one."""
+    exceeds _LARGEST, which every dtype of a model can hold. Every batch computes the products of
+    all adapters, so a value that overflows could spoil sequences that use another adapter."""
 
     def read() -> np.ndarray:
         array = tensor.read()
@@ -387,7 +398,8 @@ def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(original: str) -> tuple[str, str]:
-    """Return the layer of a tensor, and its part: "down", "up", "copy" (of the base), "unknown"."""
+    """Return the layer of a tensor, and its part: "down", "up", "copy" (of a weight of the base
+    model) or "unknown"."""
     name = original.removeprefix(PEFT_PREFIX)
     if _IN_MEMORY.search(name):
         return original, "unknown"

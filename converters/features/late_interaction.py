@@ -60,7 +60,7 @@ MASK_TOKENS = ("[MASK]", "<mask>")  # where the files of the tokenizer name none
 
 
 @dataclass(frozen=True)
-class Words:
+class TokenizationSettings:
     """How a checkpoint tokenizes texts, with tokens as text: `with_interaction` finds their ids.
 
     A length of None is the limit of the model. `prompts` are put before a text. `prefixes` hold the
@@ -78,22 +78,25 @@ class Words:
     default_prompt_name: str | None = None
 
 
-def is_late(source: Path) -> bool:
+def is_multi_vector(source: Path) -> bool:
     """Whether a model compares texts token by token, according to its config files."""
     config = heads.read_optional_json(source / MODEL_CONFIG)
     kind = config.get("model_type")
     if kind in (PYLATE, SENTENCE_TRANSFORMERS):
         return True
     listed = heads.listed_modules(source)
+    # without model_type PyLate's own keys tell; another model_type is no multi-vector model
     if kind is not None or (listed is not None and any(key in config for key in PYLATE_KEYS)):
         return kind is None
     hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
+    # Stanford's format, unless modules.json pools the vectors
     is_stanford = STANFORD in (hf.get("architectures") or ())
     return is_stanford and (listed is None or "pooling" not in heads.kinds_of(source))
 
 
-def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
-    """Read what follows the backbone, and how texts are tokenized. modules.json wins if it exists.
+def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, TokenizationSettings]:
+    """Read the layout of a multi-vector model, and how texts are tokenized: from modules.json, or
+    without it from the file of Stanford's code.
 
     Raises UnsupportedModel, which names what is not supported, and CheckpointError.
     """
@@ -115,12 +118,12 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
             f"{path}: truncate_dim={settings['truncate_dim']} is not supported; remove it and ask "
             "for `dimensions` in the request"
         )
-    native = settings.get("model_type") == SENTENCE_TRANSFORMERS
-    tower = source / modules[0].path
-    transformer = heads.transformer_config(tower, late=True)
-    check_fields(str(tower), transformer, LATE_FIELDS)
-    heads.refuse_chat_template(tower, late=True)
-    words = _words(source, settings, transformer if native else None)
+    is_native = settings.get("model_type") == SENTENCE_TRANSFORMERS
+    backbone = source / modules[0].path
+    transformer = heads.transformer_config(backbone, late=True)
+    check_fields(str(backbone), transformer, LATE_FIELDS)
+    heads.refuse_chat_template(backbone, late=True)
+    tokenization = _tokenization(source, settings, transformer if is_native else None)
     layers: list[Module] = []
     folders: list[str] = []
     rules: list[Rule] = []
@@ -135,7 +138,7 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
                 raise UnsupportedModel(
                     f"{folder}: skiplist_tasks {tasks!r} is not supported; known: ['document']"
                 )
-            words = replace(words, skipped=tuple(skipped))
+            tokenization = replace(tokenization, skipped=tuple(skipped))
             continue
         layer = heads.layer_of(folder, module.kind, "token_embeddings")
         if isinstance(layer, DenseLayer):
@@ -146,24 +149,26 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Words]:
                 rules.append(Rule(f"{module.path}/residual.weight", target, transpose))
             folders.append(module.path)
         layers.append(layer)
-    if not native:
+    if not is_native:
         layers.append(NormalizeLayer())  # PyLate normalizes without a module
     heads.check_widths(tuple(layers), hidden_size)
     layout = Layout(
-        tower=modules[0].path,
+        backbone=modules[0].path,
         heads={"multi_vector": PerToken(tuple(layers))},
         rules=tuple(rules),
         folders=tuple(folders),
         ignored=(STANFORD_PROJECTION,),  # in repositories that have both formats
         lowercase=bool(transformer.get("do_lower_case")),
     )
-    return layout, words
+    return layout, tokenization
 
 
-def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Path) -> ModelSpec:
-    """Return the spec with the ids of markers, augmentation and skipped tokens, and with limits of
-    tokens. `tokenizer` is the content of tokenizer.json, and `folder` has the tokenizer's files.
-    Raises CheckpointError and UnsupportedModel."""
+def with_interaction(
+    spec: ModelSpec, words: TokenizationSettings, tokenizer: bytes, folder: Path
+) -> ModelSpec:
+    """Return the spec with the ids of the tokens that `words` has as text (markers, augmentation
+    token, skipped tokens), and with limits of tokens. `tokenizer` is the content of tokenizer.json,
+    and `folder` has the tokenizer's files. Raises CheckpointError and UnsupportedModel."""
     vocabulary = Tokenizer.from_str(tokenizer.decode())
     prompts = dict(words.prompts)
     markers: dict[str, int | None] = {}
@@ -178,26 +183,26 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
     query_length, document_length = (
         _length(folder, length, positions) for length in (words.query_length, words.document_length)
     )
-    expansion, length = None, words.fills_to
+    expansion, length = None, words.fills_to  # the length of a query with augmentation tokens
     if length is not None:
         if positions is not None and length > positions:
             raise CheckpointError(
                 f"{folder}: queries are filled up to {length} tokens, and there are {positions} "
                 "positions"
             )
-        reach = spec.config.get("local_reach")
+        reach = spec.config.get("local_reach")  # tokens that a local layer sees on either side
         if not words.attended and reach is not None and length > reach:
             raise UnsupportedModel(
                 f"{folder}: queries are filled up to {length} tokens that no token attends to, and "
                 f"some layers see {reach} on either side: a filler might see none"
             )
         token = words.filler or _filler(folder, vocabulary)
-        number = vocabulary.token_to_id(token)
-        if number is None:
+        token_id = vocabulary.token_to_id(token)
+        if token_id is None:
             raise CheckpointError(
                 f"{folder}: queries are filled up with {token!r}, which is no token of the model"
             )
-        expansion = Expansion(number, length, words.attended)
+        expansion = Expansion(token_id, length, words.attended)
     interaction = LateInteraction(
         query_length, document_length, markers["query"], markers["document"], expansion
     )
@@ -216,22 +221,22 @@ def with_interaction(spec: ModelSpec, words: Words, tokenizer: bytes, folder: Pa
     )
 
 
-def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
-    """Read the layout and the words of a model that Stanford's code saved."""
+def _stanford(source: Path, hidden_size: int) -> tuple[Layout, TokenizationSettings]:
+    """Read the layout, and how texts are tokenized, of a model that Stanford's code saved."""
     path = source / STANFORD_FILE
     config = given(heads.read_optional_json(path, ARTIFACT_FIELDS))
     _refuse_similarity(path, config.get("similarity"))
     refuse_unknown(f"{path}: interaction", config.get("interaction", "colbert"), ("colbert",))
     width = config.get("dim", STANFORD_WIDTH)
     layer = DenseLayer(hidden_size, width, bias=False, activation="identity")
-    target = heads.parameter_of("multi_vector", 0, "kernel")
+    target = heads.parameter_of("multi_vector", number=0, name="kernel")
     layout = Layout(
-        tower="",
+        backbone="",
         heads={"multi_vector": PerToken((layer, NormalizeLayer()))},
         rules=(Rule(STANFORD_PROJECTION, target, transpose),),
     )
     query_length = config.get("query_maxlen", QUERY_LENGTH)
-    words = Words(
+    tokenization = TokenizationSettings(
         prompts={},
         prefixes={
             "query": config.get("query_token_id", STANFORD_MARKERS[0]),
@@ -243,51 +248,53 @@ def _stanford(source: Path, hidden_size: int) -> tuple[Layout, Words]:
         attended=bool(config.get("attend_to_mask_tokens")),
         skipped=PUNCTUATION if config.get("mask_punctuation", True) else (),
     )
-    return layout, words
+    return layout, tokenization
 
 
-def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None) -> Words:
-    """Return the words that PyLate's `settings` give; or those of sentence-transformers, where
-    `native` is the transformer's config, which has some of them. `native` is None for PyLate.
-    Raises CheckpointError and UnsupportedModel."""
+def _tokenization(
+    source: Path, settings: dict[str, Any], transformer: dict[str, Any] | None
+) -> TokenizationSettings:
+    """Return how texts are tokenized. `settings` are those of config_sentence_transformers.json.
+    `transformer` is the transformer's config, which sentence-transformers reads as well; None for
+    PyLate. Raises CheckpointError and UnsupportedModel."""
     settings = given(settings)
-    saved = {str(name): text or "" for name, text in (settings.get("prompts") or {}).items()}
+    prompts = {str(name): text or "" for name, text in (settings.get("prompts") or {}).items()}
     default = settings.get("default_prompt_name")
-    if default is not None and default not in {"query", "document", *saved}:
+    if default is not None and default not in {"query", "document", *prompts}:
         raise CheckpointError(
             f"{source / MODEL_CONFIG}: default prompt {default!r} is not among the prompts: "
-            f"{', '.join(saved) or 'none'}"
+            f"{', '.join(prompts) or 'none'}"
         )
-    if native is not None:
-        words = Words(
-            prompts=saved,
+    if transformer is not None:
+        tokenization = TokenizationSettings(
+            prompts=prompts,
             prefixes=None,
-            query_length=native.get("query_length"),
-            document_length=native.get("document_length"),
+            query_length=transformer.get("query_length"),
+            document_length=transformer.get("document_length"),
             default_prompt_name=default,
         )
-        expansion = native.get("query_expansion")
+        expansion = transformer.get("query_expansion")
         if expansion is None:
-            return words
+            return tokenization
         unknown = sorted(set(expansion) - set(EXPANSION_FIELDS))
-        strategy, filled = expansion.get("strategy"), expansion.get("length")
+        strategy, fills_to = expansion.get("strategy"), expansion.get("length")
         if unknown or strategy not in ("fixed", "min"):
             what = f"query_expansion.{unknown[0]}" if unknown else f"strategy {strategy!r}"
             raise UnsupportedModel(f"{source}: {what} is not supported; known: fixed, min")
-        if filled is None:
+        if fills_to is None:
             raise CheckpointError(
                 f"{source}: query_expansion lacks length, wanted a number of tokens"
             )
-        length = words.query_length
-        if length is not None and length < filled:
+        length = tokenization.query_length
+        if length is not None and length < fills_to:
             raise CheckpointError(
-                f"{source}: query_length {length} is less than the {filled} tokens that "
+                f"{source}: query_length {length} is less than the {fills_to} tokens that "
                 "query_expansion fills queries up to"
             )
         return replace(  # "fixed" also truncates queries to its length
-            words,
-            query_length=filled if strategy == "fixed" else length,
-            fills_to=filled,
+            tokenization,
+            query_length=fills_to if strategy == "fixed" else length,
+            fills_to=fills_to,
             filler=expansion.get("token"),
             attended=bool(expansion.get("attend")),
         )
@@ -295,11 +302,11 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
         role: settings.get(f"{role}_prefix", marker) for role, marker in PYLATE_MARKERS.items()
     }
     for role, prefix in prefixes.items():
-        saved[role] = saved.get(role, "").removeprefix(prefix)
+        prompts[role] = prompts.get(role, "").removeprefix(prefix)
     query_length = settings.get("query_length", QUERY_LENGTH)
     skipped = settings.get("skiplist_words")
-    return Words(
-        prompts=saved,
+    return TokenizationSettings(
+        prompts=prompts,
         prefixes=prefixes,
         query_length=query_length,
         document_length=settings.get("document_length", PYLATE_DOCUMENT_LENGTH),
@@ -311,20 +318,21 @@ def _words(source: Path, settings: dict[str, Any], native: dict[str, Any] | None
 
 
 def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
-    """Return the id of the token that a prefix is or begins with, and the text after it. Without
-    such a token return None and the prefix, which sentence-transformers takes for text."""
+    """Return the id of the token that a prefix is or begins with, and the rest of the prefix.
+    Without such a token return None and the prefix, which sentence-transformers takes for text."""
     if not prefix.strip():
         return None, ""
     for token in (prefix, prefix.split(None, 1)[0]):
-        number = vocabulary.token_to_id(token)
-        if number is not None:
-            return number, prefix.removeprefix(token).lstrip()
+        token_id = vocabulary.token_to_id(token)
+        if token_id is not None:
+            return token_id, prefix.removeprefix(token).lstrip()
     return None, prefix
 
 
 def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
-    """Return the id of the added token that a prompt begins with, and the text after it; else None
-    and the prompt. sentence-transformers tokenizes both as text, which gives the same ids."""
+    """Return the id of the added token that a prompt begins with, and the rest of it; without such
+    a token None and the prompt. sentence-transformers gets the same ids from the whole prompt as
+    text."""
     added = [token.content for token in vocabulary.get_added_tokens_decoder().values()]
     leading = max((token for token in added if prompt.startswith(token)), key=len, default=None)
     if leading is None:
@@ -333,8 +341,8 @@ def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str
 
 
 def _length(folder: Path, length: int | None, positions: int | None) -> int:
-    """Return the maximum number of tokens of a role's texts: `length`, or the model's limit, and at
-    most `positions`. Raises CheckpointError if it is below SHORTEST_TEXT."""
+    """Return the maximum number of tokens of queries or documents: `length`, or if it is None the
+    model's limit; at most `positions`. Raises CheckpointError for less than SHORTEST_TEXT."""
     if length is None:
         length = heads.token_limit(folder, positions, late=True)
     if length < SHORTEST_TEXT:
@@ -351,15 +359,15 @@ def _length(folder: Path, length: int | None, positions: int | None) -> int:
 
 
 def _filler(folder: Path, vocabulary: Tokenizer) -> str:
-    """Return the token that fills queries up: the mask token, else the end token, as in PyLate.
-    Raises CheckpointError if no file names one."""
+    """Return the augmentation token, which queries are filled up with: the mask token, else the end
+    token, as in PyLate. Raises CheckpointError if there is neither."""
     for name in ("mask_token", "eos_token"):
         for file in ("tokenizer_config.json", "special_tokens_map.json"):
             stated = heads.read_optional_json(folder / file, TOKENIZER_FIELDS)
             if (token := stated.get(name)) is not None:
                 return str(token["content"] if isinstance(token, dict) else token)
         if name == "mask_token":
-            for token in MASK_TOKENS:
+            for token in MASK_TOKENS:  # before the end token is tried
                 if vocabulary.token_to_id(token) is not None:
                     return token
     raise CheckpointError(

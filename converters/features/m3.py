@@ -44,7 +44,7 @@ def with_token_heads(
         return layout
     weight = DenseLayer(in_features=width, out_features=1, activation="relu")
     if set(hf.get("architectures") or ()) & set(sparse):
-        return _with_weights(layout, weight, "classifier.", source / layout.tower, tokenizer)
+        return _with_weights(layout, weight, "classifier.", source / layout.backbone, tokenizer)
     missing = [name for name in FILES if not (source / name).is_file()]
     if len(missing) == len(FILES):
         return layout
@@ -55,8 +55,8 @@ def with_token_heads(
             f"remove {found} to have dense vectors alone"
         )
     vectors = DenseLayer(in_features=width, out_features=width, activation="identity")
-    layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.tower, tokenizer)
-    head = PerToken((vectors, NormalizeLayer()), drops_first=True)
+    layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.backbone, tokenizer)
+    head = PerToken((vectors, NormalizeLayer()), drops_first=True)  # no vector of <s>
     return replace(
         layout,
         heads={**layout.heads, "multi_vector": head},
@@ -66,14 +66,15 @@ def with_token_heads(
 
 
 def _with_weights(
-    layout: Layout, layer: DenseLayer, tensors: str, tower: Path, tokenizer: bytes
+    layout: Layout, layer: DenseLayer, tensors: str, backbone: Path, tokenizer: bytes
 ) -> Layout:
-    """Add a head of term weights: the linear `layer`, whose tensors have the prefix `tensors`.
-    `tower` is the folder of the tokenizer's config."""
+    """Add a head of term weights: the linear `layer`, whose tensors have the prefix `tensors`. The
+    special tokens in _NO_TERMS get no weight. `backbone` is the folder of the tokenizer's config,
+    and `tokenizer` the content of tokenizer.json."""
     parsed = Tokenizer.from_str(tokenizer.decode())
     ids = set()
-    for name, usual in _NO_TERMS.items():
-        token = special_token(tower, name, usual)
+    for name, default in _NO_TERMS.items():
+        token = special_token(backbone, name, default)
         ids.add(None if token is None else parsed.token_to_id(token))
     head = PerToken((layer,), skipped_ids=tuple(sorted(ids - {None})))
     return replace(
@@ -85,5 +86,5 @@ def _with_weights(
 
 def _rules(head: OutputName, tensors: str) -> tuple[Rule, Rule]:
     """Return the rules for the linear layer of a head, whose tensors have the prefix `tensors`."""
-    kernel = Rule(f"{tensors}weight", parameter_of(head, 0, "kernel"), transpose)
-    return kernel, Rule(f"{tensors}bias", parameter_of(head, 0, "bias"))
+    kernel = Rule(f"{tensors}weight", parameter_of(head, number=0, name="kernel"), transpose)
+    return kernel, Rule(f"{tensors}bias", parameter_of(head, number=0, name="bias"))

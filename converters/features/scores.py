@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from converters import heads
 from converters.family import Family, Reranker, Scorer
-from converters.fields import chosen
+from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
 from jaxembed.data.spec import PairTemplate, ScoreFunction, scoring_heads
 from jaxembed.errors import CheckpointError, UnsupportedModel
@@ -57,15 +57,15 @@ def scores_layout(
     """Return the layout of a model that scores: a reranker has one label, a classifier several.
     Raises UnsupportedModel for settings that are not supported."""
     folder, (logits, rules) = heads.tower_folder(source), scorer
-    tower, padding = source / folder, hf.get("pad_token_id")
-    path = tower / "tokenizer.json"
+    backbone, padding = source / folder, hf.get("pad_token_id")
+    path = backbone / "tokenizer.json"
     if "lasttoken" in logits.pooling and template is None:
         # transformers scores the last token that is not padding, jaxembed the last token
         is_read = padding is not None and path.is_file()
         if is_read and parse_tokenizer(path.read_bytes(), path).encode("a").ids[-1:] == [padding]:
             raise UnsupportedModel(
-                f"{tower}: the tokenizer ends texts with pad_token_id {padding}, so that the token "
-                "before it is scored; this is not supported"
+                f"{backbone}: the tokenizer ends texts with pad_token_id {padding}, so that the "
+                "token before it is scored; this is not supported"
             )
     path = source / MODEL_CONFIG
     config = read_optional_json(path)
@@ -89,16 +89,16 @@ def scores_layout(
         said = config.get("activation_fn")
         said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
         said = said or hf.get("sbert_ce_default_activation_function")
-        known = None if said is None else chosen(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
+        known = None if said is None else lookup(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
         function = known or "softmax"
     return Layout(
-        tower=folder,
+        backbone=folder,
         heads=scoring_heads(logits),
         rules=rules,
         labels=labels,
         score_function=function,
         template=template,
-        lowercase=bool(heads.transformer_config(tower).get("do_lower_case")),
+        lowercase=bool(heads.transformer_config(backbone).get("do_lower_case")),
     )
 
 
@@ -108,10 +108,10 @@ def reranker_layout(
     """Return the layout of a language model that reranks by answering yes or no: with a LogitScore
     module of sentence-transformers, or one of the published rerankers of its family.
 
-    `config` is that of the backbone. Raises UnsupportedModel for another model, and CheckpointError
-    if the ids of the answers are wrong or missing.
+    `name` is that of the model, and `config` that of the backbone. Raises UnsupportedModel for
+    another model, and CheckpointError if the ids of the answers are wrong or missing.
     """
-    tower = source / heads.tower_folder(source)
+    backbone = source / heads.tower_folder(source)
     template = template_of(source, name, family)
     entries = heads.modules_of(source) or ()
     module = next((source / entry.path for entry in entries if entry.kind == "logit_score"), None)
@@ -129,15 +129,15 @@ def reranker_layout(
                 f"{module}: true_token_id and false_token_id are {answers[0]!r} and "
                 f"{answers[1]!r}, wanted two ids below {terms}"
             )
-        if template is None and "message" in heads.modalities(tower):
+        if template is None and "message" in heads.modalities(backbone):
             raise UnsupportedModel(
-                f"{tower}: the chat template takes no query and document; wanted one with the "
+                f"{backbone}: the chat template takes no query and document; wanted one with the "
                 'roles "query" and "document"'
             )
     elif (published := _published(source, name, family)) is not None:
-        path = tower / "tokenizer.json"
+        path = backbone / "tokenizer.json"
         if not path.is_file():
-            raise CheckpointError(f"no tokenizer.json in {tower}, which a language model needs")
+            raise CheckpointError(f"no tokenizer.json in {backbone}, which a language model needs")
         vocabulary = parse_tokenizer(path.read_bytes(), path)
         answers = [vocabulary.token_to_id(answer) for answer in published.answers]
         if None in answers:
@@ -155,18 +155,18 @@ def reranker_layout(
 
 
 def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
-    """Return the template of pairs: the model's chat template, else that of its family's published
-    rerankers if the model is one of them, else None.
+    """Return the template of pairs: the chat template of the model; without one, that of the
+    published rerankers of its family if the model is one of them; else None.
 
-    A name like "reranker" is not enough for that: scores are near random without a model's template
-    and with another one. Raises UnsupportedModel if the model has a chat template for pairs that
-    cannot be split, and its family has none for it.
+    A name like "reranker" is not enough for the second: with the template of another model scores
+    are near random. Raises UnsupportedModel if the model has a chat template for pairs that cannot
+    be split, and is none of the published rerankers.
     """
-    tower = source / heads.tower_folder(source)
-    plain = heads.modalities(tower) == {"text"}
+    backbone = source / heads.tower_folder(source)
+    takes_plain_text = heads.modalities(backbone) == {"text"}
     published = _published(source, name, family)
     try:
-        template = None if plain else pair_template(tower)
+        template = None if takes_plain_text else pair_template(backbone)
     except UnsupportedModel:
         if published is None:
             raise
@@ -181,41 +181,43 @@ def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
 
 
 def _published(source: Path, name: str, family: Family) -> Reranker | None:
-    """Return the family's rerankers if this model is one of them, else None."""
+    """Return the published rerankers of the family if the model is one of them, by its name or its
+    README.md; else None."""
     published = family.reranker
     if published is None:
         return None
     readme = source / "README.md"
     names = (Path(name).name, source.name)
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    named = any(published.name in each.lower() for each in names)
+    named = any(published.name in candidate.lower() for candidate in names)
     return published if named or published.quote in text else None
 
 
-def pair_template(tower: Path) -> PairTemplate | None:
+def pair_template(backbone: Path) -> PairTemplate | None:
     """Read the chat template of a model's directory as a PairTemplate.
 
     Returns None if there is no template, or if it takes no query and document. Raises
-    UnsupportedModel if it takes them but cannot be split where tokens always end.
+    UnsupportedModel if it takes them but cannot be split into the parts of a PairTemplate.
     """
-    path = tower / "chat_template.jinja"
+    path = backbone / "chat_template.jinja"
     if path.is_file():
         source = path.read_text(encoding="utf-8")
     else:
-        source = read_optional_json(tower / "tokenizer_config.json").get("chat_template")
+        source = read_optional_json(backbone / "tokenizer_config.json").get("chat_template")
     if not isinstance(source, str):
         return None
+    # with the instruction of a request, and with the template's own
     full, plain = _render(source, *ROLES), _render(source, "query", "document")
     if "{query}" not in plain or "{document}" not in plain:
         return None
     # tokens always end at an added token
-    added = read_optional_json(tower / "tokenizer.json").get("added_tokens") or ()
+    added = read_optional_json(backbone / "tokenizer.json").get("added_tokens") or ()
     specials = tuple(token["content"] for token in added)
     template = _cut(full, plain, specials)
     if template is None:
         raise UnsupportedModel(
-            f"{tower}: the chat template is not supported; wanted lines with the instruction and "
-            "the query, then the document after a space, then a special token"
+            f"{backbone}: the chat template is not supported; wanted lines with the instruction "
+            "and the query, then the document after a space, then a special token"
         )
     return template
 
@@ -237,20 +239,24 @@ def _render(source: str, *roles: str) -> str:
 def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | None:
     """Split a rendered template into the parts of a PairTemplate; None if it is not possible.
 
-    `full` has all three placeholders. `plain` has the template's own instruction instead of that
-    placeholder.
+    `full` has the three placeholders of ROLES. `plain` has the template's own instruction in the
+    place of {instruction}.
     """
     if any(full.count(placeholder) != 1 for placeholder in ROLES.values()):
         return None
+    # before and after {instruction}; the line of {instruction} begins the part `first`
     before, after = full.split("{instruction}")
-    head, suffix = full.split("{document}")
-    prefix, line, rest = before.rpartition("\n")
-    first = (rest + "{instruction}" + head.removeprefix(before + "{instruction}")).removesuffix(" ")
+    before_document, suffix = full.split("{document}")
+    prefix, newline, line_start = before.rpartition("\n")
+    first = (
+        line_start + "{instruction}" + before_document.removeprefix(before + "{instruction}")
+    ).removesuffix(" ")
+    # the parts are tokenized separately, so tokens must end where one part ends
     is_clean = (
-        head.startswith(before)
-        and head.endswith(" ")
+        before_document.startswith(before)
+        and before_document.endswith(" ")
         and first == first.rstrip()
-        and rest == rest.lstrip()
+        and line_start == line_start.lstrip()
         and first.count("{") == 2
         and suffix.startswith(specials)
         and plain.startswith(before)
@@ -259,7 +265,7 @@ def _cut(full: str, plain: str, specials: tuple[str, ...]) -> PairTemplate | Non
     if not is_clean:
         return None
     return PairTemplate(
-        prefix=prefix + line,
+        prefix=prefix + newline,
         first=first,
         second=" {document}",
         suffix=suffix,

@@ -29,23 +29,23 @@ from converters.fields import (
 from converters.heads import Layout
 from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer
-from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform, identity, shaped
+from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform, check_shape, identity
 from jaxembed.data.spec import NO_LIMIT, STATIC, NormalizeLayer, Pooled, Vocabulary
 from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models.static import TABLE
 
 MODEL2VEC = "model2vec"  # model_type in config.json
 MODEL2VEC_LIMIT = 512  # tokens, where config.json says nothing
-OF_SENTENCE_TRANSFORMERS = "embedding.weight"
+SENTENCE_TRANSFORMERS_TABLE = "embedding.weight"
 VALUES = (*NUMPY_DTYPES, "float64", "int8")  # dtypes of embeddings and weights
 INTEGERS = ("int32", "int64")  # of a mapping
-OF_MODEL2VEC = ("embeddings", "mapping", "weights")  # the first is always there
+MODEL2VEC_TENSORS = ("embeddings", "mapping", "weights")  # the first is always there
 
 WEIGHT = "weight"  # the tensor of a query encoder: one value a term
 KNOWN = {"frozen", "path"}  # in config.json of a query encoder; the first is about training
 
 column = Transform(
-    lambda values: values[:, None], lambda sources, shape: shaped(sources, shape[:1])
+    lambda values: values[:, None], lambda sources, shape: check_shape(sources, shape[:1])
 )
 
 
@@ -57,8 +57,8 @@ def holds_static(source: Path, route: str = "") -> bool:
 
 
 def static_outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe a static model. Reads the names and shapes of its tensors, because no config has
-    them. Raises CheckpointError, UnsupportedModel and ConversionError."""
+    """Describe a static model, or such a route. Reads the names and shapes of its tensors, because
+    no config has them. Raises CheckpointError, UnsupportedModel and ConversionError."""
     modules = heads.modules_of(source, route)
     if modules is not None and modules[0].kind == "static_terms":
         return _terms_outline(source, options, modules[0].path)
@@ -102,7 +102,7 @@ def static_outline(source: Path, options: Options, route: str) -> Outline:
         config["dropped_id"] = unknown
         config["characters_per_token"] = None if cap is None else int(np.median(lengths))
         later = (NormalizeLayer(),) if hf.get("normalize") else ()
-        layout = Layout(tower="", heads={"dense": Pooled(heads.MEAN, later)})
+        layout = Layout(backbone="", heads={"dense": Pooled(heads.MEAN, later)})
         limit = NO_LIMIT if cap is None else cap
     return _outline_of_table(source, options, layout, rule, config, text, limit)
 
@@ -118,7 +118,7 @@ def _terms_outline(source: Path, options: Options, inside: str) -> Outline:
     (terms,) = tensor.shape
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=terms)
     layout = sparse_layout(source, inside, Vocabulary(terms, features=1))
-    limit = heads.token_limit(folder, None, otherwise=NO_LIMIT)
+    limit = heads.token_limit(folder, positions=None, otherwise=NO_LIMIT)
     rule = Rule(WEIGHT, TABLE, column)
     config = {"vocab_size": terms, "hidden_size": 1}
     return _outline_of_table(source, options, layout, rule, config, text, limit, _find_terms)
@@ -140,7 +140,7 @@ def _outline_of_table(
         options,
         layout,
         config,
-        {},
+        hf={},
         architecture=STATIC,
         token_types=False,
         max_input_tokens=limit,
@@ -157,21 +157,22 @@ def _outline_of_table(
 
 def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:
     """Return the rule for the table of token vectors, its number of tokens and its width. Raises
-    ConversionError if its tensor is missing or has not two axes."""
-    if OF_SENTENCE_TRANSFORMERS in tensors:
-        names: tuple[str, ...] = (OF_SENTENCE_TRANSFORMERS,)
-    elif OF_MODEL2VEC[0] in tensors:
-        names = tuple(name for name in OF_MODEL2VEC if name in tensors)
+    ConversionError if the table is missing or does not have two axes."""
+    if SENTENCE_TRANSFORMERS_TABLE in tensors:
+        names: tuple[str, ...] = (SENTENCE_TRANSFORMERS_TABLE,)
+    elif MODEL2VEC_TENSORS[0] in tensors:
+        names = tuple(name for name in MODEL2VEC_TENSORS if name in tensors)
     else:
         raise ConversionError(
-            model, [f"missing: {OF_SENTENCE_TRANSFORMERS} or {OF_MODEL2VEC[0]} of a static model"]
+            model,
+            [f"missing: {SENTENCE_TRANSFORMERS_TABLE} or {MODEL2VEC_TENSORS[0]} of a static model"],
         )
     table = tensors[names[0]]
     if len(table.shape) != 2:
         raise ConversionError(model, [f"{table.name}: wanted two axes, got shape {table.shape}"])
     rows = tensors["mapping" if "mapping" in names else names[0]].shape[0]
-    is_plain = len(names) == 1 and table.dtype in NUMPY_DTYPES
-    return Rule(names, TABLE, identity if is_plain else _folded(names)), rows, table.shape[1]
+    is_stored_whole = len(names) == 1 and table.dtype in NUMPY_DTYPES
+    return Rule(names, TABLE, identity if is_stored_whole else _folded(names)), rows, table.shape[1]
 
 
 def _folded(names: tuple[str, ...]) -> Transform:
@@ -193,7 +194,8 @@ def _folded(names: tuple[str, ...]) -> Transform:
         return table
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        problems = shaped(sources[1:], shape[:1])
+        # mapping and weights have one value for each token
+        problems = check_shape(sources[1:], shape[:1])
         for name, source in zip(names, sources, strict=True):
             known = INTEGERS if name == "mapping" else VALUES
             if source.dtype not in known:
@@ -221,7 +223,7 @@ def _find_terms(folder: Path) -> dict[str, Tensor]:
     weight_of = heads.read_optional_json(path)
     if not weight_of:
         raise CheckpointError(f"{folder}: its weights, {name}, are not there or empty")
-    text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)
+    text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)  # no limit
     ids = Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True)
     values = np.zeros(len(ids), np.float32)  # in the order of the tokens' ids
     for token, weight in weight_of.items():

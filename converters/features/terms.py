@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from converters.family import Fields, TermHead
+from converters.family import Fields, SparseHead
 from converters.fields import activation_of, refuse_unknown
 from converters.heads import (
     MODEL_CONFIG,
@@ -53,28 +53,29 @@ def term_head(
     biases: Sequence[str] = (),
     tied: str = "embeddings.word_embeddings.weight",
     bias: bool = True,
-) -> TermHead:
-    """Return the head of a masked language model with these layers before its decoder, and rules.
+) -> SparseHead:
+    """Return the head of a masked language model with these `layers` before its decoder, and rules.
 
     `dense`, `norms` and `decoder` are names of tensors without ".weight" and ".bias"; `norms` are
     alternatives. Unless tie_word_embeddings is false, `biases` are further names of the decoder's
     bias, and the table `tied` is the decoder if none is stored. With `bias` False the decoder has
     no bias.
     """
-    terms, total = hf["vocab_size"], padded_terms(hf["vocab_size"])
+    terms, total = hf["vocab_size"], padded_terms(hf["vocab_size"])  # with padding
     head = Vocabulary(terms, layers[1].features, layers)
     tables, names = [f"{decoder}.weight"], [f"{decoder}.bias"]
     if hf.get("tie_word_embeddings") is not False:
         tables.append(tied)
-        names = [*biases, *names]  # one and the same; an untied decoder adds its own alone
-    table = transposed_padded(terms, total)
+        names = [*biases, *names]  # of one bias; an untied decoder has only its own
+    transform = transposed_padded(terms, total)
+    # the modules of the head: 0 is the dense layer, 1 the layer norm
     rules = [*dense_rules("sparse", 0, layers[0], dense)]
     for norm in norms:
         rules += [
             Rule(f"{norm}.weight", parameter_of("sparse", 1, "scale")),
             Rule(f"{norm}.bias", parameter_of("sparse", 1, "bias")),
         ]
-    rules += [Rule(name, "heads.sparse.terms.kernel", table) for name in tables]
+    rules += [Rule(name, "heads.sparse.terms.kernel", transform) for name in tables]
     if bias:
         rules += [Rule(name, "heads.sparse.bias", padded(terms, total)) for name in names]
     else:
@@ -82,13 +83,13 @@ def term_head(
     return head, tuple(rules)
 
 
-def transforming(
+def masked_lm_function(
     activation: Activation | None = None,
     *,
     defaults: Fields | None = None,
     features: str = "hidden_size",
     **tensors: Any,
-) -> Callable[[Fields], TermHead]:
+) -> Callable[[Fields], SparseHead]:
     """Return the `masked_lm` function of a family like BERT. Its head is a dense layer with an
     activation, a layer norm and the decoder.
 
@@ -96,7 +97,7 @@ def transforming(
     `features` is the key of the decoder's width there. `tensors` are arguments of `term_head`.
     """
 
-    def masked_lm(hf: Fields) -> TermHead:
+    def masked_lm(hf: Fields) -> SparseHead:
         hf = {**(defaults or {}), **hf}
         layers = transform_layers(
             hf["hidden_size"],
@@ -109,44 +110,44 @@ def transforming(
     return masked_lm
 
 
-def terms_layout(source: Path, found: TermHead, route: str = "") -> Layout:
-    """Return the layout of a sparse encoder whose head and rules are `found`. Without modules.json
-    it takes the maximum over the tokens, as sentence-transformers does. Raises UnsupportedModel and
-    CheckpointError."""
+def terms_layout(source: Path, found: SparseHead, route: str = "") -> Layout:
+    """Return the layout of a sparse encoder. `found` is its head with the rules. Without
+    modules.json the head takes the maximum over the tokens, as sentence-transformers does. Raises
+    UnsupportedModel and CheckpointError."""
     modules = modules_of(source, route)
     (head, rules), folder = found, ""
     if modules is not None:
-        folder, pooling = modules[0].path, source / modules[1].path
-        config = module_config(pooling)
+        folder, module = modules[0].path, source / modules[1].path
+        config = module_config(module)
         if unknown := sorted(set(config) - {*WIDTHS, *CHOICES, "chunk_size"}):
             raise UnsupportedModel(
-                f"{pooling}: SpladePooling with {', '.join(unknown)} is not supported"
+                f"{module}: SpladePooling with {', '.join(unknown)} is not supported"
             )
         for key in WIDTHS:
             if config.get(key) not in (None, head.vocab_size):
                 raise CheckpointError(
-                    f"{pooling}: {key} is {config[key]}, the model's vocab_size {head.vocab_size}"
+                    f"{module}: {key} is {config[key]}, the model's vocab_size {head.vocab_size}"
                 )
         for key, known in CHOICES.items():
-            config[key] = config.get(key) or known[0]
-            refuse_unknown(f"{pooling}: {key}", config[key], known)
+            config[key] = config.get(key) or known[0]  # the first is the default
+            refuse_unknown(f"{module}: {key}", config[key], known)
         head = msgspec.structs.replace(
             head, over_tokens=config["pooling_strategy"], activation=config["activation_function"]
         )
-    tower = source / folder
-    refuse_chat_template(tower)
+    backbone = source / folder
+    refuse_chat_template(backbone)
     layout = sparse_layout(source, folder, head)
-    lowercase = bool(transformer_config(tower).get("do_lower_case"))
+    lowercase = bool(transformer_config(backbone).get("do_lower_case"))
     return replace(layout, rules=rules, lowercase=lowercase)
 
 
 def sparse_layout(source: Path, folder: str, head: Vocabulary) -> Layout:
-    """Return the layout of a model with a head of term weights, and with the settings of
-    config_sentence_transformers.json. `folder` has the weights of the model."""
+    """Return the layout of a sparse encoder with this head, and with the settings of
+    config_sentence_transformers.json. `folder`, within `source`, has the weights of the model."""
     prompts, default_prompt_name = read_prompts(source, SPARSE_ENCODER)
     max_active = read_optional_json(source / MODEL_CONFIG).get("max_active_dims")
     return Layout(
-        tower=folder,
+        backbone=folder,
         heads={"sparse": msgspec.structs.replace(head, max_active=max_active)},
         prompts=prompts,
         default_prompt_name=default_prompt_name,

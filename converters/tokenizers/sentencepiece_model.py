@@ -39,10 +39,10 @@ SPACE = "▁"  # what SentencePiece writes for a space
 UNIGRAM_MODEL, BPE_MODEL = 1, 2  # kinds of models
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of pieces
 
-AVOIDED = 100  # subtracted from a score, as in transformers' AlbertConverter
+NUMBER_COMMA_PENALTY = 100  # subtracted from a score, as in transformers' AlbertConverter
 
-COMPARED = 200  # number of texts
-DRAWN = 10  # pieces on each side of the middle one of a random text
+NUM_COMPARED_TEXTS = 200  # number of texts
+PIECES_PER_SIDE = 10  # pieces on each side of the middle one of a random text
 
 # The first texts: normalization, spaces, case, accents, numbers, unknown characters, bytes. None
 # has three dots or the like in a row: ".", ".." and "..", "." score alike, and rounding decides.
@@ -63,7 +63,7 @@ FIXED_TEXTS = (
     "def f(x):\n    return x  # <0x0A>",
 )
 
-PLACES = ("$A", "|", "$B")  # parts of a template that are not tokens: first text, bar, second text
+PLACES = ("$A", "|", "$B")  # not tokens of a template: first text, bar, second text
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -174,7 +174,7 @@ class TokenizerFiles:
     proto: Any  # the ModelProto of sentencepiece_model.proto
     # whether only the first part of a text gets a space before it, where special tokens divide it
     prefixes_once: bool
-    lowers: bool  # whether texts become lower case
+    lowercases: bool  # whether texts become lower case
     keeps_accents: bool
     extra_ids: Sequence[str]
     stated_ids: Mapping[str, int]  # of added tokens, as the JSON files state them
@@ -192,22 +192,23 @@ class TokenizerFiles:
     @property
     def template(self) -> list[tuple[str, int]]:
         """The family's template: pairs of a special token, "$A", "$B" or "|" and its token type.
-        "bos" and "eos" are left out if the files switch them off."""
+        Only pairs of texts use what follows "|". "bos" and "eos" are left out if the files switch
+        them off."""
         template = []
         for part in self.family.template.split():
-            name, _, kind = part.partition(":")
+            name, _, token_type = part.partition(":")
             if name in PLACES:
-                template.append((name, int(kind or 0)))
+                template.append((name, int(token_type or 0)))
             elif not self.family.has_ends or self.config.get(f"add_{name}_token"):
                 token = self.token(name)
                 content = token["content"] if isinstance(token, dict) else token
-                template.append((content, int(kind or 0)))
+                template.append((content, int(token_type or 0)))
         return template
 
 
 def class_name(folder: Path) -> str | None:
-    """Return the class of a folder's tokenizer, without "Fast"; None if it is unknown. The files
-    name it, else the model type implies it. Raises CheckpointError for invalid files."""
+    """Return the class of a folder's tokenizer, without "Fast"; None if it is unknown. It is the
+    field tokenizer_class, else implied by model_type. Raises CheckpointError for invalid files."""
     types = {key: CONFIG_FIELDS[key] for key in ("model_type", "tokenizer_class")}
     config = read_optional_json(folder / "config.json", types)
     named = read_optional_json(folder / "tokenizer_config.json").get("tokenizer_class")
@@ -230,12 +231,12 @@ def build_from_sentencepiece(folder: Path) -> bytes:
         # its authors split these pieces again; transformers' AlbertConverter lowers their scores
         for piece in pieces:
             if piece.piece[-1:] == "," and piece.piece[-2:-1].isdigit():
-                piece.score -= AVOIDED
+                piece.score -= NUMBER_COMMA_PENALTY
     if files.prefixes_once:
         spec.add_dummy_prefix = False
     tokenizer = Tokenizer(_build_model(files))
     tokenizer.normalizer = _build_normalizer(files)
-    # splits a text into words, which is faster; not if pieces span words
+    # splits a text into words, which is faster; impossible if pieces span words
     if files.prefixes_once:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
             SPACE, prepend_scheme="first", split=False
@@ -244,22 +245,22 @@ def build_from_sentencepiece(folder: Path) -> bytes:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never")
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.add_dummy_prefix or files.prefixes_once:
-        steps.append(decoders.Strip(" ", 1, 0))
+        steps.append(decoders.Strip(" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
     special = _special_tokens(files)
     # the tokens that are found in a text before the rest is split into pieces
     tokenizer.add_special_tokens(special)
-    for content, number in files.stated_ids.items():
-        if (wanted := tokenizer.token_to_id(content)) != number:
+    for content, stated_id in files.stated_ids.items():
+        if (actual_id := tokenizer.token_to_id(content)) != stated_id:
             raise CheckpointError(
-                f"{files.folder}: the added token {content!r} has id {number}, wanted "
-                f"{'a special token' if wanted is None else wanted}; {ADVICE}"
+                f"{files.folder}: the added token {content!r} has id {stated_id}, wanted "
+                f"{'a special token' if actual_id is None else actual_id}; {ADVICE}"
             )
-    known = {token.content for token in special}
+    specials = {token.content for token in special}
     if files.proto.trainer_spec.model_type == BPE_MODEL:  # unigram models find these as pieces
-        symbols = [one.piece for one in pieces if one.type == USER_DEFINED]
+        symbols = [piece.piece for piece in pieces if piece.type == USER_DEFINED]
         tokenizer.add_tokens(
-            [AddedToken(one, normalized=True) for one in symbols if one not in known]
+            [AddedToken(name, normalized=True) for name in symbols if name not in specials]
         )
     # special tokens around each text and pair
     template = files.template
@@ -267,17 +268,17 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     for token in ids:
         if tokenizer.model.token_to_id(token) is None and token not in files.stated_ids:
             raise CheckpointError(f"{files.path} has no piece {token!r}; {ADVICE}")
-    parts = [f"{token}:{kind}" for token, kind in template]
+    parts = [f"{token}:{token_type}" for token, token_type in template]
     bar = parts.index("|:0")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=parts[:bar], pair=parts[:bar] + parts[bar + 1 :], special_tokens=list(ids.items())
     )
-    _check_ids(files, tokenizer, known)
+    _check_ids(files, tokenizer, specials)
     return tokenizer.to_str().encode()
 
 
 def _read_files(folder: Path) -> TokenizerFiles:
-    """Read the files of a tokenizer. Raises as `build_from_sentencepiece` does."""
+    """Read and check the files of a tokenizer. Raises UnsupportedModel and CheckpointError."""
     name = class_name(folder)
     if name not in FAMILIES:
         raise UnsupportedModel(
@@ -293,7 +294,7 @@ def _read_files(folder: Path) -> TokenizerFiles:
     path = folder / family.file
     try:
         # optional packages, because only models without tokenizer.json need them
-        pieces = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
+        processor = import_module("sentencepiece").SentencePieceProcessor(model_file=str(path))
         proto = import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     except ImportError as error:
         raise CheckpointError(
@@ -304,7 +305,7 @@ def _read_files(folder: Path) -> TokenizerFiles:
         raise CheckpointError(
             f"no tokenizer can be built from {path}: {error}; {ADVICE}"
         ) from error
-    proto.ParseFromString(pieces.serialized_model_proto())
+    proto.ParseFromString(processor.serialized_model_proto())
     trainer, prefix = proto.trainer_spec, proto.normalizer_spec.add_dummy_prefix
     for name, wanted in {
         "split_by_punct": False,
@@ -326,9 +327,9 @@ def _read_files(folder: Path) -> TokenizerFiles:
         )
     if any(piece.type == UNUSED for piece in proto.pieces):
         raise UnsupportedModel(f"{path} has pieces marked as unused; {ADVICE}")
-    extra = config.get("extra_ids", family.extra_ids) if family.extra_ids else 0
-    decoder = config.get("added_tokens_decoder", {})
-    stated = {token["content"]: int(number) for number, token in decoder.items()}
+    num_extra_ids = config.get("extra_ids", family.extra_ids) if family.extra_ids else 0
+    tokens_by_id = config.get("added_tokens_decoder", {})
+    stated = {token["content"]: int(number) for number, token in tokens_by_id.items()}
     return TokenizerFiles(
         folder,
         path,
@@ -336,9 +337,9 @@ def _read_files(folder: Path) -> TokenizerFiles:
         config,
         proto,
         prefixes_once=family.has_legacy and not config["legacy"],
-        lowers=family.lowercase is not None and config.get("do_lower_case", family.lowercase),
+        lowercases=family.lowercase is not None and config.get("do_lower_case", family.lowercase),
         keeps_accents=not family.is_albert or config.get("keep_accents", False),
-        extra_ids=[f"<extra_id_{number}>" for number in reversed(range(extra))],
+        extra_ids=[f"<extra_id_{number}>" for number in reversed(range(num_extra_ids))],
         stated_ids=config["added_tokens"] | stated,
     )
 
@@ -351,18 +352,18 @@ def _build_model(files: TokenizerFiles) -> Unigram | BPE:
         *((piece.piece, piece.score) for piece in files.proto.pieces[family.dropped :]),
         *((name, 0.0) for name in files.extra_ids),
     ]
-    unknown = files.id_of(trainer.unk_id)
+    unknown_id = files.id_of(trainer.unk_id)
     if trainer.model_type == UNIGRAM_MODEL:
-        return Unigram(vocabulary, unk_id=unknown, byte_fallback=trainer.byte_fallback)
+        return Unigram(vocabulary, unk_id=unknown_id, byte_fallback=trainer.byte_fallback)
     # the merges of SentencePiece, in its order: by the score of the merged piece
     normal = [piece for piece in files.proto.pieces if piece.type == NORMAL]
     pieces = [piece.piece for piece in sorted(normal, key=lambda piece: -piece.score)]
-    names = set(pieces)
+    known = set(pieces)
     splits = ((piece[:at], piece[at:]) for piece in pieces for at in range(1, len(piece)))
     return BPE(
-        {name: number for number, (name, _) in enumerate(vocabulary)},
-        [(left, right) for left, right in splits if left in names and right in names],
-        unk_token=vocabulary[unknown][0],
+        {name: token_id for token_id, (name, _) in enumerate(vocabulary)},
+        [(left, right) for left, right in splits if left in known and right in known],
+        unk_token=vocabulary[unknown_id][0],
         fuse_unk=True,
         byte_fallback=trainer.byte_fallback,
     )
@@ -376,7 +377,7 @@ def _build_normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
         steps += [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
     if not files.keeps_accents:
         steps += [normalizers.NFKD(), normalizers.StripAccents()]
-    if files.lowers:
+    if files.lowercases:
         steps.append(normalizers.Lowercase())
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
@@ -389,7 +390,8 @@ def _build_normalizer(files: TokenizerFiles) -> normalizers.Normalizer:
 
 
 def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
-    """Return the special tokens of the model and the files, ordered by the ids in the files."""
+    """Return the special tokens of the SentencePiece model and the JSON files, ordered by the ids
+    in these files; tokens without an id come last."""
     config = files.config
     more = config.get("additional_special_tokens", config.get("extra_special_tokens", []))
     pieces = files.proto.pieces[files.family.dropped :]
@@ -404,23 +406,23 @@ def _special_tokens(files: TokenizerFiles) -> list[AddedToken]:
     for token in tokens:
         fields = {"content": token} if isinstance(token, str) else token
         content = fields["content"]
-        if isinstance(token, dict) or content not in by_content:
+        if isinstance(token, dict) or content not in by_content:  # the last with flags wins
             flags = {name: fields.get(name, False) for name in ("lstrip", "rstrip", "single_word")}
             by_content[content] = AddedToken(content, special=True, normalized=False, **flags)
     ids = files.stated_ids
     largest = max(ids.values(), default=0)
-    return sorted(by_content.values(), key=lambda one: ids.get(one.content, largest + 1))
+    return sorted(by_content.values(), key=lambda token: ids.get(token.content, largest + 1))
 
 
 def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -> None:
-    """Raise CheckpointError if the tokenizer's ids differ from SentencePiece's on a text.
-    SentencePiece gets each text as the family prepares it."""
+    """Raise CheckpointError if the tokenizer's ids differ from SentencePiece's on a text without
+    tokens of `special`. SentencePiece gets each text as the family prepares it."""
     tokens = [token for token, _ in files.template]
     text_at, bar = tokens.index("$A"), tokens.index("|")
     ids_before = [tokenizer.token_to_id(token) for token in tokens[:text_at]]
     ids_after = [tokenizer.token_to_id(token) for token in tokens[text_at + 1 : bar]]
     library = import_module("sentencepiece")
-    pieces = library.SentencePieceProcessor(model_proto=files.proto.SerializeToString())
+    processor = library.SentencePieceProcessor(model_proto=files.proto.SerializeToString())
     for text in _sample_texts(files, special):
         prepared = text
         if files.family.is_albert:
@@ -430,11 +432,11 @@ def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -
             # combining class, which is the same in Latin script.
             prepared = unicodedata.normalize("NFKD", prepared)
             prepared = "".join(char for char in prepared if unicodedata.category(char)[0] != "M")
-        if files.lowers:
+        if files.lowercases:
             prepared = "".join(char.lower() for char in prepared)
         if files.prefixes_once and prepared and prepared[0] not in (" ", SPACE):
             prepared = SPACE + prepared
-        ids = [files.id_of(number) for number in pieces.encode(prepared)]
+        ids = [files.id_of(piece) for piece in processor.encode(prepared)]
         if tokenizer.encode(text).ids != [*ids_before, *ids, *ids_after]:
             raise CheckpointError(
                 f"{files.path}: the tokenizer made of it differs from SentencePiece on {text!r}; "
@@ -443,18 +445,22 @@ def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -
 
 
 def _sample_texts(files: TokenizerFiles, special: set[str]) -> list[str]:
-    """Return texts without special tokens: FIXED_TEXTS, and random ones of the model's pieces. No
-    piece of a random text begins with an accent: the tokenizers library normalizes a second
-    accent on a letter unlike SentencePiece."""
-    draw = random.Random(0)
+    """Return texts without the tokens `special`: FIXED_TEXTS, and random texts of the model's
+    pieces. No piece of these begins with an accent, because the tokenizers library normalizes a
+    second accent on a letter unlike SentencePiece."""
+    rng = random.Random(0)
     pieces = [one for one in files.proto.pieces if unicodedata.category(one.piece[0])[0] != "M"]
-    names = [one.piece for one in pieces if one.type == NORMAL]
-    symbols = [one.piece for one in pieces if one.type == USER_DEFINED] or names
+    normal = [piece.piece for piece in pieces if piece.type == NORMAL]
+    symbols = [piece.piece for piece in pieces if piece.type == USER_DEFINED] or normal
     random_texts = [
         "".join(
-            (*draw.choices(names, k=DRAWN), draw.choice(symbols), *draw.choices(names, k=DRAWN))
+            (
+                *rng.choices(normal, k=PIECES_PER_SIDE),
+                rng.choice(symbols),
+                *rng.choices(normal, k=PIECES_PER_SIDE),
+            )
         )
-        for _ in range(COMPARED - len(FIXED_TEXTS))
+        for _ in range(NUM_COMPARED_TEXTS - len(FIXED_TEXTS))
     ]
     texts = [*FIXED_TEXTS, *(text.replace(SPACE, " ") for text in random_texts)]
     return [text for text in texts if not any(token in text for token in special)]

@@ -48,38 +48,42 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     has ids of `vocab_size` or more, and UnsupportedModel if a SentencePiece model is unsupported.
     """
     path = folder / "tokenizer.json"
-    stored = path.read_bytes() if path.is_file() else _build(folder)
+    data = path.read_bytes() if path.is_file() else _build(folder)
     if lowercase:  # sentence-transformers' do_lower_case
-        parse_tokenizer(stored, f"the tokenizer in {folder}")
-        content = json.loads(stored)
+        parse_tokenizer(data, f"the tokenizer in {folder}")  # raises if it is damaged
+        content = json.loads(data)
         steps = _normalizer_steps(content.get("normalizer"))
         # a Lowercase before a BertNormalizer that lowercases would change nothing
         if not any(
             step["type"] == "Lowercase" or (step["type"] == "BertNormalizer" and step["lowercase"])
             for step in steps
         ):
-            first = {"type": "Lowercase"}
-            content["normalizer"] = {"type": "Sequence", "normalizers": [first, *steps]}
-            stored = json.dumps(content, ensure_ascii=False).encode()
-    stored = _with_end_token(folder, stored)
-    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
+            lowercase_step = {"type": "Lowercase"}
+            content["normalizer"] = {"type": "Sequence", "normalizers": [lowercase_step, *steps]}
+            data = json.dumps(content, ensure_ascii=False).encode()
+    data = _with_end_token(folder, data)
+    tokenizer = parse_tokenizer(data, f"the tokenizer in {folder}")
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
         raise CheckpointError(
             f"the tokenizer in {folder} has ids up to {largest}, the model only {vocab_size} "
             "embeddings; remove the added tokens that the model never learnt"
         )
-    lowers = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
-    for step in _normalizer_steps(json.loads(stored).get("normalizer")):
-        if step["type"] == "BertNormalizer" and lowers is not None and step["lowercase"] != lowers:
+    do_lower_case = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
+    for step in _normalizer_steps(json.loads(data).get("normalizer")):
+        if (
+            step["type"] == "BertNormalizer"
+            and do_lower_case is not None
+            and step["lowercase"] != do_lower_case
+        ):
             logger.warning(
                 "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
                 "is used",
                 folder,
-                lowers,
+                do_lower_case,
                 step["lowercase"],
             )
-    return stored
+    return data
 
 
 def special_token(folder: Path, name: str, otherwise: str | None = None) -> str | None:
@@ -91,9 +95,9 @@ def special_token(folder: Path, name: str, otherwise: str | None = None) -> str 
 
 
 def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
-    """Return whether the model gets the tokenizer's token types; otherwise they are zeros.
-    model_input_names in tokenizer_config.json says so, or the tokenizer's class, or the
-    model_type."""
+    """Return whether the model gets the tokenizer's token types; otherwise they are zeros. The
+    first of these that is known decides: model_input_names in tokenizer_config.json, the class of
+    the tokenizer, the model_type."""
     config = read_optional_json(folder / "tokenizer_config.json")
     names = config.get("model_input_names")
     if names is not None:
@@ -110,8 +114,9 @@ def _build(folder: Path) -> bytes:
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
     logger.info("%s has no tokenizer.json: building it", folder)
-    others = any(folder.glob("vocab.*"))
-    if any(folder.glob("*.model")) and (class_name(folder) in FAMILIES or not others):
+    # transformers reads vocab.* if the class for *.model is unknown
+    has_vocab_file = any(folder.glob("vocab.*"))
+    if any(folder.glob("*.model")) and (class_name(folder) in FAMILIES or not has_vocab_file):
         return build_from_sentencepiece(folder)
     # imported here, because it takes two seconds and only old models need it
     from transformers import AutoTokenizer
@@ -135,32 +140,32 @@ def _normalizer_steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]
     return normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
 
 
-def _with_end_token(folder: Path, stored: bytes) -> bytes:
-    """Return `stored` with an end token after each text, if add_eos_token asks for it. gte-Qwen2
-    needs this, whose own code appends the token. Raises CheckpointError if it cannot be
-    appended."""
+def _with_end_token(folder: Path, data: bytes) -> bytes:
+    """Return `data`, a tokenizer.json, with an end token after each text if add_eos_token asks for
+    it. gte-Qwen2 needs this, because its own code appends the token. Raises CheckpointError if the
+    token cannot be appended."""
     config = read_optional_json(folder / "tokenizer_config.json")
     if config.get("add_eos_token") is not True:
-        return stored
+        return data
     token = str(special_token(folder, "eos_token"))
-    tokenizer = parse_tokenizer(stored, f"the tokenizer in {folder}")
+    tokenizer = parse_tokenizer(data, f"the tokenizer in {folder}")
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise CheckpointError(f"add_eos_token is set in {folder}, and there is no token {token!r}")
     ids = tokenizer.encode("a").ids
     if ids[-1:] == [token_id]:
-        return stored
-    first, second = (
+        return data
+    text_a, text_b = (
         [{"Sequence": {"id": text, "type_id": 0}}, {"SpecialToken": {"id": token, "type_id": 0}}]
         for text in "AB"
     )
     end_step = {
         "type": "TemplateProcessing",
-        "single": first,
-        "pair": first + second,
+        "single": text_a,
+        "pair": text_a + text_b,
         "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
     }
-    content = json.loads(stored)
+    content = json.loads(data)
     steps = [content["post_processor"]] if content.get("post_processor") else []
     content["post_processor"] = {"type": "Sequence", "processors": [*steps, end_step]}
     ended = json.dumps(content, ensure_ascii=False).encode()

@@ -27,7 +27,7 @@ from converters.vision.dual import (
     linear_rules,
     patch_rules,
 )
-from converters.vision.pages import FILLERS, PageWords, page_outline, read_part
+from converters.vision.pages import AUGMENTATION_TOKENS, PageTokenizer, page_outline, read_part
 from converters.weights import Rule, one_plus
 
 # transformers' defaults for missing fields of a part; sizes have none here.
@@ -52,44 +52,42 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     UnsupportedModel and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
-    text = GEMMA_DEFAULTS | read_part(
-        source, "text_config", vlm.get("text_config") or {}, ["gemma"]
+    lm = GEMMA_DEFAULTS | read_part(source, "text_config", vlm.get("text_config") or {}, ["gemma"])
+    require(lm, REQUIRED)
+    stated = vlm.get("vision_config") or {}
+    encoder = VISION_TOWER_DEFAULTS | read_part(
+        source, "vision_config", stated, ["siglip_vision_model"]
     )
-    require(text, REQUIRED)
-    vision = vlm.get("vision_config") or {}
-    image = VISION_TOWER_DEFAULTS | read_part(
-        source, "vision_config", vision, ["siglip_vision_model"]
-    )
-    require(image, IMAGE_SIZES)
-    rules = image_rules(source, image, SIGLIP)
+    require(encoder, IMAGE_SIZES)
+    rules = image_rules(source, encoder, SIGLIP)
     rows, columns = rules.grid
-    sizes = image | {"max_position_embeddings": rows * columns}
+    sizes = encoder | {"max_position_embeddings": rows * columns}
     image_config = clip_config(sizes, patch_bytes=rules.patch_bytes, patch_bias=True)
     image_id = either(vlm, "image_token_id", "image_token_index", IMAGE_TOKEN_ID)
     # the fields of Qwen3Config for the first Gemma; attention is bidirectional
-    if text.get("hidden_act", "gelu") == "gelu":  # old files mean the tanh approximation
-        text |= {"hidden_act": "gelu_pytorch_tanh"}
-    bias = bool(text.get("attention_bias", False))
-    config = decoder_config(text, text.get("head_dim") or HEAD_WIDTH, causal=False) | {
+    if lm.get("hidden_act", "gelu") == "gelu":  # old files mean the tanh approximation
+        lm |= {"hidden_act": "gelu_pytorch_tanh"}
+    bias = bool(lm.get("attention_bias", False))
+    config = decoder_config(lm, lm.get("head_dim") or HEAD_WIDTH, causal=False) | {
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": False,
-        "embedding_scale": text["hidden_size"] ** 0.5,
+        "embedding_scale": lm["hidden_size"] ** 0.5,
         "overflows_float16": True,
         "image": {key: value for key, value in vars(image_config).items() if value is not None},
         "image_token_id": image_id,
     }
-    words = PageWords(source, text["vocab_size"])
+    tokenizer = PageTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
     prompt = processor.get("query_prefix", QUERY_PREFIX)
-    bos, pad = words.special("bos_token"), words.special("pad_token")
+    bos, pad = tokenizer.special("bos_token"), tokenizer.special("pad_token")
     page = bos + processor.get("visual_prompt_prefix", "Describe the image.") + "\n"
-    rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(words.ids(page)))
+    rules = msgspec.structs.replace(rules, token_id=image_id, after=tuple(tokenizer.ids(page)))
     tensors = TensorRules(
         rules=(
             *GEMMA_RULES,
-            *patch_rules("", "tower.image.tower", bias=True),
-            *clip_rules("", "post_layernorm", "tower.image.tower"),
+            *patch_rules(half="", tower="tower.image.tower", bias=True),
+            *clip_rules(half="", last_norm="post_layernorm", tower="tower.image.tower"),
             *linear_rules("multi_modal_projector.linear", "tower.image.projection"),
         ),
         ignored=("lm_head.weight", "embeddings.position_ids", "head.*"),
@@ -104,5 +102,5 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         prompt=prompt,
         limit=rows * columns + len(rules.after),
         tensors=tensors,
-        tokenizer=words.framed(bos, pad * FILLERS + "\n", prompt),
+        tokenizer=tokenizer.framed(bos, pad * AUGMENTATION_TOKENS + "\n", prompt),
     )

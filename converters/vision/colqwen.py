@@ -26,7 +26,7 @@ from converters.heads import read_optional_json
 from converters.outline import Options, Outline
 from converters.vision.dual import convolution, processor_fields
 from converters.vision.image_rules import read_rules
-from converters.vision.pages import FILLERS, PageWords, page_outline, read_part
+from converters.vision.pages import AUGMENTATION_TOKENS, PageTokenizer, page_outline, read_part
 from converters.weights import (
     Rule,
     Transform,
@@ -36,20 +36,20 @@ from converters.weights import (
 )
 from jaxembed.data.spec import ImageRules
 from jaxembed.errors import CheckpointError, UnsupportedModel
-from jaxembed.preprocessing.images.prepare import MOST_ASPECT
+from jaxembed.preprocessing.images.prepare import MAX_ASPECT
 
-SECOND, SECOND_AND_HALF = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
+QWEN2_VL, QWEN2_5_VL = "qwen2_vl", "qwen2_5_vl"  # the model_type of the language model's config
 
 # transformers' defaults for missing fields of vision_config.
 VISION_DEFAULTS: dict[str, dict[str, Any]] = {
-    SECOND: {
+    QWEN2_VL: {
         "depth": 32,
         "embed_dim": 1280,
         "hidden_size": 3584,
         "hidden_act": "quick_gelu",
         "mlp_ratio": 4,
     },
-    SECOND_AND_HALF: {
+    QWEN2_5_VL: {
         "depth": 32,
         "hidden_size": 3584,
         "out_hidden_size": 3584,
@@ -94,27 +94,27 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     UnsupportedModel and CheckpointError."""
     vlm = hf.get("vlm_config") or {}
     check_fields(f"{source / 'config.json'}, vlm_config", vlm, CONFIG_FIELDS)
-    kind = vlm.get("model_type", SECOND)
+    kind = vlm.get("model_type", QWEN2_VL)
     refuse_unknown("vlm_config of model_type", kind, VISION_DEFAULTS)
-    text = _text_config(_part(source, vlm, "text_config", kind))
-    seen = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
-    image = vision_config(seen, kind)
-    if image["out_size"] != text["hidden_size"]:
+    lm = _text_config(_part(source, vlm, "text_config", kind))
+    vision = SHARED_DEFAULTS | VISION_DEFAULTS[kind] | _part(source, vlm, "vision_config", kind)
+    image = vision_config(vision, kind)
+    if image["out_size"] != lm["hidden_size"]:
         raise CheckpointError(
             f"the tower of images gives {image['out_size']} numbers a token, and the language "
-            f"model takes {text['hidden_size']}"
+            f"model takes {lm['hidden_size']}"
         )
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
-    config = text | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
-    words = PageWords(source, text["vocab_size"])
+    config = lm | {"image_tower": "qwen_vision", "image": image, "image_token_id": image_id}
+    tokenizer = PageTokenizer(source, lm["vocab_size"])
     processor = read_optional_json(source / "processor_config.json")
     # how images are prepared, and the text of a page, in which one token stands for the image
-    page = words.ids(processor.get("visual_prompt_prefix") or PAGE_TEXT)
-    rules = read_rules(processor_fields(source), seen["patch_size"])
-    if rules.area is None or rules.merge != seen["spatial_merge_size"]:
+    page = tokenizer.ids(processor.get("visual_prompt_prefix") or PAGE_TEXT)
+    rules = read_rules(processor_fields(source), vision["patch_size"])
+    if rules.area is None or rules.merge != vision["spatial_merge_size"]:
         raise CheckpointError(
             f"{source}: its processor merges {rules.merge} by {rules.merge} patches, and the tower "
-            f"takes {seen['spatial_merge_size']} by {seen['spatial_merge_size']}"
+            f"takes {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
         )
     if page.count(image_id) != 1:
         raise CheckpointError(
@@ -126,7 +126,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         rules, token_id=image_id, before=tuple(page[:at]), after=tuple(page[at + 1 :])
     )
     prompt = processor.get("query_prefix") or QUERY_PREFIX
-    limit, positions = most_tokens(rules), text["max_positions"]
+    limit, positions = max_tokens(rules), lm["max_positions"]
     if limit > positions:
         raise CheckpointError(
             f"a page has up to {limit} tokens, and the model positions for {positions}; lower "
@@ -149,19 +149,23 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
         prompt=prompt,
         limit=limit,
         tensors=tensors,
-        tokenizer=words.framed("", words.special("pad_token") * FILLERS + "\n", prompt),
+        tokenizer=tokenizer.framed(
+            before="",
+            after=tokenizer.special("pad_token") * AUGMENTATION_TOKENS + "\n",
+            prompt=prompt,
+        ),
     )
 
 
-def most_tokens(rules: ImageRules) -> int:
-    """Return the maximum number of tokens of a page, with the text around the image. Long and
-    narrow images exceed the maximum area: their shorter side has at least one token."""
+def max_tokens(rules: ImageRules) -> int:
+    """Return the maximum number of tokens of a page, with the text around the image. Narrow images
+    exceed the maximum area: their shorter side has at least one token."""
     assert rules.area is not None
     min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
-    aspect = math.sqrt(MOST_ASPECT)
-    # of an image that is enlarged to the minimum area, with its sides rounded up
-    enlarged = (math.sqrt(min_tokens) / aspect + 1) * (math.sqrt(min_tokens) * aspect + 1)
-    in_image = max(max_tokens, math.sqrt(max_tokens) * aspect, enlarged)
+    stretch = math.sqrt(MAX_ASPECT)
+    # of the narrowest image, enlarged to the minimum area with its sides rounded up
+    enlarged = (math.sqrt(min_tokens) / stretch + 1) * (math.sqrt(min_tokens) * stretch + 1)
+    in_image = max(max_tokens, math.sqrt(max_tokens) * stretch, enlarged)
     return len(rules.before) + math.floor(in_image) + len(rules.after)
 
 
@@ -173,15 +177,16 @@ def _part(source: Path, vlm: Mapping[str, Any], key: str, kind: str) -> dict[str
 
 
 def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen3Config for the text_config of Qwen2-VL. Rotary angles follow a
-    token's time, row and column. Raises UnsupportedModel and CheckpointError."""
+    """Return the fields of Qwen3Config for a text_config. rope_sections counts the pairs of
+    dimensions that rotate with a token's time, row and column. Raises UnsupportedModel and
+    CheckpointError."""
     hf = {**LM_DEFAULTS, **stated}
     parameters = dict(rope_parameters(hf))
     if parameters.get("rope_type", parameters.get("type")) == "mrope":
         parameters["rope_type"] = "default"
     sections = parameters.get("mrope_section") or list(ROPE_SECTIONS)
     width, theta = head_width_of(hf), hf.get("rope_theta", LM_THETA)
-    rope = read_parameters(hf, width, parameters, theta, ("mrope_section",))
+    rope = read_parameters(hf, width, parameters, theta, ignored=("mrope_section",))
     if rope["rope_scaling"] is not None:
         raise UnsupportedModel(
             f"rope_type {rope['rope_scaling']['kind']!r} with mrope_section is not supported; "
@@ -192,7 +197,7 @@ def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
             f"mrope_section is {sections}, wanted three numbers whose sum is {width // 2}, the "
             "pairs of a head's dimensions"
         )
-    causal = is_causal(hf, True)
+    causal = is_causal(hf, otherwise=True)
     return (
         decoder_config(hf, width, causal=causal, rope=rope, norm_eps=LM_NORM_EPS)
         | qwen_windows(hf, causal)
@@ -202,10 +207,9 @@ def _text_config(stated: dict[str, Any]) -> dict[str, Any]:
 
 def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return the fields of QwenVisionConfig for a vision_config with its defaults filled in. `kind`
-    is a key of VISION_DEFAULTS. Raises UnsupportedModel for settings that jaxembed does not run,
-    and CheckpointError for inconsistent ones."""
+    is a key of VISION_DEFAULTS. Raises UnsupportedModel and CheckpointError."""
     fields = dict(hf)
-    dim = fields["embed_dim" if kind == SECOND else "hidden_size"]
+    dim = fields["embed_dim" if kind == QWEN2_VL else "hidden_size"]
     for name, required in (("in_channels", 3), ("temporal_patch_size", FRAMES)):
         refuse_unknown(name, fields[name], (required,))
     if dim % (4 * fields["num_heads"]):
@@ -226,28 +230,29 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "activation": activation_of(fields, "hidden_act"),
         "rope_theta": float(rope.get("rope_theta") or AXIAL_THETA),
     }
-    if kind == SECOND:
+    if kind == QWEN2_VL:
         return config | {
             "intermediate_size": int(dim * fields["mlp_ratio"]),
             "out_size": fields["hidden_size"],
         }
-    side = fields["window_size"] // fields["spatial_merge_size"] // fields["patch_size"]
-    if not side:
+    window_side = fields["window_size"] // fields["spatial_merge_size"] // fields["patch_size"]
+    if not window_side:
         raise CheckpointError(f"window_size {fields['window_size']} is less than a token's side")
     return config | {
         "intermediate_size": fields["intermediate_size"],
         "out_size": fields["out_hidden_size"],
         "rms_norm": True,
-        "window": side,
+        "window": window_side,
         "global_layers": list(fields["fullatt_block_indexes"]),
     }
 
 
 def vision_rules(source: str, target: str) -> list[Rule]:
-    """Return the image encoder's rules: `source` prefixes tensors, `target` parameters."""
+    """Return the image encoder's rules: `source` prefixes tensors, `target` parameters. Qwen2-VL
+    has fc1 and fc2, Qwen2.5-VL gate_proj, up_proj and down_proj."""
     block, layer = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
     gated = [f"{block}.mlp.{name}_proj" for name in ("gate", "up")]
-    names = {
+    linears = {
         f"{block}.attn.qkv": f"{layer}.qkv",
         f"{block}.attn.proj": f"{layer}.out",
         f"{block}.mlp.fc1": f"{layer}.mlp.up",
@@ -262,10 +267,10 @@ def vision_rules(source: str, target: str) -> list[Rule]:
         f"{source}.merger.ln_q": f"{target}.norm",
     }
     return [
-        Rule(f"{source}.patch_embed.proj.weight", f"{target}.patch.kernel", still_kernel),
-        *(Rule(f"{old}.weight", f"{new}.kernel", transpose) for old, new in names.items()),
+        Rule(f"{source}.patch_embed.proj.weight", f"{target}.patch.kernel", image_patch_kernel),
+        *(Rule(f"{old}.weight", f"{new}.kernel", transpose) for old, new in linears.items()),
         *(Rule(f"{old}.weight", f"{new}.scale") for old, new in norms.items()),
-        *(Rule(f"{old}.bias", f"{new}.bias") for old, new in (names | norms).items()),
+        *(Rule(f"{old}.bias", f"{new}.bias") for old, new in (linears | norms).items()),
         Rule(
             tuple(f"{name}.weight" for name in gated),
             f"{layer}.mlp.gate_up.kernel",
@@ -275,7 +280,7 @@ def vision_rules(source: str, target: str) -> list[Rule]:
     ]
 
 
-still_kernel = Transform(  # sums over the equal frames; bfloat16 would round the sum
+image_patch_kernel = Transform(  # sums over the equal frames; bfloat16 would round the sum
     lambda array: np.ascontiguousarray(
         array.astype(np.float32).sum(axis=2).transpose(2, 3, 1, 0).reshape(-1, len(array))
     ),

@@ -47,6 +47,7 @@ from converters.weights import (
 from jaxembed.data.spec import (
     IMAGE_ROUTE,
     TEXT_ROUTE,
+    AttentionPooling,
     DenseLayer,
     Expansion,
     Head,
@@ -54,7 +55,6 @@ from jaxembed.data.spec import (
     Module,
     NormalizeLayer,
     Pooled,
-    Probed,
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models.clip import CLASS_ID, ClipConfig
@@ -138,14 +138,14 @@ class _Source:
     normalizes: bool  # whether vectors get length one
 
     def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config of the half `key`, with transformers' `defaults` filled in. In old
-        files `<key>_dict` with its defaults takes precedence. Raises CheckpointError for missing
-        or inconsistent sizes."""
+        """Return the field `key`, the config of a half, with transformers' `defaults` filled in.
+        In old files `<key>_dict`, with its defaults filled in, takes precedence. Raises
+        CheckpointError for missing or inconsistent sizes."""
         path = str(self.folder / "config.json")
-        stated, older = (given(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
-        for part in (stated, older):
+        stated, old_fields = (given(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
+        for part in (stated, old_fields):
             check_fields(f"{path}, {key}", part, CONFIG_FIELDS)
-        fields = {**defaults, **({**stated, **defaults, **older} if older else stated)}
+        fields = {**defaults, **({**stated, **defaults, **old_fields} if old_fields else stated)}
         require(fields, TOWER_SIZES)
         if fields["hidden_size"] % fields["num_attention_heads"]:
             raise CheckpointError(
@@ -162,13 +162,13 @@ def is_dual(source: Path) -> bool:
 
 
 def refuse_options(source: Path, options: Options) -> None:
-    """Raise UnsupportedModel for options that a model of texts and images does not take."""
-    given = {
+    """Raise UnsupportedModel for options that a model with images, in `source`, does not take."""
+    flags = {
         "--adapter": bool(options.adapters),
         "--dense-path": options.dense_path is not None,
         "--pooling splade": options.splade,
     }
-    for flag, is_given in given.items():
+    for flag, is_given in flags.items():
         if is_given:
             raise UnsupportedModel(
                 f"{flag}: {source} is a model of texts and images, which takes none; leave it out"
@@ -189,23 +189,24 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
                 f"architecture {architecture!r} of a {kind} model is not supported; known: "
                 f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
             )
-    kinds = [kind for kind, _ in listed_modules(source) or ()]
-    is_known = {*kinds[1:]} <= NORMALIZE and not {*kinds[:1]} & NORMALIZE
-    if not is_known or (not kinds and (source / "modules.json").is_file()):
+    # the first module holds both halves; only Normalize may follow
+    modules = [name for name, _ in listed_modules(source) or ()]
+    is_known = {*modules[1:]} <= NORMALIZE and not {*modules[:1]} & NORMALIZE
+    if not is_known or (not modules and (source / "modules.json").is_file()):
         raise UnsupportedModel(
-            f"{source / 'modules.json'}: the modules {', '.join(kinds) or '(none)'} of a model of "
-            "texts and images are not supported; wanted one, then perhaps Normalize"
+            f"{source / 'modules.json'}: the modules {', '.join(modules) or '(none)'} of a model "
+            "of texts and images are not supported; wanted one, then perhaps Normalize"
         )
     # normalized if modules.json lists Normalize, or if there is no modules.json
-    model = _Source(folder, folder_of(source), kind, hf, len(kinds) != 1)
+    model = _Source(folder, folder_of(source), kind, hf, normalizes=len(modules) != 1)
     halves: dict[str, Outline] = {}
     for route, half in ((TEXT_ROUTE, _text_half), (IMAGE_ROUTE, _image_half)):
-        tensors, config, head, tokenizer, further = half(model)
+        tensors, config, head, tokenizer, fields = half(model)
         prompts, default = read_prompts(source)
         layout = Layout(model.tower, {"dense": head}, prompts=prompts, default_prompt_name=default)
-        fields = given(vars(config))
+        config_fields = given(vars(config))
         spec = spec_of(
-            options, layout, fields, hf, architecture="clip", token_types=False, **further
+            options, layout, config_fields, hf, architecture="clip", token_types=False, **fields
         )
         halves[route] = Outline(source, tensors, layout, spec, tokenizer)
     check_comparable(source, halves)
@@ -226,9 +227,9 @@ def _text_half(model: _Source) -> _Parts:
     lowercase, vocab_size = model.kind != CLIP, hf["vocab_size"]
     tokenizer = read_tokenizer(model.folder, lowercase=lowercase, vocab_size=vocab_size)
     limit = token_limit(model.folder, config.max_positions)
-    further: dict[str, Any] = {"max_input_tokens": limit}
+    spec: dict[str, Any] = {"max_input_tokens": limit}
     if model.kind == CLIP:
-        eos = hf["eos_token_id"]
+        eos = hf["eos_token_id"]  # OLD_EOS stands for the largest id
         _check_end(model.folder, tokenizer, None if eos == OLD_EOS else eos)
         projection, tensor = _projection(model, config), "text_projection"
     else:
@@ -243,7 +244,7 @@ def _text_half(model: _Source) -> _Parts:
         bos_token = special_token(folder, "bos_token")
         if bos_token is not None and parsed.encode("a").tokens[:1] == [bos_token]:
             raise UnsupportedModel(f"{folder}: texts that begin with {bos_token} are not supported")
-        further["max_input_tokens"] = length = config.max_positions
+        spec["max_input_tokens"] = length = config.max_positions
         pad_token = special_token(folder, "pad_token")
         pad_id = None if pad_token is None else parsed.token_to_id(pad_token)
         pad_id = hf.get("pad_token_id") if pad_id is None else pad_id
@@ -252,7 +253,8 @@ def _text_half(model: _Source) -> _Parts:
                 f"{folder} names no token that texts are filled up with: wanted pad_token in "
                 "tokenizer_config.json"
             )
-        further["filled"] = Expansion(pad_id, length, attended=True)
+        # texts are padded to this length
+        spec["filled"] = Expansion(pad_id, length, attended=True)
         width = hf.get("projection_size") or config.hidden_size
         projection = DenseLayer(
             in_features=config.hidden_size, out_features=width, activation="identity"
@@ -262,21 +264,21 @@ def _text_half(model: _Source) -> _Parts:
     rules = (
         Rule("text_model.embeddings.token_embedding.weight", "tower.embeddings.word.embedding"),
         *clip_rules("text_model.", "final_layer_norm"),
-        *dense_rules("dense", 0, projection, tensor),
+        *dense_rules("dense", number=0, layer=projection, tensor=tensor),
     )
-    ignored = ("vision_model.*", "visual_projection.*", *NOT_OF_TOWERS)
-    return TensorRules(rules=rules, ignored=ignored), config, head, tokenizer, further
+    ignored = ("vision_model.*", "visual_projection.*", *UNUSED_TENSORS)
+    return TensorRules(rules=rules, ignored=ignored), config, head, tokenizer, spec
 
 
 def _image_half(model: _Source) -> _Parts:
     """Read the half of images: CLIP pools by a class token, SigLIP by attention."""
     hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
-    is_clip, resizes = model.kind == CLIP, model.kind == SIGLIP2
-    require(hf, ("num_patches" if resizes else "image_size", "patch_size", "num_channels"))
+    is_clip, is_siglip2 = model.kind == CLIP, model.kind == SIGLIP2
+    require(hf, ("num_patches" if is_siglip2 else "image_size", "patch_size", "num_channels"))
     refuse_unknown("num_channels", hf["num_channels"], (3,))
     if not is_clip and not hf["vision_use_head"]:
         raise UnsupportedModel("vision_use_head false is not supported; known: true")
-    if resizes and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
+    if is_siglip2 and isqrt(hf["num_patches"]) ** 2 != hf["num_patches"]:
         raise UnsupportedModel(
             f"num_patches {hf['num_patches']} is not supported; known: a square number"
         )
@@ -284,35 +286,35 @@ def _image_half(model: _Source) -> _Parts:
     if is_clip:
         rules = msgspec.structs.replace(rules, before=(CLASS_ID,))
     patches = prod(rules.grid) if rules.most_patches is None else rules.most_patches
-    tokens = len(rules.before) + patches + len(rules.after)  # the maximum of an image
+    max_tokens = len(rules.before) + patches + len(rules.after)
     config = clip_config(
-        hf | {"max_position_embeddings": hf["num_patches"] if resizes else tokens},
-        resizes_positions=resizes,
+        hf | {"max_position_embeddings": hf["num_patches"] if is_siglip2 else max_tokens},
+        resizes_positions=is_siglip2,
         patch_bytes=rules.patch_bytes,
         patch_bias=not is_clip,
         class_token=is_clip,
         input_norm=is_clip,
     )
-    own = [
-        *patch_rules("vision_model.", bias=not is_clip, flat=resizes),
+    tensor_rules = [
+        *patch_rules("vision_model.", bias=not is_clip, flat=is_siglip2),
         *clip_rules("vision_model.", "post_layernorm"),
     ]
     head: Head
     if is_clip:
         projection = _projection(model, config)
         head = Pooled(("cls",), _normalized(model, projection))
-        own += [
+        tensor_rules += [
             Rule(
                 "vision_model.embeddings.class_embedding",
                 "tower.embeddings.class_token.embedding",
                 reshaped(1, config.hidden_size),
             ),
-            # sic
+            # spelt so in checkpoints
             *_norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
-            *dense_rules("dense", 0, projection, "visual_projection"),
+            *dense_rules("dense", number=0, layer=projection, tensor="visual_projection"),
         ]
     else:
-        head = Probed(
+        head = AttentionPooling(
             width_in=config.hidden_size,
             num_heads=config.num_heads,
             intermediate_size=config.intermediate_size,
@@ -322,7 +324,7 @@ def _image_half(model: _Source) -> _Parts:
         )
         joint, width = "vision_model.head.attention.in_proj", config.hidden_size
         query, key_value = (0, width), (width, 3 * width)  # rows of the joint projection
-        own += [
+        tensor_rules += [
             Rule("vision_model.head.probe", "heads.dense.probe", reshaped(width)),
             Rule(f"{joint}_weight", "heads.dense.query.kernel", rows_of(*query, turned=True)),
             Rule(f"{joint}_bias", "heads.dense.query.bias", rows_of(*query)),
@@ -335,18 +337,19 @@ def _image_half(model: _Source) -> _Parts:
             *linear_rules("vision_model.head.mlp.fc1", "heads.dense.up"),
             *linear_rules("vision_model.head.mlp.fc2", "heads.dense.down"),
         ]
-    ignored = ("text_model.*", "text_projection.*", *NOT_OF_TOWERS)
-    tensors = TensorRules(rules=own, ignored=ignored)
-    return tensors, config, head, b"", {"max_input_tokens": tokens, "image": rules}
+    ignored = ("text_model.*", "text_projection.*", *UNUSED_TENSORS)
+    tensors = TensorRules(rules=tensor_rules, ignored=ignored)
+    # images have no tokenizer
+    return tensors, config, head, b"", {"max_input_tokens": max_tokens, "image": rules}
 
 
 # tensors that neither half uses
-NOT_OF_TOWERS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
+UNUSED_TENSORS = ("logit_scale", "logit_bias", "*.embeddings.position_ids")
 
 
 def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
-    """Return the ClipConfig of an encoder: `hf` has its defaults filled in. `switches` are further
-    fields. Raises UnsupportedModel for an unknown activation."""
+    """Return the ClipConfig of an encoder, whose config is `hf` with its defaults filled in.
+    `switches` are further fields. Raises UnsupportedModel for an unknown activation."""
     return ClipConfig(
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
@@ -362,7 +365,8 @@ def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
 def convolution(
     sources: Sequence[Tensor], shape: Shape, inner: tuple[int, ...] = (3,)
 ) -> list[str]:
-    """Return shape errors of kernels `[out, *inner, n, n]` for a weight `[3 * n * n, out]`."""
+    """Return an error for each source whose shape is not `[out, *inner, n, n]`. `shape` is that of
+    the weight, `[3 * n * n, out]`."""
     side = isqrt(shape[0] // 3)
     return [
         f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
@@ -381,7 +385,7 @@ def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
     """Return the rules of an encoder, but not those of its word or patch embeddings. `half`
     prefixes its tensors, `tower` its parameters; `last_norm` is its final norm."""
     layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
-    qkv = [f"{layer}.self_attn.{one}_proj" for one in "qkv"]
+    qkv = [f"{layer}.self_attn.{letter}_proj" for letter in "qkv"]
     positions = f"{tower}.embeddings.position.embedding"
     return [
         Rule(f"{half}embeddings.position_embedding.weight", positions),
@@ -436,13 +440,13 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
 def processor_fields(folder: Path) -> dict[str, Any]:
     """Return the image processor's fields of preprocessor_config.json, else processor_config.json.
     Raises CheckpointError if neither has them."""
-    rules = read_optional_json(folder / "preprocessor_config.json")
-    rules = rules or read_optional_json(folder / "processor_config.json").get("image_processor")
-    if not isinstance(rules, dict) or not rules:
+    fields = read_optional_json(folder / "preprocessor_config.json")
+    fields = fields or read_optional_json(folder / "processor_config.json").get("image_processor")
+    if not isinstance(fields, dict) or not fields:
         raise CheckpointError(
             f"{folder} does not say how images are prepared: wanted preprocessor_config.json"
         )
-    return rules
+    return fields
 
 
 def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
@@ -450,6 +454,7 @@ def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
     UnsupportedModel for another processor, CheckpointError for images of another size."""
     fields = processor_fields(folder)
     rules = read_rules(fields, hf["patch_size"])
+    # only SigLIP2 has a maximum of patches, and only Qwen2-VL an area
     if (rules.most_patches is not None) != (kind == SIGLIP2) or rules.area is not None:
         name = fields.get("image_processor_type")
         raise UnsupportedModel(f"image processor {name!r} of a {kind} model is not supported")
@@ -464,8 +469,8 @@ def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
 
 
 def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
-    """Raise CheckpointError unless the tokenizer `stored` ends texts with the token id `eos`. With
-    None it must be the largest id."""
+    """Raise CheckpointError unless the tokenizer `stored` ends texts with the token id `eos`, or
+    with the largest id if `eos` is None."""
     tokenizer = Tokenizer.from_str(stored.decode())
     wanted = max(tokenizer.get_vocab().values()) if eos is None else eos
     last = tokenizer.encode("a").ids[-1:]

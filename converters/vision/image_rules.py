@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.fields import chosen, given
+from converters.fields import given, lookup
 from jaxembed.data.spec import ImageRules, Resample
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -41,32 +41,32 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
         "merge_size": 2,
     },
 }
-MOST_AREA = 2**31  # pixels
-MOST_MERGE = 8  # patches on a side of a token
+MAX_AREA = 2**31  # pixels
+MAX_MERGE = 8  # patches on a side of a token
 COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
 ENDINGS = ("Fast", "Pil")
-MOST_SIDE = 8192  # pixels
-MOST_PATCHES = 8192  # of an image: the longest row of a default grid
+MAX_SIDE = 8192  # pixels
+MAX_PATCHES = 8192  # of an image: the longest row of a default grid
 
 
 def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     """Return the rules of the image processor `config`, for patches of `patch` by `patch` pixels.
     Raises UnsupportedModel for an unknown processor or step, and CheckpointError for invalid
     fields."""
-    named = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
-    processor = str(named)
+    full_name = config.get("image_processor_type") or config.get("feature_extractor_type") or "CLIP"
+    processor = str(full_name)
     for ending in (*ENDINGS, "ImageProcessor", "FeatureExtractor"):
         processor = processor.removesuffix(ending)
     if processor not in PROCESSOR_DEFAULTS:
         known = ", ".join(f"{name}ImageProcessor" for name in PROCESSOR_DEFAULTS)
-        raise UnsupportedModel(f"image processor {named!r} is not supported; known: {known}")
+        raise UnsupportedModel(f"image processor {full_name!r} is not supported; known: {known}")
     fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
     for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
         if fields.get(switch, wanted) is not wanted:
             raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
     if not fields["do_resize"]:
         raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
-    resample = chosen("resample", fields["resample"], RESAMPLE_NAMES)
+    resample = lookup("resample", fields["resample"], RESAMPLE_NAMES)
     rules = ImageRules(
         patch=patch,
         resample=resample,
@@ -77,6 +77,7 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
     )
     if not all(rules.std):
         raise CheckpointError("image_std has a zero")
+    # images that keep their aspect ratio are resized to whole patches
     sides = (patch,) if rules.place_numbers else rules.made
     if patch % 2 or any(side % patch for side in sides):
         raise UnsupportedModel(
@@ -87,7 +88,9 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
 
 
 def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
-    """Return the fields of ImageRules that say to what size images are resized and cropped."""
+    """Return the fields of ImageRules that say to what size images are resized and cropped.
+    `processor` is a key of PROCESSOR_DEFAULTS, `patch` the side of a patch in pixels. Raises as
+    `read_rules`."""
     if processor == "Siglip2":  # images keep their aspect ratio, within a number of patches
         for name in ("size", "do_center_crop", "crop_size"):
             if fields.get(name):
@@ -95,15 +98,15 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
                     f"{name} {fields[name]!r} of images that keep their shape is not supported"
                 )
         _refuse_other_patches(fields, patch)
-        count = _whole("max_num_patches", fields["max_num_patches"], MOST_PATCHES)
-        return {"most_patches": count, "place_numbers": 4}  # row, column, rows, columns
+        max_patches = _whole("max_num_patches", fields["max_num_patches"], MAX_PATCHES)
+        return {"most_patches": max_patches, "place_numbers": 4}  # row, column, rows, columns
     if processor == "Qwen2VL":  # images keep their aspect ratio, in whole tokens within an area
         if fields["do_center_crop"]:
             raise UnsupportedModel(
                 "do_center_crop true of images that keep their shape is unsupported"
             )
         _refuse_other_patches(fields, patch)
-        merge = _whole("merge_size", fields["merge_size"], MOST_MERGE)
+        merge = _whole("merge_size", fields["merge_size"], MAX_MERGE)
         # the area in pixels: min_pixels and max_pixels, or else the bounds in `size`
         size = fields["size"]
         if not isinstance(size, Mapping) or set(given(size)) - {"shortest_edge", "longest_edge"}:
@@ -112,7 +115,7 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
             )
         low = fields.get("min_pixels", size.get("shortest_edge"))
         high = fields.get("max_pixels", size.get("longest_edge"))
-        area = _whole("min_pixels", low, MOST_AREA), _whole("max_pixels", high, MOST_AREA)
+        area = _whole("min_pixels", low, MAX_AREA), _whole("max_pixels", high, MAX_AREA)
         if area[0] > area[1]:
             raise CheckpointError(f"min_pixels {area[0]} of images is over max_pixels {area[1]}")
         return {"area": area, "merge": merge, "place_numbers": 3}  # time, row, column
@@ -121,6 +124,7 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     if crop is None and size is None:
         raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
+    # the crop must fit into every resized image
     if crop is not None and max(crop) > (shortest or min(size or crop)):
         raise UnsupportedModel(f"images of {size or shortest} are not supported: {crop} is cut out")
     return {"size": size, "shortest": shortest, "crop": crop}
@@ -135,21 +139,21 @@ def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
 
 
 def _target_size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
-    """Return (height, width) or else the shorter side, in pixels; the other result is None. A lone
-    number is every side of a `square`, or else the shorter side."""
+    """Return (height, width) and None, or else None and the shorter side, in pixels. A lone number
+    is every side if `square`, or else the shorter side."""
     if isinstance(value, Mapping) and "shortest_edge" in value:
         if set(given(value)) - {"shortest_edge"}:
             raise UnsupportedModel(f"size {dict(value)} of images is not supported")
-        return None, _whole("size", value["shortest_edge"], MOST_SIDE)
+        return None, _whole("size", value["shortest_edge"], MAX_SIDE)
     if isinstance(value, int) and not square:
-        return None, _whole("size", value, MOST_SIDE)
+        return None, _whole("size", value, MAX_SIDE)
     return _height_and_width("size", value), None
 
 
 def _height_and_width(name: str, value: Any) -> tuple[int, int]:
     """Return (height, width) in pixels; a lone number is both."""
     sides = value if isinstance(value, Mapping) else {"height": value, "width": value}
-    height, width = (_whole(name, sides.get(side), MOST_SIDE) for side in ("height", "width"))
+    height, width = (_whole(name, sides.get(side), MAX_SIDE) for side in ("height", "width"))
     return height, width
 
 

@@ -26,7 +26,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 COLPALI, COLQWEN = "colpali", "colqwen2"
 CLASSES = {COLPALI: ("ColPaliForRetrieval",), COLQWEN: ("ColQwen2ForRetrieval",)}
-JOINED = {  # published models with merged adapters, by a part of a base's name
+MERGED_MODELS = {  # published models with merged adapters, by a part of a base's name
     "colpali": "vidore/colpali-v1.3-hf",
     "colqwen2": "vidore/colqwen2-v1.0-hf",
 }
@@ -34,7 +34,7 @@ JOINED = {  # published models with merged adapters, by a part of a base's name
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
 QUERY = "query"
-FILLERS = 10  # augmentation tokens after a query
+AUGMENTATION_TOKENS = 10  # augmentation tokens after a query
 VECTOR_WIDTH = 128  # dimension of a vector, if config.json lacks embedding_dim
 SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # to try a template on
 
@@ -46,9 +46,9 @@ def is_pages(source: Path) -> bool:
 
 
 def refuse_adapter(folder: Path, base: str) -> None:
-    """Raise UnsupportedModel for an adapter of a model that embeds pages, by the name `base`. Such
-    models are served with their adapter merged."""
-    merged = next((model for kind, model in JOINED.items() if kind in base.lower()), None)
+    """Raise UnsupportedModel if an adapter's base model, named `base`, embeds pages. Such models
+    are served with their adapter merged."""
+    merged = next((model for kind, model in MERGED_MODELS.items() if kind in base.lower()), None)
     if merged is not None:
         raise UnsupportedModel(
             f"{folder} is an adapter of {base}, which reads pages with its adapter joined; serve "
@@ -91,10 +91,15 @@ def page_outline(
     the rules of the projection to vectors, which are added here."""
     width = hf.get("embedding_dim") or VECTOR_WIDTH
     projection = DenseLayer(config["hidden_size"], width, activation="identity")
-    rules = dense_rules("multi_vector", 0, projection, "embedding_proj_layer")
+    rules = dense_rules("multi_vector", number=0, layer=projection, tensor="embedding_proj_layer")
     tensors = replace(tensors, rules=(*tensors.rules, *rules))
     head = PerToken((projection, NormalizeLayer()))
-    layout = Layout("", {"multi_vector": head}, prompts={QUERY: prompt}, default_prompt_name=QUERY)
+    layout = Layout(
+        backbone="",
+        heads={"multi_vector": head},
+        prompts={QUERY: prompt},
+        default_prompt_name=QUERY,
+    )
     spec = spec_of(
         options,
         layout,
@@ -112,15 +117,15 @@ def read_part(
     source: Path, key: str, fields: Mapping[str, Any], known: Sequence[str]
 ) -> dict[str, Any]:
     """Return the fields of the part `key` of config.json that are not null. Raises UnsupportedModel
-    unless model_type is in `known` (default: the first), and CheckpointError for a field of
-    another type."""
+    unless model_type is one of `known`, or missing, and CheckpointError for a field of a wrong
+    type."""
     part = given(fields)
     check_fields(f"{source / 'config.json'}, {key}", part, CONFIG_FIELDS)
     refuse_unknown(f"{key} of model_type", part.get("model_type", known[0]), known)
     return part
 
 
-class PageWords:
+class PageTokenizer:
     """A model's tokenizer, which gives the ids of the texts around queries and pages."""
 
     def __init__(self, folder: Path, vocab_size: int):
@@ -128,7 +133,8 @@ class PageWords:
         self._folder, self._tokenizer = folder, Tokenizer.from_str(stored.decode())
 
     def special(self, key: str) -> str:
-        """Return a special token. Raises CheckpointError if the files name none for `key`."""
+        """Return the special token that tokenizer_config.json names under `key`. Raises
+        CheckpointError if it is missing or not in the vocabulary."""
         token = special_token(self._folder, key)
         if token is None or self._tokenizer.token_to_id(token) is None:
             raise CheckpointError(
@@ -141,12 +147,12 @@ class PageWords:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def framed(self, before: str, after: str, prompt: str) -> bytes:
-        """Return the tokenizer.json that puts `before` and `after` around each text. Raises
-        CheckpointError if a token would span a border in a sample with the `prompt`."""
+        """Return a tokenizer.json that puts `before` and `after` around each text. Raises
+        CheckpointError if a token spans their border with a text: `prompt` and one of SAMPLES."""
         for sample in SAMPLES:
             text = prompt + sample
             if self.ids(before + text + after) != [
-                number for part in (before, text, after) for number in self.ids(part)
+                token_id for part in (before, text, after) for token_id in self.ids(part)
             ]:
                 raise CheckpointError(
                     f"the tokenizer in {self._folder} joins texts with what stands around them"

@@ -33,7 +33,7 @@ def ahead(
                 future.cancel()
 
 
-def divided(texts: Iterator[str], size: int) -> Iterator[list[str]]:
+def in_chunks(texts: Iterator[str], size: int) -> Iterator[list[str]]:
     """Yield lists of `size` texts each; the last list may be shorter."""
     while chunk := list(islice(texts, size)):
         yield chunk

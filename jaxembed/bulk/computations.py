@@ -26,7 +26,7 @@ class Computation(Protocol):
         ...
 
     @property
-    def rows_a_call(self) -> int:
+    def rows_per_call(self) -> int:
         """The number of rows of a call of `compute`."""
         ...
 
@@ -56,10 +56,11 @@ class EmbedRows:
     options: dict[str, Any]  # keyword arguments of `Embedder.encode_outputs`
 
     @property
-    def rows_a_call(self) -> int:
-        return self.source.rows_a_call(self.outputs)
+    def rows_per_call(self) -> int:
+        return self.source.rows_per_call(self.outputs)
 
     def describe(self) -> dict[str, Any]:
+        """Return everything that the vectors depend on besides the rows, as data for JSON."""
         options = EncodeOptions(**self.options)
         ranges = self.embedder.model.tasks.ranges(options, options.output_dtype)
         return {
@@ -86,7 +87,7 @@ class _Scores:
     embedder: Embedder
     source: TextRows
     raw_scores: bool
-    rows_a_call: int = ROWS_A_CALL
+    rows_per_call: int = ROWS_A_CALL
     task: ClassVar[str]
 
     def describe(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ PATH_COLUMN, PAGE_COLUMN = "path", "page"  # columns of results; image files hav
 IMAGES_A_CALL = 128  # at most; RowStream also limits their bytes
 IMAGES_A_BLOCK = 16  # rows that are read at a time from a column of images
 FILES_AHEAD = 8  # files to read in advance, because stores answer slowly
-MOST_FILE_BYTES = 200 * 10**6  # the limit of an image file
+MAX_FILE_BYTES = 200 * 10**6  # the limit of an image file
 
 RowImage = bytes | np.ndarray  # the content of an image file, or the pixels of a page
 
@@ -77,6 +77,7 @@ class _Images(RowSource):
         return [(block.image,)]
 
     def digest(self, row: RowInputs) -> bytes:
+        """Return the digest of an image: of its file, or of the shape and pixels of a page."""
         (image,) = row
         state = blake2b(digest_size=DIGEST_BYTES)
         if isinstance(image, np.ndarray):  # pixels of a page; otherwise the bytes of a file
@@ -85,10 +86,11 @@ class _Images(RowSource):
         state.update(image)
         return state.digest()
 
-    def rows_a_call(self, outputs: Collection[OutputName]) -> int:
+    def rows_per_call(self, outputs: Collection[OutputName]) -> int:
         return IMAGES_A_CALL
 
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
+        """Return what the results depend on: the weights of all engines, and the dtype."""
         engines = embedder.model.engines.items()
         model = {
             "content": {name: engine.spec.content_hash for name, engine in engines},
@@ -105,7 +107,7 @@ class _Images(RowSource):
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
         """Return the outputs of all images. Raises InvalidImage, with the row's `index`, for a file
-        that does not begin as an image. No image is decoded before that."""
+        that does not begin as an image; all files are checked before any is decoded."""
         images = [image for (image,) in rows]
         for index, image in enumerate(images):
             try:
@@ -146,16 +148,17 @@ class ImageColumn(_Images):
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """Yield one block for each row, with the place of the row."""
+        """Yield one block for each row, with the place of the row. Rows without a readable image
+        are bad. Raises as `read_rows`, and the errors of object stores."""
         (column,) = self.columns
         stores: dict[str, Any] = {}  # connections by URL scheme
-        for place, block in read_rows(files, columns, start, IMAGES_A_BLOCK):
+        for place, block in read_rows(files, columns, start, rows_a_block=IMAGES_A_BLOCK):
             for index, value in enumerate(as_list(block.columns[column])):
                 row = block.sliced(index, index + 1)
                 image: RowImage | BadRow
                 try:
                     if row.bad:
-                        raise BadRow(row.bad[0])
+                        raise BadRow(row.bad[0])  # the problem of its only row
                     image = _image_of(value, column, files[place.file].name, stores)
                 except BadRow as problem:
                     image = problem
@@ -199,7 +202,8 @@ class ImageFiles(_Images):
     def read(
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
-        """Yield one block for each row, with the place of the row."""
+        """Yield one block for each image file or page, with its place. Unreadable images are bad
+        rows. Raises ConfigError for a file that cannot be read, and the errors of object stores."""
         stores: dict[str, Any] = {}  # connections by URL scheme
 
         def image_in(file: InputFile) -> RowImage | BadRow | None:
@@ -209,21 +213,22 @@ class ImageFiles(_Images):
             except BadRow as problem:
                 return problem
 
-        for number, image in enumerate(
+        for file_index, image in enumerate(
             ahead(image_in, files[start.file :], FILES_AHEAD), start.file
         ):
-            file, skip = files[number], start.row if number == start.file else 0
+            file, skip = files[file_index], start.row if file_index == start.file else 0
+            # an image file is one row without a page; `skip` may leave it out
             rows = [(None, image, 1.0)][skip:] if image is not None else self._pages(file, skip)
             for row, (page, row_image, share) in enumerate(rows, skip):
                 values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
-                yield Place(number, row), _block(values, row_image, share)
+                yield Place(file_index, row), _block(values, row_image, share)
 
     def _pages(
         self, file: InputFile, skip: int
     ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
         """Yield the pages of a PDF file after the first `skip`: the number of each from 1, its
-        image or what is wrong with it, and the share of the file up to its end. A file that is no
-        PDF yields one bad row, numbered None. Raises ConfigError if the file cannot be read."""
+        image or what is wrong with it, and the share of the file that ends with it. A file that is
+        no PDF yields one bad row, numbered None. Raises ConfigError if the file cannot be read."""
         try:
             with opened(file.name) as stream:
                 pdf = PdfFile(stream, self.pdf_timeout_s)
@@ -263,7 +268,7 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
     """Return the content of the image file that a value of a column stands for.
 
     The value is bytes, a dict of `bytes` and `path`, a path relative to the folder of `file`, a URL
-    or a data URI. Raises BadRow for a wrong value, and as `_read_whole`, which has `stores`.
+    or a data URI. Raises BadRow for a wrong value, and as `_read_whole`, which takes `stores`.
     """
     if isinstance(value, dict):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
@@ -277,7 +282,7 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
         return value
     if is_data_uri(value):
         try:
-            return read_data_uri(value, MOST_FILE_BYTES)
+            return read_data_uri(value, MAX_FILE_BYTES)
         except (InvalidImage, EmptyInput) as error:
             raise BadRow(f"is wrong: {error}") from None
     path = value
@@ -317,8 +322,8 @@ def _read_whole(name: str, stores: dict[str, Any], prefix: str = "") -> bytes:
         context = object_store.open_object(name, stores[scheme])
     try:
         with context as file:
-            data = file.read(MOST_FILE_BYTES + 1)
-    except StoreUnreachable:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except StoreUnreachable:  # a CheckpointError that is no fault of the row
         raise
     except CheckpointError as error:
         if not prefix:
@@ -326,6 +331,6 @@ def _read_whole(name: str, stores: dict[str, Any], prefix: str = "") -> bytes:
         raise BadRow(f"{prefix}is not there or not to be read: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
-    if len(data) > MOST_FILE_BYTES:
-        raise BadRow(f"{prefix}has more than {MOST_FILE_BYTES} bytes, the most that is read")
+    if len(data) > MAX_FILE_BYTES:
+        raise BadRow(f"{prefix}has more than {MAX_FILE_BYTES} bytes, the most that is read")
     return data

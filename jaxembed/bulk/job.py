@@ -24,7 +24,7 @@ from jaxembed.platform.files import shown
 
 JOB = "_job.json"
 FORMAT = 1
-MOST_DIFFERENCES = 10  # that a message lists
+MAX_DIFFERENCES = 10  # that a message lists
 OPTIONS = {  # the option that sets a field of a job, by a prefix of its path; the first match wins
     "inputs": "INPUTS",
     "part_rows": "--part-rows",
@@ -57,8 +57,8 @@ PART = "part-{:05d}.parquet"
 PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 FOOTER = b"jaxembed"  # the key of the footer in the metadata of a Parquet file
 ROW_GROUP_BYTES = 32 * 2**20  # approximately, before compression
-MOST_SKIPPED_NAMED = 1000  # skipped rows that a footer lists
-MOST_OF_A_REASON = 100  # of them with the same reason: one bad file must not hide others
+MAX_SKIPPED_NAMED = 1000  # skipped rows that a footer lists
+MAX_OF_A_REASON = 100  # of them with the same reason: one bad file must not hide others
 GROUPS_KEPT = 4  # row groups of an earlier job that stay in memory
 
 
@@ -79,48 +79,48 @@ class Footer(msgspec.Struct, frozen=True):
     rows: int  # in this file
     end: Place  # where the rows of the next part begin
     skipped: int  # input rows without a result
-    skipped_rows: list[Skipped] = []  # the first of them, see MOST_SKIPPED_NAMED
+    skipped_rows: list[Skipped] = []  # the first of them, see MAX_SKIPPED_NAMED
 
 
 class PartWriter:
     """Writes one part, in row groups of about ROW_GROUP_BYTES, and lists the skipped rows."""
 
     def __init__(self, folder: Destination, part: int, schema: Any, outputs: Sequence[str]):
-        """`part` is the number of the part. Columns of `outputs` are not compressed: numbers hardly
-        shrink."""
+        """Begin the file of the part with the number `part`. `outputs` are names of result columns,
+        which are not compressed: numbers hardly shrink."""
         leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
-        texts = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
+        compressed = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
         self._stack = ExitStack()
         self._writer = parquet().ParquetWriter(
             self._stack.enter_context(folder.writing(PART.format(part))),
             schema,
-            compression={leaf: "zstd" if leaf in texts else "none" for leaf in leaves},
-            use_dictionary=texts,
-            write_statistics=texts,
+            compression={leaf: "zstd" if leaf in compressed else "none" for leaf in leaves},
+            use_dictionary=compressed,
+            write_statistics=compressed,
         )
         self._part, self._schema = part, schema
         self._waiting: list[Any] = []
         self._rows = self._skipped = 0
-        self._named: list[Skipped] = []
+        self._listed: list[Skipped] = []
         self._reasons: Counter[str] = Counter()
 
     def write(self, rows: Any, skipped: Sequence[Skipped]) -> None:
-        """Append a RecordBatch of results, and note the skipped rows."""
+        """Append a RecordBatch of results. Count the skipped rows, and list the first of them."""
         self._waiting.append(rows)
         self._rows += rows.num_rows
         if sum(batch.nbytes for batch in self._waiting) >= ROW_GROUP_BYTES:
             self._flush()
         self._skipped += len(skipped)
         for row in skipped:
-            is_rare = self._reasons[row.reason] < MOST_OF_A_REASON
-            if is_rare and len(self._named) < MOST_SKIPPED_NAMED:
+            is_rare = self._reasons[row.reason] < MAX_OF_A_REASON
+            if is_rare and len(self._listed) < MAX_SKIPPED_NAMED:
                 self._reasons[row.reason] += 1
-                self._named.append(row)
+                self._listed.append(row)
 
     def footer(self, job: str, of_texts: str, end: Place) -> Footer:
         """Return the footer of the part. Call it after the last `write`. `end` is the place of the
         first row of the next part."""
-        return Footer(job, of_texts, self._part, self._rows, end, self._skipped, self._named)
+        return Footer(job, of_texts, self._part, self._rows, end, self._skipped, self._listed)
 
     def finish(self, footer: Footer) -> None:
         """Write the remaining rows and the footer, and give the file its final name."""
@@ -145,7 +145,8 @@ class PartWriter:
 
 
 def _leaves(kind: Any, path: str) -> Iterator[str]:
-    """Yield the paths of the leaf columns that Parquet stores for a column of an Arrow type."""
+    """Yield the paths of the leaf columns that Parquet stores for a column of the Arrow type
+    `kind`. `path` is the name of the column."""
     types = arrow().types
     if types.is_struct(kind):
         for field in kind:
@@ -231,8 +232,8 @@ def begin(job: BulkJob, folder: Destination) -> None:
         differences = list(_differences(_builtins(read_job(folder)), _builtins(job)))
         if not differences:
             return
-        more = len(differences) - MOST_DIFFERENCES
-        lines = differences[:MOST_DIFFERENCES] + [f"and {more} more"] * (more > 0)
+        more = len(differences) - MAX_DIFFERENCES
+        lines = differences[:MAX_DIFFERENCES] + [f"and {more} more"] * (more > 0)
         anew = (
             ""
             if finished_parts(folder)
@@ -261,8 +262,8 @@ def withdraw(folder: Destination) -> None:
 
 
 def read_job(folder: Destination) -> BulkJob:
-    """Read the description of the job in a folder. Raises ConfigError, or CheckpointError of a
-    store, if it cannot be read."""
+    """Read the description of the job in a folder. Raises ConfigError if it is missing or damaged,
+    and the errors of a store."""
     try:
         with folder.opened(JOB) as file:
             return msgspec.json.decode(file.read(), type=BulkJob)
@@ -284,18 +285,18 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
     """Yield a line for each value that differs: its path, the option that sets it, both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
-            place = f"{path}.{name}" if path else str(name)
+            inner_path = f"{path}.{name}" if path else str(name)
             if name not in before:
-                yield f"{_named(place)}: not there before, now {shown(now[name])}"
+                yield f"{_with_option(inner_path)}: not there before, now {shown(now[name])}"
             elif name not in now:
-                yield f"{_named(place)}: {shown(before[name])} before, not there now"
+                yield f"{_with_option(inner_path)}: {shown(before[name])} before, not there now"
             else:
-                yield from _differences(before[name], now[name], place)
+                yield from _differences(before[name], now[name], inner_path)
     elif before != now:
-        yield f"{_named(path)}: {shown(before)} before, now {shown(now)}"
+        yield f"{_with_option(path)}: {shown(before)} before, now {shown(now)}"
 
 
-def _named(path: str) -> str:
+def _with_option(path: str) -> str:
     """Return the name of a value for messages: the option that sets it and its path, or the path
     alone if no option sets it."""
     for prefix, option in OPTIONS.items():
@@ -304,7 +305,7 @@ def _named(path: str) -> str:
     return path
 
 
-class Earlier:
+class EarlierResults:
     """The results of an earlier job, which are found by the digests of their texts or images.
 
     Each takes about 40 bytes of memory. Results are read a row group at a time: this is fastest if
@@ -312,8 +313,9 @@ class Earlier:
     """
 
     def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str):
-        """Read all digests, which are in the column `digest`. `fields` are those of the results.
-        Raises ConfigError if the folder has no job whose `of_texts` is this."""
+        """Read all digests, which are in the column `digest`. `fields` are the Arrow fields of
+        results. Raises ConfigError if the folder has no job whose `BulkJob.of_texts` is
+        `of_texts`."""
         self._folder = folder
         self._names = [field.name for field in fields]
         if read_job(folder).of_texts != of_texts:
@@ -321,20 +323,23 @@ class Earlier:
                 f"--reuse {folder}: its results are of another model or of other options; its "
                 "_job.json has them under `computation`"
             )
-        digests, groups, rows = [], [], []  # digests are uint64 [n, 2]
+        # for each row group: its digests as uint64 [n, 2], its index in _groups, and row indices
+        digests, groups, rows = [], [], []
         self._groups: list[tuple[int, int]] = []  # part, row group
         for part in finished_parts(folder):
             with reading_part(folder, part) as (source, _):
                 for group in range(source.metadata.num_row_groups):
                     column = source.read_row_group(group, [digest]).column(digest).combine_chunks()
-                    first, count = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
-                    flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + count]
+                    # the column may be a slice of its buffer: find its bytes
+                    first, size = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
+                    flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + size]
                     in_group = flat.copy().view(np.uint64).reshape(-1, 2)
                     digests.append(in_group)
                     groups.append(np.full(len(in_group), len(self._groups), np.int32))
                     rows.append(np.arange(len(in_group), dtype=np.int32))
                     self._groups.append((part, group))
         unsorted = np.concatenate([np.zeros((0, 2), np.uint64), *digests])
+        # sorted by the first half of a digest, then by the second, for `find`
         order = np.lexsort((unsorted[:, 1], unsorted[:, 0]))
         self._digests = unsorted[order]
         self._group_of = np.concatenate([np.zeros(0, np.int32), *groups])[order]
@@ -342,12 +347,13 @@ class Earlier:
         self._read = lru_cache(GROUPS_KEPT)(self._read_group)
 
     def find(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Return for each digest the number of its result, for `take`, as int64; -1 where there is
-        none."""
+        """Return for each digest the number of its result, for `take`, as int64; -1 if there is no
+        result."""
         wanted = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         numbers = np.full(len(wanted), -1, np.int64)
-        starts = np.searchsorted(self._digests[:, 0], wanted[:, 0])
-        for index, (number, digest) in enumerate(zip(starts.tolist(), wanted, strict=True)):
+        first_matches = np.searchsorted(self._digests[:, 0], wanted[:, 0])
+        # compare all digests with the same first half
+        for index, (number, digest) in enumerate(zip(first_matches.tolist(), wanted, strict=True)):
             while number < len(self._digests) and self._digests[number, 0] == digest[0]:
                 if self._digests[number, 1] == digest[1]:
                     numbers[index] = number
@@ -356,15 +362,15 @@ class Earlier:
         return numbers
 
     def take(self, numbers: np.ndarray) -> list[Any]:
-        """Return the results with these numbers: an Arrow array for each field."""
+        """Return the results with these numbers, in their order: an Arrow array for each field."""
         pa = arrow()
         groups = self._group_of[numbers]
-        tables, order = [], []
+        tables, positions = [], []  # by row group: results, and their positions in `numbers`
         for group in np.unique(groups).tolist():
             in_group = np.flatnonzero(groups == group)
             tables.append(self._read(group).take(pa.array(self._row_of[numbers[in_group]])))
-            order.append(in_group)
-        table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(order))))
+            positions.append(in_group)
+        table = pa.concat_tables(tables).take(pa.array(np.argsort(np.concatenate(positions))))
         return [table.column(name).combine_chunks() for name in self._names]
 
     def _read_group(self, group: int) -> Any:

@@ -89,7 +89,7 @@ class RowSource(ABC):
         """Return the BLAKE2b digest of the inputs of a row, DIGEST_BYTES long."""
 
     @abstractmethod
-    def rows_a_call(self, outputs: Collection[OutputName]) -> int:
+    def rows_per_call(self, outputs: Collection[OutputName]) -> int:
         """Return how many rows to embed in one call."""
 
     @abstractmethod
@@ -105,7 +105,8 @@ class RowSource(ABC):
         outputs: Sequence[OutputName],
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
-        """Return the outputs of all rows by name, as `Embedder.encode_outputs` does."""
+        """Return the `outputs` of all rows by name. `options` are other arguments of
+        `Embedder.encode_outputs`, whose errors this raises."""
 
     @abstractmethod
     def spec(self, routes: "Routes", name: str) -> "ModelSpec":
@@ -152,10 +153,11 @@ class TextRows(RowSource):
             state.update(len(encoded).to_bytes(8, "little") + encoded)
         return state.digest()
 
-    def rows_a_call(self, outputs: Collection[OutputName]) -> int:
+    def rows_per_call(self, outputs: Collection[OutputName]) -> int:
         return MULTI_VECTOR_ROWS_A_CALL if "multi_vector" in outputs else ROWS_A_CALL
 
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
+        """Return what the results of texts depend on: weights, dtype and settings of the text."""
         spec, routes = embedder.spec, embedder.model.text_routes.items()
         model = {
             "content": {name: route.spec.content_hash for name, route in routes},
@@ -164,7 +166,7 @@ class TextRows(RowSource):
             "pooling": list(spec.pooling),
             "max_input_tokens": embedder.max_input_tokens,
             "prompts": dict(spec.prompts),
-            "text": given(asdict(embedder.model.text), {"workers"}),
+            "text": given(asdict(embedder.model.text), {"workers"}),  # changes no result
         }
         return {"model": model}
 
@@ -175,6 +177,7 @@ class TextRows(RowSource):
         outputs: Sequence[OutputName],
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
+        """Return the `outputs` of rows of one text each, by name."""
         return embedder.encode_outputs([text for (text,) in rows], outputs, **options)
 
     def spec(self, routes: "Routes", name: str) -> "ModelSpec":
@@ -198,34 +201,35 @@ class RowStream:
     def __init__(
         self, source: RowSource, files: Sequence[InputFile], columns: Sequence[str], at: Place
     ):
+        """Begin at the place `at`. `columns` are those to read."""
         self.at = at  # the place of the next row
         self.share = 0.0  # of the input that has been read, 0 to 1
         self._blocks = source.read(files, columns, at)
-        self._next = next(self._blocks, None)
+        self._next_block = next(self._blocks, None)
         sizes = np.array([file.size for file in files], float)
-        self._each = sizes / max(sizes.sum(), 1.0)  # share of each file in the input
-        self._before = np.cumsum(self._each) - self._each
+        self._shares = sizes / max(sizes.sum(), 1.0)  # of each file in the bytes of the input
+        self._shares_before = np.cumsum(self._shares) - self._shares
 
     @property
     def ended(self) -> bool:
         """Whether no row is left."""
-        return self._next is None
+        return self._next_block is None
 
     def take(self, count: int) -> list[tuple[Place, Block]]:
-        """Return the next `count` rows, as blocks with the places of their first rows. There are
-        fewer at the end, and once their images take IMAGE_BYTES_AT_A_TIME."""
+        """Return the next `count` rows, as blocks with the places of their first rows. Fewer come
+        at the end, or once the images of these rows take IMAGE_BYTES_AT_A_TIME."""
         taken, image_bytes = [], 0
-        while count and image_bytes < IMAGE_BYTES_AT_A_TIME and self._next is not None:
-            place, block = self._next
+        while count and image_bytes < IMAGE_BYTES_AT_A_TIME and self._next_block is not None:
+            place, block = self._next_block
             if block.count > count:
-                self._next = Place(place.file, place.row + count), block.sliced(count)
+                self._next_block = Place(place.file, place.row + count), block.sliced(count)
                 block = block.sliced(0, count)
             else:
-                self._next = next(self._blocks, None)
+                self._next_block = next(self._blocks, None)
             taken.append((place, block))
             count -= block.count
             if (image := block.image) is not None:
                 image_bytes += len(image) if isinstance(image, bytes) else image.nbytes
             self.at = Place(place.file, place.row + block.count)
-            self.share = self._before[place.file] + block.share * self._each[place.file]
+            self.share = self._shares_before[place.file] + block.share * self._shares[place.file]
         return taken

@@ -21,7 +21,7 @@ from jaxembed.bulk.computations import Computation
 from jaxembed.bulk.destination import Destination, destination
 from jaxembed.bulk.job import (
     PART,
-    Earlier,
+    EarlierResults,
     Footer,
     PartWriter,
     Skipped,
@@ -68,7 +68,7 @@ class Summary:
     rows: int = 0  # in all parts
     skipped: int = 0  # input rows without a result
     parts: int = 0
-    parts_found: int = 0  # that an earlier run had finished
+    parts_from_before: int = 0  # that an earlier run had finished
     reused: int = 0  # rows whose results come from an earlier job
     computed: int = 0  # other rows of this run
 
@@ -97,7 +97,7 @@ def run_job(
 ) -> Summary:
     """Compute all rows and write the results as Parquet parts into the folder or URL `out`.
 
-    After a failure it resumes with the first missing part. `reuse` is the folder of an earlier job,
+    A job that failed resumes with the first missing part. `reuse` is the folder of an earlier job,
     whose results of equal texts or images are reused. Raises ConfigError for wrong inputs, options
     or folders, InvalidInput for a row that cannot be computed unless `rows.on_error` is "skip", and
     the errors of the computation and of object stores.
@@ -128,12 +128,14 @@ def run_job(
     with folder.locked():
         jobs.begin(job, folder)
         old = None if reuse is None else destination(reuse, make=False)
-        earlier = old and Earlier(old, job.of_texts, computation.fields(), source.digest_column)
+        earlier = old and EarlierResults(
+            old, job.of_texts, computation.fields(), source.digest_column
+        )
         running = _Run(job, computation, types, folder, schema, earlier, rows.on_error)
         try:
             running.run(on_progress)
         except InvalidInput:
-            jobs.withdraw(folder)
+            jobs.withdraw(folder)  # so that a corrected command can begin here
             raise
         except OSError as error:
             raise ConfigError(
@@ -165,52 +167,53 @@ class _Run:
     types: dict[str, Any]  # of the kept columns
     folder: Destination
     schema: Any
-    earlier: Earlier | None
+    earlier: EarlierResults | None
     on_error: OnError
     footers: dict[int, Footer] = field(default_factory=dict)  # by part
 
     def __post_init__(self) -> None:
         self._digest, self._of_texts = self.job.digest, self.job.of_texts
         self._finished = set(finished_parts(self.folder))
-        self.summary = Summary(parts_found=len(self._finished))
+        self.summary = Summary(parts_from_before=len(self._finished))
         if self._finished:
             logger.info("%d parts are there: going on after them", len(self._finished))
 
     def run(self, on_progress: Callable[[JobProgress], object]) -> None:
-        """Write all missing parts. One part is finished while the next is computed."""
-        results = self.schema.names[1 + len(self.types) :]  # the digest among them
-        part: PartWriter | None = None
+        """Write all missing parts. A thread finishes each part while the next one is computed."""
+        outputs = self.schema.names[1 + len(self.types) :]  # after the row number and kept columns
+        writer: PartWriter | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="finish-part") as finishing:
-            last: Future | None = None
+            finish: Future | None = None  # of the part before
             try:
                 for chunk, batch, skipped, reused in ahead(self._compute, self._chunks()):
-                    part = part or PartWriter(self.folder, chunk.part, self.schema, results)
-                    part.write(batch, [*chunk.skipped, *skipped])
+                    writer = writer or PartWriter(self.folder, chunk.part, self.schema, outputs)
+                    writer.write(batch, [*chunk.skipped, *skipped])
                     self.summary.reused += reused
                     self.summary.computed += batch.num_rows - reused
                     if chunk.closes:
-                        if last is not None:
-                            last.result()
-                        footer = part.footer(self._digest, self._of_texts, chunk.end)
+                        if finish is not None:
+                            finish.result()  # waits, and raises its errors
+                        footer = writer.footer(self._digest, self._of_texts, chunk.end)
                         self.footers[chunk.part] = footer
-                        part, last = None, finishing.submit(part.finish, footer)
+                        writer, finish = None, finishing.submit(writer.finish, footer)
                     on_progress(chunk.progress)
-                if last is not None:
-                    last.result()
+                if finish is not None:
+                    finish.result()
             finally:
-                if part is not None:
-                    part.abandon()
+                if writer is not None:
+                    writer.abandon()
 
     def complete(self) -> None:
-        """Write the manifest and the list of skipped rows, and complete the summary."""
+        """Write the manifest, and the list of skipped rows if there are any; fill in the
+        summary."""
         summary, footers = self.summary, [self.footers[part] for part in sorted(self.footers)]
         summary.parts = len(footers)
         summary.rows = sum(footer.rows for footer in footers)
         summary.skipped = sum(footer.skipped for footer in footers)
-        named = [msgspec.json.encode(row) for footer in footers for row in footer.skipped_rows]
-        if named:
+        lines = [msgspec.json.encode(row) for footer in footers for row in footer.skipped_rows]
+        if lines:
             with self.folder.writing(SKIPPED) as path:
-                path.write_bytes(b"\n".join([*named, b""]))
+                path.write_bytes(b"\n".join([*lines, b""]))
         manifest = {
             "job": self._digest,
             "rows": summary.rows,
@@ -221,11 +224,11 @@ class _Run:
             path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
     def _chunks(self) -> Iterator[_Chunk]:
-        """Yield the rows of all missing parts in order, and note the footers of finished parts.
-        Raises ConfigError if a part belongs to another job."""
+        """Yield the rows of all missing parts in order, as chunks. Keep the footers of finished
+        parts in `footers`. Raises ConfigError if a part belongs to another job, and as `_chunk`."""
         source, part_rows = self.computation.source, self.job.part_rows
         columns = list(dict.fromkeys((*source.columns, *self.types)))
-        part, at, stream = 0, START, None
+        part, place, stream = 0, START, None  # `place` is where the part begins
         while stream is None or not stream.ended:
             if part in self._finished:
                 footer = read_footer(self.folder, part)
@@ -234,58 +237,60 @@ class _Run:
                         f"{self.folder}: {PART.format(part)} is of another job; remove it"
                     )
                 self.footers[part] = footer
-                at, stream = footer.end, None
+                place, stream = footer.end, None
             else:
-                stream = stream or RowStream(source, self.job.inputs, columns, at)
-                done, closes = 0, False
+                stream = stream or RowStream(source, self.job.inputs, columns, place)
+                done, closes = 0, False  # rows in chunks of this part; whether it is complete
                 while not closes:
-                    blocks = stream.take(min(self.computation.rows_a_call, part_rows - done))
+                    blocks = stream.take(min(self.computation.rows_per_call, part_rows - done))
                     if not blocks and not done:
-                        return
-                    first = part * part_rows + done
+                        return  # no row follows the part before
+                    first_row = part * part_rows + done
                     done += sum(block.count for _, block in blocks)
                     closes = done == part_rows or stream.ended
                     progress = JobProgress(part * part_rows + done, stream.share)
-                    yield self._chunk(part, first, blocks, stream.at, closes, progress)
+                    yield self._chunk(part, first_row, blocks, stream.at, closes, progress)
             part += 1
 
     def _chunk(
         self,
         part: int,
-        first: int,
+        first_row: int,
         blocks: list[tuple[Place, Block]],
         end: Place,
         closes: bool,
         progress: JobProgress,
     ) -> _Chunk:
-        """Make a chunk of these blocks without their bad rows. `first` is the number of the first
-        row in the input. Raises InvalidInput for a bad row if `on_error` is "fail"."""
+        """Make a chunk of the rows of these blocks; bad rows are only listed in its `skipped`.
+        `end`, `closes` and `progress` are fields of the chunk. `first_row` is the number of the
+        first row in the input. Raises InvalidInput for a bad row if `on_error` is "fail"."""
         pa, source = arrow(), self.computation.source
         numbers, places, inputs, skipped = [], [], [], []
         kept: dict[str, list[Any]] = {name: [] for name in self.types}
         for place, block in blocks:
-            arrays, bad = {}, {}
+            arrays, bad = {}, {}  # `bad`: the problem of each bad row, by its index in the block
             for name, kind in self.types.items():
-                arrays[name], wrong = _of_type(block.columns[name], kind, name)
-                bad |= wrong
+                arrays[name], misfits = _of_type(block.columns[name], kind, name)
+                bad |= misfits
                 if name == self.job.id_column and arrays[name].null_count:
                     nulls = np.flatnonzero(np.asarray(arrays[name].is_null()))
+                    # a value of a wrong type is null, too, and keeps its own problem
                     bad = {int(index): f"has no `{name}`" for index in nulls} | bad
-            bad |= block.bad
+            bad |= block.bad  # rows that could not be read
             for index, row in enumerate(source.inputs(block)):
                 problem = bad.get(index) or source.problem(row)
                 if problem:
                     bad[index] = problem
-                    skipped.append(self._skip(first + index, place, index, problem))
+                    skipped.append(self._skip(first_row + index, place, index, problem))
                 else:
-                    numbers.append(first + index)
+                    numbers.append(first_row + index)
                     places.append((place, index))
                     inputs.append(row)
             good = np.ones(block.count, bool)
             good[list(bad)] = False
             for name, array in arrays.items():
                 kept[name].append(array if not bad else array.filter(pa.array(good)))
-            first += block.count
+            first_row += block.count
         joined = [
             pa.concat_arrays(arrays) if arrays else pa.array([], self.types[name])
             for name, arrays in kept.items()
@@ -307,13 +312,14 @@ class _Run:
         """
         pa = arrow()
         digests = [self.computation.source.digest(row) for row in chunk.inputs]
-        numbers = np.full(len(digests), -1, np.int64)
+        numbers = np.full(len(digests), -1, np.int64)  # of earlier results; -1: none
         if self.earlier is not None and digests:
             numbers = self.earlier.find(digests)
+        # indices of the chunk's rows without an earlier result, and with one
         new, old = np.flatnonzero(numbers < 0), np.flatnonzero(numbers >= 0)
         skipped: list[Skipped] = []
         results = None
-        while results is None:
+        while results is None:  # tries again without the row that is wrong
             try:
                 results = self.computation.compute([chunk.inputs[k] for k in new.tolist()])
             except InvalidInput as error:
@@ -328,22 +334,22 @@ class _Run:
                 wrong = int(new[error.index])
                 skipped.append(self._skip(chunk.numbers[wrong], *chunk.places[wrong], problem))
                 new = np.delete(new, error.index)
-        rows = np.concatenate([new, old])
+        rows_of_results = np.concatenate([new, old])  # may lack wrong rows
         if self.earlier is not None and len(old):
-            order = pa.array(np.argsort(rows))
+            order = pa.array(np.argsort(rows_of_results))
             pairs = zip(results, self.earlier.take(numbers[old]), strict=True)
             results = [pa.concat_arrays(pair).take(order) for pair in pairs]
-        with_results = pa.array(np.sort(rows))
-        stored = pa.array(digests, pa.binary(DIGEST_BYTES))
-        columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored]
-        taken = [column.take(with_results) for column in columns]
+        rows_with_results = pa.array(np.sort(rows_of_results))
+        stored_digests = pa.array(digests, pa.binary(DIGEST_BYTES))
+        columns = [pa.array(chunk.numbers, pa.int64()), *chunk.kept, stored_digests]
+        taken = [column.take(rows_with_results) for column in columns]
         batch = pa.RecordBatch.from_arrays([*taken, *results], schema=self.schema)
         return chunk, batch, skipped, len(old)
 
 
 def _schema(types: dict[str, Any], computation: Computation) -> Any:
-    """Return the Arrow schema of the parts. Raises ConfigError if a kept column has the name of a
-    result column."""
+    """Return the Arrow schema of the parts; `types` are those of the kept columns. Raises
+    ConfigError if a kept column has the name of another column."""
     pa = arrow()
     kept = [pa.field(name, kind) for name, kind in types.items()]
     digests = pa.field(computation.source.digest_column, pa.binary(DIGEST_BYTES))
@@ -357,8 +363,9 @@ def _schema(types: dict[str, Any], computation: Computation) -> Any:
 
 
 def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
-    """Convert values to an Arrow array of the type `kind`. Return it, and the problem of each value
-    that does not fit, by index; such a value is null in the array."""
+    """Convert the values of a kept column `name` to an Arrow array of the type `kind`; an array
+    stays as it is. Return the array, and the problem of each value that does not fit, by index;
+    such a value is null in the array."""
     pa = arrow()
     if not isinstance(values, list):
         return values, {}
@@ -375,8 +382,8 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
 
 
 def _as_is(values: list, kind: Any) -> Any:
-    """Convert values to an Arrow array of the type `kind`, or return None if that changes a value.
-    Arrow cuts decimals off, and drops fields that a struct does not have."""
+    """Convert values to an Arrow array of the type `kind`. Return None if Arrow cannot, or would
+    change a value: it truncates decimals, and drops the fields that a struct type lacks."""
     pa = arrow()
     try:
         array = pa.array(values, kind)
@@ -385,11 +392,11 @@ def _as_is(values: list, kind: Any) -> Any:
     return array if all(map(_is_same, values, array.to_pylist())) else None
 
 
-def _is_same(given: Any, kept: Any) -> bool:
-    """Whether two values are equal. A missing field equals a null one."""
-    if isinstance(given, dict) and isinstance(kept, dict):
-        names = given.keys() | kept.keys()
-        return all(_is_same(given.get(name), kept.get(name)) for name in names)
-    if isinstance(given, list) and isinstance(kept, list):
-        return len(given) == len(kept) and all(map(_is_same, given, kept))
-    return given == kept and isinstance(given, bool) == isinstance(kept, bool)
+def _is_same(original: Any, converted: Any) -> bool:
+    """Whether a value is the same after its conversion. A missing field equals a null one."""
+    if isinstance(original, dict) and isinstance(converted, dict):
+        names = original.keys() | converted.keys()
+        return all(_is_same(original.get(name), converted.get(name)) for name in names)
+    if isinstance(original, list) and isinstance(converted, list):
+        return len(original) == len(converted) and all(map(_is_same, original, converted))
+    return original == converted and isinstance(original, bool) == isinstance(converted, bool)

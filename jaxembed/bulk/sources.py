@@ -108,7 +108,7 @@ def input_files(names: Sequence[str], suffixes: Sequence[str] = ROW_FILES) -> li
     for file in files:
         suffix = _suffix(file.name, suffixes)
         if suffix in EXTRAS:
-            require(EXTRAS[suffix], file.name)
+            require(EXTRAS[suffix], file.name)  # raises if it is not installed
     return files
 
 
@@ -118,17 +118,18 @@ def read_rows(
     start: Place = START,
     rows_a_block: int = ROWS_A_BLOCK,
 ) -> Iterator[tuple[Place, Block]]:
-    """Yield the rows from `start` on, in order, as blocks with the place of their first row.
+    """Yield the rows from `start` on, in order, as blocks with the place of their first row. A
+    block has at most `rows_a_block` rows.
 
-    Raises ConfigError if a file cannot be read or lacks a column, and as `opened`.
+    Raises ConfigError if a file cannot be read or lacks a column, and the errors of `opened`.
     """
-    for number in range(start.file, len(files)):
-        skip = start.row if number == start.file else 0
-        name = files[number].name
+    for file_index in range(start.file, len(files)):
+        skip = start.row if file_index == start.file else 0
+        name = files[file_index].name
         with opened(name) as file:
             row = skip
             for block in READERS[_suffix(name)](file, name, columns, skip, rows_a_block):
-                yield Place(number, row), block
+                yield Place(file_index, row), block
                 row += block.count
 
 
@@ -186,9 +187,9 @@ def is_text(kind: Any) -> bool:
 def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
     """Return the Arrow type of each column, which is the same in all files.
 
-    Columns of .csv are strings. Columns of .jsonl have the types of the files before, else those
-    that Arrow infers from the first ROWS_LOOKED_AT rows; rows with other types are bad. Raises
-    ConfigError if a file lacks a column, or has it with another type.
+    Columns of .csv are strings. A .jsonl file that is the first gives the types that Arrow infers
+    from its first ROWS_LOOKED_AT rows; a later one is not read here, and its rows with other types
+    are bad. Raises ConfigError if a file lacks a column, or has it with another type.
     """
     common: dict[str, Any] = {}
     first = ""
@@ -273,14 +274,14 @@ def _open(name: str) -> ByteStream:
 
 
 def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
-    """Return the files that one name stands for. Raises as `input_files`."""
+    """Return the files of one path, folder, pattern or URL. Raises as `input_files`."""
     if name == STANDARD_INPUT:
-        return [InputFile(name, 0, "")]
+        return [InputFile(name, size=0, version="")]
     path = Path(name).expanduser()
     if object_store.is_url(name, of_data=True):
         objects = [InputFile(*found) for found in object_store.find_objects(name)]
         files = [file for file in objects if file.name.rstrip("/") == name.rstrip("/")]
-        if not files:  # the URL is a folder or a pattern
+        if not files:  # no object has this URL: it is a folder or a pattern
             base = re.split(r"[*?[]", name)[0].rpartition("/")[0]
             files = [file for file in objects if _is_data(file.name.removeprefix(base), suffixes)]
             files.sort(key=lambda file: file.name)
@@ -319,9 +320,9 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
 
 
 def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
-    """Return the suffix of a file without that of compression. Raises ConfigError for others."""
+    """Return the suffix of a file without .gz. Raises ConfigError if it is none of these."""
     if name == STANDARD_INPUT:
-        return ".txt"
+        return ".txt"  # standard input is lines of text
     suffix = next((end for end in suffixes if name.lower().endswith(end)), None)
     if suffix is None:
         raise ConfigError(
@@ -350,7 +351,7 @@ def _reading(name: str) -> Iterator[None]:
 
 def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
     """Yield the lines of a file, decompressed and without a byte order mark. A line longer than
-    LINE_BYTES is truncated to LINE_BYTES + 1 bytes, which tells callers."""
+    LINE_BYTES is truncated to LINE_BYTES + 1 bytes, by which `_check_length` finds it."""
     with _reading(name), ExitStack() as stack:
         lines = file
         if name.lower().endswith(COMPRESSED):
@@ -360,7 +361,7 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
             stack.callback(lines.detach)  # otherwise it closes the file
         first = True
         while line := lines.readline(LINE_BYTES + 1):
-            rest = line
+            rest = line  # the rest of a longer line is skipped
             while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
                 rest = lines.readline(LINE_BYTES + 1)
             yield line.removeprefix(b"\xef\xbb\xbf") if first else line
@@ -391,13 +392,14 @@ def _blocks(
     file: ByteStream,
     rows_a_block: int,
 ) -> Iterator[Block]:
-    """Yield blocks of rows, with the values of the columns that `parse` returns for each row. If
-    `parse` raises BadRow, the row is bad. The position of `file` tells the share that is read."""
+    """Yield blocks of at most `rows_a_block` rows. `parse` returns the values of the columns in a
+    row, or raises BadRow for a bad row. `rows` reads from `file`, whose position tells the share
+    that is read."""
     size = 0
     if file.seekable():
-        at = file.tell()
+        position = file.tell()
         size = file.seek(0, io.SEEK_END)
-        file.seek(at)
+        file.seek(position)
     while unparsed := _next_rows(rows, rows_a_block):
         values: list[Sequence[Any]] = []
         bad: dict[int, str] = {}
@@ -415,7 +417,7 @@ def _blocks(
 def _read_txt(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Read lines as texts. They are the only column, whatever its name."""
+    """Yield lines from line `skip` on as texts. They are the only column, whatever its name."""
     if len(columns) > 1:
         raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
 
@@ -432,7 +434,7 @@ def _read_txt(
 def _read_jsonl(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Read lines of JSON: objects with the columns, or strings, which are the first column."""
+    """Yield lines of JSON from line `skip` on: objects, or strings, which are the first column."""
 
     def parse(line: bytes) -> Sequence[Any]:
         _check_length(len(line))
@@ -446,7 +448,7 @@ def _read_jsonl(
         if isinstance(value, dict):
             values = [value.get(column) for column in columns]
             if any(isinstance(item, float) and abs(item) >= BEYOND_INT64 for item in values):
-                exact = json.loads(line)  # it reads integers of any size exactly
+                exact = json.loads(line)  # orjson reads large integers as floats
                 values = [exact.get(column) for column in columns]
             return values
         if isinstance(value, str):
@@ -459,8 +461,8 @@ def _read_jsonl(
 def _shortened(line: bytes, columns: Columns) -> bytes:
     """Return a long line of JSON with only these columns of its object. A string stays as it is.
 
-    Raises BadRow for a line that is neither, and for a long column that is not a string: decoded
-    lists and objects may take thirty times the memory of their JSON.
+    Raises BadRow for a line that is neither an object nor a string, and for a long column that is
+    not a string: decoded lists and objects may take thirty times the memory of their JSON.
     """
     if line.lstrip().startswith(b'"'):
         return line
@@ -479,15 +481,15 @@ def _shortened(line: bytes, columns: Columns) -> bytes:
 def _read_csv(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Read CSV, whose first row names the columns, without empty lines."""
+    """Yield the rows of CSV from row `skip` on. The first line names the columns and is no row."""
     rows = _csv_rows(file, name)
     header = next(rows, [])
-    places = _places_of(columns, header, name)
+    indices = _column_indices(columns, header, name)
 
     def parse(row: list[str]) -> Sequence[str]:
         if len(row) != len(header):
             raise BadRow(f"has {len(row)} fields, and the header has {len(header)}")
-        values = [row[place] for place in places]
+        values = [row[index] for index in indices]
         # bytes that are not UTF-8 are surrogates here, which are not printable
         if not "".join(values).isprintable():
             try:
@@ -502,7 +504,7 @@ def _read_csv(
 def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
     """Yield the rows of CSV, the header first. Raises ConfigError for a row over LINE_BYTES."""
     csv.field_size_limit(LINE_BYTES)  # the default of the module is 128 kB
-    rows = 0
+    rows = 0  # with the header and empty lines
     size = 0  # bytes of the lines since the last row
 
     def lines() -> Iterator[str]:
@@ -518,11 +520,11 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
         for row in csv.reader(lines(), delimiter=delimiter):
             size = 0
             rows += 1
-            if row:
+            if row:  # not an empty line
                 yield row
 
 
-def _places_of(columns: Columns, header: Sequence[str], name: str) -> list[int]:
+def _column_indices(columns: Columns, header: Sequence[str], name: str) -> list[int]:
     """Return the index of each column in the header. Raises ConfigError unless it is there once."""
     for column in columns:
         if column not in header:
@@ -536,19 +538,19 @@ def _places_of(columns: Columns, header: Sequence[str], name: str) -> list[int]:
 def _read_parquet(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Read Parquet, from the row group of row `skip` on."""
+    """Yield the rows of Parquet from row `skip` on, without reading the row groups before."""
     pq = parquet()
     are_large = rows_a_block < ROWS_A_BLOCK  # small blocks are for large values
     with _reading(name):
         # else it reads whole columns: 700 MB of a file of 600 MB, where 16 MB are needed
         options = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
         source = pq.ParquetFile(file, **options)
-    _places_of(columns, source.schema_arrow.names, name)
-    total, first_row, groups = source.metadata.num_rows, 0, []
+    _column_indices(columns, source.schema_arrow.names, name)  # raises unless each is there once
+    total_rows, next_row, groups = source.metadata.num_rows, 0, []
     for group in range(source.metadata.num_row_groups):
         count = source.metadata.row_group(group).num_rows
-        if not groups and first_row + count <= skip:
-            first_row += count  # the group is not read
+        if not groups and next_row + count <= skip:
+            next_row += count  # the group is not read
         else:
             groups.append(group)
     batches = source.iter_batches(
@@ -557,7 +559,7 @@ def _read_parquet(
         columns=list(columns),
         use_threads=not are_large,  # threads read ahead
     )
-    return _arrow_blocks(batches, name, columns, skip, rows_a_block, first_row, total)
+    return _arrow_blocks(batches, name, columns, skip, rows_a_block, next_row, total_rows)
 
 
 def _arrow_blocks(
@@ -566,16 +568,17 @@ def _arrow_blocks(
     columns: Columns,
     skip: int,
     rows_a_block: int,
-    first_row: int,
-    total: int,
+    next_row: int,
+    total_rows: int,
 ) -> Iterator[Block]:
-    """Yield blocks of the rows of Arrow's batches from row `skip` of the file on. The first batch
-    starts with row `first_row`. The file has `total` rows; 0 means that this is not known."""
+    """Yield blocks of the rows of Arrow's `batches` from row `skip` of the file on. The first batch
+    starts with row `next_row`. The file has `total_rows` rows; 0 means that this is not known."""
     with _reading(name):
         for batch in batches:
             for start in range(0, batch.num_rows, rows_a_block):
                 part = batch.slice(start, rows_a_block)
-                drop, first_row = max(skip - first_row, 0), first_row + part.num_rows
+                # `next_row` is the first row of this slice, and then of the next one
+                drop, next_row = max(skip - next_row, 0), next_row + part.num_rows
                 if drop >= part.num_rows:
                     continue
                 part = part.slice(drop)
@@ -584,7 +587,7 @@ def _arrow_blocks(
                     array = part.column(column)
                     kind = _plain_type(array.type)
                     values[column] = array if kind == array.type else array.cast(kind)
-                yield Block(values, part.num_rows, {}, first_row / total if total else 0.0)
+                yield Block(values, part.num_rows, {}, next_row / total_rows if total_rows else 0.0)
 
 
 def _plain_type(kind: Any) -> Any:
@@ -600,12 +603,13 @@ def _plain_type(kind: Any) -> Any:
 def _read_arrow(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Read an Arrow file or stream."""
+    """Yield the rows of an Arrow file or stream from row `skip` on. Raises ConfigError if a column
+    is missing."""
     source = _arrow_file(file, name)
-    _places_of(columns, source.schema.names, name)
-    is_file = hasattr(source, "num_record_batches")  # not a stream
-    batches = map(source.get_batch, range(source.num_record_batches)) if is_file else iter(source)
-    return _arrow_blocks(batches, name, columns, skip, rows_a_block, 0, 0)
+    _column_indices(columns, source.schema.names, name)  # raises unless each is there once
+    has_index = hasattr(source, "num_record_batches")  # Arrow's file format, not its stream format
+    batches = map(source.get_batch, range(source.num_record_batches)) if has_index else iter(source)
+    return _arrow_blocks(batches, name, columns, skip, rows_a_block, next_row=0, total_rows=0)
 
 
 def _arrow_file(file: ByteStream, name: str) -> Any:
@@ -638,24 +642,26 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         with _reading(name):
             schema = parquet().read_schema(file) if suffix == ".parquet" else None
         schema = schema or _arrow_file(file, name).schema
-        _places_of(columns, schema.names, name)
+        _column_indices(columns, schema.names, name)  # raises unless each is there once
         return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix not in (".jsonl", ".ndjson"):
-        READERS[suffix](file, name, columns, 0, 1)  # it checks the header
+        # called for its errors: it checks the columns, and reads no row (skip 0, blocks of 1 row)
+        READERS[suffix](file, name, columns, 0, 1)
         return dict.fromkeys(columns, pa.string())
     values: dict[str, list] = {column: [] for column in columns}  # of the first rows
-    for block in _read_jsonl(file, name, columns, 0, ROWS_A_BLOCK):
+    for block in _read_jsonl(file, name, columns, skip=0, rows_a_block=ROWS_A_BLOCK):
         for column in columns:
             values[column] += block.columns[column]
         if len(values[columns[0]]) >= ROWS_LOOKED_AT:
             break
     types = {column: _common_type(rows[:ROWS_LOOKED_AT]) for column, rows in values.items()}
-    is_null = pa.types.is_null  # a column without any value has strings
+    is_null = pa.types.is_null  # a column without any value: it gets strings
     return {column: pa.string() if is_null(kind) else kind for column, kind in types.items()}
 
 
 def _common_type(values: list) -> Any:
-    """Return the Arrow type of the values, or else that of the most common Python type."""
+    """Return the Arrow type of the values. If they have several, return that of the most common
+    Python type that Arrow can convert, else strings."""
     pa = arrow()
     try:
         return pa.array(values).type

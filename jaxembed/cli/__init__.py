@@ -26,7 +26,8 @@ from jaxembed.platform.signals import end_at_signals
 
 # Commands import JAX, the engine and the server inside their functions: --help stays quick.
 
-IN_XLA = ("compile-", "seat-", "time-buckets", "timing-")  # prefixes of names of XLA's threads
+# of the names of threads that call XLA
+XLA_THREAD_PREFIXES = ("compile-", "worker-", "time-buckets", "timing-")
 
 
 @click.group(
@@ -77,7 +78,7 @@ def _exit(status: int) -> NoReturn:
     Such a thread compiles, or hangs in a call. It cannot be stopped, and the interpreter's clean-up
     would unwind it and abort the process.
     """
-    if any(thread.name.startswith(IN_XLA) for thread in threading.enumerate()):
+    if any(thread.name.startswith(XLA_THREAD_PREFIXES) for thread in threading.enumerate()):
         logging.shutdown()
         sys.stdout.flush()
         os._exit(status)

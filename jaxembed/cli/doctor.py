@@ -72,6 +72,7 @@ def doctor_command(
             click.get_current_context().exit(EXIT_FINDINGS if has_findings else EXIT_HEALTHY)
     has_findings = _examine_here(model, flags, as_json)
     status = EXIT_FINDINGS if has_findings else EXIT_HEALTHY
+    # without --model, no server answered
     click.get_current_context().exit(EXIT_REFUSED if model is None else status)
 
 

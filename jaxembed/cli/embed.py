@@ -14,7 +14,7 @@ from jaxembed.cli.loading import (
     check_folder_job,
     folder_options,
     load_for_outputs,
-    run_folder,
+    run_folder_job,
 )
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -160,7 +160,7 @@ def embed_command(
                 )
         _write_file(load, lines, Path(output), outputs, options)
     else:
-        check_folder_job(inputs, output, ".npy, .jsonl or ")
+        check_folder_job(inputs, output, files=".npy, .jsonl or ")
         job_options["id_column"], job_options["keep"] = source.kept_columns(
             inputs, job_options["id_column"], job_options["keep"]
         )
@@ -170,7 +170,7 @@ def embed_command(
 
             return EmbedRows(embedder, source, outputs, options)
 
-        run_folder(load, make, inputs, output, job_options)
+        run_folder_job(load, make, inputs, output, job_options)
 
 
 def _row_source(
@@ -189,21 +189,21 @@ def _row_source(
     from jaxembed.bulk.row_source import TextRows
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files, is_of_images
 
-    column = None if image_column is None else "--image-column"
+    column_flag = None if image_column is None else "--image-column"
     if _is_given("text_column"):
         if image_column is not None:
             raise ConfigError(
                 "--text-column and --image-column: a row is a text or an image. For both, run the "
                 "command twice, into two folders with the same --id-column"
             )
-        column = "--text-column"
-    if column is None:
+        column_flag = "--text-column"
+    if column_flag is None:
         files = [file.name for file in input_files(inputs, (*ROW_FILES, *IMAGE_FILES))]
         images = [name for name in files if is_of_images(name)]
         if images and len(images) < len(files):
-            rows = next(name for name in files if not is_of_images(name))
+            other = next(name for name in files if not is_of_images(name))
             raise ConfigError(
-                f"the inputs have images, such as {images[0]}, and files of rows, such as {rows}; "
+                f"the inputs have images, such as {images[0]}, and files of rows, such as {other}; "
                 "name one kind by a pattern such as 'photos/*.jpg', or say with --text-column or "
                 "--image-column which column of the rows to embed"
             )
@@ -212,9 +212,9 @@ def _row_source(
     else:
         if image_file := next(filter(is_of_images, inputs), None):
             raise ConfigError(
-                f"{image_file}: image and PDF files have no columns; leave {column} out"
+                f"{image_file}: image and PDF files have no columns; leave {column_flag} out"
             )
-        input_files(inputs)
+        input_files(inputs)  # raises for a missing input
     for name in ("pdf_dpi", "pdf_timeout"):
         if _is_given(name):
             flag = name.replace("_", "-")

@@ -15,7 +15,7 @@ TASKS = {
     "rerank": "rerank (scores documents for a query)",
     "classify": "classify (gives texts labels)",
 }
-MOST_LABELS = 20  # in the text for people
+MAX_LABELS = 20  # in the text for people
 LONGEST_PROMPT = 70  # characters
 
 
@@ -71,19 +71,20 @@ def _line(row: tuple[str, str]) -> str:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the titles and values about a model or a route, without empty values."""
+    """Return titles and values about a model or a route, without empty values. `facts` are as in
+    `summary_of_routes`."""
     outputs = (f"{name} ({width} dimensions)" for name, width in facts["outputs"].items())
     sizes = (f"{size / MIB:,.0f} MiB in {kind}" for kind, size in facts["parameter_bytes"].items())
     limits = facts["limits"]
     default_limit, max_limit = limits["served_by_default"], limits["max_input_tokens"]
-    more = "" if default_limit == max_limit else f"; up to {max_limit} with --max-input-length"
+    hint = "" if default_limit == max_limit else f"; up to {max_limit} with --max-input-length"
     rows = [
         ("task", TASKS[facts["task"]]),
         ("architecture", f"{facts['architecture']}, {facts['parameters']:,} parameters"),
         ("memory", ", ".join(sizes)),
         ("outputs", ", ".join(outputs)),
         ("pooling", ", ".join(facts["pooling"])),
-        ("input limit", f"{default_limit} tokens{more}"),
+        ("input limit", f"{default_limit} tokens{hint}"),
     ]
     if facts["task"] == "embed":
         rows.append(("normalized", "to length 1" if facts["normalized"] else "no"))
@@ -93,8 +94,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append(("prompt", f"{name}{mark}: {short!r}"))
     else:
         labels = facts["labels"]
-        more = f" and {len(labels) - MOST_LABELS} more" if len(labels) > MOST_LABELS else ""
-        rows.append(("labels", ", ".join(labels[:MOST_LABELS]) + more))
+        more = f" and {len(labels) - MAX_LABELS} more" if len(labels) > MAX_LABELS else ""
+        rows.append(("labels", ", ".join(labels[:MAX_LABELS]) + more))
         rows.append(("scores", facts["score_function"]))
         if facts["template"]:
             rows.append(("instruction", repr(facts["template"]["instruction"])))

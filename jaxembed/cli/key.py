@@ -73,12 +73,12 @@ def new_key(name: str, **fields: Any) -> None:
         if value is None or value == ():
             continue
         shown = json.dumps(value, ensure_ascii=False)
-        if field == "expires":  # dates have no quotes; `parse_keys` refuses others
+        if field == "expires":  # a TOML date has no quotes; `parse_keys` refuses other values
             with suppress(tomllib.TOMLDecodeError):
                 tomllib.loads(f"value = {value}")
                 shown = value
         lines.append(f"{field} = {shown}")
     table = "\n".join([*lines, "", ""])
-    parse_keys(table, "the key", {})  # refuses what a server would refuse
+    parse_keys(table, file="the key", taken={})  # refuses what a server would refuse
     click.echo(table, nl=False)
     click.echo(f"the key of {name}, shown only now: {key}", err=True)

@@ -99,7 +99,7 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     from 0 to 1. Raises ConfigError if `cache_dir` cannot be made, if others can write to it, or if
     JAX_PLATFORMS names no kind of device; BackendError if a device cannot be started.
     """
-    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # the user's choice stays
+    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # else the user tunes it
         memory.keep()
     if memory_fraction is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
@@ -128,7 +128,7 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
 
 
 def load_model(model: str | None, flags: dict[str, Any], **options: Any):
-    """Return a LoadedModel. `options` are further arguments of it. Raises JaxembedError."""
+    """Load a model. `options` are further arguments of LoadedModel. Raises JaxembedError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.runtime.model import LoadedModel
 
@@ -169,9 +169,9 @@ def load_for_outputs(
             f"{name} gives no {' and no '.join(missing)} output, only {' and '.join(offered)}, "
             f"which `jaxembed embed` writes with --outputs {' --outputs '.join(offered)}"
         )
-    named = source.named_routes(routes)
-    if named and prompt_name is None and flags["default_prompt_name"] is None:
-        raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(named)}")
+    route_names = source.named_routes(routes)
+    if route_names and prompt_name is None and flags["default_prompt_name"] is None:
+        raise ConfigError(f"--prompt-name must name a route of {name}: {', '.join(route_names)}")
     return Embedder.of(load_model(model, flags))
 
 
@@ -207,8 +207,8 @@ def compile_bar() -> Callable[[int, int], None] | None:
 
 
 def step_lines() -> Callable[[str, int, int], None]:
-    """Return a function that shows a step, the number of its item and of all items: on a terminal
-    in one line that changes, elsewhere in a log line at the start of each step."""
+    """Return a function that shows a step `what`, at its item number `done` of `total`: on a
+    terminal in one line that changes, elsewhere in a log line at the start of each step."""
     terminal = sys.stderr.isatty()
 
     def show(what: str, done: int, total: int) -> None:
@@ -230,13 +230,13 @@ def check_folder_job(inputs: Sequence[str], output: str, files: str = "") -> Non
     """Check the inputs and the output folder of a job before a model is loaded.
 
     Raises ConfigError if the folder has a name like a file, an input is missing, or an extra that
-    they need is not installed. `files` names other outputs of the command, for the message.
+    they need is not installed. `files` names outputs other than folders, for the message.
     """
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files
     from jaxembed.platform import object_store
     from jaxembed.platform.extras import require
 
-    if "." in output.rstrip("/").rpartition("/")[2].strip("."):
+    if "." in output.rstrip("/").rpartition("/")[2].strip("."):  # not of `..` or `.name`
         raise ConfigError(
             f"--output {output}: wanted {files}a folder, whose name has no dot, for Parquet"
         )
@@ -245,15 +245,15 @@ def check_folder_job(inputs: Sequence[str], output: str, files: str = "") -> Non
     input_files(inputs, (*ROW_FILES, *IMAGE_FILES))
 
 
-def run_folder(
+def run_folder_job(
     load: Callable[[], "Embedder"],
     make: Callable[["Embedder"], Any],
     inputs: tuple[str, ...],
     output: str,
     chosen: dict[str, Any],
 ) -> None:
-    """Run a job with a progress bar, and log a summary. `make` returns the Computation of a model;
-    `chosen` is what `folder_options` returns. Raises as `load` and `run_job`."""
+    """Run a job with a progress bar, and log a summary. `load` loads the model, and `make` returns
+    its Computation; `chosen` is what `folder_options` returns. Raises as `load` and `run_job`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.run import JobProgress, Rows, run_job
@@ -272,8 +272,8 @@ def run_folder(
                     bar.total = round(progress.rows / progress.share)
                 batches, fills = telemetry.batch_fill.totals()
                 bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
-                if not bar.n:  # rows of earlier runs do not count for the rate
-                    bar.initial = bar.n = max(progress.rows - computation.rows_a_call, 0)
+                if not bar.n:  # the first call; rows of earlier runs do not count for the rate
+                    bar.initial = bar.n = max(progress.rows - computation.rows_per_call, 0)
                 bar.update(progress.rows - bar.n)
 
             set_resume_hint(f"run the same command to go on after the finished parts in {output}")
@@ -281,7 +281,9 @@ def run_folder(
         seconds = time.monotonic() - started_at
     finally:
         embedder.close()
-    earlier = f", {summary.parts_found} of them there before" if summary.parts_found else ""
+    earlier = (
+        f", {summary.parts_from_before} of them there before" if summary.parts_from_before else ""
+    )
     reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""
     skipped = f", {summary.skipped} rows left out: see _skipped.jsonl" if summary.skipped else ""
     logger.info(

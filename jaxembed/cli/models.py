@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxembed.tools.known_models import KnownModel, KnownModels
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
-MOST_LANGUAGES = 2  # that a line names; for more it has their number
+MAX_LANGUAGES = 2  # that a line names; for more it has their number
 
 
 @click.command("models", cls=Command, example="jaxembed models german reranker")
@@ -48,7 +48,7 @@ def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
     rows = {}
     for model in models:
         languages = f"{len(model.languages)} languages" if model.languages else ""
-        if len(model.languages) <= MOST_LANGUAGES:
+        if len(model.languages) <= MAX_LANGUAGES:
             languages = ", ".join(table.languages[code] for code in model.languages)
         rows[model.name] = (
             model.name,
@@ -90,7 +90,7 @@ def _described(model: "KnownModel", table: "KnownModels") -> str:
     lines = [
         f"  {fact:<11} {value}  [{source_of[fact]}]" if value else f"  {fact:<11} not known"
         for fact, value in values.items()
-        if value or fact != "prompts"
+        if value or fact != "prompts"  # no prompts: the model has none
     ]
     lines.append(f"  verified    {VERIFIED[model.verified]}")
     if model.note:

@@ -26,7 +26,7 @@ from jaxembed.observability.tracing import current_trace
 from jaxembed.platform.files import DISK_FULL
 
 OWN = "Options"  # title of the options that belong to one command alone
-UNCUT = 10_000  # characters; longer than any summary
+MAX_SUMMARY_CHARACTERS = 10_000  # longer than any summary
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 TRACED_LINE = LINE + " trace_id=%(trace_id)s"
 
@@ -37,7 +37,7 @@ def section(title: str, *options: Callable) -> Callable:
 
     def add(function: Any) -> Any:
         for option in reversed(options):
-            option(function)
+            option(function)  # appends to __click_params__, which click reads in reverse
             function.__click_params__[-1].section = title
         return function
 
@@ -88,7 +88,10 @@ class Group(click.Group):
         """Write each command with the whole first sentence of its help."""
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, one.get_short_help_str(UNCUT)) for name, one in self.commands.items()]
+                [
+                    (name, command.get_short_help_str(MAX_SUMMARY_CHARACTERS))
+                    for name, command in self.commands.items()
+                ]
             )
 
 
@@ -171,8 +174,8 @@ def tei_option(flag: str, **attributes: Any) -> Callable:
 def named_folders(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Path]:
-    """Parse values of the form NAME=DIR, and return the folders by name. Raises BadParameter for
-    another form and for a repeated name."""
+    """Parse the values NAME=DIR of --adapter, and return the folders by name. Raises BadParameter
+    for another form, and for a name that is repeated or not allowed."""
     folders: dict[str, str] = {}
     for value in given:
         name, equals, folder = value.partition("=")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxembed.cli.loading import check_folder_job, folder_options, load_for_task, run_folder
+from jaxembed.cli.loading import check_folder_job, folder_options, load_for_task, run_folder_job
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
     JOB_OPTIONS,
@@ -116,7 +116,7 @@ def score_with(
     """Load a model that can do the task, and write the score or labels of each row as Parquet.
 
     `columns` hold query and document, or one or two texts to classify. Raises ConfigError and
-    WrongTask before weights are downloaded, and as `run_folder`.
+    WrongTask before weights are downloaded, and as `run_folder_job`.
     """
     job_options = folder_options(flags)
     check_folder_job(inputs, output)
@@ -134,4 +134,4 @@ def score_with(
         kind = ScoreRows if task == "rerank" else ClassifyRows
         return kind(embedder, TextRows(columns), raw_scores)
 
-    run_folder(partial(load_for_task, model, task, flags), make, inputs, output, job_options)
+    run_folder_job(partial(load_for_task, model, task, flags), make, inputs, output, job_options)

@@ -21,7 +21,7 @@ logger = logging.getLogger("jaxembed")
 
 _ALONE = "serve that model in a process of its own"
 _CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what comes out"
-OF_ONE_MODEL = {  # flags for a single model, and what to do instead if there are several
+SINGLE_MODEL_FLAGS = {  # flags for a single model, and what to do instead if there are several
     "revision": _CONVERT,
     "dense_path": _CONVERT,
     "adapter": _CONVERT,
@@ -58,7 +58,7 @@ def serve_command(
     Several models share the devices and the limits on waiting work. A request names its model in
     the field `model`.
     """
-    models = models_given(model, model_id)
+    models = models_to_serve(model, model_id)
     has_loadable = flags["loadable"] or flags["model_repository"] is not None
     if len(models) > 1 or has_loadable:
         _refuse_flags_of_one_model(flags, models)
@@ -72,7 +72,7 @@ def serve_command(
 
     models = models or (() if has_loadable else (DEFAULT_MODEL,))
     for name in models:
-        object_store.require_extra(name)
+        object_store.require_extra(name)  # raises if missing
     can_load = has_loadable or flags["admin_key"] is not None or flags["admin_port"] is not None
     loadable = Catalog(flags["loadable"], flags["model_repository"]) if can_load else None
     aliases = model_aliases(served_model_name, models)
@@ -96,8 +96,8 @@ def serve_command(
         Models(loaded, aliases, capacity=capacity, loadable=loadable),
         config,
         listener,
-        partial(_load_later, flags, capacity) if can_load else None,
-        _pool_limits(flags, loaded) if can_load else None,
+        load=partial(_load_later, flags, capacity) if can_load else None,
+        limits=_pool_limits(flags, loaded) if can_load else None,
         describe=partial(_task_of, flags) if can_load else None,
         keyring=keyring,
         audit=audit,
@@ -107,7 +107,7 @@ def serve_command(
 
 def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
     """Open the key file and the audit log. Returns a Keyring and an AuditLog, each None without its
-    flag. SIGHUP is ignored until the server handles it. Raises ConfigError."""
+    flag. SIGHUP would end the process: it is ignored until the server runs. Raises ConfigError."""
     from jaxembed.server.auth.audit import AuditLog
     from jaxembed.server.auth.keyring import Keyring
 
@@ -125,10 +125,10 @@ def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
     used_keys = dict.fromkeys(flags["api_key"], "--api-key")
     if flags["admin_key"] is not None:
         used_keys[flags["admin_key"]] = "--admin-key"
-    return key_path and Keyring(key_path, used_keys), log_path and AuditLog(log_path)
+    return key_path and Keyring(key_path, taken=used_keys), log_path and AuditLog(log_path)
 
 
-def models_given(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
+def models_to_serve(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
     """Return the models to serve, each once. MODEL on the command line overrides the environment
     variable MODEL_ID; --model-id adds to MODEL."""
     source = click.get_current_context().get_parameter_source("model_id")
@@ -162,8 +162,8 @@ def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
 
 
 def _access_line(keys: tuple[str, ...], in_file: int) -> str:
-    """Return the log line that says whether requests need a key. `in_file` is the number of keys in
-    the key file."""
+    """Return the log line that says whether requests need a key. `keys` are those of --api-key;
+    `in_file` counts those of the key file."""
     if in_file:
         others = f", or {len(keys)} of --api-key" if keys else ""
         return f"requests need an API key: one of {in_file} in --api-key-file{others}"
@@ -173,14 +173,16 @@ def _access_line(keys: tuple[str, ...], in_file: int) -> str:
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
-    """Raise UsageError if a flag of OF_ONE_MODEL is set. `models` are those of the command line."""
-    names = [name for name in OF_ONE_MODEL if flags[name] not in (None, {})]
+    """Raise UsageError if a flag of SINGLE_MODEL_FLAGS is set, for a server of several models.
+    `models` are those of the command line."""
+    names = [name for name in SINGLE_MODEL_FLAGS if flags[name] not in (None, {})]
     if names:
         flag = "--" + names[0].replace("_", "-")
         several = f"there are {len(models)}: {', '.join(models)}"
         reason = several if len(models) > 1 else "others may be loaded"
         raise click.UsageError(
-            f"{flag} is for one model, and {reason}; " + OF_ONE_MODEL[names[0]].format(flag=flag)
+            f"{flag} is for one model, and {reason}; "
+            + SINGLE_MODEL_FLAGS[names[0]].format(flag=flag)
         )
 
 
@@ -204,8 +206,8 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
 def _load_later(
     flags: dict[str, Any], capacity: Any, model: str, reserve: Callable[[int], object]
 ) -> Any:
-    """Load a model while the server runs, and let it answer a probe. `reserve` is called with the
-    bytes that the model will take. Raises JaxembedError."""
+    """Load a model while the server runs, and let it answer a probe. All models share `capacity`
+    for waiting work. `reserve` gets the bytes that the model will take. Raises JaxembedError."""
     loaded = load_model(model, flags, capacity=capacity, reserve=reserve)
     try:
         loaded.probe()
@@ -239,5 +241,6 @@ def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
     if max_bytes is None:
         device = jax.local_devices()[0]
         room = room_for_models(device)
+        # a CPU's room is what the loaded models left free
         max_bytes = room if room is None or device.platform != "cpu" else room + taken
     return PoolLimits(max_bytes, flags["load_timeout"], flags["model_keep_alive"])

@@ -250,13 +250,17 @@ REPOSITORY_OPTIONS = section(
 def server_config(flags: dict[str, Any]) -> ServerConfig:
     """Return the server's settings. Raises ConfigError for an invalid --allow-media-network, for
     one without --allow-media-urls, and as `watchdog_s`."""
-    from jaxembed.preprocessing.images.media_urls import FLAG, NETWORK_FLAG, parse_media_network
+    from jaxembed.preprocessing.images.media_urls import (
+        NETWORK_FLAG,
+        URLS_FLAG,
+        parse_media_network,
+    )
 
     networks = tuple(map(parse_media_network, flags["media_networks"]))
     if networks and not flags["media_hosts"]:
         raise ConfigError(
-            f"{NETWORK_FLAG} {networks[0]} changes nothing without {FLAG}, which names the hosts "
-            "whose URLs are fetched; add it, or leave the network out"
+            f"{NETWORK_FLAG} {networks[0]} changes nothing without {URLS_FLAG}, which names the "
+            "hosts whose URLs are fetched; add it, or leave the network out"
         )
     return ServerConfig(
         host=flags["host"],
@@ -279,8 +283,8 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
 
 
 def watchdog_s() -> float | None:
-    """Return WATCHDOG_USEC in seconds; None if it is unset, or WATCHDOG_PID names another process.
-    Raises ConfigError if it is not an integer."""
+    """Return systemd's watchdog interval, WATCHDOG_USEC, in seconds; None if it is unset, or
+    WATCHDOG_PID names another process. Raises ConfigError if it is not an integer."""
     microseconds, process = os.environ.get("WATCHDOG_USEC"), os.environ.get("WATCHDOG_PID")
     if not microseconds or (process and process != str(os.getpid())):
         return None
@@ -333,7 +337,7 @@ def spans_url(endpoint: str, protocol: str) -> str:
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port
+    except ValueError:  # the port is no number
         is_url = False
     if not is_url:
         raise click.UsageError(

@@ -32,7 +32,8 @@ class KeywordOptions:
         assert not without_default, f"{without_default} have no default"
 
     def __call__(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Decorate a method, which may be a coroutine function."""
+        """Return the method, which may be a coroutine function, with the options in its signature
+        and docstring, and with a check of the names of its keyword arguments."""
         signature = inspect.signature(method)
         own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [
@@ -50,7 +51,7 @@ class KeywordOptions:
         def check(kwargs: dict[str, Any]) -> None:
             unknown = next((name for name in kwargs if name not in allowed), None)
             if unknown is not None:
-                similar = get_close_matches(unknown, allowed, 1)
+                similar = get_close_matches(unknown, allowed, n=1)
                 hint = f"; did you mean `{similar[0]}`?" if similar else "."
                 raise TypeError(
                     f"{method.__name__}() has no option `{unknown}`{hint} "

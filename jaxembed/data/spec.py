@@ -145,7 +145,7 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
         return self.vocab_size
 
 
-class Probed(_AfterModules, frozen=True, tag="probed"):
+class AttentionPooling(_AfterModules, frozen=True, tag="probed"):
     """An attention pooling head: one vector for each slot.
 
     A learned query attends to the tokens of the slot; the result goes through a norm and an MLP
@@ -162,7 +162,7 @@ class Probed(_AfterModules, frozen=True, tag="probed"):
     pooling = ("probe",)
 
 
-Head = Pooled | PerToken | Vocabulary | Probed
+Head = Pooled | PerToken | Vocabulary | AttentionPooling
 """The union of all kinds of heads. jaxembed.models.heads.HEADS holds the layers of each kind."""
 
 
@@ -351,7 +351,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def pooling(self) -> tuple[str, ...]:
         """The poolings of the primary head, or its output's name if it has no pooling. A head of
         sparse embeddings has "splade"."""
-        if isinstance(self.head, Pooled | Probed):
+        if isinstance(self.head, Pooled | AttentionPooling):
             return self.head.pooling
         return ("splade",) if self.primary == "sparse" else (self.primary,)
 
@@ -372,10 +372,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return "vocab_size" in self.config
 
     @cached_property
-    def dense(self) -> Pooled | Probed:
+    def dense(self) -> Pooled | AttentionPooling:
         """The head that computes one vector for an input. Raises KeyError if the model has none."""
         head = self.heads["dense"]
-        assert isinstance(head, Pooled | Probed)
+        assert isinstance(head, Pooled | AttentionPooling)
         return head
 
     @property

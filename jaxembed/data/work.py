@@ -25,15 +25,15 @@ class Encoding:
 
     `ids` and `types` are int32 `[length]`; no `types` means zeros. Each of the `spans`, counted
     from the start of the sequence, is pooled separately; they may overlap. Without `spans` all
-    tokens are pooled together. The last `fillers` tokens are augmentation tokens; see `Expansion`.
-    For an image `pixels` holds the place and the patches of each token, int32 `[length, words]`:
-    the numbers of the place, then four bytes of the patches in each word.
+    tokens are pooled together. The last `augmentation_tokens` tokens are augmentation tokens; see
+    `Expansion`. For an image `pixels` holds the place and the patches of each token, int32
+    `[length, words]`: the numbers of the place, then four bytes of the patches in each word.
     """
 
     ids: np.ndarray
     types: np.ndarray | None = None
     spans: tuple[Span, ...] | None = None
-    fillers: int = 0
+    augmentation_tokens: int = 0
     pixels: np.ndarray | None = None
 
     @property
@@ -55,7 +55,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
     slots: np.ndarray  # int32 [sequences]: the number of slots of each
     outputs: frozenset[OutputName] = frozenset({"dense"})
     adapter: int = 0  # the number of the adapter that all sequences use; 0: none
-    fillers: np.ndarray | None = None  # int32 [sequences]: as in Encoding; None: zeros
+    augmentation_tokens: np.ndarray | None = None  # int32 [sequences]: as in Encoding; None: zeros
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -67,9 +67,13 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         return len(self.planes["ids"])
 
     @property
-    def own_tokens(self) -> np.ndarray:
+    def text_tokens(self) -> np.ndarray:
         """The number of tokens of each sequence without augmentation tokens: int `[sequences]`."""
-        return self.lengths if self.fillers is None else self.lengths - self.fillers
+        return (
+            self.lengths
+            if self.augmentation_tokens is None
+            else self.lengths - self.augmentation_tokens
+        )
 
     @property
     def has_spans(self) -> bool:
@@ -86,16 +90,21 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         types = np.split(self.planes["types"], ends) if "types" in self.planes else repeat(None)
         bounds = np.split(self.bounds, np.cumsum(self.slots)[:-1])
         spans = (tuple((int(start), int(end)) for start, end in part) for part in bounds)
-        fillers = repeat(0) if self.fillers is None else self.fillers.tolist()
+        augmentation_tokens = (
+            repeat(0) if self.augmentation_tokens is None else self.augmentation_tokens.tolist()
+        )
         has_pixels = "pixels" in self.planes
         pixels = np.split(self.planes["pixels"], ends) if has_pixels else repeat(None)
-        return [Encoding(*parts) for parts in zip(ids, types, spans, fillers, pixels, strict=False)]
+        return [
+            Encoding(*fields)  # `repeat` has no end
+            for fields in zip(ids, types, spans, augmentation_tokens, pixels, strict=False)
+        ]
 
 
-def work_of(
+def work_from_encodings(
     encodings: Sequence[Encoding], outputs: frozenset[OutputName] = frozenset({"dense"})
 ) -> Work:
-    """Return the work of some tokenized inputs."""
+    """Return work that computes `outputs` for tokenized inputs: their columns, concatenated."""
     lengths = np.array([encoding.length for encoding in encodings], np.int32)
     planes = {"ids": _concatenated([encoding.ids for encoding in encodings])}
     if any(encoding.types is not None for encoding in encodings):
@@ -107,46 +116,48 @@ def work_of(
     pixels = [encoding.pixels for encoding in encodings if encoding.pixels is not None]
     if pixels:  # then all inputs have pixels: a model takes images or texts
         planes["pixels"] = _concatenated(pixels)
-    fillers = None
-    if any(encoding.fillers for encoding in encodings):
-        fillers = np.array([encoding.fillers for encoding in encodings], np.int32)
+    augmentation_tokens = None
+    if any(encoding.augmentation_tokens for encoding in encodings):
+        augmentation_tokens = np.array(
+            [encoding.augmentation_tokens for encoding in encodings], np.int32
+        )
     if all(encoding.spans is None for encoding in encodings):
-        return whole_work(planes, lengths, outputs, fillers)
-    spans = [
+        return whole_work(planes, lengths, outputs, augmentation_tokens)
+    spans_by_input = [
         ((0, encoding.length),) if encoding.spans is None else encoding.spans
         for encoding in encodings
     ]
-    bounds = np.array([span for parts in spans for span in parts], np.int32).reshape(-1, 2)
-    slots = np.array([len(parts) for parts in spans], np.int32)
-    return Work(planes, lengths, bounds, slots, outputs, fillers=fillers)
+    bounds = np.array([span for spans in spans_by_input for span in spans], np.int32).reshape(-1, 2)
+    slots = np.array([len(spans) for spans in spans_by_input], np.int32)
+    return Work(planes, lengths, bounds, slots, outputs, augmentation_tokens=augmentation_tokens)
 
 
 def whole_work(
     planes: dict[str, np.ndarray],
     lengths: np.ndarray,
     outputs: frozenset[OutputName] = frozenset({"dense"}),
-    fillers: np.ndarray | None = None,
+    augmentation_tokens: np.ndarray | None = None,
 ) -> Work:
-    """Return the work of sequences that are each pooled as a whole. `planes` and `lengths` are as
-    in Work."""
+    """Return work whose sequences have one slot each: all tokens. Arguments are as in Work."""
     bounds = np.zeros((len(lengths), 2), np.int32)
     bounds[:, 1] = lengths
     slots = np.empty(len(lengths), np.int32)
     slots.fill(1)  # np.ones takes longer
-    return Work(planes, lengths, bounds, slots, outputs, fillers=fillers)
+    return Work(planes, lengths, bounds, slots, outputs, augmentation_tokens=augmentation_tokens)
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:
-    """Return the sequences of all parts, in order, as work for these outputs with this adapter."""
+    """Return the sequences of all parts, in order, as one Work with this adapter for these outputs,
+    whatever those of the parts are."""
     if len(parts) == 1:
         (part,) = parts
         if part.outputs == outputs and part.adapter == adapter:
             return part
         columns = part.planes, part.lengths, part.bounds, part.slots
-        return Work(*columns, outputs, adapter, part.fillers)
-    fillers = None
-    if any(part.fillers is not None for part in parts):
-        fillers = _concatenated([part.lengths - part.own_tokens for part in parts])
+        return Work(*columns, outputs, adapter, part.augmentation_tokens)
+    augmentation_tokens = None
+    if any(part.augmentation_tokens is not None for part in parts):
+        augmentation_tokens = _concatenated([part.lengths - part.text_tokens for part in parts])
     names = {"ids", *(name for part in parts for name in part.planes)}
     planes = {
         name: _concatenated(
@@ -165,7 +176,7 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
         _concatenated([part.slots for part in parts]),
         outputs,
         adapter,
-        fillers,
+        augmentation_tokens,
     )
 
 
@@ -212,7 +223,7 @@ class SparseRows:
     values: list[np.ndarray]
 
     @staticmethod
-    def of_places(places: np.ndarray, values: np.ndarray, rows: int, width: int) -> "SparseRows":
+    def from_flat(places: np.ndarray, values: np.ndarray, rows: int, width: int) -> "SparseRows":
         """Return the rows of a flattened matrix with `values` at the ascending indices `places`.
         The matrix has `rows` rows and `width` columns, and zeros elsewhere."""
         ends = np.searchsorted(places, np.arange(1, rows) * width) if rows else np.zeros(0, int)
@@ -249,11 +260,11 @@ class SparseRows:
             self.values[place] = values.copy()
 
 
-def sparse_rows(dense: np.ndarray) -> SparseRows:
+def to_sparse_rows(dense: np.ndarray) -> SparseRows:
     """Return the values that are not zero of a matrix, float32 `[rows, width]`."""
     flat = dense.reshape(-1)
     places = np.flatnonzero(flat != 0)  # np.flatnonzero of floats takes four times as long
-    return SparseRows.of_places(places, flat[places], *dense.shape)
+    return SparseRows.from_flat(places, flat[places], *dense.shape)
 
 
 WorkResult = dict[OutputName, Any]
@@ -262,7 +273,7 @@ float32 `[all slots, width]` or SparseRows, or for each sequence an array `[leng
 Ragged."""
 
 
-def chosen_rows(result: WorkResult, chosen: np.ndarray) -> WorkResult:
+def select_inputs(result: WorkResult, chosen: np.ndarray) -> WorkResult:
     """Return the outputs of the inputs with the numbers `chosen`, int `[inputs]`, in this order.
     The result must have one slot for each input."""
     return {
@@ -272,13 +283,14 @@ def chosen_rows(result: WorkResult, chosen: np.ndarray) -> WorkResult:
 
 
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
-    """Return a result for the work, to be filled; `widths` are those of the model's outputs."""
+    """Return arrays of the right shapes for the work, with arbitrary values, to be filled. Sparse
+    rows are empty. `widths` are the dimensions of the model's outputs."""
     result: WorkResult = {}
     for name in work.outputs:
         if OUTPUTS[name].sparse:
-            empty = np.zeros(0, np.int32), np.zeros(0, np.float32)
+            empty_row = np.zeros(0, np.int32), np.zeros(0, np.float32)  # indices and values
             result[name] = SparseRows(
-                widths[name], *([array] * len(work.bounds) for array in empty)
+                widths[name], *([array] * len(work.bounds) for array in empty_row)
             )
         elif OUTPUTS[name].per == "slot":
             result[name] = np.empty((len(work.bounds), widths[name]), np.float32)
@@ -292,17 +304,17 @@ def join_results(parts: Sequence[WorkResult]) -> WorkResult:
     """Return the results of all parts of a request, in order."""
     joined: WorkResult = {}
     for name, first in parts[0].items():
-        values = [part[name] for part in parts]
+        results = [part[name] for part in parts]
         if isinstance(first, SparseRows):
-            indices = [columns for value in values for columns in value.indices]
-            rows = [weights for value in values for weights in value.values]
-            joined[name] = SparseRows(first.width, indices, rows)
+            indices = [columns for result in results for columns in result.indices]
+            values = [weights for result in results for weights in result.values]
+            joined[name] = SparseRows(first.width, indices, values)
         elif isinstance(first, Ragged):
-            counts = np.concatenate([[0], *(np.diff(value.offsets) for value in values)])
-            rows = np.concatenate([value.values for value in values])
+            counts = np.concatenate([[0], *(np.diff(result.offsets) for result in results)])
+            rows = np.concatenate([result.values for result in results])
             joined[name] = Ragged(rows, np.cumsum(counts))
         else:
-            joined[name] = np.concatenate(values)
+            joined[name] = np.concatenate(results)
     return joined
 
 

@@ -1,7 +1,7 @@
 """Admits a request by its inputs, tokens and bytes, or refuses it at once when a limit is full.
 
 `Capacity` has the limits of the process. An `Admission` admits requests to a model, and returns a
-`Permit` for each. A reservation, `Held`, counts the bytes of a request.
+`Permit` for each. A reservation, `Reservation`, counts the bytes of a request.
 """
 
 import math
@@ -16,11 +16,11 @@ from jaxembed.engine.quota import Account
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 LONGEST_RETRY_S = 60
-LARGEST = 16  # one request may have at most this multiple of the token limit
-SMALL = 64  # a small request has at most 1/SMALL of each limit
-# The reserve for small requests is 1/RESERVE of each limit: the last part of the bytes, and beyond
-# the limits of inputs and tokens.
-RESERVE = 8
+MAX_LIMITS_PER_REQUEST = 16  # one request may have at most this multiple of the token limit
+SMALL_DIVISOR = 64  # a small request has at most 1/SMALL_DIVISOR of each limit
+# The reserve for small requests is 1/RESERVE_DIVISOR of each limit: the last part of the bytes, and
+# beyond the limits of inputs and tokens.
+RESERVE_DIVISOR = 8
 
 Limit = Literal["inputs", "tokens", "bytes"]
 
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
 
     Before tokenization, `tokens` and `bytes` are estimated from the number of characters;
     `Permit.correct` replaces them. `bytes` excludes the request body and the finished answer:
-    `Held.charge` counts those.
+    `Reservation.charge` counts those.
     """
 
     inputs: int
@@ -38,7 +38,7 @@ class Cost(NamedTuple):
     bytes: int = 0
 
 
-class Held:
+class Reservation:
     """The memory reservation of one request, in bytes, until `close`.
 
     It covers the body, the texts and tokens, and the answer until it is sent. `entered` is true
@@ -64,13 +64,13 @@ class Held:
             wanted = self.bytes + count
             if count > 0:
                 # the rest is the reserve for small requests
-                open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE
+                open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE_DIVISOR
                 if wanted > open_to_all:
                     raise RequestTooLarge(
                         f"the request and its answer take {wanted} bytes of memory, a request may "
                         f"take {open_to_all}; send less at a time or raise --max-queue-bytes"
                     )
-                is_small = wanted <= capacity.max_bytes // SMALL
+                is_small = wanted <= capacity.max_bytes // SMALL_DIVISOR
                 if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
                     capacity.refused["bytes"] += 1
                     raise Overloaded(
@@ -112,22 +112,22 @@ class Capacity:
         self.max_tokens = max_tokens or 0
         self.max_bytes = max_bytes
         self.inputs = self.tokens = self.bytes = 0
-        self.small_inputs = self.small_tokens = 0  # of small requests
+        self.small_inputs = self.small_tokens = 0  # of requests admitted with `in_reserve`
         self.refused: Counter[Limit] = Counter()  # requests by the limit that was full
-        self.doors: list[Admission] = []
+        self.admissions: list[Admission] = []
         self.lock = threading.RLock()
         self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
 
-    def request(self) -> AbstractContextManager[Held]:
+    def request(self) -> AbstractContextManager[Reservation]:
         """Return the reservation of a new request, as a context manager that closes it."""
-        return closing(Held(self))
+        return closing(Reservation(self))
 
     @property
     def retry_after_s(self) -> int:
         """The estimated seconds until half the admitted tokens are computed, 1 to LONGEST_RETRY_S.
 
         Models without a measured throughput do not count."""
-        rates = [(model.tokens, model.tokens_per_s()) for model in self.doors]
+        rates = [(model.tokens, model.tokens_per_s()) for model in self.admissions]
         wait_s = sum((tokens / rate for tokens, rate in rates if rate > 0), 0.0)
         return min(max(math.ceil(wait_s / 2), 1), LONGEST_RETRY_S)
 
@@ -143,13 +143,14 @@ class Admission:
     A limit is full if the process has reached it and the model has reached its share of it. While
     no limit is full, a request of any size is admitted. Small requests have a reserve beyond the
     limits. So all models together hold at most the limit, the shares of all models but one, the
-    reserve, and one request for each model of at most LARGEST times the token limit.
+    reserve, and one request for each model of at most MAX_LIMITS_PER_REQUEST times the token limit.
 
     `share` is the number of tokens that the model adds to the token limit of a capacity without
     `max_tokens`. `tokens_per_s` returns the recent throughput of the model.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
+        """Add the model to the models that share `capacity`."""
         self.capacity = capacity
         self.share = share
         self.tokens_per_s = tokens_per_s
@@ -158,50 +159,52 @@ class Admission:
         self.draining = False
         self._closed = False
         with capacity.lock:
-            capacity.doors.append(self)
+            capacity.admissions.append(self)
             if capacity.sums_shares:
                 capacity.max_tokens += share
 
-    def admit(self, cost: Cost, held: Held | None = None, *, is_run: bool = True) -> "Permit":
+    def admit(
+        self, cost: Cost, reservation: Reservation | None = None, *, is_run: bool = True
+    ) -> "Permit":
         """Admit a request, or a part of one, and return its permit.
 
-        With `held`, this is a part of the request with that reservation. Once its first part is
-        admitted, a full limit of inputs or tokens refuses no further part. The bytes of all parts
-        stay reserved until `held` is closed. `is_run` is False for work without a device, such as
-        tokenization: its tokens are not charged to the account.
+        With `reservation`, this is a part of the request with that reservation. Once its first part
+        is admitted, a full limit of inputs or tokens refuses no further part. The bytes of all
+        parts stay reserved until `reservation` is closed. `is_run` is False for work without a
+        device, such as tokenization: its tokens are not charged to the account.
 
         Raises Overloaded if a limit is full, ShuttingDown after `drain` or `close`, RequestTooLarge
         if the request could never be admitted, and QuotaExceeded if its API key must wait. After an
         error nothing is admitted.
         """
-        capacity, is_own = self.capacity, held is None
-        held = held or Held(capacity)
+        capacity, is_own = self.capacity, reservation is None
+        reservation = reservation or Reservation(capacity)
         with capacity.lock:
             if self.draining:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
-            if cost.tokens > LARGEST * capacity.max_tokens:
+            if cost.tokens > MAX_LIMITS_PER_REQUEST * capacity.max_tokens:
                 raise RequestTooLarge(
                     f"the request holds about {cost.tokens} tokens, a request may hold "
-                    f"{LARGEST * capacity.max_tokens}; send less at a time or raise "
+                    f"{MAX_LIMITS_PER_REQUEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
-            if held.account is not None and held.account.quota is not None:
+            if reservation.account is not None and reservation.account.quota is not None:
                 tokens = cost.tokens if is_run else 0
-                held.account.quota.check(cost.inputs, tokens, held.account)
-            # only a small request may use the reserve
+                reservation.account.quota.check(cost.inputs, tokens, reservation.account)
+            # only a small request may use the reserve, while there is room
             is_small = (
-                cost.inputs * SMALL <= capacity.max_inputs
-                and cost.tokens * SMALL <= capacity.max_tokens
+                cost.inputs * SMALL_DIVISOR <= capacity.max_inputs
+                and cost.tokens * SMALL_DIVISOR <= capacity.max_tokens
             )
             in_reserve = (
                 is_small
-                and (capacity.small_inputs + cost.inputs) * RESERVE <= capacity.max_inputs
-                and (capacity.small_tokens + cost.tokens) * RESERVE <= capacity.max_tokens
+                and (capacity.small_inputs + cost.inputs) * RESERVE_DIVISOR <= capacity.max_inputs
+                and (capacity.small_tokens + cost.tokens) * RESERVE_DIVISOR <= capacity.max_tokens
             )
             # The model's share of a limit is an equal part of it, or `share` where the token limit
             # is the sum of the shares.
             full: Limit | None = None
-            models = len(capacity.doors)
+            models = len(capacity.admissions)
             tokens_share = self.share if capacity.sums_shares else capacity.max_tokens / models
             if capacity.tokens >= capacity.max_tokens and self.tokens >= tokens_share:
                 full = "tokens"
@@ -210,7 +213,8 @@ class Admission:
                 and self.inputs >= capacity.max_inputs / models
             ):
                 full = "inputs"
-            if full is not None and not held.entered and not in_reserve:
+            # `entered`: an earlier part is admitted
+            if full is not None and not reservation.entered and not in_reserve:
                 capacity.refused[full] += 1
                 raise Overloaded(
                     f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} "
@@ -218,12 +222,12 @@ class Admission:
                     f"(--max-concurrent-requests) and {capacity.max_tokens} (--max-queue-tokens)",
                     capacity.retry_after_s,
                 )
-            held.charge(cost.bytes)
-            held.entered = True
-            permit = Permit(self, held, is_own=is_own, is_run=is_run, in_reserve=in_reserve)
-            if held.account is not None:
-                held.account.entered = True
-                held.account.inputs += cost.inputs
+            reservation.charge(cost.bytes)
+            reservation.entered = True
+            permit = Permit(self, reservation, is_own=is_own, is_run=is_run, in_reserve=in_reserve)
+            if reservation.account is not None:
+                reservation.account.entered = True
+                reservation.account.inputs += cost.inputs
             permit._count(cost)
         return permit
 
@@ -241,8 +245,8 @@ class Admission:
     def _leave_if_done(self) -> None:
         """Remove the model from the capacity if it is closed and has no admitted work."""
         capacity = self.capacity
-        if self._closed and not self.inputs and not self.tokens and self in capacity.doors:
-            capacity.doors.remove(self)
+        if self._closed and not self.inputs and not self.tokens and self in capacity.admissions:
+            capacity.admissions.remove(self)
             if capacity.sums_shares:
                 capacity.max_tokens -= self.share
 
@@ -251,42 +255,49 @@ class Permit:
     """An admitted request, or a part of one, which counts for its model until `release`."""
 
     def __init__(
-        self, admission: Admission, held: Held, *, is_own: bool, is_run: bool, in_reserve: bool
+        self,
+        admission: Admission,
+        reservation: Reservation,
+        *,
+        is_own: bool,
+        is_run: bool,
+        in_reserve: bool,
     ):
         """Make a permit that counts nothing yet.
 
-        With `is_own` it is for the whole request, and `release` gives the bytes of `held` back.
-        With `is_run` tokens are charged to the account. `in_reserve` says whether the reserve for
-        small requests has room for it."""
-        self.held = held
+        With `is_own` it is for the whole request, and `release` gives the bytes of `reservation`
+        back. With `is_run` tokens are charged to the account. `in_reserve` says whether the reserve
+        for small requests has room for it."""
+        self.reservation = reservation
         self._is_run = is_run
         self._admission = admission
-        self._cost = Cost(0, 0)
+        self._cost = Cost(inputs=0, tokens=0)
         self._is_own = is_own
         self._in_reserve = in_reserve
         self._charged = 0  # tokens, to the account of the request
 
     def correct(self, cost: Cost) -> None:
-        """Replace the estimated cost by the true `cost`. Raises the errors of `Held.charge`."""
+        """Replace the estimated cost by the true `cost`. Raises the errors of
+        `Reservation.charge`."""
         with self._admission.capacity.lock:
-            self.held.charge(cost.bytes - self._cost.bytes)
+            self.reservation.charge(cost.bytes - self._cost.bytes)
             self._count(cost)
 
-    def settle(self, tokens: int) -> None:
+    def charge_answer(self, tokens: int) -> None:
         """Replace the tokens charged so far by `tokens`, the number that the answer reports."""
-        if self.held.account is not None:
+        if self.reservation.account is not None:
             with self._admission.capacity.lock:
                 self._charge(tokens, answered=tokens)
 
     def release(self) -> None:
         """Stop counting the request, when it is answered or abandoned."""
         with self._admission.capacity.lock:
-            self._count(Cost(0, 0), charges=False)
+            self._count(Cost(inputs=0, tokens=0), charges=False)
             if self._is_own:
-                self.held.charge(-self.held.bytes)
+                self.reservation.charge(-self.reservation.bytes)
 
     def _count(self, cost: Cost, *, charges: bool = True) -> None:
-        """Replace the cost counted so far by `cost`.
+        """Replace the cost that is counted for model and process by `cost`.
 
         With `charges`, its tokens also replace the tokens charged to the account."""
         admission, capacity = self._admission, self._admission.capacity
@@ -307,10 +318,10 @@ class Permit:
         """Replace the tokens charged to the account so far by `tokens`.
 
         Also add `waiting` to its waiting inputs and `answered` to its answered tokens."""
-        if self.held.account is not None:
+        if self.reservation.account is not None:
             more = tokens - self._charged if self._is_run else 0
             self._charged += more
-            self.held.account.use(waiting=waiting, charged=more, answered=answered)
+            self.reservation.account.use(waiting=waiting, charged=more, answered=answered)
 
     def __enter__(self) -> "Permit":
         return self

@@ -9,17 +9,17 @@ import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import SparseRows, WorkResult, join_results
-from jaxembed.engine.ticket import Answers, Entry, Key, Ticket
+from jaxembed.engine.future import Answers, Key, QueuedSequence, WorkFuture
 from jaxembed.observability.metrics import Telemetry
 
 # The overhead of a cached answer in bytes, beside its values and the tokens in its key: tuples, an
 # array and an item of the dict. Measured with tracemalloc: 370 to 395.
-KEPT_BYTES = 400
-ROW_BYTES = 320  # overhead of a sparse row: two arrays in two lists. Measured: 315
+ANSWER_OVERHEAD_BYTES = 400
+ROW_OVERHEAD_BYTES = 320  # overhead of a sparse row: two arrays in two lists. Measured: 315
 
 
 class AnswerCache:
-    """A least-recently-used cache of the answers of one engine, of at most `most_bytes` bytes.
+    """A least-recently-used cache of the answers of one engine, of at most `max_bytes` bytes.
 
     The key of a sequence holds its tokens or a cryptographic digest of them, its spans and its
     adapter. Only outputs per slot are stored: an output per token takes a hundred times the memory.
@@ -28,34 +28,34 @@ class AnswerCache:
     Only answers to interactive requests are stored: a corpus would evict all questions.
     """
 
-    def __init__(self, most_bytes: int, telemetry: Telemetry):
-        self._most = most_bytes
+    def __init__(self, max_bytes: int, telemetry: Telemetry):
+        self._most = max_bytes
         self._hits, self._misses = telemetry.cache_hits, telemetry.cache_misses
         self._answers: OrderedDict[tuple[OutputName, Key], Any] = OrderedDict()  # used last is last
         self._bytes = 0
         self._lock = threading.Lock()
         telemetry.add_to(telemetry.cache_bytes, lambda: self._bytes)
 
-    def take(self, ticket: Ticket) -> Answers | None:
+    def take(self, future: WorkFuture) -> Answers | None:
         """Remove the sequences that have a cached answer from a future that is not queued yet.
 
         Returns them with their answers; None if no sequence has one. Also counts hits and misses.
         """
-        names = ticket.work.outputs
+        names = future.work.outputs
         if any(OUTPUTS[name].per != "slot" for name in names):
             return None
-        hits: list[Entry] = []
+        hits: list[QueuedSequence] = []
         results: list[WorkResult] = []
         with self._lock:
-            for entry in ticket.entries:
-                if all((name, entry.key) in self._answers for name in names):
+            for sequence in future.sequences:
+                if all((name, sequence.key) in self._answers for name in names):
                     for name in names:
-                        self._answers.move_to_end((name, entry.key))
-                    hits.append(entry)
-                    results.append({name: self._answers[name, entry.key] for name in names})
-        ticket.withdraw(hits)
-        self._hits.inc(ticket.withdrawn)
-        self._misses.inc(ticket.inputs)
+                        self._answers.move_to_end((name, sequence.key))
+                    hits.append(sequence)
+                    results.append({name: self._answers[name, sequence.key] for name in names})
+        future.withdraw(hits)
+        self._hits.inc(future.cached_inputs)
+        self._misses.inc(future.inputs)
         return Answers(hits, join_results(results)) if hits else None
 
     def keep(self, answers: Answers) -> None:
@@ -65,11 +65,11 @@ class AnswerCache:
         """
         if answers.error is not None:
             return
-        for number, entry in enumerate(answers.entries):
-            if not any(ticket.interactive for ticket in entry.claims):
+        for position, sequence in enumerate(answers.sequences):
+            if not any(future.interactive for future in sequence.futures):
                 continue
-            for name, values in answers.values_of([number], entry.outputs).items():
-                key = name, entry.key
+            for name, values in answers.values_of([position], sequence.outputs).items():
+                key = name, sequence.key
                 if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._most:
                     continue
                 # a copy, because a view would keep the output of the whole batch in memory
@@ -90,8 +90,8 @@ class AnswerCache:
 
 def _size(key: tuple[OutputName, Key], values: Any) -> int:
     """Estimate the bytes of memory that an answer takes in the cache, with its key."""
-    size = KEPT_BYTES + len(key[1][0])
+    size = ANSWER_OVERHEAD_BYTES + len(key[1][0])
     if not isinstance(values, SparseRows):
         return size + values.nbytes
     rows = zip(values.indices, values.values, strict=True)
-    return size + sum(ROW_BYTES + i.nbytes + v.nbytes for i, v in rows)
+    return size + sum(ROW_OVERHEAD_BYTES + i.nbytes + v.nbytes for i, v in rows)

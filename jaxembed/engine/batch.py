@@ -13,7 +13,7 @@ from operator import attrgetter
 import numpy as np
 
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Entry, flat_ranges
+from jaxembed.engine.future import QueuedSequence, concatenated_ranges
 from jaxembed.models.tokens import PackedTokens
 
 # Expected share of useful tokens in a bucket if enough sequences wait. Measured: 0.94 to 1.00 on
@@ -38,7 +38,7 @@ class Batch:
     """
 
     bucket: Bucket
-    entries: list[Entry]
+    sequences: list[QueuedSequence]
     rows: np.ndarray
     segments: np.ndarray
     slots: np.ndarray
@@ -50,20 +50,20 @@ class Batch:
 
         They are the row of a slot, its number within the row, and the token of the row at which its
         sequence starts."""
-        if all(entry.slots == 1 for entry in self.entries):
+        if all(sequence.slots == 1 for sequence in self.sequences):
             return self.rows, self.slots, self.starts
-        counts = np.array([entry.slots for entry in self.entries])
+        counts = np.array([sequence.slots for sequence in self.sequences])
         rows, starts = np.repeat(self.rows, counts), np.repeat(self.starts, counts)
-        return rows, flat_ranges(self.slots, counts), starts
+        return rows, concatenated_ranges(self.slots, counts), starts
 
     @cached_property
     def useful_tokens(self) -> int:
         """The number of tokens of all sequences, without padding."""
-        return sum(entry.length for entry in self.entries)
+        return sum(sequence.length for sequence in self.sequences)
 
 
 def choose_bucket(
-    waiting: Sequence[Entry], cost: Mapping[Bucket, float], brief: bool = False
+    waiting: Sequence[QueuedSequence], cost: Mapping[Bucket, float], brief: bool = False
 ) -> Bucket:
     """Choose the bucket for the next batch of `waiting`, the sequences in the order of the queue.
 
@@ -71,28 +71,27 @@ def choose_bucket(
     least time per useful token, including host time. With `brief`, returns the bucket with the
     shortest run whose throughput is at most the share BRIEF_LOSS lower.
 
-    `cost` maps each usable bucket to the milliseconds of a run, measured with short sequences. Long
-    sequences take longer, but by the same amount in any bucket. Raises ValueError if no bucket
-    holds the first sequence.
+    `cost` maps each usable bucket to the milliseconds of a run with short sequences. Raises
+    ValueError if no bucket holds the first sequence.
     """
     if len(waiting) == 1:  # every bucket that holds it has the same useful tokens
-        need = waiting[0].least_row
-        return min((bucket for bucket in cost if need <= bucket.length), key=cost.__getitem__)
-    lengths = np.array([entry.least_row for entry in waiting])
-    holding = [bucket for bucket in cost if waiting[0].least_row <= bucket.length]
+        needed = waiting[0].min_row
+        return min((bucket for bucket in cost if needed <= bucket.length), key=cost.__getitem__)
+    lengths = np.array([sequence.min_row for sequence in waiting])
+    holding = [bucket for bucket in cost if waiting[0].min_row <= bucket.length]
     discount = 1 - BRIEF_LOSS if brief else 1.0
-    rates: dict[Bucket, float] = {}
-    best = math.inf
+    token_ms: dict[Bucket, float] = {}  # milliseconds per useful token
+    best_ms = math.inf
     for bucket in sorted(holding, key=lambda bucket: cost[bucket] / bucket.tokens):
         # even full, this bucket is too slow, and so are all that follow
-        if discount * cost[bucket] / bucket.tokens > best:
+        if discount * cost[bucket] / bucket.tokens > best_ms:
             break
-        rates[bucket] = (cost[bucket] + HOST_MS) / _useful(lengths, bucket)
-        best = min(best, rates[bucket])
+        token_ms[bucket] = (cost[bucket] + HOST_MS) / _useful(lengths, bucket)
+        best_ms = min(best_ms, token_ms[bucket])
     if not brief:
-        return min(rates, key=rates.__getitem__)
-    candidates = [bucket for bucket in rates if discount * rates[bucket] <= best]
-    return min(candidates, key=lambda bucket: (max(cost[bucket], BRIEF_MS), rates[bucket]))
+        return min(token_ms, key=token_ms.__getitem__)
+    candidates = [bucket for bucket in token_ms if discount * token_ms[bucket] <= best_ms]
+    return min(candidates, key=lambda bucket: (max(cost[bucket], BRIEF_MS), token_ms[bucket]))
 
 
 def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
@@ -111,6 +110,7 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     useful = float(considered.sum())
     if long_count > bucket.rows:
         considered = np.sort(considered)[::-1]
+        # `short` is in descending order
         longest, short = considered[: bucket.rows], considered[long_count:]
         useful = float(longest.sum())
         if len(short):
@@ -120,36 +120,38 @@ def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     return min(useful, max(EXPECTED_FILL * bucket.tokens, float(fitting[0])))
 
 
-def place(bucket: Bucket, *groups: Sequence[Entry], most: int | None = None) -> Batch:
+def place(
+    bucket: Bucket, *groups: Sequence[QueuedSequence], max_sequences: int | None = None
+) -> Batch:
     """Place as many sequences as fit in the bucket, and return the batch.
 
     The groups are placed one after the other. Of a group, the first sequences are considered, up to
     LOOKAHEAD times the bucket's tokens. They are placed from the longest to the shortest, each in
-    the fullest row that has room for it (best fit decreasing). `most` is the largest number of
-    sequences; None means no limit.
+    the fullest row that has room for it (best fit decreasing). `max_sequences` is the largest
+    number of sequences in the batch; None means no limit.
     """
-    shelf = Shelf(bucket)
-    placed, spots = [], []
+    allocator = RowAllocator(bucket)
+    placed, positions = [], []
     for group in groups:
         considered, tokens = [], 0
-        for entry in group:
-            if entry.least_row <= bucket.length:
-                considered.append(entry)
-                tokens += entry.least_row
+        for sequence in group:
+            if sequence.min_row <= bucket.length:
+                considered.append(sequence)
+                tokens += sequence.min_row
                 if tokens >= LOOKAHEAD * bucket.tokens:
                     break
-        for entry in sorted(considered, key=attrgetter("length"), reverse=True):
-            if len(placed) == most:
+        for sequence in sorted(considered, key=attrgetter("length"), reverse=True):
+            if len(placed) == max_sequences:
                 break
-            spot = shelf.put(entry.length, entry.slots)
-            if spot is not None:
-                placed.append(entry)
-                spots.append(spot)
-    rows, segments, slots, starts = np.array(spots, int).reshape(-1, 4).T
+            position = allocator.put(sequence.length, sequence.slots)
+            if position is not None:
+                placed.append(sequence)
+                positions.append(position)
+    rows, segments, slots, starts = np.array(positions, int).reshape(-1, 4).T
     return Batch(bucket, placed, rows, segments, slots, starts)
 
 
-class Shelf:
+class RowAllocator:
     """The free tokens and slots of a bucket's rows.
 
     The bits of one integer give the fullest row with enough room in constant time.
@@ -170,15 +172,15 @@ class Shelf:
         The sequence has `length` tokens and `slots` slots. Returns its row, its segment (counted
         from 1), its first slot and its first token; None if no row has room.
         """
-        rooms = self._rooms >> length << length
-        while rooms:
-            room = (rooms & -rooms).bit_length() - 1
+        fitting = self._rooms >> length << length  # numbers of free tokens from `length` on
+        while fitting:
+            room = (fitting & -fitting).bit_length() - 1  # the lowest bit: the fullest rows
             rows = self._free[room]
             # every row in the list has a free slot, so the last one will do for a single slot
             for index in (-1,) if slots == 1 else range(len(rows) - 1, -1, -1):
                 row = rows[index]
-                slot = self._used[row]
-                if slot + slots <= self._slots:
+                first_slot = self._used[row]
+                if first_slot + slots <= self._slots:
                     del rows[index]
                     if not rows:
                         self._rooms ^= 1 << room
@@ -187,8 +189,8 @@ class Shelf:
                     if self._used[row] < self._slots and room > length:
                         self._free.setdefault(room - length, []).append(row)
                         self._rooms |= 1 << (room - length)
-                    return row, self._segments[row], slot, self._length - room
-            rooms ^= 1 << room
+                    return row, self._segments[row], first_slot, self._length - room
+            fitting ^= 1 << room  # no row with this room has enough slots
         return None
 
 
@@ -197,32 +199,35 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
 
     `count` is the number of planes. Planes after PackedTokens.PLANES hold adapters or pixels.
     """
-    bucket, entries = batch.bucket, batch.entries
+    bucket, sequences = batch.bucket, batch.sequences
     planes = np.zeros((count, bucket.tokens), np.int32)
-    lengths = np.array([entry.length for entry in entries])
-    offsets = batch.rows * bucket.length + batch.starts  # of each sequence in a flat plane
-    target = flat_ranges(offsets, lengths)
+    lengths = np.array([sequence.length for sequence in sequences])
+    # places in a flat plane: of the first token of each sequence, and of each token
+    offsets = batch.rows * bucket.length + batch.starts
+    target = concatenated_ranges(offsets, lengths)
     ids, positions, segments, types, bounds = planes[: PackedTokens.PLANES]
     extra = planes[PackedTokens.PLANES :]
-    ids[target] = np.concatenate([entry.ids for entry in entries])
+    ids[target] = np.concatenate([sequence.ids for sequence in sequences])
     positions[target] = target - np.repeat(offsets, lengths)
     segments[target] = np.repeat(batch.segments, lengths)
-    for entry, offset in zip(entries, offsets.tolist(), strict=True):
-        if entry.types is not None:
-            types[offset : offset + entry.length] = entry.types
-        if entry.fillers:  # PackedTokens.unstack expects negative segments for these tokens
-            end = offset + entry.length
-            segments[end - entry.fillers : end] *= -1
-        if entry.pixels is not None:
-            extra[:, offset : offset + entry.length] = entry.pixels.T
-    if any(entry.adapter for entry in entries):
-        extra[:, target] = np.repeat([entry.adapter for entry in entries], lengths)
+    for sequence, offset in zip(sequences, offsets.tolist(), strict=True):
+        if sequence.types is not None:
+            types[offset : offset + sequence.length] = sequence.types
+        # PackedTokens.unstack expects negative segments for augmentation tokens
+        if sequence.augmentation_tokens:
+            end = offset + sequence.length
+            segments[end - sequence.augmentation_tokens : end] *= -1
+        if sequence.pixels is not None:
+            extra[:, offset : offset + sequence.length] = sequence.pixels.T
+    if any(sequence.adapter for sequence in sequences):
+        extra[:, target] = np.repeat([sequence.adapter for sequence in sequences], lengths)
     slot_rows, slots, slot_starts = batch.slot_places
-    places = slot_rows * bucket.length + slots
-    if all(entry.spans is None for entry in entries):
+    slot_target = slot_rows * bucket.length + slots
+    if all(sequence.spans is None for sequence in sequences):
         starts, ends = slot_starts, slot_starts + lengths
     else:  # spans are counted from the first token of their sequence
-        parts = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in entries]
-        starts, ends = np.concatenate(parts).T + slot_starts
-    bounds[places], bounds[places + bucket.slots] = starts, ends
+        spans = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in sequences]
+        starts, ends = np.concatenate(spans).T + slot_starts
+    # in each row, the starts and then the ends of its slots
+    bounds[slot_target], bounds[slot_target + bucket.slots] = starts, ends
     return planes.reshape(count, bucket.rows, bucket.length)

@@ -16,25 +16,25 @@ from jaxembed.platform.files import read_user_json, shown
 
 SHORTEST_ROW = 16  # tokens; a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
-MOST_DEFAULT_BUCKETS = 20
+MAX_DEFAULT_BUCKETS = 20
 TPU_TILE = 128  # lanes of a TPU register: splash refuses shorter rows, which leave lanes idle
 # The largest number of slots in a row: pooling costs slots * length, and short texts are in shorter
 # rows.
-MOST_SLOTS = 128
+MAX_SLOTS = 128
 SHORTEST_LENGTH = 2  # tokens of a row: the bounds of its only slot take two places of a plane
 TOKENS_PER_SLOT = 4  # tokens of a row for each slot; the bounds of a slot take two places, too
 NO_ROW = 2**31 - 1  # the row length for a sequence that has more slots than any row
 GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
 
-def least_row(length: int, slots: int) -> int:
+def min_row(length: int, slots: int) -> int:
     """Return the length of the shortest row that holds a sequence; NO_ROW if no row holds it.
 
     The sequence has `length` tokens and `slots` slots. Every longer row holds it too.
     """
     if slots == 1:
         return length
-    return max(length, TOKENS_PER_SLOT * slots) if slots <= MOST_SLOTS else NO_ROW
+    return max(length, TOKENS_PER_SLOT * slots) if slots <= MAX_SLOTS else NO_ROW
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +50,7 @@ class Bucket:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", self.rows * self.length)
-        object.__setattr__(self, "slots", min(max(self.length // TOKENS_PER_SLOT, 1), MOST_SLOTS))
+        object.__setattr__(self, "slots", min(max(self.length // TOKENS_PER_SLOT, 1), MAX_SLOTS))
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"
@@ -68,7 +68,7 @@ class BucketGrid:
         return max(bucket.length for bucket in self.buckets)
 
     @cached_property
-    def most_slots(self) -> int:
+    def max_slots(self) -> int:
         """The largest number of slots in a row. It limits the number of spans of an input."""
         return max(bucket.slots for bucket in self.buckets)
 
@@ -79,6 +79,7 @@ class BucketGrid:
         For each row length, from the shortest on, it is the bucket with the fewest rows. The bucket
         with the most tokens follows, unless one of these has as many tokens.
         """
+        # the last bucket of each length stays
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
         largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
@@ -111,17 +112,19 @@ def default_grid(
     longest = -(-min(limit, LONGEST_DEFAULT_ROW) // tile) * tile
     shortest = max(SHORTEST_ROW, tile)
     lengths = [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
+    # row length -> numbers of rows on a device
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
     unit = max(tile, SHORTEST_ROW)  # every length and every kernel's tile is a multiple of it
     joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // unit * unit
     if join and joined >= 1.5 * lengths[-1]:
         per_device[joined] = [1]
-    while sum(map(len, per_device.values())) > MOST_DEFAULT_BUCKETS:
-        widest = max(per_device, key=lambda length: (len(per_device[length]), length))
-        rows = per_device[widest]
+    while sum(map(len, per_device.values())) > MAX_DEFAULT_BUCKETS:
+        # the length with the most numbers of rows: every other number is left out
+        densest = max(per_device, key=lambda length: (len(per_device[length]), length))
+        rows = per_device[densest]
         if len(rows) <= 2:
             break
-        per_device[widest] = [*rows[:-1:2], rows[-1]] if len(rows) > 3 else [rows[0], rows[-1]]
+        per_device[densest] = [*rows[:-1:2], rows[-1]] if len(rows) > 3 else [rows[0], rows[-1]]
     return BucketGrid(
         tuple(Bucket(r * shards, length) for length, rows in per_device.items() for r in rows)
     )
@@ -140,16 +143,16 @@ def one_length_grid(
     def row(count: int) -> int:  # the row length for `count` sequences
         return -(-count * length // tile) * tile
 
-    counts = range(1, max(min(max_batch_tokens // row(1), MOST_SLOTS), 1) + 1)
+    counts = range(1, max(min(max_batch_tokens // row(1), MAX_SLOTS), 1) + 1)
     counts = [count for count in counts if count == 1 or row(count) <= max_batch_tokens]
-    best = max(counts, key=lambda count: (round(count * length / row(count), 2), -count))
-    lengths = sorted({row(1), row(best)})
-    per_device = {tokens: _powers(max(max_batch_tokens // tokens, 1)) for tokens in lengths}
-    if len(lengths) > 1:  # single-sequence rows are for small batches
-        max_rows = max(best // 2, 1)
+    best_count = max(counts, key=lambda count: (round(count * length / row(count), 2), -count))
+    row_lengths = sorted({row(1), row(best_count)})
+    per_device = {row_len: _powers(max(max_batch_tokens // row_len, 1)) for row_len in row_lengths}
+    if len(row_lengths) > 1:  # single-sequence rows are for small batches
+        max_rows = max(best_count // 2, 1)
         per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= max_rows] or [1]
     return BucketGrid(
-        tuple(Bucket(r * shards, tokens) for tokens, rows in per_device.items() for r in rows)
+        tuple(Bucket(r * shards, row_len) for row_len, rows in per_device.items() for r in rows)
     )
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, device_id
-from jaxembed.engine.autotune.cost_file import CostFile, KeptFile
-from jaxembed.engine.autotune.costs import BucketCosts, Timings, often_enough
+from jaxembed.engine.autotune.cost_file import CostFile, SavedFile
+from jaxembed.engine.autotune.costs import BucketCosts, Timings, repeat_timings
 from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
-from jaxembed.engine.autotune.native_trial import Verdict, Verdicts, try_native
+from jaxembed.engine.autotune.native_trial import TrialResult, TrialResults, try_native
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
@@ -32,14 +32,14 @@ from jaxembed.engine.bucket import (
     one_length_grid,
     read_grid,
 )
-from jaxembed.engine.engine import Engine, Seat
+from jaxembed.engine.engine import Engine, Worker
 from jaxembed.engine.placement import Device, place_parameters
 from jaxembed.engine.replica import NullReplica, Replica
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, native, position_limit
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.platform.cores import MOST_WAITED, core_count
+from jaxembed.platform.cores import MAX_WAITED, core_count
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +112,9 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             "native": native.source_digest(),
             "versions": package_versions(),
         }
-        verdicts = partial(kept_verdicts, program, devices[0], dtype, cache_dir, identity)
+        results = partial(stored_results, program, devices[0], dtype, cache_dir, identity)
         native_choice = choose_native(
-            program, devices[0], dtype, config.kernels, cache_dir, verdicts
+            program, devices[0], dtype, config.kernels, cache_dir, results
         )
     budget = (
         config.max_batch_tokens
@@ -171,12 +171,12 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
         raise ConfigError(
             f"--null-model stands in for a device, and {spec.source} runs on none; leave it out"
         )
-    usual = EngineConfig()
+    defaults = EngineConfig()
     names = ("dtype", "devices", "parallel", "warmup", "kernels")
     unused = [
         "--" + name.replace("_", "-")
         for name in (*names, "max_batch_requests", "cache_bytes")
-        if getattr(config, name) != getattr(usual, name)
+        if getattr(config, name) != getattr(defaults, name)
     ]
     if unused:
         logger.warning(
@@ -213,11 +213,11 @@ def build(
     CheckpointError if the parameters do not fit the program, and the errors of `load`.
     """
     if plan.devices:
-        seats = seats_of(plan, program, load())
+        workers = workers_of(plan, program, load())
     else:
-        seats = [Seat(NullReplica(spec.primary, spec.widths), DeviceTurn())]
+        workers = [Worker(NullReplica(spec.primary, spec.widths), DeviceScheduler())]
     return Engine(
-        seats,
+        workers,
         plan.grid,
         spec.widths,
         telemetry,
@@ -231,34 +231,34 @@ def build(
     )
 
 
-def kept_verdicts(
+def stored_results(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
-) -> Verdicts:
+) -> TrialResults:
     """Return the trial results of a model's native kernels, by the name of the call.
 
     They come from a file in `cache_dir`, or from new trials. `identity` holds everything that they
     depend on. New results are saved unless a trial failed or other programs used the cores.
     """
-    file = KeptFile(cache_dir, identity, "verdicts", "-native")
-    saved = file.load(lambda content: {name: Verdict(**part) for name, part in content.items()})
+    file = SavedFile(cache_dir, identity, what="verdicts", suffix="-native")
+    saved = file.load(lambda content: {name: TrialResult(**part) for name, part in content.items()})
     if saved is not None:
         return saved
-    verdicts = try_native(program, device, dtype)
-    if any(result.busy for result in verdicts.values()):
+    results = try_native(program, device, dtype)
+    if any(result.busy for result in results.values()):
         logger.warning(
             "something else uses this machine: how fast the native kernels are is not kept, and is "
             "measured anew at the next start"
         )
-    elif not any(result.failed for result in verdicts.values()):
-        file.save({name: asdict(result) for name, result in verdicts.items()})
-    return verdicts
+    elif not any(result.failed for result in results.values()):
+        file.save({name: asdict(result) for name, result in results.items()})
+    return results
 
 
 def _keep(file: CostFile | None, costs: BucketCosts) -> None:
-    """Save the timings of the buckets, if there are any and the model has a cost file."""
+    """Save the timings that no other program disturbed, if the model has a cost file."""
     if file is None:
         return
-    if costs.lost_share > MOST_WAITED:
+    if costs.lost_share > MAX_WAITED:
         logger.warning(
             "something else uses this machine: while buckets were timed, threads waited for a core "
             "%.0f %% of the time. Such timings are not kept, but taken anew after the next start",
@@ -276,21 +276,22 @@ def package_versions() -> dict[str, str]:
 def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
     """Return the timings that `jaxembed tune` wrote into a grid file, in milliseconds by bucket.
 
-    Timings with another identity are left out. Invalid timings are logged and ignored.
+    They count as enough timings. Timings with another identity than that of `file` are left out.
+    Invalid timings are logged and ignored.
     """
     costs = grid_file.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
         return {}
     try:
-        return {b: often_enough(ms) for b, ms in file.decode(costs["timings"]).items()}
+        return {b: repeat_timings(ms) for b, ms in file.decode(costs["timings"]).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         logger.warning("--buckets %s: the costs in it are ignored: %s", grid_file.path, error)
         return {}
 
 
-def seats_of(
+def workers_of(
     plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
-) -> list[Seat]:
+) -> list[Worker]:
     """Make a worker with a replica for each device, or one for all devices if they share batches.
 
     `parameters` are pairs of name and array. Raises CheckpointError if they do not fit the program.
@@ -298,9 +299,9 @@ def seats_of(
     groups: Sequence[Sequence[Device]] = (
         [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     )
-    float32_bucket = _float32_twin(plan)
+    float32_bucket = _float32_bucket(plan)
     return [
-        Seat(
+        Worker(
             Replica(
                 program,
                 placed,
@@ -310,7 +311,7 @@ def seats_of(
                 plan.kernels.implementation,
                 plan.kernels.native_layout,
             ),
-            turn_of(devices[0]),
+            scheduler_of(devices[0]),
         )
         for placed, devices in zip(
             place_parameters(parameters, groups, plan.dtype, plan.kernels.native_layout),
@@ -320,16 +321,16 @@ def seats_of(
     ]
 
 
-# functools.cache could make two for one device if two threads call turn_of at the same time
-_schedulers: dict[Device, DeviceTurn] = {}
+# functools.cache could make two for one device if two threads call scheduler_of at the same time
+_schedulers: dict[Device, DeviceScheduler] = {}
 
 
-def turn_of(device: Device) -> DeviceTurn:
+def scheduler_of(device: Device) -> DeviceScheduler:
     """Return the scheduler of a device, which the engines of all models in this process share."""
-    return _schedulers.setdefault(device, DeviceTurn.for_platform(device.platform))
+    return _schedulers.setdefault(device, DeviceScheduler.for_platform(device.platform))
 
 
-def _float32_twin(plan: Plan) -> Bucket | None:
+def _float32_bucket(plan: Plan) -> Bucket | None:
     """Return the bucket that gets a second program in float32; None if the dtype is not float16.
 
     It is the smallest bucket that holds every sequence.

@@ -34,13 +34,13 @@ SAFE_FUSION: dict[str, str | bool] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 }
 
-_starting = threading.Lock()
+_starting = threading.Lock()  # so that one call starts the threads
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
     """Compile a program, or read it from JAX's persistent compile cache, and wait for the result.
 
-    `options` are XLA's compiler options. On Linux it compiles in a thread of low priority. XLA:CPU
+    `options` are XLA's compiler options. On Linux, a thread of low priority compiles. XLA:CPU
     starts threads at its first compilation, which inherit the priority. Raises the errors of XLA.
     """
     with _starting:
@@ -119,10 +119,10 @@ def replace_unreadable_programs(folder: Path) -> None:
     def show_or_replace(message, category, filename, lineno, file=None, line=None) -> None:
         if not str(message).startswith(UNREADABLE_PROGRAM):
             show_warning(message, category, filename, lineno, file, line)
-        elif once.acquire(blocking=False):  # never released, so that it is done and logged once
+        elif once.acquire(blocking=False):  # never released: only the first warning does this
             removed = 0
             for path in list(folder.glob("*-cache")):
-                try:  # if zstandard is installed, JAX compresses with it: then all are removed
+                try:  # all are removed if JAX compresses with zstandard, which zlib cannot read
                     zlib.decompress(path.read_bytes())
                 except (OSError, zlib.error):
                     path.unlink(missing_ok=True)

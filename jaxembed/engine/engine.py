@@ -20,18 +20,18 @@ import numpy as np
 from jaxembed import memory
 from jaxembed.data.inputs import Priority
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import Encoding, Work, work_of
+from jaxembed.data.work import Encoding, Work, work_from_encodings
 from jaxembed.engine.answer_cache import AnswerCache
 from jaxembed.engine.autotune.costs import BucketCosts, CostSource
 from jaxembed.engine.autotune.timing import BucketTimer
 from jaxembed.engine.autotune.warmup import Warmup
 from jaxembed.engine.batch import HOST_MS, Batch, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.lanes import Lanes
+from jaxembed.engine.future import Answers, WorkFuture, fail_sequences
+from jaxembed.engine.queue import RequestQueue
 from jaxembed.engine.recovery import Recovery, reference_to
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.ticket import Answers, Ticket, fail_entries
-from jaxembed.engine.turn import Claim, DeviceTurn, Share
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 from jaxembed.engine.watchdog import OVERDUE_S, Watchdog, WatchedCall
 from jaxembed.errors import (
     BackendError,
@@ -41,7 +41,7 @@ from jaxembed.errors import (
     TooManySpans,
 )
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.observability.tracing import BatchRun, TicketTrace
+from jaxembed.observability.tracing import BatchRun, FutureTrace
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,13 @@ BORROWED_S = 0.3
 
 
 @dataclass(eq=False)
-class Seat:
+class Worker:
     """A runner, the scheduler of its device, and the virtual time of the runner there."""
 
     runner: Runner
-    turn: DeviceTurn
+    scheduler: DeviceScheduler
     failures: int = 0  # number of consecutive failed batches; protected by the engine's lock
-    share: Share = field(default_factory=Share)
+    share: VirtualTime = field(default_factory=VirtualTime)
 
     @property
     def sick(self) -> bool:
@@ -87,7 +87,7 @@ class BucketUse:
 
 
 @dataclass(frozen=True)
-class LaneState:
+class QueueState:
     """The state of one priority queue. Duplicates count as often as they occur."""
 
     inputs: int
@@ -101,7 +101,7 @@ class EngineState:
 
     waiting_inputs: int  # duplicates count as often as they occur
     waiting_tokens: int
-    lanes: dict[Priority, LaneState]
+    queues: dict[Priority, QueueState]
     failures: tuple[int, ...]  # number of consecutive failed batches of each worker
     stuck: int  # number of workers that are stuck
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
@@ -135,7 +135,7 @@ class Engine:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        workers: Sequence[Worker],
         grid: BucketGrid,
         widths: Mapping[OutputName, int],
         telemetry: Telemetry,
@@ -156,19 +156,19 @@ class Engine:
         self.name = name  # name of the model in the log
         self._costs = costs
         self._keep_costs = partial(keep_costs, costs)
-        self.seats = tuple(seats)
+        self.workers = tuple(workers)
         self._widths = widths
         self._telemetry = telemetry
-        self._most = max_batch_requests
+        self._max_sequences = max_batch_requests
         self._cache = AnswerCache(cache_bytes, telemetry) if cache_bytes else None
         self._probe_every_s = probe_every_s
-        self._lanes = Lanes(max(bucket.tokens for bucket in grid.buckets))
+        self._queue = RequestQueue(max(bucket.tokens for bucket in grid.buckets))
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
         self._is_traced = False  # whether any request was traced
         self._lock = threading.RLock()
-        self._idle = {seat: threading.Condition(self._lock) for seat in seats}  # idle threads
+        self._idle = {worker: threading.Condition(self._lock) for worker in workers}  # idle threads
         self.warmup = Warmup(
             grid,
             self._compile,
@@ -176,7 +176,7 @@ class Engine:
             name=name,
             full=full_warmup,
             workers=compile_workers,
-            idle_s=lambda: min(seat.turn.idle_s for seat in seats),
+            idle_s=lambda: min(worker.scheduler.idle_s for worker in workers),
             on_progress=on_progress,
             on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
             on_finish=lambda: self._timer.thread.start(),
@@ -188,13 +188,13 @@ class Engine:
             overdue_s,
         )
         self._timer = BucketTimer(
-            seats[0].runner,
-            seats[0].turn,
+            workers[0].runner,
+            workers[0].scheduler,
             costs,
             self._lock,
             telemetry,
             name=name,
-            is_bulk_alone=lambda: self._lanes.is_bulk_alone(time.monotonic()),
+            is_bulk_alone=lambda: self._queue.is_bulk_alone(time.monotonic()),
             on_timed=self._keep_costs,
             watch=self._watchdog.watch,
         )
@@ -202,18 +202,27 @@ class Engine:
         self._threads = [
             threading.Thread(
                 target=memory.in_kept_heap,
-                args=(partial(self._serve, seat),),
-                name=f"seat-{n}-{k}",
+                args=(partial(self._serve, worker),),
+                name=f"worker-{n}-{k}",
                 daemon=True,
             )
-            for n, seat in enumerate(seats)
-            for k in range(seat.turn.permits + 1)
+            for n, worker in enumerate(workers)
+            for k in range(worker.scheduler.permits + 1)
         ]
-        telemetry.add_to(telemetry.queue_size, lambda: self._lanes.inputs)
-        telemetry.add_to(telemetry.queue_tokens, lambda: self._lanes.tokens)
-        telemetry.add_to(telemetry.stuck_seats, lambda: sum(seat.turn.stuck for seat in seats))
-        for priority, lane in self._lanes.lanes.items():
-            telemetry.add_to(telemetry.lane_size.labels(priority), lambda lane=lane: lane.inputs)
+        self._add_gauges()
+
+    def _add_gauges(self) -> None:
+        """Add the sizes of the queues, and the number of stuck workers, to the metrics."""
+        telemetry, queue = self._telemetry, self._queue
+        telemetry.add_to(telemetry.queue_size, lambda: queue.inputs)
+        telemetry.add_to(telemetry.queue_tokens, lambda: queue.tokens)
+        telemetry.add_to(
+            telemetry.stuck_workers, lambda: sum(worker.scheduler.stuck for worker in self.workers)
+        )
+        for priority, waiting in queue.queues.items():
+            telemetry.add_to(
+                telemetry.priority_queue_size.labels(priority), lambda of=waiting: of.inputs
+            )
 
     @property
     def ready(self) -> bool:
@@ -226,7 +235,7 @@ class Engine:
 
         A sick worker only probes its device while another is healthy; a stuck one does nothing.
         """
-        return not all(seat.sick or seat.turn.stuck for seat in self.seats)
+        return not all(worker.sick or worker.scheduler.stuck for worker in self.workers)
 
     @property
     def stuck(self) -> bool:
@@ -235,7 +244,7 @@ class Engine:
         Then waiting requests fail and new requests are refused. If the call returns after all, the
         worker is used again.
         """
-        return all(seat.turn.stuck for seat in self.seats)
+        return all(worker.scheduler.stuck for worker in self.workers)
 
     @property
     def tokens_per_s(self) -> float:
@@ -243,35 +252,37 @@ class Engine:
 
         It is 0 before the first batch.
         """
-        return len(self.seats) * self._ran_tokens / max(self._ran_s, 1e-6)
+        return len(self.workers) * self._ran_tokens / max(self._ran_s, 1e-6)
 
     @property
     def temporary_bytes(self) -> int:
         """The largest device memory in bytes that runs need at once besides the parameters."""
-        seat, compiled = self.seats[0], tuple(self.warmup.compiled)
-        return seat.turn.permits * max(map(seat.runner.temporary_bytes, compiled), default=0)
+        worker, compiled = self.workers[0], tuple(self.warmup.compiled)
+        return worker.scheduler.permits * max(
+            map(worker.runner.temporary_bytes, compiled), default=0
+        )
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
         """Use only `buckets`, which must be compiled, for batches from now on."""
         with self._lock:
             self._costs.restrict(buckets)
-            self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
+            self._queue.set_longest_row(max(bucket.length for bucket in self._costs.usable))
 
     def snapshot(self) -> EngineState:
         """Return the current state of the engine."""
         calls = self._watchdog.calls
         with self._lock:
             now = time.monotonic()
-            lanes: dict[Priority, LaneState] = {
-                name: LaneState(lane.inputs, lane.tokens, self._lanes.oldest_s(lane, now))
-                for name, lane in self._lanes.lanes.items()
+            queues: dict[Priority, QueueState] = {
+                name: QueueState(queue.inputs, queue.tokens, self._queue.oldest_s(queue, now))
+                for name, queue in self._queue.queues.items()
             }
             return EngineState(
-                waiting_inputs=self._lanes.inputs,
-                waiting_tokens=self._lanes.tokens,
-                lanes=lanes,
-                failures=tuple(seat.failures for seat in self.seats),
-                stuck=sum(seat.turn.stuck for seat in self.seats),
+                waiting_inputs=self._queue.inputs,
+                waiting_tokens=self._queue.tokens,
+                queues=queues,
+                failures=tuple(worker.failures for worker in self.workers),
+                stuck=sum(worker.scheduler.stuck for worker in self.workers),
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
                 drift=self._costs.drift,
@@ -302,8 +313,8 @@ class Engine:
         work: Work,
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
-        trace: TicketTrace | None = None,
-    ) -> Ticket:
+        trace: FutureTrace | None = None,
+    ) -> WorkFuture:
         """Queue one request and return its future.
 
         `wake` is called once when the future is complete: from an engine thread, or from this
@@ -322,11 +333,12 @@ class Engine:
         if longest > self.grid.max_length:
             raise InputTooLong(self.grid.max_length, longest, lengths.index(longest))
         if work.has_spans:
-            slots, limit = work.slots.tolist(), self.grid.most_slots
+            slots, limit = work.slots.tolist(), self.grid.max_slots
             if max(slots) > limit:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
-        ticket = Ticket(work, self._widths, wake, trace)
-        cached = None if self._cache is None else self._cache.take(ticket)
+        future = WorkFuture(work, self._widths, wake, trace)
+        # removes the sequences that the cache answers from the future
+        cached = None if self._cache is None else self._cache.take(future)
         with self._lock:
             if self._closing:
                 raise BackendError("the engine is closed")
@@ -334,14 +346,14 @@ class Engine:
                 raise BackendError(NOT_COMPILED)
             if self.stuck:
                 raise DeviceStuck
-            if ticket.entries:
-                self._lanes.add(ticket, priority)
+            if future.sequences:
+                self._queue.add(future, priority)
                 self._is_traced |= trace is not None
                 for idle in self._idle.values():
-                    idle.notify(self._lanes.inputs)  # more threads would only slow the others down
+                    idle.notify(self._queue.inputs)  # more threads would only slow the others down
         if cached is not None:
-            cached.settle(ticket.queued_at, 0.0)
-        return ticket
+            cached.resolve(future.queued_at, seconds=0.0)
+        return future
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
         """Block until every bucket has been timed often enough.
@@ -352,12 +364,12 @@ class Engine:
         if not self._timer.timed.wait(timeout_s):
             raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, future: WorkFuture) -> None:
         """Cancel a request: mark its future, and remove its sequences from the queue."""
         with self._lock:
-            if not ticket.cancel():
+            if not future.cancel():
                 return
-            self._lanes.cancel(ticket)
+            self._queue.cancel(future)
         self._telemetry.cancelled_requests.inc()
 
     def close(self, timeout_s: float = 20.0) -> None:
@@ -377,7 +389,7 @@ class Engine:
         self._fail_waiting(closed)
         self._watchdog.stop()
         for call in self._watchdog.calls:  # calls of threads that did not end in time
-            fail_entries(call.batch.entries if call.batch else [], closed)
+            fail_sequences(call.batch.sequences if call.batch else [], closed)
         _join_until([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
         if was_open:
             self._keep_costs()
@@ -391,8 +403,8 @@ class Engine:
         if any(thread.is_alive() for thread in self._all_threads):
             logger.warning("%s: a thread has not ended, so its memory is not freed", self.name)
             return
-        for seat in self.seats:
-            seat.runner.free()
+        for worker in self.workers:
+            worker.runner.free()
         if self._cache is not None:
             self._cache.clear()
 
@@ -403,167 +415,173 @@ class Engine:
     def _close_at_exit(self) -> None:
         """Close the engine when the interpreter ends.
 
-        It waits for the compiling threads, because the interpreter aborts if a thread is inside XLA
-        when it ends.
+        Waits for the compiling threads without a time limit, because the interpreter aborts if it
+        ends while a thread is inside XLA.
         """
         self.close(EXIT_S)
         _join_until(self.warmup.threads, math.inf)
 
-    def _serve(self, seat: Seat) -> None:
+    def _serve(self, worker: Worker) -> None:
         """Serve batches on a worker until the engine is closed and its queue is empty."""
-        while self._wait_for_work(seat):
+        while self._wait_for_work(worker):
             try:
-                self._serve_batch(seat)
+                self._serve_batch(worker)
             except Exception:
                 logger.exception("the turn could not be had. This is a bug in jaxembed")
                 self._fail_waiting(BackendError(INTERNAL))
 
-    def _serve_batch(self, seat: Seat) -> None:
+    def _serve_batch(self, worker: Worker) -> None:
         """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
         Every sequence of the batch gets an answer or an error, even if an exception is raised.
         """
         batch = None
         try:
-            with seat.turn.hold(partial(self._urgency, seat), seat.share) as claim:
-                batch = None if self._is_unusable(seat) else self._take_batch()
-                if batch is None and seat.sick:
-                    batch = self._probe_batch(seat)
+            with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
+                batch = None if self._is_unusable(worker) else self._take_batch()
+                if batch is None and worker.sick:
+                    batch = self._probe_batch(worker)
                 if batch is None:
                     return
-                seat.turn.charge(claim, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
                 started_at = time.monotonic()
-                with self._watchdog.watch(claim, batch.bucket, batch) as call:
+                with self._watchdog.watch(waiter, batch.bucket, batch) as call:
                     recovery = Recovery(
-                        seat.runner, lambda: self._costs.usable, self._telemetry, call.begin
+                        worker.runner, lambda: self._costs.usable, self._telemetry, call.begin
                     )
                     results = recovery.run(batch)
                 seconds = time.monotonic() - started_at
             if self._is_traced:
-                self._trace(seat, batch, results, started_at, seconds)
-            if claim.overdue:
+                self._trace(worker, batch, results, started_at, seconds)
+            if waiter.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # its sequences have failed when it became overdue
-            self._note(seat, batch, results, claim)
+            self._note(worker, batch, results, waiter)
             for answers in results:
                 if self._cache is not None:  # before the client can send the same request again
                     self._cache.keep(answers)
-                answers.settle(started_at, seconds)
+                answers.resolve(started_at, seconds)
         except BaseException:  # a thread that ends must not leave its batch unanswered
             if batch is None:
                 raise
             logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
-            fail_entries(batch.entries, BackendError(INTERNAL))
+            fail_sequences(batch.sequences, BackendError(INTERNAL))
 
-    def _is_unusable(self, seat: Seat) -> bool:
+    def _is_unusable(self, worker: Worker) -> bool:
         """Return whether a worker takes no batches: it is stuck, or sick while another is healthy.
 
         A sick worker would take most batches, because they fail fast.
         """
-        return seat.turn.stuck or (seat.sick and self.healthy)
+        return worker.scheduler.stuck or (worker.sick and self.healthy)
 
-    def _wait_for_work(self, seat: Seat) -> bool:
+    def _wait_for_work(self, worker: Worker) -> bool:
         """Wait for work of a worker. Returns False when the engine is closed and nothing is left.
 
         For a sick worker it also returns True after `probe_every_s` seconds, for a probe.
         """
         with self._lock:
-            until = time.monotonic() + self._probe_every_s if seat.sick else None
+            probe_at = time.monotonic() + self._probe_every_s if worker.sick else None
             while True:
-                has_work = self._lanes.runnable and not self._is_unusable(seat)
+                has_work = self._queue.runnable and not self._is_unusable(worker)
                 if has_work or self._closing:
                     return has_work
-                left_s = None if until is None else until - time.monotonic()
+                left_s = None if probe_at is None else probe_at - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return True
-                self._idle[seat].wait(left_s)
+                self._idle[worker].wait(left_s)
 
     def _wake_all(self) -> None:
         """Wake the idle threads of all workers. The caller holds the lock."""
         for idle in self._idle.values():
             idle.notify_all()
 
-    def _urgency(self, seat: Seat) -> float:
+    def _urgency(self, worker: Worker) -> float:
         """Return how urgently a worker wants its device; a probe counts as work.
 
         With work, it is minus the virtual time at which its next program begins, so that all models
         with work get equal device time. Interactive work adds BORROWED_S; otherwise it would wait
         for a batch of each other model. Without work, it is minus infinity, or infinity when the
-        engine closes: its threads then release the device at once.
+        engine closes, so that its threads get the device at once and can end.
         """
         with self._lock:
-            if self._lanes.runnable or (seat.sick and not self._closing):
-                ahead = BORROWED_S if self._lanes.has_interactive else 0.0
-                return ahead - seat.turn.begin(seat.share)
+            if self._queue.runnable or (worker.sick and not self._closing):
+                borrowed_s = BORROWED_S if self._queue.has_interactive else 0.0
+                return borrowed_s - worker.scheduler.begin(worker.share)
             return math.inf if self._closing else -math.inf
 
     def _take_batch(self) -> Batch | None:
         """Take the next batch out of the queue; None if no waiting sequence fits in a bucket."""
         with self._lock:
             try:
-                return self._lanes.take(self._costs.usable, time.monotonic(), self._most)
+                return self._queue.take(self._costs.usable, time.monotonic(), self._max_sequences)
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
-                waiting = self._lanes.clear()  # under the lock, because they may be inconsistent
-        fail_entries(waiting, BackendError(INTERNAL))
+                waiting = self._queue.clear()  # under the lock, because they may be inconsistent
+        fail_sequences(waiting, BackendError(INTERNAL))
         return None
 
-    def _probe_batch(self, seat: Seat) -> Batch | None:
+    def _probe_batch(self, worker: Worker) -> Batch | None:
         """Make a batch of one token on the smallest bucket, to test the device of a sick worker.
 
         Returns None if the worker is stuck, no bucket is compiled, or the engine closes."""
         usable = self._costs.usable
-        if seat.turn.stuck or not usable or self._closing:
+        if worker.scheduler.stuck or not usable or self._closing:
             return None
-        work = work_of([Encoding(np.ones(1, np.int32))], frozenset({seat.runner.primary}))
-        ticket = Ticket(work, self._widths)
-        return place(min(usable, key=lambda bucket: bucket.tokens), ticket.entries)
+        work = work_from_encodings(
+            [Encoding(np.ones(1, np.int32))], frozenset({worker.runner.primary})
+        )
+        future = WorkFuture(work, self._widths)
+        return place(min(usable, key=lambda bucket: bucket.tokens), future.sequences)
 
-    def _note(self, seat: Seat, batch: Batch, results: Sequence[Answers], claim: Claim) -> None:
-        """Record the results of a batch, and its device time `claim.took_s`.
+    def _note(
+        self, worker: Worker, batch: Batch, results: Sequence[Answers], waiter: Waiter
+    ) -> None:
+        """Record the results of a batch, and its device time `waiter.took_s`.
 
         If the batch got no answer, the worker has one more consecutive failure, otherwise none. The
         totals of the bucket and the metrics count every batch. The throughput counts a batch only
         if it was answered as a whole. The cost of the bucket counts it only if, in addition, no
         program of another model ran at the same time.
         """
-        answered = [answers for answers in results if answers.error is None and answers.entries]
+        answered = [answers for answers in results if answers.error is None and answers.sequences]
         tokens = batch.useful_tokens
         with self._lock:
-            seat.failures = 0 if answered else seat.failures + 1
-            use = self._ran.get(batch.bucket, BucketUse())
+            worker.failures = 0 if answered else worker.failures + 1
+            old = self._ran.get(batch.bucket, BucketUse())
             self._ran[batch.bucket] = BucketUse(
-                use.runs + 1, use.useful_tokens + tokens, use.device_s + claim.took_s
+                old.runs + 1, old.useful_tokens + tokens, old.device_s + waiter.took_s
             )
-            if [answers.entries for answers in answered] == [batch.entries]:  # not split
-                if not claim.mixed and batch.bucket in self._costs.usable:
-                    self._costs.observe(batch.bucket, 1000 * claim.took_s)
+            if [answers.sequences for answers in answered] == [batch.sequences]:  # not split
+                if not waiter.mixed and batch.bucket in self._costs.usable:
+                    self._costs.observe(batch.bucket, 1000 * waiter.took_s)
                 decay = 1 - 1 / RATE_BATCHES
                 self._ran_tokens = decay * self._ran_tokens + tokens
-                self._ran_s = decay * self._ran_s + claim.took_s
-        self._telemetry.batch_size.observe(len(batch.entries))
+                self._ran_s = decay * self._ran_s + waiter.took_s
+        self._telemetry.batch_size.observe(len(batch.sequences))
         self._telemetry.batch_tokens.observe(tokens)
         self._telemetry.batch_fill.observe(tokens / batch.bucket.tokens)
 
     def _trace(
         self,
-        seat: Seat,
+        worker: Worker,
         batch: Batch,
         results: Sequence[Answers],
         started_at: float,
         seconds: float,
     ) -> None:
-        """Add the run of a batch, which began at the time.monotonic() `started_at`, to traces."""
-        tickets = dict.fromkeys(ticket for entry in batch.entries for ticket in entry.claims)
-        traces = [ticket.trace for ticket in tickets if ticket.trace is not None]
+        """Add the run of a batch, from time.monotonic() `started_at` on, to its futures' traces."""
+        futures = dict.fromkeys(
+            future for sequence in batch.sequences for future in sequence.futures
+        )
+        traces = [future.trace for future in futures if future.trace is not None]
         if traces:
             run = BatchRun(
                 model=self.name,
                 bucket=str(batch.bucket),
                 fill=batch.useful_tokens / batch.bucket.tokens,
-                sequences=len(batch.entries),
+                sequences=len(batch.sequences),
                 tokens=batch.useful_tokens,
-                replica=self.seats.index(seat),
+                replica=self.workers.index(worker),
                 failed=all(answers.error is not None for answers in results),
                 started_at=started_at,
                 ended_at=started_at + seconds,
@@ -576,34 +594,34 @@ class Engine:
         The threads of Warmup call it. Raises the errors of the compiler; then no batch uses the
         bucket.
         """
-        for seat in self.seats:
-            seat.runner.compile(bucket)
+        for worker in self.workers:
+            worker.runner.compile(bucket)
         with self._lock:
             self._costs.add(bucket)
-            self._lanes.lengthen(max(bucket.length for bucket in self._costs.usable))
+            self._queue.set_longest_row(max(bucket.length for bucket in self._costs.usable))
             self._wake_all()
 
     def _fail_waiting(self, error: Exception) -> None:
         """Fail all waiting requests with `error`."""
         with self._lock:
-            waiting = self._lanes.clear()
-        fail_entries(waiting, error)
+            waiting = self._queue.clear()
+        fail_sequences(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:
         """Fail the sequences of a batch whose device call is overdue, with a BackendError.
 
-        The watchdog calls it once for each overdue call. It has already taken the device out of use
-        until the call returns. A call without a batch times a bucket, and is only logged.
+        The watchdog calls this method once for each overdue call, after it has taken the device out
+        of use until the call returns. A call without a batch times a bucket, and is only logged.
         """
         text = "%s: %s is overdue: nothing more runs on its device until it returns"
         if call.batch is None:
             logger.error(text, self.name, f"the timing of bucket {call.bucket}")
             return
-        reference, words = reference_to(call.batch)
-        logger.error(text, self.name, words)
+        reference, description = reference_to(call.batch)
+        logger.error(text, self.name, description)
         self._telemetry.failed_batches.inc()
         failure = f"the device did not return in time from this batch (reference {reference})"
-        fail_entries(call.batch.entries, BackendError(failure))
+        fail_sequences(call.batch.sequences, BackendError(failure))
 
     def _check_stuck(self) -> None:
         """Fail all waiting requests if every worker is stuck; otherwise wake threads if work waits.
@@ -615,13 +633,13 @@ class Engine:
             self._fail_waiting(DeviceStuck())
             return
         with self._lock:
-            if self._lanes.runnable:
+            if self._queue.runnable:
                 self._wake_all()
 
     def _needed_length(self) -> int | None:
         """Return the row length that the oldest sequence in no compiled bucket needs, or None."""
         with self._lock:
-            return self._lanes.needed_length
+            return self._queue.needed_length
 
 
 def _join_until(threads: Sequence[threading.Thread], deadline: float) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxembed.data.inputs import Priority
 from jaxembed.data.work import Ragged, SparseRows, Work, WorkResult
-from jaxembed.engine.engine import INTERNAL, RATE_BATCHES, Engine, EngineState, LaneState
+from jaxembed.engine.engine import INTERNAL, RATE_BATCHES, Engine, EngineState, QueueState
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.models.static import StaticModel
 from jaxembed.observability.metrics import Telemetry
@@ -55,7 +55,7 @@ class HostEngine:
         return self._ran_tokens / max(self._ran_s, 1e-6)
 
     def start(self) -> None:
-        """Make the engine ready. It has no threads to start."""
+        """Make the engine ready."""
         self._started = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
@@ -101,7 +101,7 @@ class HostEngine:
         return EngineState(
             waiting_inputs=0,
             waiting_tokens=0,
-            lanes={lane: LaneState(0, 0, 0.0) for lane in get_args(Priority)},
+            queues={queue: QueueState(0, 0, 0.0) for queue in get_args(Priority)},
             failures=(self._failures,),
             stuck=0,
             costs={},

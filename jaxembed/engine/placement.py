@@ -25,21 +25,22 @@ def place_parameters(
     dtype: DType,
     native_layout: bool = False,
 ) -> list[dict[str, jax.Array]]:
-    """Cast the parameters, and copy all of them to every device of every group.
+    """Cast the parameters, and copy all of them to every device of every group of devices.
 
     `parameters` are pairs of name and array; with a generator the host holds one array at a time.
-    With `native_layout`, weights are packed into panels for the native kernels (native.linear).
-    Returns a dict of arrays by name for each group.
+    `dtype` is that of large weights. With `native_layout`, weights are packed into panels for the
+    native kernels (native.linear). Returns a dict of arrays by name for each group.
     """
     shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
     for name, leaf in parameters:
         cast = leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
-        if native_layout and native.packable(name, cast.shape, str(cast.dtype)):
+        if native_layout and native.is_packable(name, cast.shape, str(cast.dtype)):
             cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
             copies[name] = jax.device_put(cast, sharding)
-        jax.block_until_ready([copies[name] for copies in placed])  # before the next needs memory
+        # before the next array needs memory
+        jax.block_until_ready([copies[name] for copies in placed])
     return placed
 
 

@@ -79,7 +79,7 @@ class Quota:
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.name = name
-        self.waiting = 0  # inputs
+        self.waiting = 0  # inputs admitted and not yet answered
         self.requests = self.tokens = 0  # totals: requests accepted, tokens answered
         self.refused: Counter[Refusal] = Counter()
         self.limits = Limits()
@@ -117,7 +117,7 @@ class Quota:
 
         The part has `inputs` and about `tokens`; `account` has the usage of its request so far.
         Raises RequestTooLarge if the request exceeds a limit of the key, and QuotaExceeded if the
-        part must wait. Once a part is admitted, later parts never wait, or it was computed in vain.
+        part must wait. Only the first part may have to wait: after that, work would be lost.
         """
         with self._lock:
             max_waiting = self.limits.max_inputs_waiting
@@ -128,7 +128,7 @@ class Quota:
                 "tokens",
                 "tokens_per_minute",
             )
-            if account.entered:
+            if account.entered:  # an earlier part of the request is admitted
                 return
             if max_waiting is not None and self.waiting + inputs > max_waiting:
                 self.refused["inputs"] += 1

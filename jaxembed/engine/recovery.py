@@ -14,8 +14,8 @@ import numpy as np
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.engine.batch import Batch, pack, place
 from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.future import Answers, QueuedSequence
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.ticket import Answers, Entry
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.observability.metrics import Telemetry
 
@@ -28,8 +28,8 @@ def reference_to(batch: Batch) -> tuple[str, str]:
     The description contains the reference.
     """
     reference = uuid.uuid4().hex[:12]
-    lengths = sorted((entry.length for entry in batch.entries), reverse=True)[:8]
-    size = f"{batch.bucket} of {len(batch.entries)} sequences"
+    lengths = sorted((sequence.length for sequence in batch.sequences), reverse=True)[:8]
+    size = f"{batch.bucket} of {len(batch.sequences)} sequences"
     return reference, f"batch {size} (reference {reference}, longest {lengths})"
 
 
@@ -69,9 +69,9 @@ class Recovery:
             if finite.any():
                 chosen = np.flatnonzero(finite).tolist()
                 values = answers.values_of(chosen, answers.values)
-                results.append(Answers([answers.entries[k] for k in chosen], values))
+                results.append(Answers([answers.sequences[k] for k in chosen], values))
             for k in np.flatnonzero(~finite).tolist():
-                results += self._alone(answers.entries[k], batch)
+                results += self._alone(answers.sequences[k], batch)
             return results
         except Exception as error:  # any error goes to the futures
             return [self._failed(batch, error)]
@@ -80,10 +80,12 @@ class Recovery:
         """Run a batch once, and gather the values of each sequence from the outputs.
 
         With `in_float32`, run the program of the bucket in float32. Raises the runner's errors."""
-        names = set().union(*(t.work.outputs for entry in batch.entries for t in entry.claims))
+        outputs = set().union(
+            *(future.work.outputs for sequence in batch.sequences for future in sequence.futures)
+        )
         self._on_call(batch.bucket)
         output = self._runner.run(
-            batch.bucket, pack(batch, self._runner.planes), names, in_float32=in_float32
+            batch.bucket, pack(batch, self._runner.planes), outputs, in_float32=in_float32
         )
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
@@ -93,9 +95,11 @@ class Recovery:
             elif OUTPUTS[name].per == "slot":
                 values[name] = array[rows, slots]
             else:
-                places = zip(batch.entries, batch.rows, batch.starts, strict=True)
-                values[name] = [array[row, at : at + entry.length] for entry, row, at in places]
-        return Answers(batch.entries, values)
+                places = zip(batch.sequences, batch.rows, batch.starts, strict=True)
+                values[name] = [
+                    array[row, start : start + sequence.length] for sequence, row, start in places
+                ]
+        return Answers(batch.sequences, values)
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
         """Run a failed batch again in parts if `error` says that the memory was full; or fail it.
@@ -103,7 +107,7 @@ class Recovery:
         The parts run on the largest bucket that has at most half the tokens and holds the longest
         sequence. If no bucket does, the batch fails.
         """
-        longest = max(entry.least_row for entry in batch.entries)
+        longest = max(sequence.min_row for sequence in batch.sequences)
         half = batch.bucket.tokens // 2
         fitting = [b for b in self._buckets() if longest <= b.length and b.tokens <= half]
         if "RESOURCE_EXHAUSTED" not in str(error) or not fitting:
@@ -112,56 +116,58 @@ class Recovery:
         logger.warning(
             "batch %s does not fit the device's memory, running it in halves", batch.bucket
         )
-        bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.entries), []
+        bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.sequences), []
         while left:
+            # the first one always gets a place
             parts.append(place(bucket, left[:1], left[1:]))
-            placed = set(parts[-1].entries)
-            left = [entry for entry in left if entry not in placed]
+            placed = set(parts[-1].sequences)
+            left = [sequence for sequence in left if sequence not in placed]
         return [answers for part in parts for answers in self.run(part)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:
         """Log and count a failed batch. Returns a BackendError for all its sequences."""
-        reference, words = reference_to(batch)
-        logger.error("%s failed", words, exc_info=error)
+        reference, description = reference_to(batch)
+        logger.error("%s failed", description, exc_info=error)
         self._telemetry.failed_batches.inc()
         failure = BackendError(f"the device failed on this batch (reference {reference})")
-        return Answers(batch.entries, error=failure)
+        return Answers(batch.sequences, error=failure)
 
-    def _alone(self, entry: Entry, batch: Batch) -> list[Answers]:
+    def _alone(self, sequence: QueuedSequence, batch: Batch) -> list[Answers]:
         """Run a sequence of `batch` alone, because its result was not finite.
 
-        Then run it in float32 if the model is in float16. Returns the answer or NotFinite.
+        Then run it in float32 if the model is in float16. Returns the answer, or NotFinite or a
+        BackendError as its error.
         """
         self._telemetry.not_finite.inc()
-        fitting = [b for b in self._buckets() if entry.least_row <= b.length]
+        fitting = [b for b in self._buckets() if sequence.min_row <= b.length]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
-        alone, float32_bucket = place(bucket, [entry]), self._runner.float32_bucket
+        alone, float32_bucket = place(bucket, [sequence]), self._runner.float32_bucket
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
                 return [answers]
             if float32_bucket is not None:
-                answers = self._attempt(place(float32_bucket, [entry]), in_float32=True)
+                answers = self._attempt(place(float32_bucket, [sequence]), in_float32=True)
                 if _finite(answers).all():
                     return [answers]
         except Exception as error:
             return self._after_failure(alone, error)
         attempts = "alone" if float32_bucket is None else "alone and in float32"
-        return [Answers([entry], error=NotFinite(f"the result is not finite, run {attempts}"))]
+        return [Answers([sequence], error=NotFinite(f"the result is not finite, run {attempts}"))]
 
 
 def _finite(answers: Answers) -> np.ndarray:
     """Return whether all values of each sequence are finite: bool `[sequences]`."""
-    finite = np.ones(len(answers.entries), bool)
+    finite = np.ones(len(answers.sequences), bool)
     for name, values in answers.values.items():
         if OUTPUTS[name].per == "slot":
             if OUTPUTS[name].sparse:
-                of_slots = np.array([np.isfinite(row).all() for row in values.values])
+                slots = np.array([np.isfinite(row).all() for row in values.values])
             else:
-                of_slots = np.asarray(np.isfinite(values).all(axis=1))
-            if answers.slots is not None:
-                of_slots = np.logical_and.reduceat(of_slots, answers.slots[0])
-            finite &= of_slots
+                slots = np.asarray(np.isfinite(values).all(axis=1))
+            if answers.slots is not None:  # all slots must be finite
+                slots = np.logical_and.reduceat(slots, answers.slots[0])
+            finite &= slots
         else:
             finite &= np.array([np.isfinite(rows).all() for rows in values])
     return finite

@@ -19,7 +19,7 @@ from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
-from jaxembed.engine.sparse import fetched, gathered
+from jaxembed.engine.sparse import fetch_rows, gather_nonzero
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
@@ -39,17 +39,17 @@ class Replica:
         parameters: dict[str, Any],
         devices: Sequence[Device],
         dtype: DType,
-        float32_twin: Bucket | None = None,
+        float32_bucket: Bucket | None = None,
         attention: Callable[[Bucket], Attend] = lambda bucket: by_xla,
         native_layout: bool = False,
     ):
         """Place the parameters on the devices.
 
         `parameters` are arrays by name; those that `place_parameters` has placed already are not
-        copied. `float32_twin` is a bucket that also gets a program in float32. `attention` returns
-        the attention implementation for the program of a bucket; the program in float32 uses XLA's.
-        With `native_layout`, weights are packed into panels, as native.linear takes them. Raises
-        CheckpointError if the parameters are not those of the program.
+        copied. `float32_bucket` is a bucket that also gets a program in float32. `attention`
+        returns the attention implementation for the program of a bucket; the program in float32
+        uses XLA's. With `native_layout`, weights are packed into panels, as native.linear takes
+        them. Raises CheckpointError if the parameters are not those of the program.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
@@ -60,7 +60,7 @@ class Replica:
         self._mesh = mesh_of(devices)
         self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
         self.native_layout = native_layout
-        self._float32_bucket = float32_twin
+        self._float32_bucket = float32_bucket
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
@@ -70,7 +70,7 @@ class Replica:
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
 
-        If the bucket is the replica's `float32_twin`, also compile a program that computes in
+        If the bucket is the replica's `float32_bucket`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
         float16. Raises ConfigError if the rows of the bucket cannot be divided equally among the
         devices, and the errors of XLA.
@@ -96,7 +96,7 @@ class Replica:
         """
         computed = self.launch(bucket, planes, FLOAT32 if in_float32 else self.dtype)
         return {
-            name: fetched(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
+            name: fetch_rows(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
             for name in outputs
         }
 
@@ -152,13 +152,14 @@ class Replica:
             if self.devices[0].platform == "cpu":  # the outputs are in the memory of the host
                 return computed
             return {
-                name: gathered(value, planes[0].size) if OUTPUTS[name].sparse else value
+                name: gather_nonzero(value, planes[0].size) if OUTPUTS[name].sparse else value
                 for name, value in computed.items()
             }
 
-        mapped = jax.shard_map(
+        sharded = jax.shard_map(
             forward,
             mesh=self._mesh,
+            # every device has all parameters, and some rows
             in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
             out_specs={name: PartitionSpec("data") for name in self.outputs},
             check_vma=False,
@@ -166,10 +167,10 @@ class Replica:
         shape = (self.planes, bucket.rows, bucket.length)
         planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_rows)
         # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
-        exact = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
+        precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
-        with exact, using(attend):
-            lowered = jax.jit(mapped).lower(self._parameters, planes)
+        with precision, using(attend):
+            lowered = jax.jit(sharded).lower(self._parameters, planes)
         return compile_lowered(lowered, compiler_options(self.devices[0].platform))
 
 
@@ -203,17 +204,17 @@ class NullReplica:
         in_float32: bool = False,
     ) -> Outputs:
         """Return float32 ones in the shapes of the named outputs, whatever `planes` holds."""
-        made: Outputs = {}
+        computed: Outputs = {}
         for name in outputs:
             kind, width = OUTPUTS[name], self._widths[name]
             if kind.sparse:  # one nonzero value in each row
                 count = bucket.rows * bucket.slots
-                row = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
-                made[name] = SparseRows(width, *row)
+                indices_values = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
+                computed[name] = SparseRows(width, *indices_values)
             else:
-                columns = bucket.slots if kind.per == "slot" else bucket.length
-                made[name] = np.ones((bucket.rows, columns, width), np.float32)
-        return made
+                places = bucket.slots if kind.per == "slot" else bucket.length
+                computed[name] = np.ones((bucket.rows, places, width), np.float32)
+        return computed
 
 
 Runner = Replica | NullReplica

@@ -1,7 +1,7 @@
 """Copies a sparse output from a device to the host, without its zeros.
 
-`gathered` collects a fixed number of nonzero values on the device. `fetched` copies them, or the
-dense output if there are more.
+`gather_nonzero` collects a fixed number of nonzero values on the device. `fetch_rows` copies them,
+or the dense output if there are more.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxembed.data.work import SparseRows, sparse_rows
+from jaxembed.data.work import SparseRows, to_sparse_rows
 
 # The number of nonzero values that a device gathers, for each token of a bucket. A wrong guess
 # costs only time: if a batch has more, its dense output is copied.
@@ -29,7 +29,7 @@ class Gathered(NamedTuple):
     counts: Int[Array, " shards"]  # number of nonzero values of a shard; may be more than `room`
 
 
-def gathered(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
+def gather_nonzero(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
     """Gather the nonzero values of rows that hold `tokens` tokens, on the device."""
     flat = dense.reshape(-1)
     room = min(VALUES_A_TOKEN * tokens, flat.size)
@@ -37,7 +37,7 @@ def gathered(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
     return Gathered(dense, places, flat[places], jnp.count_nonzero(flat).reshape(1))
 
 
-def fetched(output: Any) -> SparseRows:
+def fetch_rows(output: Any) -> SparseRows:
     """Copy a sparse output to the host. Returns its nonzero values as rows `[rows * slots, width]`.
 
     `output` is a Gathered, or a dense array `[rows, slots, width]` if the device is a CPU."""
@@ -52,5 +52,5 @@ def fetched(output: Any) -> SparseRows:
             used = np.arange(room) < counts[:, None]
             size = dense.size // len(counts)
             first = np.arange(len(counts), dtype=np.int64)[:, None] * size  # of each shard
-            return SparseRows.of_places((first + places)[used], values[used], rows * slots, width)
-    return sparse_rows(np.asarray(dense).reshape(-1, width))
+            return SparseRows.from_flat((first + places)[used], values[used], rows * slots, width)
+    return to_sparse_rows(np.asarray(dense).reshape(-1, width))

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 from jaxembed.engine.batch import Batch
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.turn import Claim
+from jaxembed.engine.scheduler import Waiter
 
 logger = logging.getLogger(__name__)
 
 OVERDUE_FACTOR = 20.0  # a call is overdue after this many times the expected cost of its bucket
 OVERDUE_S = 60.0  # but not earlier: the first run has page faults, and on a GPU autotuning
-LOOK_EVERY_S = 1.0  # largest number of seconds between two checks
-LOOKS_AT_LEAST = 5  # smallest number of checks before a call is overdue
+CHECK_EVERY_S = 1.0  # largest number of seconds between two checks
+MIN_CHECKS = 5  # smallest number of checks before a call is overdue
 
 
 @dataclass(eq=False)
 class WatchedCall:
     """A device call in progress."""
 
-    claim: Claim  # the thread that holds the device
+    waiter: Waiter  # the thread that holds the device
     bucket: Bucket
     batch: Batch | None  # None if a bucket is timed
     age_s: float = 0.0
@@ -41,23 +41,23 @@ class Watchdog:
     """A thread that checks the device calls of one engine once a second.
 
     A call is overdue after OVERDUE_FACTOR times the cost of its bucket, `cost_s(bucket)` seconds,
-    but not before `overdue_s` seconds. Then `call.claim.overdue` is set, which takes the device out
-    of use until the call returns, and `on_overdue` is called once. `on_look` is called at every
-    check.
+    but not before `overdue_s` seconds. Then `call.waiter.overdue` is set, which takes the device
+    out of use until the call returns, and `on_overdue` is called once. `on_check` is called at
+    every check.
     """
 
     def __init__(
         self,
         cost_s: Callable[[Bucket], float],
         on_overdue: Callable[[WatchedCall], object],
-        on_look: Callable[[], object],
+        on_check: Callable[[], object],
         overdue_s: float = OVERDUE_S,
     ):
         self._cost_s = cost_s
         self._on_overdue = on_overdue
-        self._on_look = on_look
+        self._on_check = on_check
         self._overdue_s = overdue_s
-        self._look_s = min(LOOK_EVERY_S, overdue_s / LOOKS_AT_LEAST)
+        self._look_s = min(CHECK_EVERY_S, overdue_s / MIN_CHECKS)
         self.calls: list[WatchedCall] = []  # in progress; replaced, so reads need no lock
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -65,13 +65,13 @@ class Watchdog:
 
     @contextmanager
     def watch(
-        self, claim: Claim, bucket: Bucket, batch: Batch | None = None
+        self, waiter: Waiter, bucket: Bucket, batch: Batch | None = None
     ) -> Iterator[WatchedCall]:
         """Watch the device calls within the block. Yields the watched call.
 
-        `claim` holds the device. `batch` is None if the block times the bucket.
+        `waiter` holds the device. `batch` is None if the block times the bucket.
         """
-        call = WatchedCall(claim, bucket, batch)
+        call = WatchedCall(waiter, bucket, batch)
         with self._lock:
             self.calls = [*self.calls, call]
         try:
@@ -95,7 +95,7 @@ class Watchdog:
             try:
                 for call in self.calls:
                     self._look_at(call, passed_s)
-                self._on_look()
+                self._on_check()
             except Exception:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
 
@@ -103,6 +103,6 @@ class Watchdog:
         """Add `passed_s` seconds to the age of a call; mark and report it once it is overdue."""
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
-        if call.age_s > allowed_s and not call.claim.overdue:
-            call.claim.overdue = True
+        if call.age_s > allowed_s and not call.waiter.overdue:
+            call.waiter.overdue = True
             self._on_overdue(call)

@@ -31,8 +31,8 @@ class _Actor:
         arguments: dict[str, Any],
         options: Collection[str],
     ):
-        """Load the model. The `arguments` named in `options` are passed to each call, the others to
-        Embedder, whose errors this raises."""
+        """Load the model. `columns` are read, and `adds` are added. The `arguments` named in
+        `options` are passed to each call, the others to Embedder, whose errors this raises."""
         self._columns, self._adds, self._id_column = columns, adds, id_column
         self._options = {name: arguments.pop(name) for name in options & arguments.keys()}
         self._embedder = Embedder(model, **arguments)
@@ -44,7 +44,7 @@ class _Actor:
 
     def _texts(self, batch: Any) -> list[list[str]]:
         """Return the texts of each column to read. Raises InvalidInput if the batch is no Arrow
-        table or has a column to add, and as `_column`."""
+        table or already has a column to add, and as `_column`."""
         if not isinstance(batch, pa.Table):
             raise InvalidInput(
                 f"batches must be of pyarrow.Table, and are of {type(batch).__name__}: add "
@@ -70,27 +70,27 @@ class _Actor:
         column = batch[name]
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-        if not any(test(column.type) for test in (*is_text, pa.types.is_null)):
+        string_types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+        if not any(test(column.type) for test in (*string_types, pa.types.is_null)):
             raise InvalidInput(
                 f"column {name!r} must be of strings, and is of {column.type}", field=name
             )
         texts = column.to_pylist()
-        for missing, why in ((None, "is null"), ("", "is empty")):
-            if missing in texts:
-                raise self._refusal(batch, texts.index(missing), name, why)
+        for bad, why in ((None, "is null"), ("", "is empty")):
+            if bad in texts:
+                raise self._refusal(batch, texts.index(bad), name, why)
         return texts
 
     def _refusal(self, batch: pa.Table, row: int, column: str, why: str) -> InvalidInput:
-        """Return the error of a row. It names the row's id, if there is one, and quotes its
-        text."""
+        """Return the error for the text of a row. It says `why`, names the row by its id, if there
+        is one, and quotes the text."""
         text = batch[column][row].as_py()
-        shown = "" if text is None else f" It begins {text[:SHOWN]!r}."
+        quote = "" if text is None else f" It begins {text[:SHOWN]!r}."
         if self._id_column in batch.column_names:
             named = f"the row whose {self._id_column} is {batch[self._id_column][row].as_py()!r}"
         else:
             named = f"row {row} of a batch of {batch.num_rows} (id_column= names rows by their ids)"
-        return InvalidInput(f"{named}, column {column!r}: {why}.{shown}", column, row)
+        return InvalidInput(f"{named}, column {column!r}: {why}.{quote}", column, row)
 
 
 class Embed(_Actor):
@@ -118,8 +118,9 @@ class Embed(_Actor):
         outputs: Collection[OutputName] = ("dense",),
         **arguments: Any,
     ):
-        self._outputs, names = tuple(outputs), output_options.names
-        super().__init__(model, [column], self._outputs, id_column, arguments, names)
+        # `options` of each call; Embedder takes others
+        self._outputs, options = tuple(outputs), output_options.names
+        super().__init__(model, [column], self._outputs, id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """Return the batch with the outputs of its texts. Ray calls this for further batches of a
@@ -155,20 +156,23 @@ class Rerank(_Actor):
         id_column: str | None = None,
         **arguments: Any,
     ):
-        names = rerank_options.names | {"raw_scores"}
-        super().__init__(model, [query_column, column], ["score"], id_column, arguments, names)
+        options = rerank_options.names | {"raw_scores"}  # of each call; Embedder takes others
+        super().__init__(model, [query_column, column], ["score"], id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """Return the batch with the score of each row."""
         queries, documents = self._texts(batch)
-        rows: dict[str, list[int]] = {}
+        by_query: dict[str, list[int]] = {}
         for row, query in enumerate(queries):
-            rows.setdefault(query, []).append(row)
+            by_query.setdefault(query, []).append(row)
         ranked = await asyncio.gather(
-            *(self._rank(batch, query, query_rows, documents) for query, query_rows in rows.items())
+            *(
+                self._rank(batch, query, query_rows, documents)
+                for query, query_rows in by_query.items()
+            )
         )
         scores = np.empty(len(documents), np.float32)
-        for query_rows, results in zip(rows.values(), ranked, strict=True):
+        for query_rows, results in zip(by_query.values(), ranked, strict=True):
             for result in results:
                 scores[query_rows[result.index]] = result.score
         return batch.append_column("score", pa.array(scores))
@@ -176,15 +180,15 @@ class Rerank(_Actor):
     async def _rank(
         self, batch: pa.Table, query: str, rows: list[int], documents: list[str]
     ) -> list[Ranked]:
-        """Score those of the batch's documents that are in these rows for the query. Raises
-        InvalidInput, which names the row, and BackendError."""
+        """Score the documents of these rows for the query. `Ranked.index` counts within `rows`.
+        Raises InvalidInput, which names the row, and BackendError."""
         try:
             chosen = [documents[row] for row in rows]
             return await self._embedder.rerank_async(query, chosen, **self._options)
         except InvalidInput as error:
             if error.index is None and error.field != "query":
-                raise
-            of_query = error.index is None
+                raise  # it is about no row
+            of_query = error.index is None  # then its first row is named
             row, column = rows[error.index or 0], self._columns[0 if of_query else 1]
             raise self._refusal(batch, row, column, str(error)) from error
 
@@ -204,8 +208,8 @@ class Classify(_Actor):
         id_column: str | None = None,
         **arguments: Any,
     ):
-        names = score_options.names | {"raw_scores"}
-        super().__init__(model, [column], ["labels"], id_column, arguments, names)
+        options = score_options.names | {"raw_scores"}  # of each call; Embedder takes others
+        super().__init__(model, [column], ["labels"], id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """Return the batch with the labels of its texts."""

@@ -32,6 +32,7 @@ class Model(nnx.Module):
     """A backbone and the heads that compute the outputs from its hidden states."""
 
     def __init__(self, spec: ModelSpec):
+        # checkpoints store the parameters as `tower.…`
         self.tower = tower_class(spec.architecture)(tower_config(spec))
         adapters.attach(self.tower, spec.adapters)
         self.image = spec.image
@@ -43,7 +44,7 @@ class Model(nnx.Module):
         """Return the requested `outputs` by name; "tokens" is the backbone's hidden states."""
         if self.image is not None:
             assert tokens.pixels is not None
-            tokens = replace(tokens, pixels=normalised(tokens.pixels, self.image))
+            tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
         with adapters.chosen(tokens.adapters):
             hidden = self.tower(tokens)
         # in the order of OUTPUTS: a set's order differs by process, and would change the program
@@ -54,7 +55,7 @@ class Model(nnx.Module):
         }
 
 
-def normalised(
+def normalized_pixels(
     pixels: UInt8[Array, "rows length values"], rules: ImageRules
 ) -> Float[Array, "rows length values"]:
     """Return pixel values as the backbone takes them: (value * rescale - mean) / std.
@@ -134,12 +135,12 @@ class Program:
         """
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
-        for name, shape in self.shapes.items():
-            got = shape.shape
+        for name, wanted in self.shapes.items():
+            actual = wanted.shape
             if name in parameters:
-                got = native.plain_shape(tuple(parameters[name].shape))
-            if got != shape.shape:
-                problems.append(f"{name}: wanted shape {shape.shape}, got {got}")
+                actual = native.unpacked_shape(tuple(parameters[name].shape))
+            if actual != wanted.shape:
+                problems.append(f"{name}: wanted shape {wanted.shape}, got {actual}")
         if problems:
             raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
         return [parameters[name] for name in self.shapes]
@@ -166,10 +167,11 @@ def program(spec: ModelSpec) -> Program:
         tokens = PackedTokens.unstack(planes, slots, expansion, image)
         return model(tokens, outputs)
 
-    planes = PackedTokens.PLANES + bool(spec.adapters)
+    # a plane for the numbers of adapters, and those of images
+    plane_count = PackedTokens.PLANES + bool(spec.adapters)
     if image is not None:
-        planes += image.place_numbers + image.token_bytes // WORD_BYTES
-    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, planes)
+        plane_count += image.place_numbers + image.token_bytes // WORD_BYTES
+    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, plane_count)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

@@ -26,7 +26,7 @@ _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
 @contextmanager
 def chosen(numbers: Numbers | None) -> Iterator[None]:
-    """Set each token's adapter number for the layers that this thread traces in the block."""
+    """Give the layers that this thread traces in the block the number of each token's adapter."""
     reset_token = _numbers.set(numbers)
     try:
         yield
@@ -70,7 +70,7 @@ def _current_numbers() -> Numbers:
     return numbers
 
 
-def owners_of(ranks: Sequence[int]) -> tuple[int, ...]:
+def column_owners(ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the number of the adapter that owns each column between down and up.
 
     `ranks` are the numbers of columns of adapters 1, 2, and so on. The native kernels take a
@@ -80,17 +80,17 @@ def owners_of(ranks: Sequence[int]) -> tuple[int, ...]:
     return (*columns, *[-1] * (-len(columns) % native.PANEL))
 
 
-def attach(tower: nnx.Module, adapters: Sequence[Adapter]) -> None:
+def attach(backbone: nnx.Module, adapters: Sequence[Adapter]) -> None:
     """Set `adapter` to a LowRank in each layer that at least one of the adapters changes.
 
-    Raises CheckpointError if the backbone has no layer of that name.
+    `Adapter.ranks` names these layers. Raises CheckpointError if the backbone lacks one.
     """
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
-        layer: Any = tower
+        layer: Any = backbone
         for part in name.split(".")[1:]:  # after `tower.`, as in `tower.layers.0.mlp.up`
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
         if not isinstance(layer, Linear | Embedding):
             raise CheckpointError(f"the model has no layer {name}, for which it has an adapter")
         layer.adapter = LowRank(
-            layer, owners_of([adapter.ranks.get(name, 0) for adapter in adapters])
+            layer, column_owners([adapter.ranks.get(name, 0) for adapter in adapters])
         )

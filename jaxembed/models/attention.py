@@ -26,7 +26,7 @@ LOCAL_BLOCK = 64  # the same with a window: 12 to 16 % faster than 32, and 128 i
 ACCELERATOR_QUERY_BLOCK = 512  # tokens; it bounds the memory of the scores in long rows
 ACCELERATOR_LOCAL_BLOCK = 128  # with a window; larger blocks score keys that no query needs
 SIMD_FLOATS = 16  # float32 in one vector of AVX-512 or two of AVX2
-MOST_PARTS = 32  # parts of a row of scores, a power of 2; each becomes a slice in the program
+MAX_PARTS = 32  # parts of a row of scores, a power of 2; each becomes a slice in the program
 MASKED = -1e30  # finite, so that a query without keys gets uniform weights and not NaN
 
 Heads = Float[Array, "rows length heads width"]
@@ -40,7 +40,7 @@ Bias = Float[Array, "heads distances"]  # 2 * length - 1 distances: from 1 - len
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """Which tokens of its segment a token attends to (by default all), and the soft cap."""
 
     causal: bool = False  # whether a token attends only to itself and earlier tokens
@@ -48,7 +48,7 @@ class Sight:
     cap: float | None = None  # scores become cap * tanh(score / cap); None: no soft cap
 
 
-EVERYTHING = Sight()
+EVERYTHING = AttentionMask()
 
 # The type of by_xla. `bias` and `key_segments` are passed only if they are not None, so an
 # implementation for models without them may lack these parameters.
@@ -60,7 +60,7 @@ def attend(
     key: Grouped,
     value: Grouped,
     segments: Segments,
-    sight: Sight = EVERYTHING,
+    attention_mask: AttentionMask = EVERYTHING,
     bias: Bias | None = None,
     key_segments: Segments | None = None,
 ) -> Heads:
@@ -85,13 +85,13 @@ def attend(
     """
     optional = {"bias": bias, "key_segments": key_segments}
     present = {name: value for name, value in optional.items() if value is not None}
-    return _IMPLEMENTATION.get()(query, key, value, segments, sight, **present)
+    return _IMPLEMENTATION.get()(query, key, value, segments, attention_mask, **present)
 
 
 def attend_joint(
     joint: Joint,
     segments: Segments,
-    sight: Sight = EVERYTHING,
+    attention_mask: AttentionMask = EVERYTHING,
     bias: Bias | None = None,
     rotation: Rotation | None = None,
     dtype: Any = None,
@@ -105,7 +105,7 @@ def attend_joint(
     """
     _, length, _, _, width = joint.shape
     if key_segments is None and takes_joint(length, width, joint.dtype):
-        mask_fields = sight.causal, sight.reach, sight.cap
+        mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.joint_attention(
             joint, segments, *mask_fields, distance_bias=bias, angles=angles
@@ -114,7 +114,7 @@ def attend_joint(
     if rotation is not None:
         query, key = rotation(query), rotation(key)
     query, key, value = (x.astype(dtype or joint.dtype) for x in (query, key, value))
-    return attend(query, key, value, segments, sight, bias, key_segments)
+    return attend(query, key, value, segments, attention_mask, bias, key_segments)
 
 
 def takes_joint(length: int, width: int, dtype: Any) -> bool:
@@ -139,7 +139,7 @@ def using(implementation: Attend) -> Iterator[None]:
 def is_native(call: str) -> bool:
     """Whether the program that this thread traces may use a native kernel.
 
-    `call` is one of native.CALLS or native.ENDS.
+    `call` is one of native.CALLS or native.EPILOGUES.
     """
     implementation = _IMPLEMENTATION.get()
     return isinstance(implementation, ByNative) and call not in implementation.without
@@ -150,11 +150,11 @@ def by_xla(
     key: Grouped,
     value: Grouped,
     segments: Segments,
-    sight: Sight,
+    attention_mask: AttentionMask,
     bias: Bias | None = None,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """Compute attention in plain JAX, on every platform. This is the default of `attend`."""
+    """Compute attention as `attend` does, in plain JAX. This is the default implementation."""
     segments_of_keys = segments if key_segments is None else key_segments
     rows, length, heads, width = query.shape
     groups = key.shape[2]
@@ -165,11 +165,12 @@ def by_xla(
         query = query.swapaxes(2, 3).reshape(rows, -1, groups, width)
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     if length <= WHOLE_SCORES:
-        mixed = _mix(query, segments, 0, key, value, segments_of_keys, 0, sight, bias)
+        # the zeros: queries and keys begin at the start of the row
+        mixed = _mix(query, segments, 0, key, value, segments_of_keys, 0, attention_mask, bias)
     else:
-        cpu, accelerator = (
+        cpu_size, other_size = (
             (QUERY_BLOCK, ACCELERATOR_QUERY_BLOCK)
-            if sight.reach is None
+            if attention_mask.reach is None
             else (LOCAL_BLOCK, ACCELERATOR_LOCAL_BLOCK)
         )
         mixed = lax.platform_dependent(
@@ -179,8 +180,8 @@ def by_xla(
             segments,
             segments_of_keys,
             bias,
-            cpu=partial(_in_query_blocks, sight=sight, size=cpu),
-            default=partial(_in_query_blocks, sight=sight, size=accelerator),
+            cpu=partial(_in_query_blocks, attention_mask=attention_mask, size=cpu_size),
+            default=partial(_in_query_blocks, attention_mask=attention_mask, size=other_size),
         )
     if per_group == 1:
         return mixed
@@ -204,17 +205,17 @@ class ByNative:
         key: Grouped,
         value: Grouped,
         segments: Segments,
-        sight: Sight,
+        attention_mask: AttentionMask,
         bias: Bias | None = None,
         key_segments: Segments | None = None,
     ) -> Heads:
-        """Compute attention as `attend` does."""
+        """Compute attention as `attend` does, by the native kernel if possible."""
         length, width = query.shape[1], query.shape[3]
-        takes = key_segments is None and native.takes(length, width, str(query.dtype))
-        if takes and "attention" not in self.without:
-            mask_fields = sight.causal, sight.reach, sight.cap
+        is_supported = key_segments is None and native.takes(length, width, str(query.dtype))
+        if is_supported and "attention" not in self.without:
+            mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
             return native.attention(query, key, value, segments, *mask_fields, distance_bias=bias)
-        return by_xla(query, key, value, segments, sight, bias, key_segments)
+        return by_xla(query, key, value, segments, attention_mask, bias, key_segments)
 
 
 by_native = ByNative()
@@ -230,7 +231,7 @@ def _in_query_blocks(
     key_segments: Segments,
     bias: Bias | None,
     *,
-    sight: Sight,
+    attention_mask: AttentionMask,
     size: int,
 ) -> QueryHeads:
     """Compute attention for the queries of `size` tokens at a time.
@@ -244,9 +245,9 @@ def _in_query_blocks(
     size = min(size, length)
     blocks = -(-length // size)
     padding = blocks * size - length
-    before = length if sight.reach is None else sight.reach
-    after = 0 if sight.causal else before
-    span = before + size + after
+    before = length if attention_mask.reach is None else attention_mask.reach
+    after = 0 if attention_mask.causal else before
+    span = before + size + after  # the number of keys that a block takes
     if span >= length:  # every block takes all keys
         before, span, around = 0, length, (0, 0)
     else:
@@ -264,6 +265,7 @@ def _in_query_blocks(
         key_start = first_key - before  # in the row without its padding
         near_bias = bias
         if bias is not None:
+            # of the distance from the block's last query to its first key
             column = bias.shape[1] - length + key_start - (start + size - 1)
             near_bias = lax.dynamic_slice_in_dim(bias, column, size + span - 1, axis=1)
         return _mix(
@@ -274,7 +276,7 @@ def _in_query_blocks(
             near_value,
             near_segments,
             key_start,
-            sight,
+            attention_mask,
             near_bias,
         )
 
@@ -295,29 +297,29 @@ def _mix(
     value: KeyHeads,
     key_segments: Int[Array, "rows keys"],
     key_start: int | Int[Array, ""],
-    sight: Sight,
+    attention_mask: AttentionMask,
     bias: Bias | None,
 ) -> QueryHeads:
     """Compute attention of some queries over some keys of the same rows.
 
-    Each token has one or more neighbouring queries. `query_segments` and `key_segments` are the
-    segments of the tokens. `query_start` and `key_start` are the positions of the first token in
-    the row; distances in the row are distances in the sequence. `bias` begins with the distance
-    from the last query to the first key.
+    Each token has one or more neighbouring queries, as `by_xla` arranges them. `query_segments` and
+    `key_segments` are the segments of the tokens. `query_start` and `key_start` are the indices in
+    the row of the first query's token and of the first key; distances in the row are distances in
+    the sequence. `bias` begins with the distance from the last query to the first key.
     """
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
-    if sight.cap is not None:
-        scores = sight.cap * jnp.tanh(scores / sight.cap)
+    if attention_mask.cap is not None:
+        scores = attention_mask.cap * jnp.tanh(scores / attention_mask.cap)
     if bias is not None:
         scores = scores + _spread(bias, query_segments.shape[1], key.shape[2])[None]
     visible = query_segments[:, :, None] == key_segments[:, None, :]
     query_at = query_start + jnp.arange(query_segments.shape[1])
     key_at = key_start + jnp.arange(key_segments.shape[1])
     distance = (query_at[:, None] - key_at[None, :])[None]
-    if sight.causal:
+    if attention_mask.causal:
         visible &= distance >= 0
-    if sight.reach is not None:
-        visible &= abs(distance) <= sight.reach
+    if attention_mask.reach is not None:
+        visible &= abs(distance) <= attention_mask.reach
     visible = jnp.repeat(visible, query.shape[1] // query_segments.shape[1], axis=1)
     scores = jnp.where(visible[:, None], scores, MASKED)
     return weighted_values(scores, value).swapaxes(1, 2)
@@ -333,8 +335,9 @@ def weighted_values(scores: AttentionScores, value: KeyHeads) -> Mixed:
 def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups queries keys"]:
     """Return the bias of each query and key, from the bias of each distance.
 
-    It gathers whole rows: XLA:CPU takes several times as long to gather single numbers or to
-    reshape. The barrier keeps XLA from computing the result again for each row of the batch.
+    `tokens` is the number of the queries' tokens, `groups` that of key heads. Whole rows are
+    gathered: XLA:CPU takes several times as long to gather single numbers or to reshape. The
+    barrier keeps XLA from computing the result again for each row of the batch.
     """
     heads, distances = bias.shape
     keys = distances - tokens + 1
@@ -343,7 +346,7 @@ def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups querie
         return lax.dynamic_slice_in_dim(bias, start, keys, axis=1)
 
     rows = jax.vmap(of_token, out_axes=1)(tokens - 1 - jnp.arange(tokens))
-    if heads != groups:  # as in by_xla
+    if heads != groups:  # heads become queries, as in by_xla
         rows = rows.reshape(groups, heads // groups, tokens, keys).swapaxes(1, 2)
     return lax.optimization_barrier(rows.reshape(groups, -1, keys))
 
@@ -379,10 +382,11 @@ def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]:
-    """Return the largest score of each query, mostly by elementwise maxima of parts of its row."""
+    """Return the largest score of each query, by elementwise maxima of parts of the row as far as
+    possible: reductions are slow on XLA:CPU."""
     keys = scores.shape[-1]
     if keys % SIMD_FLOATS == 0:
-        parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MOST_PARTS), axis=-1)
+        parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MAX_PARTS), axis=-1)  # 2^n parts
         while len(parts) > 1:
             parts = [jnp.maximum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         scores = parts[0]

@@ -145,7 +145,7 @@ class BertEmbeddings(nnx.Module):
             hidden = hidden + self.type(tokens.types)
         if self.position is not None:
             positions = tokens.positions
-            if self.pad_id is not None:
+            if self.pad_id is not None:  # RoBERTa
                 positions = positions_after_pad(tokens, self.pad_id)
             hidden = hidden + self.position(positions)
         hidden = self.norm(hidden)
@@ -190,7 +190,8 @@ class BertLayer(nnx.Module):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
-        """Return the layer's output, from one native call after the attention if possible."""
+        """Return the layer's output. A single native call computes all after the attention if it
+        supports the weights and shapes."""
         mixed = self.attention(hidden, tokens, rotation, bias)
         mlp = self.mlp
         linears = {
@@ -199,11 +200,11 @@ class BertLayer(nnx.Module):
             "down": mlp.down,
         }
         out, up, down = (linear.parameters for linear in linears.values())
-        takes_up = (
-            native.takes_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
+        supports_up = (
+            native.supports_gated(up[0], mlp.activation) if mlp.gated else mlp.activation == "gelu"
         )
-        takes = takes_up and native.takes_mlp(hidden, out[0], up[0], down[0])
-        if takes and self.residual_norm is None and is_native("mlp"):
+        supports_mlp = supports_up and native.supports_mlp(hidden, out[0], up[0], down[0])
+        if supports_mlp and self.residual_norm is None and is_native("mlp"):
             return native.mlp(
                 mixed.astype(jnp.bfloat16),
                 hidden,
@@ -211,12 +212,12 @@ class BertLayer(nnx.Module):
                 up,
                 (*down, *self.mlp_norm.parameters),
                 self.mlp_norm.eps,
-                mlp.activation if mlp.gated else None,
-                {name: linear.native_adapters for name, linear in linears.items()},
+                gate=mlp.activation if mlp.gated else None,
+                adapters={name: linear.native_adapters for name, linear in linears.items()},
             )
-        attended = self.attention_norm.of_sum(hidden, self.attention.out, mixed)
+        attended = self.attention_norm.norm_of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
-        return self.mlp_norm.of_sum(hidden, mlp.down, mlp.wide(hidden))
+        return self.mlp_norm.norm_of_sum(hidden, mlp.down, mlp.wide(hidden))
 
 
 class BertAttention(nnx.Module):

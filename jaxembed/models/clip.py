@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models.attention import Sight
+from jaxembed.models.attention import AttentionMask
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -132,11 +132,13 @@ class ResizedPositions(nnx.Module):
 def triangle_weights(
     place: Int[Array, "rows length"], size: Int[Array, "rows length"], side: int
 ) -> Float[Array, "rows length side"]:
-    """Return the weights of the table's `side` entries at index `place` of a resized axis.
+    """Return the weights by which a table of `side` entries, resized to `size` entries, is read at
+    the index `place`.
 
-    The axis is resized from `side` to `size` entries, as by torch's bilinear interpolation with
-    antialias and without aligned corners. The weights of a place sum to 1. Distances are integers,
-    in units of 1 / (2 * size) entries, so that rounding does not move the filter.
+    Entry `place` of the resized table is the sum of the old entries times these weights, as in
+    torch's bilinear interpolation with antialias and without aligned corners. The weights of a
+    place sum to 1. Distances are integers, in units of 1 / (2 * size) old entries, so that rounding
+    does not move the filter.
     """
     centre = (2 * place + 1)[:, :, None] * side
     distance = abs((2 * jnp.arange(side) + 1)[None, None] * size[:, :, None] - centre)
@@ -156,7 +158,7 @@ class ClipLayer(nnx.Module):
         self.mlp_norm = _norm(config)
         self.up = Linear(dim, config.intermediate_size)
         self.down = Linear(config.intermediate_size, dim)
-        self.num_heads, self.sight = config.num_heads, Sight(causal=config.causal)
+        self.num_heads, self.attention_mask = config.num_heads, AttentionMask(causal=config.causal)
         self.activation = config.activation
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
@@ -165,11 +167,11 @@ class ClipLayer(nnx.Module):
             self.qkv,
             self.num_heads,
             tokens.segments,
-            self.sight,
+            self.attention_mask,
             key_segments=tokens.key_segments,
         )
         hidden = hidden + self.out(mixed)
-        return hidden + self.down(self.up.rounded(self.mlp_norm(hidden), self.activation))
+        return hidden + self.down(self.up.apply_rounded(self.mlp_norm(hidden), self.activation))
 
 
 def _norm(config: ClipConfig) -> LayerNorm:

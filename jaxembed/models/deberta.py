@@ -104,13 +104,13 @@ class Convolution(nnx.Module):
         """Return norm(hidden + activation(convolution of `embedded`)). `hidden` is the result of
         the first layer. The convolution takes zeros beyond a segment's ends."""
         side = self.width // 2
-        around = jnp.pad(embedded, ((0, 0), (side, side), (0, 0)))
-        segments_around = jnp.pad(segments, ((0, 0), (side, side)), constant_values=-1)
+        padded = jnp.pad(embedded, ((0, 0), (side, side), (0, 0)))
+        padded_segments = jnp.pad(segments, ((0, 0), (side, side)), constant_values=-1)
         neighbours = []
         for first in range(self.width):
-            token = slice(first, first + segments.shape[1])
-            same = (segments_around[:, token] == segments)[:, :, None]
-            neighbours.append(jnp.where(same, around[:, token], 0.0))
+            neighbour = slice(first, first + segments.shape[1])
+            is_same = (padded_segments[:, neighbour] == segments)[:, :, None]
+            neighbours.append(jnp.where(is_same, padded[:, neighbour], 0.0))
         return self.norm(hidden + self.activation(self.linear(jnp.concatenate(neighbours, axis=2))))
 
 
@@ -128,7 +128,9 @@ class DebertaAttention(BertAttention):
         by_content, by_position = config.content_to_position, config.position_to_content
         self.relative_key = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_content else None
         self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None
-        self.distances = Distances(config.buckets, config.max_distance, config.max_positions - 1)
+        self.distances = DistanceBuckets(
+            config.buckets, config.max_distance, config.max_positions - 1
+        )
 
     def __call__(
         self,
@@ -137,9 +139,10 @@ class DebertaAttention(BertAttention):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
+        """Return the concatenated heads. `rotation` and `bias` are ignored."""
         rows, length, dim = hidden.shape
         width = dim // self.num_heads
-        joint = self.qkv.rounded(hidden).reshape(rows, length, 3, self.num_heads, width)
+        joint = self.qkv.apply_rounded(hidden).reshape(rows, length, 3, self.num_heads, width)
         relative_key, relative_query = (
             None
             if table is None
@@ -161,7 +164,7 @@ class DebertaAttention(BertAttention):
 
 
 @dataclass(frozen=True)
-class Distances:
+class DistanceBuckets:
     """How a distance (the query's position minus the key's) becomes a row of a relative table."""
 
     buckets: int  # rows for each direction; 0: a row for each distance
@@ -174,15 +177,15 @@ class Distances:
         Each distance up to half the buckets has a row; the buckets beyond grow geometrically. The
         arithmetic is transformers', in float32, which may round to another bucket than float64.
         """
-        side = self.buckets or self.max_distance
+        half = self.buckets or self.max_distance
         rows = distances
         if self.buckets:
             middle = self.buckets // 2
             ratio = np.maximum(abs(distances), middle).astype(np.float32) / np.float32(middle)
-            end = np.log(np.float32((self.max_distance - 1) / middle))
-            far = np.ceil(np.log(ratio) / end * np.float32(middle - 1)) + middle
+            log_range = np.log(np.float32((self.max_distance - 1) / middle))
+            far = np.ceil(np.log(ratio) / log_range * np.float32(middle - 1)) + middle
             rows = np.where(abs(distances) <= middle, distances, np.sign(distances) * far)
-        return np.clip(rows.astype(int) + side, 0, 2 * side - 1)
+        return np.clip(rows.astype(int) + half, 0, 2 * half - 1)
 
 
 def attend_disentangled(
@@ -192,7 +195,7 @@ def attend_disentangled(
     relative_key: Table | None,
     relative_query: Table | None,
     segments: Segments,
-    distances: Distances,
+    distances: DistanceBuckets,
     key_segments: Segments | None = None,
 ) -> Heads:
     """Compute disentangled attention within the segments of each row.
@@ -226,7 +229,7 @@ def attend_disentangled(
             (relative_query, all_distances),
         )
     )
-    relative = Relative(keys_by_distance, queries_by_distance, tile, max_distance)
+    relative = RelativeTables(keys_by_distance, queries_by_distance, tile, max_distance)
 
     def block(operands):
         number, queries, query_segments = operands
@@ -252,14 +255,14 @@ def attend_disentangled(
         return mixed.swapaxes(1, 2)
 
     if blocks == 1:
-        mixed = block((0, query, segments))[None]
+        mixed = block((0, query, segments))[None]  # block number 0
     else:
         mixed = lax.map(block, (jnp.arange(blocks), tiled(query), tiled(segments)))
     return mixed.swapaxes(0, 1).reshape(rows, blocks * tile, heads, -1)[:, :length]
 
 
 @dataclass(frozen=True)
-class Relative:
+class RelativeTables:
     """The relative keys and queries of all distances between a tile of queries and its keys."""
 
     keys: Table | None  # rows from the largest distance to the smallest
@@ -274,6 +277,7 @@ class Relative:
         keys to that of the queries.
         """
         assert self.keys is not None
+        # the row of the largest distance: the last query's from the first key
         first = self.largest - (offset + 1) * self.tile + 1
         table = lax.dynamic_slice_in_dim(self.keys, first, keys + self.tile - 1, axis=0)
         # heads first: XLA:CPU is slower where the product is transposed before the slice
@@ -282,14 +286,15 @@ class Relative:
     def by_key(self, key: Tiles, offset: Offset) -> AttentionScores:
         """Return the scores key . relative_query of tiles of keys; `offset` is as in `by_query`."""
         assert self.queries is not None
-        count, rows, tile, heads, _ = key.shape
+        tiles, rows, tile, heads, _ = key.shape
         tables = []
-        for number in range(count):
+        for number in range(tiles):
+            # the row of the smallest distance: the first query's from the last key
             first = self.largest + (offset - number) * tile - tile + 1
             tables.append(lax.dynamic_slice_in_dim(self.queries, first, 2 * tile - 1, axis=0))
         product = _product("nbthk,nwhk->nhbtw", key, jnp.stack(tables))
         by_tile = _diagonals(product).transpose(2, 1, 4, 0, 3)  # [rows, heads, queries, tiles, t]
-        return by_tile.reshape(rows, heads, tile, count * tile)
+        return by_tile.reshape(rows, heads, tile, tiles * tile)
 
 
 def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... length others"]:

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxembed.data.spec import (
+    AttentionPooling,
     DenseLayer,
     Head,
     LayerNormLayer,
@@ -21,7 +22,6 @@ from jaxembed.data.spec import (
     NormalizeLayer,
     PerToken,
     Pooled,
-    Probed,
     Vocabulary,
 )
 from jaxembed.models.attention import MASKED
@@ -36,7 +36,7 @@ SlotVectors = Float[Array, "rows slots dim"]
 Member = Bool[Array, "rows slots length"]
 
 
-def members(tokens: PackedTokens) -> Member:
+def slot_members(tokens: PackedTokens) -> Member:
     """Return whether each token belongs to each slot."""
     index = jnp.arange(tokens.ids.shape[1])[None, None, :]
     return (index >= tokens.bounds[:, :, :1]) & (index < tokens.bounds[:, :, 1:])
@@ -54,20 +54,20 @@ def last_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
 
 def mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
     """Return the mean of the hidden states of each slot."""
-    weights = members(tokens).astype(jnp.float32)
+    weights = slot_members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
 def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
     """Return the sum of the hidden states of each slot over the square root of their number."""
-    weights = members(tokens).astype(jnp.float32)
+    weights = slot_members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / jnp.sqrt(_total(weights))
 
 
 def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
     """Return the mean weighted by each token's index in its sequence, counted from 1."""
     index = (tokens.positions + 1).astype(jnp.float32)
-    weights = jnp.where(members(tokens), index[:, None, :], 0.0)
+    weights = jnp.where(slot_members(tokens), index[:, None, :], 0.0)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
@@ -76,10 +76,10 @@ def max_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
     a time: all together would not fit into memory."""
     index = jnp.arange(hidden.shape[1])[None, :]
 
-    def one(bounds):
-        member = (index >= bounds[:, :1]) & (index < bounds[:, 1:])
-        largest = jnp.where(member[:, :, None], hidden, -jnp.inf).max(axis=1)
-        return jnp.where(member.any(axis=1)[:, None], largest, 0.0)
+    def one(bounds):  # of one slot of each row
+        is_member = (index >= bounds[:, :1]) & (index < bounds[:, 1:])
+        largest = jnp.where(is_member[:, :, None], hidden, -jnp.inf).max(axis=1)
+        return jnp.where(is_member.any(axis=1)[:, None], largest, 0.0)
 
     return lax.map(one, tokens.bounds.swapaxes(0, 1)).swapaxes(0, 1)
 
@@ -152,30 +152,31 @@ class VocabularyHead(nnx.Module):
         self.vocab_size = head.vocab_size
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Float[Array, "rows slots terms"]:
+        """Return the weight of each term in each slot."""
         rows, slots, _ = tokens.bounds.shape
         x = _through(self.modules, hidden).reshape(-1, self.terms.shape[0])
-        member = members(tokens)
-        first = jnp.arange(rows)[:, None] * slots
-        slot_of = jnp.where(member.any(axis=1), first + member.argmax(axis=1), rows * slots)
-        slot_of = slot_of.reshape(-1)  # counted over all rows; the last is for tokens in no slot
+        member = slot_members(tokens)
+        row_start = jnp.arange(rows)[:, None] * slots
+        token_slots = jnp.where(member.any(axis=1), row_start + member.argmax(axis=1), rows * slots)
+        token_slots = token_slots.reshape(-1)  # over all rows; the last is for tokens in no slot
         block = min(BLOCK_TOKENS, len(x))
-        missing = -len(x) % block
-        x = jnp.pad(x, ((0, missing), (0, 0)))
-        slot_of = jnp.pad(slot_of, (0, missing), constant_values=rows * slots)
+        padding = -len(x) % block
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+        token_slots = jnp.pad(token_slots, (0, padding), constant_values=rows * slots)
 
-        def fold(folded, block_of_tokens):
-            x, slot_of = block_of_tokens
-            logits = self.terms(x[None])[0]
+        def fold(by_slot, block_of_tokens):
+            block_x, block_slots = block_of_tokens
+            logits = self.terms(block_x[None])[0]
             if self.over_tokens == "max":
-                return folded.at[slot_of].max(logits), None
-            return folded.at[slot_of].add(self._activated(logits)), None
+                return by_slot.at[block_slots].max(logits), None
+            return by_slot.at[block_slots].add(self._activated(logits)), None
 
         initial = -jnp.inf if self.over_tokens == "max" else 0.0
-        folded = jnp.full((rows * slots + 1, self.terms.shape[1]), initial)
-        blocks = x.reshape(-1, block, x.shape[-1]), slot_of.reshape(-1, block)
-        folded, _ = lax.scan(fold, folded, blocks)
-        folded = folded[:-1, : self.vocab_size]
-        weights = self._activated(folded) if self.over_tokens == "max" else folded
+        by_slot = jnp.full((rows * slots + 1, self.terms.shape[1]), initial)
+        blocks = x.reshape(-1, block, x.shape[-1]), token_slots.reshape(-1, block)
+        by_slot, _ = lax.scan(fold, by_slot, blocks)
+        by_slot = by_slot[:-1, : self.vocab_size]
+        weights = self._activated(by_slot) if self.over_tokens == "max" else by_slot
         return weights.reshape(rows, slots, -1)
 
     def _activated(self, logits: Float[Array, "n terms"]) -> Float[Array, "n terms"]:
@@ -185,14 +186,14 @@ class VocabularyHead(nnx.Module):
         return jnp.log1p(weights) if self.twice else weights
 
 
-class ProbedHead(nnx.Module):
+class AttentionPoolingHead(nnx.Module):
     """An attention pooling head: a learned query attends to the tokens of each slot.
 
     The result goes through a norm and an MLP with a residual connection, and then through the
     head's modules. An empty slot gets arbitrary finite numbers.
     """
 
-    def __init__(self, head: Probed):
+    def __init__(self, head: AttentionPooling):
         dim = head.width_in
         self.probe = nnx.Param(jnp.zeros(dim, jnp.float32))
         self.query, self.key_value = Linear(dim, dim), Linear(dim, 2 * dim)
@@ -213,7 +214,7 @@ class ProbedHead(nnx.Module):
         highest = lax.Precision.HIGHEST
         scores = jnp.einsum("blhw,hw->bhl", joint[:, :, 0], query, precision=highest)
         scores = scores[:, None] * query.shape[-1] ** -0.5
-        scores = jnp.where(members(tokens)[:, :, None], scores, MASKED)
+        scores = jnp.where(slot_members(tokens)[:, :, None], scores, MASKED)
         weights = jax.nn.softmax(scores, axis=-1)
         pooled = jnp.einsum("bshl,blhw->bshw", weights, joint[:, :, 1], precision=highest)
         pooled = self.out(pooled.reshape(rows, -1, dim))
@@ -225,7 +226,7 @@ HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
     Pooled: PooledHead,
     PerToken: TokenHead,
     Vocabulary: VocabularyHead,
-    Probed: ProbedHead,
+    AttentionPooling: AttentionPoolingHead,
 }
 
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxembed.models import native
 from jaxembed.models.attention import (
     EVERYTHING,
+    AttentionMask,
     Bias,
-    Sight,
     attend_joint,
     is_native,
     takes_joint,
@@ -59,6 +59,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
+        """Return x @ weight + bias, and the adapter's sum, in float32."""
         kernel, bias = self.parameters
         if native.is_packed(kernel):
             return native.linear(x, kernel, bias, adapters=self.native_adapters)
@@ -78,7 +79,7 @@ class Linear(nnx.Module):
         """The operands of the adapters for a native call, or None without adapters."""
         return None if self.adapter is None else self.adapter.for_native()
 
-    def rounded(
+    def apply_rounded(
         self, x: Float[Array, "rows length in"], activation: str = "identity"
     ) -> Float[Array, "rows length out"]:
         """Apply the layer and an activation, and round the result to the weight's dtype.
@@ -90,8 +91,8 @@ class Linear(nnx.Module):
         native_gelu = activation == "gelu" and is_native("gelu")
         if native.is_packed(kernel) and (native_gelu or activation == "identity"):
             adapters, dtype = self.native_adapters, str(kernel.dtype)
-            end = "gelu" if native_gelu else "linear"
-            return native.linear(x, kernel, bias, end, dtype=dtype, adapters=adapters)
+            epilogue = "gelu" if native_gelu else "linear"
+            return native.linear(x, kernel, bias, epilogue, dtype=dtype, adapters=adapters)
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
@@ -102,7 +103,7 @@ class Linear(nnx.Module):
     @property
     def shape(self) -> tuple[int, int]:
         """The number of inputs and the number of outputs, also of a packed weight."""
-        inputs, outputs = native.plain_shape(self.kernel[...].shape)
+        inputs, outputs = native.unpacked_shape(self.kernel[...].shape)
         return inputs, outputs
 
 
@@ -165,7 +166,7 @@ class LayerNorm(nnx.Module):
         """The scale, and the shift or None, as arrays."""
         return self.scale[...], None if self.bias is None else self.bias[...]
 
-    def of_sum(
+    def norm_of_sum(
         self, hidden: Float[Array, "rows length dim"], linear: Linear, x: Float[Array, "..."]
     ) -> Float[Array, "rows length dim"]:
         """Compute the norm of hidden + linear(x), in one native call if possible."""
@@ -217,12 +218,12 @@ class Mlp(nnx.Module):
         return self.down(self.wide(x))
 
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
-        """Return the operand of `down`. The native kernels round it, as `down` would."""
+        """Return the operand of `down`. It may be rounded already, as `down` would round it."""
         if not self.gated:
-            return self.up.rounded(x, self.activation)
+            return self.up.apply_rounded(x, self.activation)
         kernel, bias = self.gate_up.parameters
         gate_mode = f"gated_{self.activation}"
-        if native.takes_gated(kernel, self.activation) and is_native(gate_mode):
+        if native.supports_gated(kernel, self.activation) and is_native(gate_mode):
             adapters = self.gate_up.native_adapters
             return native.linear(x, kernel, bias, gate_mode, dtype="bfloat16", adapters=adapters)
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
@@ -234,23 +235,24 @@ def attend_hidden(
     qkv: Linear,
     heads: int,
     segments: Segments,
-    sight: Sight = EVERYTHING,
+    attention_mask: AttentionMask = EVERYTHING,
     bias: Bias | None = None,
     rotation: Rotation | None = None,
     key_segments: Segments | None = None,
 ) -> Float[Array, "rows length inner"]:
-    """Return self-attention of hidden states: the `qkv` product, and attention of its result.
+    """Compute self-attention of hidden states: the `qkv` layer, then attention of its result.
 
     `heads` is the number of heads. The result is `[rows, length, inner]`, the heads side by side
-    before the output layer. The rest is as in `attend_joint`. All is one native call if possible.
-    Otherwise heads are rotated before they are rounded, unless a native call rotates them.
+    before the output layer. The rest is as in `attend_joint`. A single native call computes
+    both if possible. Otherwise heads are rounded after the rotation, unless a native call rotates
+    them: it takes rounded heads.
     """
     rows, length, dim = hidden.shape
     inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
     width = inner // heads
-    takes = inner == dim and native.takes_self_attention(hidden, heads, kernel)
-    if key_segments is None and is_native("self_attention") and takes:
-        mask_fields = sight.causal, sight.reach, sight.cap
+    is_supported = inner == dim and native.supports_self_attention(hidden, heads, kernel)
+    if key_segments is None and is_native("self_attention") and is_supported:
+        mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
         angles = None if rotation is None else (rotation.cos, rotation.sin)
         return native.self_attention(
             hidden,
@@ -263,9 +265,11 @@ def attend_hidden(
             adapters=qkv.native_adapters,
         )
     rotates_natively = key_segments is None and takes_joint(length, width, kernel.dtype)
-    rounds = rotation is None or rotates_natively
-    joint = (qkv.rounded if rounds else qkv)(hidden).reshape(rows, length, 3, heads, width)
-    mixed = attend_joint(joint, segments, sight, bias, rotation, kernel.dtype, key_segments)
+    may_round = rotation is None or rotates_natively
+    joint = (qkv.apply_rounded if may_round else qkv)(hidden).reshape(rows, length, 3, heads, width)
+    mixed = attend_joint(
+        joint, segments, attention_mask, bias, rotation, kernel.dtype, key_segments
+    )
     return mixed.reshape(rows, length, inner)
 
 
@@ -273,9 +277,15 @@ class SelfAttention(nnx.Module):
     """Self-attention whose heads are together `inner` wide, and its output layer."""
 
     def __init__(
-        self, dim: int, inner: int, heads: int, *, sight: Sight = EVERYTHING, bias: bool = False
+        self,
+        dim: int,
+        inner: int,
+        heads: int,
+        *,
+        attention_mask: AttentionMask = EVERYTHING,
+        bias: bool = False,
     ):
-        self.num_heads, self.sight = heads, sight
+        self.num_heads, self.attention_mask = heads, attention_mask
         self.qkv = Linear(dim, 3 * inner, bias=bias)
         self.out = Linear(inner, dim, bias=bias)
 
@@ -291,7 +301,7 @@ class SelfAttention(nnx.Module):
             self.qkv,
             self.num_heads,
             tokens.segments,
-            self.sight,
+            self.attention_mask,
             bias,
             rotation,
             tokens.key_segments,

@@ -1,6 +1,6 @@
 """The backbone of ModernBERT: rotary positions, local and global layers, norms before blocks.
 
-Warner et al. 2024, arXiv:2412.13663. Names and the order of operations are those of transformers'
+Warner et al. 2024, arXiv:2412.13663. The order of operations is that of transformers'
 ModernBertModel.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flax import nnx
 
-from jaxembed.models.attention import EVERYTHING, Sight
+from jaxembed.models.attention import EVERYTHING, AttentionMask
 from jaxembed.models.layers import LayerNorm, Mlp, PreNormLayer, SelfAttention, WordEmbeddings
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -67,11 +67,13 @@ class ModernBert(nnx.Module):
 
 def _layer(config: ModernBertConfig, number: int) -> PreNormLayer:
     dim, is_global = config.hidden_size, number in config.global_layers
-    sight = EVERYTHING if is_global else Sight(reach=config.local_reach)
+    attention_mask = EVERYTHING if is_global else AttentionMask(reach=config.local_reach)
     return PreNormLayer(
         # the first layer has no norm: its input is normed embeddings
         _norm(config) if number else None,
-        SelfAttention(dim, dim, config.num_heads, sight=sight, bias=config.attention_bias),
+        SelfAttention(
+            dim, dim, config.num_heads, attention_mask=attention_mask, bias=config.attention_bias
+        ),
         _norm(config),
         Mlp(dim, config.intermediate_size, activation=config.activation, bias=config.mlp_bias),
     )

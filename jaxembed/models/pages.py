@@ -44,12 +44,13 @@ class Pages(Qwen3):
         self.image_token_id = config.image_token_id
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        """Embed words and patches, and run the decoder on both."""
         words = self.embeddings(tokens)
         is_patch = tokens.ids == self.image_token_id
 
         def with_images() -> Hidden:
             assert tokens.pixels is not None
-            at_patch = is_patch[:, :, None]
+            at_patch = is_patch[:, :, None]  # words are padding for the image encoder
             image_tokens = replace(
                 tokens,
                 segments=jnp.where(is_patch, tokens.segments, 0),

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxembed.models.attention import Sight, attend
+from jaxembed.models.attention import AttentionMask, attend
 from jaxembed.models.layers import Linear, Mlp, RMSNorm, WordEmbeddings
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -103,17 +103,17 @@ class Qwen3Positions(nnx.Module):
         self.growth_length = config.query_growth_length
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
-        """Return the rotations of global layers, and those of local layers."""
+        """Return the rotations of queries and keys in global layers, and those in local layers."""
         theta, sections = self.theta, self.sections
-        keys = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
-        global_rotations = self._for_queries(keys, tokens), keys
+        key_rotation = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
+        global_rotations = self._for_queries(key_rotation, tokens), key_rotation
         if self.local_theta is None:
             return global_rotations, global_rotations
-        local_keys = Rotation.of(tokens, self.head_width, self.local_theta)
-        return global_rotations, (self._for_queries(local_keys, tokens), local_keys)
+        local_rotation = Rotation.of(tokens, self.head_width, self.local_theta)
+        return global_rotations, (self._for_queries(local_rotation, tokens), local_rotation)
 
     def _for_queries(self, rotation: Rotation, tokens: PackedTokens) -> Rotation:
-        """Multiply a rotation by the factors of queries."""
+        """Return the rotation times the queries' factors: `query_scale`, and growth by position."""
         if self.growth:
             multiples = (tokens.positions // self.growth_length).astype(jnp.float32)
             factor = self.query_scale * (1 + self.growth * jnp.log(1 + multiples))[:, :, None]
@@ -130,6 +130,7 @@ class Qwen3Layer(nnx.Module):
     """
 
     def __init__(self, config: Qwen3Config, number: int):
+        """`number` is the layer's index."""
         self.is_local = number in config.local_layers
         self.attention_norm = _norm(config)
         self.attention = Qwen3Attention(config, self.is_local)
@@ -160,7 +161,7 @@ class Qwen3Attention(nnx.Module):
         self.num_key_heads = config.num_key_heads
         self.head_width = config.head_width
         reach = config.local_reach if is_local else None
-        self.sight = Sight(causal=config.causal, reach=reach, cap=config.score_cap)
+        self.attention_mask = AttentionMask(causal=config.causal, reach=reach, cap=config.score_cap)
         inner = config.num_heads * config.head_width
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
@@ -173,15 +174,20 @@ class Qwen3Attention(nnx.Module):
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:
         rows, length, _ = hidden.shape
         heads = self.qkv(hidden).reshape(rows, length, -1, self.head_width)
-        ends = (self.num_heads, self.num_heads + self.num_key_heads)
-        query, key, value = jnp.split(heads, ends, axis=2)
+        split_points = (self.num_heads, self.num_heads + self.num_key_heads)
+        query, key, value = jnp.split(heads, split_points, axis=2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         rotate_query, rotate_key = rotations
         operands = rotate_query(query), rotate_key(key), value
         query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
         mixed = attend(
-            query, key, value, tokens.segments, self.sight, key_segments=tokens.key_segments
+            query,
+            key,
+            value,
+            tokens.segments,
+            self.attention_mask,
+            key_segments=tokens.key_segments,
         )
         return self.out(mixed.reshape(rows, length, -1))
 

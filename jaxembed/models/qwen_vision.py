@@ -41,7 +41,7 @@ class QwenVision(nnx.Module):
 
     The language model takes the result in the place of word embeddings. `pixels` is normalized,
     float32 `[rows, length, values]`; `segments` are 0 for tokens of texts, whose result is
-    arbitrary; `places` are as `page_places` returns them.
+    arbitrary; `places` are as `mrope_positions` returns them.
     """
 
     Config = QwenVisionConfig
@@ -56,6 +56,7 @@ class QwenVision(nnx.Module):
         self.head_width = config.hidden_size // config.num_heads
 
     def __call__(self, tokens: PackedTokens) -> Hidden:
+        """Compute the layers on patches, then merge the patches of each token."""
         assert tokens.pixels is not None
         rows, length, _ = tokens.pixels.shape
         patches_per_token = self.merge**2
@@ -64,12 +65,12 @@ class QwenVision(nnx.Module):
         windows = images
         if self.window is not None:
             windows = jnp.repeat(windows_of(tokens, self.window), patches_per_token, axis=1)
-        # each patch is rotated by its row and column in its image
-        within = jnp.arange(self.merge)
+        # Each patch is rotated by its row and column in its image. `row` and `column` count tokens.
+        within_token = jnp.arange(self.merge)
         row, column = _row_and_column(tokens)
         shape = rows, length, self.merge, self.merge
-        in_row = self.merge * row[:, :, None, None] + within[None, None, :, None]
-        in_column = self.merge * column[:, :, None, None] + within[None, None, None, :]
+        in_row = self.merge * row[:, :, None, None] + within_token[None, None, :, None]
+        in_column = self.merge * column[:, :, None, None] + within_token[None, None, None, :]
         patch_rows, patch_columns = (
             jnp.broadcast_to(numbers, shape).reshape(rows, -1) for numbers in (in_row, in_column)
         )
@@ -78,13 +79,14 @@ class QwenVision(nnx.Module):
         for layer in self.layers:
             hidden = layer(hidden, images, windows, rotation)
         merged = self.norm(hidden).reshape(rows, length, -1)
-        return self.down(self.up.rounded(merged, "gelu"))
+        return self.down(self.up.apply_rounded(merged, "gelu"))
 
 
 class VisionLayer(nnx.Module):
     """One layer: attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, config: QwenVisionConfig, number: int):
+        """`number` is the layer's index."""
         dim = config.hidden_size
         self.is_local = config.window is not None and number not in config.global_layers
         self.attention_norm = _norm(config)
@@ -122,11 +124,11 @@ def windows_of(tokens: PackedTokens, side: int) -> Segments:
     """
     assert tokens.places is not None
     row, column = _row_and_column(tokens)
-    preceding = -tokens.places[:, :, 0]  # tokens of its image before each token
+    preceding = -tokens.places[:, :, 0]  # tokens before each in its image: row * columns + column
     columns = (preceding - column) // jnp.maximum(row, 1)  # the image's; 0 in its first row
     corner = (row - row % side) * columns + column - column % side
-    first = jnp.arange(row.shape[1])[None] - preceding
-    return jnp.where(tokens.segments != 0, first + corner + 1, 0)
+    image_start = jnp.arange(row.shape[1])[None] - preceding
+    return jnp.where(tokens.segments != 0, image_start + corner + 1, 0)
 
 
 def _row_and_column(tokens: PackedTokens) -> tuple[Segments, Segments]:

@@ -67,7 +67,6 @@ class LongRope(msgspec.Struct, frozen=True, tag_field="kind", tag="longrope"):
 
 
 RopeScaling = LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
-"""The kinds of scaling."""
 
 
 def read_scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
@@ -106,8 +105,8 @@ class Rotation:
         positions = tokens.positions[:, :, None]
         if sections:
             assert tokens.places is not None
-            axes = np.repeat(np.arange(len(sections)), sections)
-            positions = (positions + tokens.places)[:, :, axes]
+            axis_of_pair = np.repeat(np.arange(len(sections)), sections)
+            positions = (positions + tokens.places)[:, :, axis_of_pair]
         angles = positions.astype(jnp.float32) * _frequencies(tokens, width, theta, scaling)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         magnitude = scaling.magnitude if isinstance(scaling, YarnRope | LongRope) else 1.0
@@ -143,21 +142,21 @@ def segment_lengths(tokens: PackedTokens) -> Segments:
 def _frequencies(
     tokens: PackedTokens, width: int, theta: float, rope: RopeScaling | None
 ) -> Float[Array, "..."]:
-    """Return the scaled angle of position 1 for each pair of dimensions. The result is `[rows,
-    length, half]`, where rows and length are 1 if all tokens have the same."""
+    """Return the angle of position 1 for each pair of dimensions, scaled as `rope` says. The result
+    is `[rows, length, half]`, where rows and length are 1 if all tokens have the same angles."""
     plain = _plain(width, theta)
     if isinstance(rope, DynamicRope):
         # The base is theta * growth^(width / (width - 2)), so the result is plain *
         # growth^(-2k / (width - 2)). A power of the whole base would lose more digits.
-        longer = jnp.maximum(segment_lengths(tokens), rope.length)
-        growth = rope.factor * (longer.astype(jnp.float32) / rope.length) - (rope.factor - 1)
+        lengths = jnp.maximum(segment_lengths(tokens), rope.length)
+        growth = rope.factor * (lengths.astype(jnp.float32) / rope.length) - (rope.factor - 1)
         powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
         return jnp.asarray(plain)[None, None] * jnp.exp(
             -jnp.log(growth)[:, :, None] * powers[None, None]
         )
     if isinstance(rope, LongRope):
-        waves = theta ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
-        short, long = (1 / (np.array(x, np.float32) * waves) for x in (rope.short, rope.long))
+        periods = theta ** (np.arange(0, width, 2, dtype=np.float32) / np.float32(width))
+        short, long = (1 / (np.array(x, np.float32) * periods) for x in (rope.short, rope.long))
         is_long = segment_lengths(tokens)[:, :, None] > rope.length
         return jnp.where(is_long, long[None, None], short[None, None])
     if isinstance(rope, LinearRope):
@@ -183,7 +182,7 @@ def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequ
     """Return YaRN's frequencies: scaled and plain ones, mixed by a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """Return the dimension that turns this often within the original length."""
+        """Return the pair of dimensions that turns this often in the original length."""
         return width * math.log(rope.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -191,8 +190,8 @@ def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequ
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # as in transformers
     ramp = np.clip((np.arange(width // 2, dtype=np.float32) - low) / (high - low), 0, 1)
-    keep = 1 - ramp.astype(np.float32)
+    unscaled_share = 1 - ramp.astype(np.float32)
     scaled = 1 / (np.float32(rope.factor) * (1 / plain))
-    return scaled * (1 - keep) + plain * keep
+    return scaled * (1 - unscaled_share) + plain * unscaled_share

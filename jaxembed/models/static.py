@@ -18,7 +18,7 @@ from jaxembed.memory import KIB
 TABLE = "table"
 
 BLOCK_BYTES = 256 * KIB  # a block of rows is added in float32; blocks are added in float64
-LEAST_LENGTH = 1e-12  # a Normalize before other modules divides a vector by this at least
+MIN_LENGTH = 1e-12  # a Normalize before other modules divides a vector by this at least
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class StaticModel:
         self._table = np.ascontiguousarray(parameters[TABLE], np.float32)
 
     def compute(self, work: Work) -> WorkResult:
-        """Compute the requested outputs of some sequences, float32 and not normalized. This class
-        computes "tokens", the table's rows."""
+        """Return the requested outputs of the work, float32 and not normalized. This class computes
+        "tokens", the table's row of each token; subclasses add their own."""
         if "tokens" not in work.outputs:
             return {}
         offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
@@ -127,9 +127,10 @@ class StaticEmbeddings(StaticModel):
         self, spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
     ):
         """`means` computes the vectors of several slots; for a single slot numpy is faster. Raises
-        CheckpointError as StaticModel."""
+        CheckpointError if the parameters do not fit the model."""
         super().__init__(spec, parameters)
         self._means = means
+        # each with its weight and bias
         self._modules: list[tuple[Module, np.ndarray | None, np.ndarray | float]] = []
         for number, layer in enumerate(spec.dense.device_modules):
             kernel, bias = None, 0.0
@@ -137,9 +138,10 @@ class StaticEmbeddings(StaticModel):
                 kernel = np.ascontiguousarray(parameters[_name(number, "kernel")], np.float32)
                 bias = parameters[_name(number, "bias")].astype(np.float32) if layer.bias else 0.0
             self._modules.append((layer, kernel, bias))
-        self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # tokens
+        self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # ids
 
     def compute(self, work: Work) -> WorkResult:
+        """Compute "dense" and "tokens", if requested."""
         result = super().compute(work)
         if "dense" not in work.outputs:
             return result
@@ -152,7 +154,7 @@ class StaticEmbeddings(StaticModel):
                 vectors = HOST_ACTIVATIONS[layer.activation](linear)
             else:
                 squares = np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64)
-                vectors = vectors / np.maximum(np.sqrt(squares)[:, None], LEAST_LENGTH)
+                vectors = vectors / np.maximum(np.sqrt(squares)[:, None], MIN_LENGTH)
             vectors = np.asarray(vectors, np.float32)
         result["dense"] = vectors
         return result
@@ -166,11 +168,12 @@ class StaticEmbeddings(StaticModel):
         return self._means(self._table, ids, slots, self._block)
 
 
-class StaticTerms(StaticModel):
+class StaticSparseModel(StaticModel):
     """A static model of sparse embeddings: a table with one weight for each term. A term that is
     among the tokens of a slot has its weight, however often it occurs."""
 
     def compute(self, work: Work) -> WorkResult:
+        """Compute "sparse" and "tokens", if requested."""
         result = super().compute(work)
         if "sparse" not in work.outputs:
             return result
@@ -190,7 +193,7 @@ def static_model(
     """Build the static model that the spec's head asks for; `means` is for dense embeddings. Raises
     CheckpointError if the parameters are not those of `static_shapes`."""
     if isinstance(spec.head, Vocabulary):
-        return StaticTerms(spec, parameters)
+        return StaticSparseModel(spec, parameters)
     return StaticEmbeddings(spec, parameters, means)
 
 

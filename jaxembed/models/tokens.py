@@ -57,28 +57,29 @@ class PackedTokens:
     ) -> "PackedTokens":
         """Split the planes, which are moved to the device as one array.
 
-        The first five are ids, positions, segments, types and bounds. In each row of the bounds,
-        the first `slots` numbers are where its slots begin, and the next `slots` where they end.
-        With an `expansion` the segments of augmentation tokens are negative; if the expansion is
-        not attended, these tokens are hidden as keys. In a model of images the next
-        `image.place_numbers` planes are the places, and the others hold the bytes of the patches,
-        WORD_BYTES in each number, in the host's byte order. In a model with adapters the sixth
-        plane is their numbers.
+        The first five are ids, positions, segments, types and bounds. A row of the bounds plane
+        holds the first index of each of its `slots` slots, then the end of each of them. With an
+        `expansion` the segments of augmentation tokens are negative; if the expansion is not
+        attended, these tokens are hidden as keys. With an `image` the next `image.place_numbers`
+        planes are the places, and the others hold the bytes of the patches, WORD_BYTES in each
+        number, in the host's byte order. In a model with adapters the sixth plane holds the number
+        of each token's adapter.
         """
-        ids, positions, segments, types, ends = (planes[i] for i in range(cls.PLANES))
+        ids, positions, segments, types, slot_bounds = (planes[i] for i in range(cls.PLANES))
         key_segments = None
         if expansion is not None:
             hidden_segment = -jnp.ones_like(segments)
             key_segments = (
                 None if expansion.attended else jnp.where(segments < 0, hidden_segment, segments)
             )
-            segments = abs(segments)
-        bounds = jnp.stack([ends[:, :slots], ends[:, slots : 2 * slots]], axis=2)
+            segments = abs(segments)  # no query has the segment -1 of hidden keys
+        bounds = jnp.stack([slot_bounds[:, :slots], slot_bounds[:, slots : 2 * slots]], axis=2)
         if image is not None:
-            numbers, words = jnp.split(planes[cls.PLANES :], [image.place_numbers])
-            places = numbers.transpose(1, 2, 0) if image.place_numbers else None
-            patch_bytes = lax.bitcast_convert_type(words.transpose(1, 2, 0), jnp.uint8)
+            place_planes, patch_planes = jnp.split(planes[cls.PLANES :], [image.place_numbers])
+            places = place_planes.transpose(1, 2, 0) if image.place_numbers else None
+            patch_bytes = lax.bitcast_convert_type(patch_planes.transpose(1, 2, 0), jnp.uint8)
             pixels = patch_bytes.reshape(*patch_bytes.shape[:2], -1)
+            # None: no adapters
             return cls(ids, positions, segments, types, bounds, None, key_segments, pixels, places)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments)

@@ -24,7 +24,7 @@ DURATION_BUCKETS = tuple(1e-5 * 1.5**k for k in range(1, 36))  # 15 us to 14.6 s
 POWERS = [2**k for k in range(21)]
 FILL_BUCKETS = tuple(k / 20 for k in range(1, 21))
 INPUT_LENGTH = "Tokens of an input after truncation"
-MOST_KEPT = 1024  # values that a histogram buffers before it adds them to its buckets
+MAX_BUFFERED = 1024  # values that a histogram buffers before it adds them to its buckets
 METHODS = ("single", "batch")
 FAILURES = (
     "validation",
@@ -35,16 +35,16 @@ FAILURES = (
     "overloaded",
     "dropped",
 )
-LANES = ("interactive", "bulk")
+PRIORITIES = ("interactive", "bulk")
 ANSWER_STAGES = ("tokenization", "queue", "inference")  # stages of every answer of a model
 STAGES = ("decode", *ANSWER_STAGES, "encode")
-OF_THE_PROCESS = {
+PROCESS_METRICS = {
     "jaxembed_compile_count",
     "jaxembed_compile_cache_hits",
     "jaxembed_compile_seconds",
 }
 NO_MODEL = ""  # the label of requests whose model is unknown
-WITHOUT_A_MODEL = {"te_request_failure", "jaxembed_stage_seconds"}  # metrics that count them
+NO_MODEL_METRICS = {"te_request_failure", "jaxembed_stage_seconds"}  # metrics that count them
 
 
 Observed = TypeVar("Observed")
@@ -77,7 +77,7 @@ class Counter(Collector):
         return [family]
 
 
-class BulkHistogram(Collector):
+class BufferedHistogram(Collector):
     """A histogram that buffers values, and adds them to its buckets many at a time. To add each
     value when it comes would take 2 us. Reading the histogram adds the buffered values."""
 
@@ -94,12 +94,12 @@ class BulkHistogram(Collector):
     def observe(self, value: int | float) -> None:
         """Add one value."""
         self._buffer.append(value)
-        if len(self._buffer) >= MOST_KEPT:
+        if len(self._buffer) >= MAX_BUFFERED:
             self._count_buffered()
 
     def observe_many(self, values: Sequence[float]) -> None:
         """Add several values."""
-        if len(self._buffer) + len(values) < MOST_KEPT:
+        if len(self._buffer) + len(values) < MAX_BUFFERED:
             self._buffer.extend(values)
         else:
             self._count_buffered(values)
@@ -117,8 +117,8 @@ class BulkHistogram(Collector):
         return [family]
 
     def _count_buffered(self, more: Sequence[float] = ()) -> tuple[np.ndarray, float]:
-        """Add the buffered values and `more` to the buckets. Returns a copy of the number of values
-        of each bucket, and the sum of all values."""
+        """Add the buffered values and `more` to the buckets. Returns the number of values in each
+        bucket, as a copy, and the sum of all values so far."""
         with self._lock:
             values = [*_drain(self._buffer), *more]
             np.add.at(self._counts, self._buckets_of(values), 1)
@@ -135,7 +135,7 @@ def _drain(buffer: deque[Observed]) -> list[Observed]:
     return [buffer.popleft() for _ in range(len(buffer))]
 
 
-Series = TypeVar("Series", Counter, BulkHistogram)
+Series = TypeVar("Series", Counter, BufferedHistogram)
 
 
 class Labelled(Collector, Generic[Series]):
@@ -159,13 +159,13 @@ class InputSeries(Collector):
     histograms of the seconds of an input in total and by stage."""
 
     def __init__(self, prefix: str, verb: str, participle: str):
-        """`prefix` begins the names; `verb` and `participle` are words of the help texts."""
+        """`prefix` begins the names. `verb` and `participle` are as "embed" and "embedded"."""
         self._counters = (
             Counter(f"{prefix}_count", f"Inputs to {verb}", lambda: self.count),
             Counter(f"{prefix}_success", f"Inputs {participle}", lambda: self.count),
         )
         self._stages = [
-            BulkHistogram(f"{prefix}{name}_duration", text, DURATION_BUCKETS)
+            BufferedHistogram(f"{prefix}{name}_duration", text, DURATION_BUCKETS)
             for name, text in (
                 ("_tokenization", "Seconds of tokenizing, by input"),
                 ("_queue", "Seconds in the queue, by input"),
@@ -173,7 +173,7 @@ class InputSeries(Collector):
             )
         ]
         text = f"Seconds for an input to {verb}"
-        self._total = BulkHistogram(f"{prefix}_duration", text, DURATION_BUCKETS)
+        self._total = BufferedHistogram(f"{prefix}_duration", text, DURATION_BUCKETS)
         self._buffer: deque[tuple[float, float, float]] = deque()
         self._lock = threading.Lock()
 
@@ -189,11 +189,11 @@ class InputSeries(Collector):
         """Add answered inputs, by their seconds in three stages. All have the same seconds of
         tokenization; the sequences have an element for each input."""
         columns = [tokenization_s] * len(queue_s), queue_s, inference_s
-        if len(queue_s) >= MOST_KEPT:
+        if len(queue_s) >= MAX_BUFFERED:
             self._count(*columns)
             return
         self._buffer.extend(zip(*columns, strict=True))
-        if len(self._buffer) >= MOST_KEPT:
+        if len(self._buffer) >= MAX_BUFFERED:
             self._count_buffered()
 
     def _count_buffered(self) -> None:
@@ -216,7 +216,7 @@ class InputSeries(Collector):
             yield from series.collect()
 
 
-class LengthCounts(BulkHistogram):
+class LengthCounts(BufferedHistogram):
     """Counts the inputs of each length in tokens exactly, and shows them as two histograms.
 
     The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
@@ -234,6 +234,7 @@ class LengthCounts(BulkHistogram):
     def collect(self) -> Iterable[Metric]:
         """Yield the counts as a histogram with TEI's buckets and one with jaxembed's."""
         counts, _ = self._count_buffered()
+        # cumulative[length] is the number of inputs of at most this length
         max_length, cumulative = len(counts) - 1, np.cumsum(counts)
         total = float(counts @ np.arange(max_length + 1))
         powers = [power for power in POWERS[:20] if power <= max_length]
@@ -254,12 +255,13 @@ def row_lengths(most: int) -> list[int]:
 
 
 def _histogram_of(
-    name: str, text: str, bounds: Iterable[int | float], upto: np.ndarray, total: float
+    name: str, text: str, bounds: Iterable[int | float], cumulative: np.ndarray, total: float
 ) -> HistogramMetricFamily:
-    """Return a histogram that has `upto[i]` values up to bound i, and the sum `total`. The last
-    bound is infinity."""
+    """Return a histogram that has `cumulative[i]` values up to `bounds[i]`, and the sum `total`.
+    The last bound is infinity."""
     buckets = [
-        (floatToGoString(bound), float(count)) for bound, count in zip(bounds, upto, strict=True)
+        (floatToGoString(bound), float(count))
+        for bound, count in zip(bounds, cumulative, strict=True)
     ]
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)
 
@@ -277,7 +279,7 @@ class Telemetry:
         """Return the metrics in Prometheus' text format, version 0.0.4."""
         return text_format(self.registry)
 
-    def show_compiles(self, events: Any) -> None:
+    def set_compile_events(self, events: Any) -> None:
         """Show the process's CompileEvents, `events`."""
         self.compile_count.set_function(lambda: events.compiles)
         self.compile_cache_hits.set_function(lambda: events.cache_hits)
@@ -334,11 +336,11 @@ class Telemetry:
         self.held_bytes = self._gauge(
             "jaxembed_held_bytes", "Memory that the requests of all models hold"
         )
-        self.lane_size = self._gauge(
+        self.priority_queue_size = self._gauge(
             "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
         )
-        for lane in LANES:
-            self.lane_size.labels(lane)
+        for queue in PRIORITIES:
+            self.priority_queue_size.labels(queue)
         self.batch_fill = self._histogram(
             "jaxembed_batch_fill_ratio", "Useful tokens over the bucket's tokens", FILL_BUCKETS
         )
@@ -374,12 +376,12 @@ class Telemetry:
         self.failed_batches = self._counter(
             "jaxembed_failed_batches", "Batches that failed for good"
         )
-        self.stuck_seats = self._gauge(
+        self.stuck_workers = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )
         text = "Seconds in a stage of a request"
         stages = {
-            stage: BulkHistogram("jaxembed_stage_seconds", text, DURATION_BUCKETS)
+            stage: BufferedHistogram("jaxembed_stage_seconds", text, DURATION_BUCKETS)
             for stage in STAGES
         }
         self.stage = self._add(Labelled("stage", stages))
@@ -403,34 +405,34 @@ class Telemetry:
 
     def _histogram(
         self, name: str, text: str, bounds: Sequence[int | float] = DURATION_BUCKETS
-    ) -> BulkHistogram:
-        return self._add(BulkHistogram(name, text, bounds))
+    ) -> BufferedHistogram:
+        return self._add(BufferedHistogram(name, text, bounds))
 
 
 class _ByModel:
     """The series of several models together, each with the label `model`.
 
     Series that count the whole process are the same in each model: they appear once, without the
-    label. Requests whose model is unknown have only the series of WITHOUT_A_MODEL.
+    label. Requests whose model is unknown have only the series of NO_MODEL_METRICS.
     """
 
     def __init__(self, telemetries: Mapping[str, Telemetry]):
         self.telemetries = telemetries
 
     def collect(self) -> Iterable[Metric]:
-        """Return the merged metrics of all models."""
+        """Return the metrics of all models, merged by name."""
         families: dict[str, Metric] = {}
         for model, telemetry in self.telemetries.items():
             for metric in telemetry.registry.collect():
-                if metric.name in OF_THE_PROCESS:
+                if metric.name in PROCESS_METRICS:  # the same in each model
                     families[metric.name] = metric
-                elif model != NO_MODEL or metric.name in WITHOUT_A_MODEL:
+                elif model != NO_MODEL or metric.name in NO_MODEL_METRICS:
                     _merge(families, metric, "model", model)
         return families.values()
 
 
 def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) -> None:
-    """Add a metric's samples, with one more label, to the family of its name."""
+    """Add a metric's samples to the family of its name in `families`, each with one more label."""
     metric.samples = [
         sample._replace(labels={**sample.labels, label: value}) for sample in metric.samples
     ]
@@ -442,7 +444,7 @@ def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) 
 def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False) -> bytes:
     """Return the metrics of models, by served name, in Prometheus' text format.
 
-    With a single model the series have no label `model`, exactly as in TEI, unless `label_one`.
+    Series have the label `model`. Those of a single model lack it, as in TEI, unless `label_one`.
     """
     if len(telemetries) == 1 and not label_one:
         return next(iter(telemetries.values())).exposition()

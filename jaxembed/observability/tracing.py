@@ -10,8 +10,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-MOST_STAGES = 64  # stages of a request; a request in several parts has several of a name
-MOST_LINKS = 64  # links of a batch to requests, and of a stage of a request to batches
+MAX_STAGES = 64  # stages of a request; a request in several parts has several of a name
+MAX_LINKS = 64  # links of a batch to requests, and of a stage of a request to batches
 
 StageName = Literal["decode", "tokenize", "queue", "device", "encode"]
 
@@ -51,7 +51,7 @@ class Trace:
 
     task: str | None = None  # what the model does for the request
     model: str | None = None  # as the request named it
-    lane: str | None = None
+    priority: str | None = None
     inputs = 0
     tokens = 0
     truncated = 0
@@ -68,8 +68,8 @@ class Trace:
         self.stages: list[StageTimes] = []
 
     def note(self, name: StageName, started_at: float, ended_at: float, *links: Any) -> None:
-        """Add a stage with its batches' span contexts, unless there are MOST_STAGES stages."""
-        if len(self.stages) < MOST_STAGES:
+        """Add a stage with its batches' span contexts, unless there are MAX_STAGES stages."""
+        if len(self.stages) < MAX_STAGES:
             self.stages.append(StageTimes(name, started_at, ended_at, links))
 
     def count(self, inputs: int, tokens: int, truncated: int, cached: int) -> None:
@@ -80,7 +80,7 @@ class Trace:
         self.cached += cached
 
 
-class TicketTrace:
+class FutureTrace:
     """What the engine records of one future of a traced request."""
 
     def __init__(self, trace: Trace):
@@ -101,7 +101,7 @@ class TicketTrace:
         began_at = min((run.started_at for run, _ in runs), default=time.monotonic())
         self.trace.note("queue", self.queued_at, began_at)
         if runs:
-            links = [context for _, context in runs[:MOST_LINKS]]
+            links = [context for _, context in runs[:MAX_LINKS]]
             self.trace.note("device", began_at, max(run.ended_at for run, _ in runs), *links)
 
 
@@ -116,7 +116,7 @@ class Tracer(Protocol):
         """Make the spans of a request that has ended. `route` is the pattern of its path, or None
         if no route matches it."""
 
-    def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
+    def trace_batch(self, run: BatchRun, futures: Sequence[FutureTrace]) -> None:
         """Make the span of a batch with links to its requests, and add the run to the traces."""
 
     def close(self, timeout_s: float) -> None:

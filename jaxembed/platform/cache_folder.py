@@ -1,4 +1,5 @@
-"""Makes cache directories private, and refuses those that other users can write to.
+"""Creates cache directories with access for their owner alone, and refuses those that other users
+can write to.
 
 Files in a cache directory are loaded and run unchecked.
 """
@@ -14,11 +15,13 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path) -> None:
-    """Make a directory and its missing parents, with access for this user alone (mode 700).
+    """Create a directory and its missing parents with access for this user alone (mode 700).
 
-    Raises OSError if a directory cannot be made.
+    Directories that exist keep their mode: see `refuse_shared`. Raises OSError if a directory
+    cannot be made.
     """
     for path in [*reversed(folder.parents), folder]:
+        # also for a `folder` that exists, because `mkdir` raises if it is a file
         if path == folder or not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
 

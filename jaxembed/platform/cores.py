@@ -17,7 +17,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 # A measurement with a larger `waited_share` or `lost_share` was disturbed by other programs. On two
 # idle cores the shares were 0.00 for a large product, up to 0.2 for small calls and 0.02 to 0.25
 # for batches. Beside one busy program they were 0.4 to 0.8, beside six 0.9.
-MOST_WAITED = 1 / 3
+MAX_WAITED = 1 / 3
 
 Result = TypeVar("Result")
 
@@ -39,8 +39,8 @@ def host_id() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    abilities = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    identity = "\n".join([platform.machine(), *sorted(abilities)]).encode()
+    traits = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    identity = "\n".join([platform.machine(), *sorted(traits)]).encode()
     return hashlib.sha256(identity).hexdigest()[:12]
 
 
@@ -51,11 +51,11 @@ def quota_cores() -> float | None:
     """
     quotas = []
     for group in _control_groups():
-        quota, _, period = text_of(group / "cpu.max").strip().partition(" ")  # version 2
+        quota, _, period = read_or_empty(group / "cpu.max").strip().partition(" ")  # version 2
         if not quota:
-            quota = text_of(group / "cpu.cfs_quota_us").strip()  # version 1
-            period = text_of(group / "cpu.cfs_period_us").strip()
-        if quota.isdigit() and period.isdigit() and int(period):  # not "max", or -1
+            quota = read_or_empty(group / "cpu.cfs_quota_us").strip()  # version 1
+            period = read_or_empty(group / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):  # no quota: "max", or -1
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
@@ -68,13 +68,14 @@ def core_count() -> float:
 
 
 def throttled_s() -> float | None:
-    """Return the seconds for which quotas have stopped the process; None if nobody counts them."""
+    """Return the seconds for which quotas have stopped the process; None without a count."""
     seconds = []
     for group in _control_groups():
-        stat = keyed(group / "cpu.stat")
-        for key, per_second in (("throttled_usec", 1e6), ("throttled_time", 1e9)):  # versions 2, 1
+        stat = read_keyed(group / "cpu.stat")
+        # version 2 counts in microseconds, version 1 in nanoseconds
+        for key, units_per_second in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
             with suppress(KeyError, ValueError):
-                seconds.append(float(stat[key]) / per_second)
+                seconds.append(float(stat[key]) / units_per_second)
     return sum(seconds) if seconds else None
 
 
@@ -123,14 +124,14 @@ def timed(work: Callable[[], Result]) -> tuple[Result, CpuTimes]:
     return result, CpuTimes(wall, cpu, waited_ns / 1e9)
 
 
-def keyed(path: Path) -> dict[str, str]:
+def read_keyed(path: Path) -> dict[str, str]:
     """Parse a file of the kernel: the first word of each line is the key, the second the value. The
     result is empty if the file cannot be read."""
-    words = (line.split() for line in text_of(path).splitlines())
+    words = (line.split() for line in read_or_empty(path).splitlines())
     return {line[0]: line[1] for line in words if len(line) > 1}
 
 
-def text_of(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
     """Return the content of a file of the kernel, or "" if it cannot be read."""
     try:
         return path.read_text()
@@ -151,14 +152,16 @@ def _waited_ns() -> dict[str, int]:
     waited: dict[str, int] = {}
     for thread in threads:
         with suppress(IndexError, ValueError):  # the thread has ended, or the kernel does not count
-            waited[thread] = int(text_of(PROC / "self" / "task" / thread / "schedstat").split()[1])
+            waited[thread] = int(
+                read_or_empty(PROC / "self" / "task" / thread / "schedstat").split()[1]
+            )
     return waited
 
 
 def _control_groups() -> Iterator[Path]:
     """Yield the folders of the process's CPU control group and of the groups above it."""
     root, path = CGROUPS, ""
-    for line in text_of(PROC / "self" / "cgroup").splitlines():
+    for line in read_or_empty(PROC / "self" / "cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if "cpu" in controllers.split(","):  # version 1
             root, path = CGROUPS / "cpu", group

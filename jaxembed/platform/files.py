@@ -13,7 +13,7 @@ from jaxembed.errors import ConfigError
 
 PARTIAL = ".partial-"  # part of the names of unfinished copies; a random part follows
 
-MOST_SHOWN = 60  # characters of a value that a message shows
+MAX_SHOWN = 60  # characters of a value that a message shows
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield partial
             partial.replace(path)
     finally:
-        with suppress(OSError):  # after success it is gone; or the disk has become read-only
+        with suppress(OSError):  # it is gone after success, or the disk is read-only
             partial.unlink()
 
 
@@ -95,6 +95,6 @@ def read_user_json(path: Path, name: str, expectation: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON for a message, truncated after MOST_SHOWN characters."""
+    """Return a value as JSON for a message, truncated after MAX_SHOWN characters."""
     text = json.dumps(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."

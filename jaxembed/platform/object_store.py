@@ -17,11 +17,11 @@ from jaxembed.platform.files import DISK_FULL
 
 # The package that reads each scheme. The extra has the name of the scheme; hf needs no extra.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
-OF_DATA = ("hf",)  # schemes of data files only, not of models
+DATA_SCHEMES = ("hf",)  # schemes of data files only, not of models
 TRANSFERS = 16  # files that are transferred at a time
 # Fields of a store's description of an object, of which the first present is its version.
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
-LONGEST_REASON = 300  # characters of another library's message that are kept
+MAX_REASON = 300  # characters of another library's message that are kept
 
 PIN = "@sha256:"
 DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -40,7 +40,7 @@ class Location(NamedTuple):
 
 def is_url(name: str, *, of_data: bool = False) -> bool:
     """Whether `name` is the URL of a model, or with `of_data` also of a file of rows."""
-    schemes = [scheme for scheme in PACKAGES if of_data or scheme not in OF_DATA]
+    schemes = [scheme for scheme in PACKAGES if of_data or scheme not in DATA_SCHEMES]
     return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
 
 
@@ -90,10 +90,10 @@ def copy_objects(url: str, names: Iterable[str], folder: Path) -> None:
     CheckpointError if a file is missing, and OSError if the disk is full."""
 
     def copy(name: str) -> None:
-        to = folder / name
-        to.parent.mkdir(parents=True, exist_ok=True)
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         with _asking(f"cannot copy {url}/{name}"):
-            store.get_file(f"{_path(url)}/{name}", str(to))
+            store.get_file(f"{_path(url)}/{name}", str(target))
 
     store = store_of(url)
     _for_each(copy, names)
@@ -116,7 +116,7 @@ def remove_object(url: str) -> None:
         store_of(url).rm_file(_path(url))
 
 
-class FoundObject(NamedTuple):
+class StoredObject(NamedTuple):
     """An object in a store: its URL, its size in bytes, and a version that changes with it."""
 
     url: str
@@ -124,7 +124,7 @@ class FoundObject(NamedTuple):
     version: str
 
 
-def find_objects(url: str) -> list[FoundObject]:
+def find_objects(url: str) -> list[StoredObject]:
     """Return the object at `url`, or those below it, or those that match it as a glob pattern.
 
     `url` is a pattern if it holds `*`, `?` or `[`. The list may be empty. Raises as `read_object`,
@@ -133,10 +133,10 @@ def find_objects(url: str) -> list[FoundObject]:
     scheme, path = _scheme(url), _path(url)
     with _asking(f"cannot list {url}"):
         store = store_of(url)
-        wild = any(sign in path for sign in "*?[")
-        infos = store.glob(path, detail=True) if wild else store.find(path, detail=True)
+        is_pattern = any(character in path for character in "*?[")
+        infos = store.glob(path, detail=True) if is_pattern else store.find(path, detail=True)
         return [
-            FoundObject(
+            StoredObject(
                 f"{scheme}://{name}",
                 info["size"],
                 next((str(info[key]) for key in VERSION_KEYS if info.get(key)), ""),
@@ -188,7 +188,7 @@ def store_of(url: str) -> Any:
     import fsspec  # installed with s3fs and gcsfs
 
     scheme = _scheme(url)
-    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it also raises its errors
+    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it raises what it logs
     with _asking(f"cannot open {url}"):
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
@@ -211,7 +211,7 @@ def _asking(failure: str) -> Iterator[None]:
             f"{failure}: access is denied ({_reason(error)}); give this process credentials that "
             "have it"
         ) from error
-    except Exception as error:  # each of these packages has its own error classes
+    except Exception as error:  # each package of PACKAGES has its own error classes
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         raise StoreUnreachable(f"{failure}: {_reason(error)}") from error
@@ -220,4 +220,4 @@ def _asking(failure: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     """Return the first line of the message of an error, without credentials."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return CREDENTIALS.sub("//", lines[0])[:LONGEST_REASON]
+    return CREDENTIALS.sub("//", lines[0])[:MAX_REASON]

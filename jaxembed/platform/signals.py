@@ -31,6 +31,7 @@ def end_at_signals() -> None:
     without one for process 1, the first process of a container. A thread ends the process: Python
     runs handlers in the main thread only, which may be inside XLA for minutes.
     """
+    # signal numbers are written to `waking`; a thread reads `ending`
     ending, waking = socket.socketpair()
     waking.setblocking(False)
 

@@ -20,7 +20,7 @@ def is_for_small() -> bool:
     return getattr(_thread, "is_for_small", False)
 
 
-def go_on_among_large() -> None:
+def restart_if_small() -> None:
     """Stop the current job if its thread is for small inputs, by an exception at which JobThreads
     starts the job anew in a thread for large inputs. In any other thread this does nothing."""
     if is_for_small():
@@ -31,7 +31,7 @@ class JobThreads(Executor):
     """An executor with `workers` threads for small inputs, and as many for large ones.
 
     Every job starts in a thread for small inputs. If it finds that it has a large input, it calls
-    `go_on_among_large`, and starts anew in a thread for large inputs.
+    `restart_if_small`, and starts anew in a thread for large inputs.
     """
 
     def __init__(self, workers: int, name: str):
@@ -40,11 +40,11 @@ class JobThreads(Executor):
         self._small = ThreadPoolExecutor(workers, name, begin)
         self._large = ThreadPoolExecutor(workers, f"{name}-large")
 
-    def submit(self, call: Callable, /, *arguments: Any, **named: Any) -> Future:
-        """Run a job in a thread, and return the future of its result. Raises RuntimeError after
-        shutdown."""
+    def submit(self, call: Callable, /, *arguments: Any, **keywords: Any) -> Future:
+        """Run the job `call(*arguments, **keywords)` in a thread, and return the future of its
+        result. Raises RuntimeError after shutdown."""
         future: Future = Future()
-        self._small.submit(self._run, [future, partial(call, *arguments, **named)])
+        self._small.submit(self._run, [future, partial(call, *arguments, **keywords)])
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

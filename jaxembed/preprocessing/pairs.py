@@ -67,7 +67,7 @@ def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Fr
     """Return the frame of a model's pairs: from its template for pairs if it has one, else from its
     tokenizer. `with_types` keeps the token types of the tokenizer's frame.
 
-    Returns None if the tokenizer's way to join pairs is not a frame and the model is not a
+    Returns None if no frame describes how the tokenizer joins pairs and the model is not a
     reranker. Raises CheckpointError if the template lacks a placeholder, and UnsupportedModel for a
     reranker without a frame.
     """
@@ -110,16 +110,19 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     owners = sample.sequence_ids  # of each token: its text, 0 or 1, or None
     texts = [owner for owner, _ in groupby(owners) if owner is not None]
     columns = zip(owners, sample.special_tokens_mask, strict=True)
+    # tokens that belong to no text and are not special
     strays = [1 for owner, special in columns if owner is None and not special]
     if texts != [0, 1] or strays:
         raise UnsupportedModel(
             "the tokenizer's template for pairs does not hold each text once and in order"
         )
+    # where the texts start and end
     cuts = [owners.index(0), owners.index(0) + owners.count(0), owners.index(1)]
     cuts += [owners.index(1) + owners.count(1)]
     before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
     types = None
     if with_types:
+        # an empty part counts as type 0
         type_sets = [{*part.tolist()} or {0} for part in np.split(np.array(sample.type_ids), cuts)]
         if any(len(type_set) > 1 for type_set in type_sets):
             raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
@@ -128,6 +131,6 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
 
 
 def _fill(part: str, **texts: str) -> str:
-    """Fill the placeholders of `part` with the texts by name. A single pass leaves braces in users'
-    texts as they are."""
+    """Replace each placeholder `{name}` in `part` by the text with that name; unknown ones stay.
+    A single pass leaves braces in users' texts as they are."""
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)

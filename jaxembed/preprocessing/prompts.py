@@ -32,8 +32,8 @@ PROMPTS: dict[Role, tuple[str, ...]] = {  # names that sentence-transformers tri
 
 
 def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
-    """Return the text of the prompt for inputs without one: of the flags, else of the checkpoint,
-    or "".
+    """Return the text of the prompt for inputs of requests without a prompt: that of the flags,
+    else the checkpoint's default, else "".
 
     Raises ConfigError if the flags give two prompts or the checkpoint has none with the name.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Text, Tokens
 from jaxembed.data.spec import NO_LIMIT, Expansion, LateInteraction, ModelSpec
-from jaxembed.data.work import Encoding, Work, whole_work, work_of
+from jaxembed.data.work import Encoding, Work, whole_work, work_from_encodings
 from jaxembed.errors import (
     BareTokenIds,
     ConfigError,
@@ -31,20 +31,20 @@ from jaxembed.preprocessing.tokenizer import (
     CUT_MARGIN,
     FIRST_CUT,
     JOB_CHARACTERS,
-    MOST_READ,
+    MAX_READ_CHARACTERS,
     Side,
     Tokenizer,
     TokenPiece,
     chunks,
     cut_tokens,
-    most_read,
+    max_read_characters,
     token_pieces,
 )
 from jaxembed.preprocessing.windows import (
-    Chunked,
+    ChunkingSetup,
     Divided,
     Division,
-    Late,
+    PooledChunks,
     Windows,
     encode_chunked,
     is_linear,
@@ -61,7 +61,7 @@ PIECE_BYTES = 1800
 DECODED_BYTES = 1600
 # The most tokens of a document that is divided into windows. The characters that a thread may read
 # are certain to give this many.
-MOST_DIVIDED = MOST_READ // (2 * FIRST_CUT) - CUT_MARGIN
+MAX_DIVIDED_TOKENS = MAX_READ_CHARACTERS // (2 * FIRST_CUT) - CUT_MARGIN
 Row = tuple[np.ndarray, bool]  # the ids of a text, and whether the whole text was tokenized
 
 
@@ -71,10 +71,10 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
     work: Work
     truncated: int
     windows: Windows | None = None  # of documents that were divided
-    chunked: Chunked | None = None  # of texts whose chunks are pooled one by one
+    chunked: PooledChunks | None = None  # of texts whose chunks are pooled one by one
 
 
-class Rules(msgspec.Struct, frozen=True):
+class TokenizationOptions(msgspec.Struct, frozen=True):
     """How the inputs of a request are tokenized.
 
     `prompt` is put before each text. Inputs over the limit lose tokens from `side`, or are refused
@@ -126,19 +126,17 @@ class TextProcessor:
         self._has_types = has_types and any(sample.type_ids)
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
-        self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `_checked_words`
+        self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `_checked_text_ids`
         self._reads_whole = limit == NO_LIMIT  # whole texts are read, and none is truncated
         per_token = spec.config.get("characters_per_token")
-        self._most_characters = sys.maxsize if per_token is None else per_token * limit
+        self._max_characters = sys.maxsize if per_token is None else per_token * limit
         if self._reads_whole:
-            self._most_characters = MOST_READ
+            self._max_characters = MAX_READ_CHARACTERS
         expansion = spec.interaction and spec.interaction.expansion
         # The tokens that texts and queries are filled up to; 0 if they are not filled up.
         self._length_to_fill = 0 if spec.filled is None else spec.filled.length
         self._length_of_query = self._length_to_fill if expansion is None else expansion.length
-        self._has_whole_texts = (
-            spec.template is None and spec.filled is None and not self._has_types
-        )
+        self._needs_only_ids = spec.template is None and spec.filled is None and not self._has_types
         self._pair_frame = (
             None if spec.is_static else find_frame(self._tokenizer, spec, with_types=has_types)
         )
@@ -153,7 +151,7 @@ class TextProcessor:
             )
         if spec.interaction is not None:
             markers = {spec.interaction.query_marker, spec.interaction.document_marker}
-            reserved += markers != {None}
+            reserved += markers != {None}  # one token if there is a marker
         if expansion is not None and expansion.length > limit:
             raise ConfigError(
                 f"--max-input-length {limit} is less than the {expansion.length} tokens that "
@@ -180,31 +178,36 @@ class TextProcessor:
             return self._default_prompt
         return named_prompt(prompt_name, self._spec.prompts)
 
-    def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
+    def encode(self, inputs: Sequence[Input], tokenization: TokenizationOptions) -> Tokenized:
         """Tokenize inputs in the calling thread, mostly without the interpreter lock.
 
         Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first wrong input.
         """
         if self._spec.interaction is not None:
-            return _tokenized(self._encode_marked(inputs, rules, self._spec.interaction))
+            return _tokenized(self._encode_marked(inputs, tokenization, self._spec.interaction))
         texts = [item for item in inputs if isinstance(item, Text)]
-        max_characters = self._most_characters
-        cut = slice(0, max_characters) if rules.side == "right" else slice(-max_characters, None)
-        prompted = ((rules.prompt + text.text)[cut] for text in texts)
-        readings = self._tokenizer.encode_enough(prompted, self.limit, rules.side)
-        encoded = zip(texts, readings, strict=True)
-        has_spans = self._has_spans(rules)
-        if self._has_whole_texts and not has_spans and len(texts) == len(inputs):
-            # Texts that are token ids alone and pooled whole: faster together than one by one.
-            special_ids, longest = self._special_ids, max_characters - len(rules.prompt)
+        max_characters = self._max_characters
+        cut = (
+            slice(0, max_characters)
+            if tokenization.side == "right"
+            else slice(-max_characters, None)
+        )
+        prompted = ((tokenization.prompt + text.text)[cut] for text in texts)
+        text_encodings = self._tokenizer.encode_enough(prompted, self.limit, tokenization.side)
+        encoded = zip(texts, text_encodings, strict=True)
+        has_spans = self._has_spans(tokenization)
+        if self._needs_only_ids and not has_spans and len(texts) == len(inputs):
+            # Sequences without token types and spans: faster together than one by one.
+            special_ids, max_length = self._special_ids, max_characters - len(tokenization.prompt)
             rows: list[list[int]] = []
             truncated = 0
             try:
                 for text, (encoding, whole) in encoded:
                     row = encoding.ids
-                    is_usual = 0 < len(row) <= self.limit and 0 < len(text.text) <= longest
+                    # `_finish` handles the texts that are empty, too long or have special ids.
+                    is_usual = 0 < len(row) <= self.limit and 0 < len(text.text) <= max_length
                     if not is_usual or (special_ids and not special_ids.isdisjoint(row)):
-                        finished, was_cut = self._finish(text, encoding, whole, rules)
+                        finished, was_cut = self._finish(text, encoding, whole, tokenization)
                         row = finished.ids.tolist()
                         truncated += was_cut
                     rows.append(row)
@@ -213,12 +216,14 @@ class TextProcessor:
             lengths = [len(row) for row in rows]
             ids = np.fromiter(chain.from_iterable(rows), np.int32, sum(lengths))
             return Tokenized(whole_work({"ids": ids}, np.array(lengths, np.int32)), truncated)
-        pairs = self._encode_pairs([item for item in inputs if isinstance(item, Pair)], rules)
+        pairs = self._encode_pairs(
+            [item for item in inputs if isinstance(item, Pair)], tokenization
+        )
 
         def encodings() -> Iterator[tuple[Encoding, bool]]:
             for item in inputs:
                 if isinstance(item, Tokens):
-                    yield self._encode_ids(item, rules)
+                    yield self._encode_ids(item, tokenization)
                 elif isinstance(item, Pair):
                     yield next(pairs)
                 elif self._spec.template is not None:
@@ -227,46 +232,52 @@ class TextProcessor:
                     )
                 else:
                     text, (encoding, whole) = next(encoded)
-                    yield self._finish(text, encoding, whole, rules)
+                    yield self._finish(text, encoding, whole, tokenization)
 
         return _tokenized(encodings())
 
-    def query_row(self, query: str, rules: Rules) -> Row:
-        """Tokenize a query once, for `encode_beside`.
+    def tokenize_query(self, query: str, tokenization: TokenizationOptions) -> Row:
+        """Tokenize a query once, for `encode_pairs_of_query`.
 
         Raises InvalidInput if the model takes no pairs or the query cannot be tokenized, and
         TokenizerError.
         """
-        first = self._frame.first(query, rules.instruction)
-        (row,) = self._tokenizer.rows([first], self.limit, rules.side)
+        first = self._frame.first(query, tokenization.instruction)
+        (row,) = self._tokenizer.rows([first], self.limit, tokenization.side)
         return row
 
-    def encode_beside(self, query: Row, documents: Sequence[str], rules: Rules) -> Tokenized:
-        """Tokenize the pairs of a query, a result of `query_row`, and each document. Several
-        threads may share the query. Raises as `encode`."""
-        if rules.max_windows == 1:
-            seconds = self._second_rows(documents, rules)
-            return _tokenized(self._pair(query, second, rules) for second in seconds)
+    def encode_pairs_of_query(
+        self, query: Row, documents: Sequence[str], tokenization: TokenizationOptions
+    ) -> Tokenized:
+        """Tokenize a pair of the query and each document. `query` is a result of `tokenize_query`,
+        which several threads may share. Each document is divided into windows if the options allow
+        several. Raises as `encode`."""
+        if tokenization.max_windows == 1:
+            seconds = self._second_rows(documents, tokenization)
+            return _tokenized(self._pair(query, second, tokenization) for second in seconds)
         frame = self._frame
         room = self.limit - frame.length - len(query[0])
-        division = self._division(room, frame.around_second, rules, with_query=True)
+        division = self._division(room, frame.around_second, tokenization, with_query=True)
         parts: list[Divided] = []
         encodings: list[Encoding] = []
         try:
             for document in documents:
-                part = self._divide(document, frame.second(document), division, rules)
+                part = self._divide(document, frame.second(document), division, tokenization)
                 parts.append(part)
                 encodings += [Encoding(*frame.join(query[0], row)) for row in part.rows]
         except InvalidInput as error:
             raise error.at(len(parts)) from error
+        # query[1]: whether the query is whole; if not, every pair counts as truncated
         return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
 
-    def encode_documents(self, documents: Sequence[Text], rules: Rules) -> Tokenized:
+    def encode_documents(
+        self, documents: Sequence[Text], tokenization: TokenizationOptions
+    ) -> Tokenized:
         """Tokenize documents whose vectors are compared with those of a query. Each is divided into
         windows if the options allow several. Raises as `encode`, and InvalidInput for a model whose
         documents cannot be divided."""
-        if rules.max_windows == 1:
-            return self.encode(documents, rules)
+        if tokenization.max_windows == 1:
+            return self.encode(documents, tokenization)
         if self._has_types or self._spec.filled is not None:
             raise InvalidInput(
                 "the documents of this model cannot be divided into windows; leave "
@@ -275,56 +286,62 @@ class TextProcessor:
             )
         limit, marker = self.limit, None
         if self._spec.interaction is not None:
-            limit, marker = self._limit_and_marker(rules, self._spec.interaction)
+            limit, marker = self._limit_and_marker(tokenization, self._spec.interaction)
         before, after = (np.array(ids, np.int32) for ids in self._ids_around)
         if marker is not None:
             before = np.insert(before, min(len(before), 1), np.int32(marker))
-        prompt = rules.prompt
+        prompt = tokenization.prompt
         room = limit - len(before) - len(after)
-        division = self._division(room, (prompt, ""), rules, with_query=False)
-        has_spans = self._has_spans(rules)
+        division = self._division(room, (prompt, ""), tokenization, with_query=False)
+        has_spans = self._has_spans(tokenization)
         parts: list[Divided] = []
         encodings: list[Encoding] = []
         try:
             for document in documents:
                 text = prompt + document.text
-                parts.append(part := self._divide(document.text, text, division, rules))
+                parts.append(part := self._divide(document.text, text, division, tokenization))
                 for row in part.rows:
                     ids = np.concatenate([before, row, after])
-                    is_given = bool(document.text) or rules.may_be_empty
+                    is_given = bool(document.text) or tokenization.may_be_empty
                     if not self._spec.is_static and not (is_given and len(ids)):
                         raise EmptyInput()
-                    ids = self._checked_words(ids)
+                    ids = self._checked_text_ids(ids)
+                    # pool what is behind the prompt, at least the last token
                     spans = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
                     encodings.append(Encoding(ids, spans=spans if has_spans else None))
         except InvalidInput as error:
             raise error.at(len(parts)) from error
         return _in_windows(parts, encodings, sum(part.is_cut for part in parts))
 
-    def encode_late(self, texts: Sequence[ChunkedText], rules: Rules, slots: int) -> Tokenized:
+    def encode_chunked_texts(
+        self, texts: Sequence[ChunkedText], tokenization: TokenizationOptions, slots: int
+    ) -> Tokenized:
         """Tokenize texts whose chunks are pooled one by one, at most `slots` chunks in a sequence.
         A text over the limit is divided into windows if the options truncate, else refused. Raises
         as `encode`, and InvalidChunk."""
-        has_spans = self._has_spans(rules)
-        late = Late(
+        has_spans = self._has_spans(tokenization)
+        late = ChunkingSetup(
             self._tokenizer,
-            rules.prompt,
+            tokenization.prompt,
             self._around,
-            self._prompt_length(rules.prompt) if has_spans else 0,
+            unpooled=self._prompt_length(tokenization.prompt) if has_spans else 0,
             has_types=self._has_types,
             limit=self.limit,
             slots=slots,
-            truncate=rules.truncate,
+            truncate=tokenization.truncate,
             can_divide=is_linear(self._spec.heads["dense"]),
         )
         encodings, chunked = encode_chunked(texts, late)
-        return Tokenized(work_of(encodings), 0, chunked=chunked)
+        return Tokenized(work_from_encodings(encodings), truncated=0, chunked=chunked)
 
-    def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:
-        """Estimate the numbers of sequences and of tokens of the inputs before they are tokenized,
-        with one token for 4 characters."""
-        max_tokens = self.limit * rules.max_windows
-        min_tokens = self._length_of_query if rules.role == "query" else self._length_to_fill
+    def estimate(
+        self, inputs: Sequence[Input], tokenization: TokenizationOptions
+    ) -> tuple[int, int]:
+        """Estimate the numbers of sequences and of tokens of the inputs before they are tokenized.
+        An input has a token for 4 characters plus 2, at most the limit of its windows together, and
+        at least the length that it is filled up to."""
+        max_tokens = self.limit * tokenization.max_windows
+        min_tokens = self._length_of_query if tokenization.role == "query" else self._length_to_fill
         tokens = sum(max(min(characters(item) // 4 + 2, max_tokens), min_tokens) for item in inputs)
         return max(len(inputs), tokens // self.limit), tokens
 
@@ -332,7 +349,7 @@ class TextProcessor:
     def job_bytes(self) -> int:
         """The peak memory in bytes of two threads that run `encode`: for small texts, and for large
         texts."""
-        large = MOST_READ if self._reads_whole else most_read(self.limit)
+        large = MAX_READ_CHARACTERS if self._reads_whole else max_read_characters(self.limit)
         return CHARACTER_BYTES * (JOB_CHARACTERS + large)
 
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
@@ -386,7 +403,10 @@ class TextProcessor:
         return len(encoding) - encoding.special_tokens_mask[-1]
 
     def _encode_marked(
-        self, inputs: Sequence[Input], rules: Rules, interaction: LateInteraction
+        self,
+        inputs: Sequence[Input],
+        tokenization: TokenizationOptions,
+        interaction: LateInteraction,
     ) -> Iterator[tuple[Encoding, bool]]:
         """Yield for each text its encoding, with the marker and the augmentation tokens of its
         role, and whether it was truncated.
@@ -395,29 +415,30 @@ class TextProcessor:
         EmptyInput, InputTooLong and TokenizerError.
         """
         texts: list[Text] = []
-        for item in inputs:  # an error in a text comes before that of a later pair
+        for item in inputs:  # stop at another kind: an error in a text before it comes first
             if not isinstance(item, Text):
                 break
             texts.append(item)
-        limit, marker = self._limit_and_marker(rules, interaction)
+        limit, marker = self._limit_and_marker(tokenization, interaction)
         room = limit - (marker is not None)
-        prompted = (rules.prompt + text.text for text in texts)
-        encodings = self._tokenizer.encode_enough(prompted, room, rules.side)
-        expansion = interaction.expansion if rules.role == "query" else None
-        place = min(self._around[0], 1)
+        prompted = (tokenization.prompt + text.text for text in texts)
+        encodings = self._tokenizer.encode_enough(prompted, room, tokenization.side)
+        expansion = interaction.expansion if tokenization.role == "query" else None
+        marker_index = min(self._around[0], 1)  # behind a token such as [CLS]
         for text, (encoding, whole) in zip(texts, encodings, strict=True):
-            if not ((text.text or rules.may_be_empty) and len(encoding)):
+            if not ((text.text or tokenization.may_be_empty) and len(encoding)):
                 raise EmptyInput()
             count = len(encoding)
-            if count > room and not rules.truncate:
+            if count > room and not tokenization.truncate:
+                # with the marker, which is limit - room
                 raise InputTooLong(limit, limit + count - room if whole else limit + 1, exact=whole)
-            ids = self._within(np.array(encoding.ids, np.int32), room, rules.side)
+            ids = self._within(np.array(encoding.ids, np.int32), room, tokenization.side)
             if marker is not None:
-                ids = np.insert(ids, place, np.int32(marker))
-            fillers = 0
+                ids = np.insert(ids, marker_index, np.int32(marker))
+            augmentation_tokens = 0
             if expansion is not None:
-                ids, fillers = _filled(ids, expansion)
-            yield Encoding(ids, fillers=fillers), count > room
+                ids, augmentation_tokens = _filled(ids, expansion)
+            yield Encoding(ids, augmentation_tokens=augmentation_tokens), count > room
         if len(texts) < len(inputs):
             kind = "pairs" if isinstance(inputs[len(texts)], Pair) else "token ids"
             raise InvalidInput(
@@ -426,56 +447,61 @@ class TextProcessor:
             )
 
     def _limit_and_marker(
-        self, rules: Rules, interaction: LateInteraction
+        self, tokenization: TokenizationOptions, interaction: LateInteraction
     ) -> tuple[int, int | None]:
         """Return the most tokens of a text of the options' role, and the role's marker (an id or
-        None). A limit that was raised above the model's replaces the length of documents, not that
-        of queries."""
-        if rules.role == "query":
+        None). If `limit` was raised above the model's own, it replaces `document_length`, but not
+        `query_length`."""
+        if tokenization.role == "query":
             return min(interaction.query_length, self.limit), interaction.query_marker
         is_raised = self.limit > self._spec.max_input_tokens
         max_tokens = self.limit if is_raised else min(interaction.document_length, self.limit)
         return max_tokens, interaction.document_marker
 
-    def _finish(self, text: Text, encoding, whole: bool, rules: Rules) -> tuple[Encoding, bool]:
+    def _finish(
+        self, text: Text, encoding, whole: bool, tokenization: TokenizationOptions
+    ) -> tuple[Encoding, bool]:
         """Truncate a tokenized text to the limit. `encoding` is its tokenizers.Encoding; `whole`
-        says whether the whole text was tokenized. Returns its encoding, and whether it was
-        truncated.
+        says whether it is that of the whole text. Returns the Encoding to run, and whether the
+        text was truncated.
 
         Raises EmptyInput, InputTooLong and InvalidInput.
         """
-        is_given = bool(text.text) or rules.may_be_empty
+        is_given = bool(text.text) or tokenization.may_be_empty
         if not self._spec.is_static and not (is_given and len(encoding)):
             raise EmptyInput()  # without special tokens a blank text has no tokens
-        count, max_chars = len(rules.prompt) + len(text.text), self._most_characters
+        count, max_chars = len(tokenization.prompt) + len(text.text), self._max_characters
         if count > max_chars and self._reads_whole:
             raise InvalidInput(
                 f"the text has {count} characters, of at most {max_chars} for a model that cuts "
                 "nothing; send it in parts, or set --max-input-length to have it cut"
             )
         is_cut = count > max_chars or len(encoding) > self.limit
-        if is_cut and not rules.truncate:
+        if is_cut and not tokenization.truncate:
             raise self._too_long(len(encoding), whole and count <= max_chars)
-        ids = self._within(np.array(encoding.ids, np.int32), self.limit, rules.side)
-        ids = self._checked_words(ids)
+        ids = self._within(np.array(encoding.ids, np.int32), self.limit, tokenization.side)
+        ids = self._checked_text_ids(ids)
         types = None
         if self._has_types:
-            types = self._within(np.array(encoding.type_ids, np.int32), self.limit, rules.side)
+            types = self._within(
+                np.array(encoding.type_ids, np.int32), self.limit, tokenization.side
+            )
         spans = None
-        if self._has_spans(rules):
-            spans = ((min(self._prompt_length(rules.prompt), len(ids) - 1), len(ids)),)
-        fillers = 0
+        if self._has_spans(tokenization):
+            # pool what is behind the prompt, at least the last token
+            spans = ((min(self._prompt_length(tokenization.prompt), len(ids) - 1), len(ids)),)
+        augmentation_tokens = 0
         if self._spec.filled is not None:
-            ids, fillers = _filled(ids, self._spec.filled)
-        return Encoding(ids, types, spans, fillers), is_cut
+            ids, augmentation_tokens = _filled(ids, self._spec.filled)
+        return Encoding(ids, types, spans, augmentation_tokens), is_cut
 
-    def _has_spans(self, rules: Rules) -> bool:
+    def _has_spans(self, tokenization: TokenizationOptions) -> bool:
         """Return whether texts are pooled without their prompt."""
-        return bool(rules.prompt) and not self._spec.include_prompt
+        return bool(tokenization.prompt) and not self._spec.include_prompt
 
-    def _checked_words(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a text without the id that the model drops. Raises InvalidInput if one
-        of them is the token that stands for a part of an image."""
+    def _checked_text_ids(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a text without those that the model drops (`dropped_id`). Raises
+        InvalidInput if one of the ids stands for a part of an image."""
         if self._image_id is not None and (ids == self._image_id).any():
             name = self._tokenizer.file.id_to_token(self._image_id)
             raise InvalidInput(
@@ -490,47 +516,53 @@ class TextProcessor:
         return InputTooLong(self.limit, got if whole else self.limit + 1, exact=whole)
 
     def _within(self, row: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
-        """Truncate the ids or the types of a text on one side, but keep the special tokens around
-        it."""
+        """Truncate the ids or the token types of a text on one side, but keep the special tokens
+        around it."""
         if len(row) <= max_tokens:
             return row
         before, after = self._around
         text = cut_tokens(row[before : len(row) - after], max_tokens - before - after, side)
         return np.concatenate([row[:before], text, row[len(row) - after :]])
 
-    def _encode_pairs(self, pairs: Sequence[Pair], rules: Rules) -> Iterator[tuple[Encoding, bool]]:
+    def _encode_pairs(
+        self, pairs: Sequence[Pair], tokenization: TokenizationOptions
+    ) -> Iterator[tuple[Encoding, bool]]:
         """Yield for each pair its encoding, and whether it was truncated.
 
         Pairs get no prompts, which are for single texts. Raises EmptyInput, and as `_pair`.
         """
-        firsts = (self._frame.first(pair.first, rules.instruction) for pair in pairs)
-        seconds = self._second_rows((pair.second for pair in pairs), rules)
-        rows = self._tokenizer.rows(firsts, self.limit, rules.side)
+        firsts = (self._frame.first(pair.first, tokenization.instruction) for pair in pairs)
+        seconds = self._second_rows((pair.second for pair in pairs), tokenization)
+        rows = self._tokenizer.rows(firsts, self.limit, tokenization.side)
         for pair, first, second in zip(pairs, rows, seconds, strict=True):
             if not (pair.first or pair.second):
                 raise EmptyInput()
-            yield self._pair(first, second, rules)
+            yield self._pair(first, second, tokenization)
 
-    def _second_rows(self, texts: Iterable[str], rules: Rules) -> Iterator[Row]:
+    def _second_rows(
+        self, texts: Iterable[str], tokenization: TokenizationOptions
+    ) -> Iterator[Row]:
         """Tokenize the second texts of pairs, as far as the limit or `max_second_tokens` needs."""
-        max_tokens = min(self.limit, rules.max_second_tokens or self.limit)
-        return self._tokenizer.rows(map(self._frame.second, texts), max_tokens, rules.side)
+        max_tokens = min(self.limit, tokenization.max_second_tokens or self.limit)
+        return self._tokenizer.rows(map(self._frame.second, texts), max_tokens, tokenization.side)
 
-    def _pair(self, first_row: Row, second_row: Row, rules: Rules) -> tuple[Encoding, bool]:
+    def _pair(
+        self, first_row: Row, second_row: Row, tokenization: TokenizationOptions
+    ) -> tuple[Encoding, bool]:
         """Join two tokenized texts. Returns the pair's encoding, and whether a text was truncated.
 
         Of a pair over the limit the first text is truncated to the room for texts, or to the
         template's share for queries if that is less; the second text is truncated to the rest.
         Raises InputTooLong if the options forbid that or the frame leaves no room, and EmptyInput.
         """
-        frame, side = self._frame, rules.side
+        frame, side = self._frame, tokenization.side
         (first, first_whole), (second, second_whole) = first_row, second_row
         room = self.limit - frame.length
         short_second = second
-        if rules.max_second_tokens is not None:
-            short_second = cut_tokens(second, rules.max_second_tokens, side)
+        if tokenization.max_second_tokens is not None:
+            short_second = cut_tokens(second, tokenization.max_second_tokens, side)
         length = len(first) + len(short_second)
-        if length > room and (not rules.truncate or room < 0):
+        if length > room and (not tokenization.truncate or room < 0):
             second_exact = second_whole or len(short_second) < len(second)
             raise self._too_long(length + frame.length, first_whole and second_exact)
         max_first = room if frame.template is None else int(frame.template.query_share * self.limit)
@@ -543,65 +575,77 @@ class TextProcessor:
         return Encoding(ids, types), length > room or len(short_second) < len(second)
 
     def _division(
-        self, room: int, around: tuple[str, str], rules: Rules, *, with_query: bool
+        self,
+        room: int,
+        around: tuple[str, str],
+        tokenization: TokenizationOptions,
+        *,
+        with_query: bool,
     ) -> Division:
-        """Return how documents are divided into windows. A window has room for `room` tokens of a
-        document and of the two texts `around` it. `with_query`: each window has the query, too.
+        """Return how documents are divided into windows. A window has `room` tokens, for a
+        part of a document and for the texts `around` it, those of a prompt or a template.
+        `with_query`: each window has the query, too.
 
         Raises InvalidInput if there is too little room, or if the options truncate on the left.
         """
-        if rules.side == "left":
+        if tokenization.side == "left":
             raise InvalidInput(
                 "a divided document is not cut on the left; leave `truncation_direction` out",
                 field="truncation_direction",
             )
         before, after = around
+        # "a" is a sample document: head and tail are the tokens before and behind it
         (sample,) = self._tokenizer.encode([f"{before}a{after}"], special=False, fast=False)
-        ends = np.array(sample.offsets).reshape(-1, 2)
+        offsets = np.array(sample.offsets).reshape(-1, 2)
         ids = np.array(sample.ids, np.int32)
-        head, tail = ids[ends[:, 1] <= len(before)], ids[ends[:, 0] > len(before)]
+        head, tail = ids[offsets[:, 1] <= len(before)], ids[offsets[:, 0] > len(before)]
         room -= len(head) + len(tail)
-        overlap = overlap_of(room, rules.overlap, with_query=with_query)
+        overlap = overlap_of(room, tokenization.overlap, with_query=with_query)
         return Division(len(before), head, tail, room, overlap)
 
-    def _divide(self, document: str, text: str, division: Division, rules: Rules) -> Divided:
+    def _divide(
+        self, document: str, text: str, division: Division, tokenization: TokenizationOptions
+    ) -> Divided:
         """Return the windows of one document. `text` is what is tokenized: the document within its
-        template.
+        prompt or template.
 
         Raises InputTooLong if the windows do not hold the whole document and the options forbid
         that.
         """
-        around, room = len(division.head) + len(division.tail), division.room
-        max_tokens = min(rules.max_windows * room, MOST_DIVIDED)
-        wanted = rules.max_second_tokens or max_tokens + 1  # the request asks for this many
+        around_tokens, room = len(division.head) + len(division.tail), division.room
+        max_tokens = min(tokenization.max_windows * room, MAX_DIVIDED_TOKENS)
+        max_used = tokenization.max_second_tokens or max_tokens + 1  # or one more than fits
         ((encoding, whole),) = self._tokenizer.encode_enough(
             [text],
-            min(max_tokens, wanted) + around,
+            min(max_tokens, max_used) + around_tokens,
             "right",
             special=False,
             fast=False,
         )
         ids = np.array(encoding.ids, np.int32)
-        places = np.array(encoding.offsets, np.int64).reshape(-1, 2) - division.start
-        inside = (places[:, 1] > 0) & (places[:, 0] < len(document))
-        doc_ids, places = ids[inside], places[inside].clip(0, len(document))
-        is_shortened = len(doc_ids) > wanted
-        bounds = windows(min(len(doc_ids), wanted, max_tokens), room, division.overlap)
-        is_long = min(len(doc_ids), wanted) > max_tokens or len(bounds) > rules.max_windows
-        is_long |= not (whole or is_shortened)
-        if is_long and not rules.truncate:
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) - division.start
+        # Tokens with a character of the document.
+        inside = (offsets[:, 1] > 0) & (offsets[:, 0] < len(document))
+        doc_ids, offsets = ids[inside], offsets[inside].clip(0, len(document))
+        is_shortened = len(doc_ids) > max_used  # as the request wants it
+        bounds = windows(min(len(doc_ids), max_used, max_tokens), room, division.overlap)
+        is_long = min(len(doc_ids), max_used) > max_tokens or len(bounds) > tokenization.max_windows
+        is_long |= not (whole or is_shortened)  # the rest of the document was not read
+        if is_long and not tokenization.truncate:
             raise self._too_long(self.limit + 1, whole=False)
         is_cut = is_long or is_shortened
-        bounds = bounds[: rules.max_windows]
+        bounds = bounds[: tokenization.max_windows]
         if len(bounds) == 1 and not is_cut:
             return Divided([ids], [(0, len(document))], is_cut=False)
         return Divided(
             [np.concatenate([division.head, doc_ids[a:b], division.tail]) for a, b in bounds],
-            [(int(places[a, 0]), int(places[b - 1, 1])) for a, b in bounds],
+            [(int(offsets[a, 0]), int(offsets[b - 1, 1])) for a, b in bounds],
             is_cut,
         )
 
-    def _encode_ids(self, tokens: Tokens, rules: Rules) -> tuple[Encoding, bool]:
+    def _encode_ids(
+        self, tokens: Tokens, tokenization: TokenizationOptions
+    ) -> tuple[Encoding, bool]:
         """Truncate token ids to the limit. Returns their encoding, and whether they were truncated.
 
         Prompts and special tokens are not added. If `bare_ids` is False, the ids must have the
@@ -611,7 +655,7 @@ class TextProcessor:
         """
         if not len(tokens.ids):
             raise EmptyInput()
-        if not rules.bare_ids:
+        if not tokenization.bare_ids:
             # A tokenizer without special tokens does not show whose ids they are: refuse them.
             before, after = self._ids_around
             after_start = len(tokens.ids) - len(after)
@@ -619,15 +663,15 @@ class TextProcessor:
             if not (before or after) or after_start < len(before) or ends != (before, after):
                 raise BareTokenIds(before, after)
         ids = _checked_ids(tokens.ids, self.vocab_size)
-        if len(ids) > self.limit and not rules.truncate:
+        if len(ids) > self.limit and not tokenization.truncate:
             raise InputTooLong(self.limit, len(ids))
-        truncate_ids = cut_tokens if rules.bare_ids else self._within
-        kept_ids = truncate_ids(ids, self.limit, rules.side)
-        kept_ids = self._checked_words(kept_ids)
-        fillers = 0
+        truncate_ids = cut_tokens if tokenization.bare_ids else self._within
+        kept_ids = truncate_ids(ids, self.limit, tokenization.side)
+        kept_ids = self._checked_text_ids(kept_ids)
+        augmentation_tokens = 0
         if self._spec.filled is not None:
-            kept_ids, fillers = _filled(kept_ids, self._spec.filled)
-        return Encoding(kept_ids, fillers=fillers), len(ids) > self.limit
+            kept_ids, augmentation_tokens = _filled(kept_ids, self._spec.filled)
+        return Encoding(kept_ids, augmentation_tokens=augmentation_tokens), len(ids) > self.limit
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -652,8 +696,10 @@ def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
 def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:
     """Append augmentation tokens up to the expansion's length. Returns the ids, and how many were
     added."""
-    fillers = max(expansion.length - len(ids), 0)
-    return np.concatenate([ids, np.full(fillers, expansion.token_id, np.int32)]), fillers
+    augmentation_tokens = max(expansion.length - len(ids), 0)
+    return np.concatenate(
+        [ids, np.full(augmentation_tokens, expansion.token_id, np.int32)]
+    ), augmentation_tokens
 
 
 def characters(item: Input | ChunkedText | str) -> int:
@@ -675,13 +721,13 @@ def _in_windows(
     is the number of documents that were truncated."""
     counts = np.array([len(part.rows) for part in parts])
     bounds = np.array([bound for part in parts for bound in part.bounds]).reshape(-1, 2)
-    return Tokenized(work_of(encodings), truncated, Windows(counts, bounds))
+    return Tokenized(work_from_encodings(encodings), truncated, Windows(counts, bounds))
 
 
 def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
     """Collect the encodings of inputs. A part is an encoding, and whether its input was truncated.
 
-    Gives an InvalidInput that a part raises the index of its input.
+    An InvalidInput that is raised by the iteration gets the index of its input.
     """
     encodings: list[Encoding] = []
     truncated = 0
@@ -691,4 +737,4 @@ def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
             truncated += cut
     except InvalidInput as error:
         raise error.at(len(encodings)) from error
-    return Tokenized(work_of(encodings), truncated)
+    return Tokenized(work_from_encodings(encodings), truncated)

@@ -14,7 +14,7 @@ import tokenizers
 from jaxembed.data.inputs import OffsetUnit
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
 from jaxembed.memory import KIB
-from jaxembed.preprocessing.job_threads import go_on_among_large
+from jaxembed.preprocessing.job_threads import restart_if_small
 
 Side = Literal["left", "right"]
 
@@ -31,14 +31,14 @@ JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at
 # Texts of which more characters are read at a time go to the threads for large inputs. This many
 # characters take 4 ms of prose, and 15 ms of Chinese with WordPiece.
 SMALL_TEXT = 8 * KIB
-MOST_GROWTH = 1000  # characters that a normalizer may make of one character
-MOST_READ = 512 * KIB  # characters of a text that may be read to find enough tokens
+MAX_GROWTH = 1000  # characters that a normalizer may make of one character
+MAX_READ_CHARACTERS = 512 * KIB  # characters of a text that may be read to find enough tokens
 # Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
 # WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
 # (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
-# limit 8192, and 400 MB for a text of which MAX_READ characters are read.
+# limit 8192, and 400 MB for a text of which MAX_READ_CHARACTERS are read.
 CHARACTER_BYTES = 800
-# For each unit the first code points that take two, three and four of it.
+# For each unit the code points from which on a character takes two, three and four of it.
 WIDER: dict[OffsetUnit, tuple[int, ...]] = {
     "code-points": (),
     "utf-16": (0x10000,),
@@ -72,10 +72,10 @@ class Tokenizer:
         refuses a text.
         """
         if max(map(len, texts), default=0) > SMALL_TEXT:
-            go_on_among_large()
+            restart_if_small()
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
-            # encode_batch() releases the interpreter lock and then waits for it
+            # encode_batch() waits for the lock that it released: a short text takes less with it
             if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
@@ -92,23 +92,24 @@ class Tokenizer:
     def encode_enough(
         self,
         texts: Iterable[str],
-        most: int,
+        max_tokens: int,
         side: Side,
         *,
         special: bool = True,
         fast: bool = True,
     ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
-        """Tokenize as much of each text as is needed to keep `most` tokens.
+        """Tokenize as much of each text as is needed to keep `max_tokens` tokens.
 
         Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
-        long text is read only until `most` of its tokens are certain to be those of the whole text.
-        `side` is the side that tokens are cut from. `special` and `fast` are those of `encode`, but
-        a long text turns `fast` off for its chunk. Raises TokenizerError, and InvalidInput if
-        `max_read` characters of a text do not suffice, because its words are too long.
+        long text is read only until `max_tokens` of its tokens are certain to be those of the whole
+        text. `side` is the side that tokens are cut from. `special` and `fast` are those of
+        `encode`, but a long text turns `fast` off for its chunk. Raises TokenizerError, and
+        InvalidInput if `max_read_characters(max_tokens)` characters of a text do not suffice: its
+        words are too long.
         """
-        first_cut = FIRST_CUT * (most + CUT_MARGIN)
+        first_cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
         for chunk in chunks(texts, len):
-            if max(map(len, chunk)) <= first_cut:
+            if max(map(len, chunk)) <= first_cut:  # whole texts
                 for encoding in self.encode(chunk, special=special, fast=fast):
                     yield encoding, True
                 continue
@@ -118,30 +119,30 @@ class Tokenizer:
                 if len(text) <= first_cut:
                     yield encoding, True
                 else:
-                    yield self._read_on(text, encoding, most, side, special=special)
+                    yield self._read_on(text, encoding, max_tokens, side, special=special)
 
     def rows(
-        self, texts: Iterable[str], most: int, side: Side
+        self, texts: Iterable[str], max_tokens: int, side: Side
     ) -> Iterator[tuple[np.ndarray, bool]]:
         """Tokenize texts as `encode_enough` does, without special tokens. Yields the ids of each
         text, int32 `[tokens]`, and whether they are those of the whole text."""
-        for encoding, whole in self.encode_enough(texts, most, side, special=False):
+        for encoding, whole in self.encode_enough(texts, max_tokens, side, special=False):
             yield np.array(encoding.ids, np.int32), whole
 
     def _read_on(
-        self, text: str, encoding, most: int, side: Side, *, special: bool
+        self, text: str, encoding, max_tokens: int, side: Side, *, special: bool
     ) -> tuple[tokenizers.Encoding, bool]:
-        """Tokenize more and more of a long text, until `most` of its tokens are certain. `encoding`
-        is that of its first cut. Returns and raises as `encode_enough`."""
-        cut = FIRST_CUT * (most + CUT_MARGIN)
-        while cut < len(text) and not _is_enough(encoding, most, side):
-            if cut >= most_read(most):
+        """Tokenize more and more of a long text, until `max_tokens` of its tokens are certain.
+        `encoding` is that of its first cut. Returns and raises as `encode_enough`."""
+        cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
+        while cut < len(text) and not _is_enough(encoding, max_tokens, side):
+            if cut >= max_read_characters(max_tokens):
                 end = "first" if side == "right" else "last"
                 raise InvalidInput(
                     f"the text has {len(text)} characters, and its {end} {cut} do not tell its "
-                    f"{end} {most} tokens: its words are too long; send it in parts"
+                    f"{end} {max_tokens} tokens: its words are too long; send it in parts"
                 )
-            cut = min(2 * cut, most_read(most))
+            cut = min(2 * cut, max_read_characters(max_tokens))
             encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
         return encoding, cut >= len(text)
 
@@ -150,18 +151,19 @@ def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
     """Parse the content of a tokenizer.json. Raises CheckpointError if it is damaged, or if its
     normalizer may lengthen texts without bound; the message calls it `name`."""
     try:
-        # Estimate how many characters the normalizer may make of one character: factors multiply
-        # where a step can replace what an earlier step has inserted.
+        # Estimate how many characters the normalizer may make of one character. A step replaces a
+        # pattern by its content: factors multiply where the pattern fits what was inserted before.
         growth, inserted = 1, ""
         for step in _steps(msgspec.json.decode(stored, type=_Stored).normalizer):
             content, pattern = step.get("content"), step.get("pattern")
             if not isinstance(content, str) or not isinstance(pattern, dict):
                 continue
-            text, factor = pattern.get("String"), max(len(content), 1)
-            fits = not isinstance(text, str) or text in inserted  # a regular expression may fit
-            growth = growth * factor if fits else max(growth, factor)
+            replaced, factor = pattern.get("String"), max(len(content), 1)
+            # a pattern without a string is a regular expression, which may match anything
+            multiplies = not isinstance(replaced, str) or replaced in inserted
+            growth = growth * factor if multiplies else max(growth, factor)
             inserted += 2 * content  # twice: two insertions may be adjacent
-        if growth > MOST_GROWTH:
+        if growth > MAX_GROWTH:
             raise ValueError(f"its normalizer makes up to {growth} characters of one")
         return tokenizers.Tokenizer.from_str(stored.decode())
     except INTERRUPTS:
@@ -186,9 +188,9 @@ def _steps(normalizer: Any) -> list[dict[str, Any]]:
     )
 
 
-def most_read(most: int) -> int:
-    """Return the most characters of a text that are read to find `most` tokens."""
-    return max(MOST_READ, 2 * FIRST_CUT * (most + CUT_MARGIN))
+def max_read_characters(max_tokens: int) -> int:
+    """Return the most characters of a text that are read to find `max_tokens` tokens."""
+    return max(MAX_READ_CHARACTERS, 2 * FIRST_CUT * (max_tokens + CUT_MARGIN))
 
 
 def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
@@ -210,32 +212,34 @@ def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[
         yield chunk
 
 
-def cut_tokens(ids: np.ndarray, most: int, side: Side) -> np.ndarray:
-    """Truncate token ids on `side`, so that at most `most` are left."""
-    return ids[:most] if side == "right" else ids[max(len(ids) - most, 0) :]
+def cut_tokens(ids: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
+    """Truncate token ids on `side`, so that at most `max_tokens` are left."""
+    return ids[:max_tokens] if side == "right" else ids[max(len(ids) - max_tokens, 0) :]
 
 
-def _cut(text: str, most: int, side: Side) -> str:
-    """Return the first `most` characters of a text, or about the last ones if `side` is "left".
+def _cut(text: str, max_characters: int, side: Side) -> str:
+    """Cut a text on `side` to at most `max_characters`: the first ones if that is "right".
 
-    A left cut begins at the first space, because a tokenizer with words continues after a space as
-    if nothing had been before it. The rest of a number or of a line of dashes might be tokenized in
-    another way. Without a space the result is empty.
+    After a cut on the left the text begins at a space, because a tokenizer with words continues
+    after a space as if nothing had been before it. The rest of a number or of a line of dashes
+    might be tokenized in another way. Without a space the result is empty.
     """
-    if side == "right" or len(text) <= most:
-        return text[:most]
-    space = WORD_END.search(text, len(text) - most)
+    if side == "right" or len(text) <= max_characters:
+        return text[:max_characters]
+    space = WORD_END.search(text, len(text) - max_characters)
     return text[space.start() :] if space is not None else ""
 
 
-def _is_enough(encoding: tokenizers.Encoding, most: int, side: Side) -> bool:
-    """Return whether the `most` tokens that are kept are far enough from the cut to be certain."""
-    if len(encoding) <= most + CUT_MARGIN:
+def _is_enough(encoding: tokenizers.Encoding, kept_tokens: int, side: Side) -> bool:
+    """Return whether the `kept_tokens` tokens to keep of a cut text are certain: so far from the
+    cut that the whole text has the same tokens there. `encoding` is that of the cut text."""
+    if len(encoding) <= kept_tokens + CUT_MARGIN:
         return False
     words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
+    # The word at which the kept tokens end must be CUT_WORDS before the word at the cut.
     if side == "right":
-        return words[min(most, len(words)) - 1] + CUT_WORDS <= words[-1]
-    return words[0] + CUT_WORDS <= words[-min(most, len(words))]
+        return words[min(kept_tokens, len(words)) - 1] + CUT_WORDS <= words[-1]
+    return words[0] + CUT_WORDS <= words[-min(kept_tokens, len(words))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,9 +265,11 @@ def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> l
     offsets = character_offsets(text, "utf-8")[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
     columns = (encoding.ids, encoding.special_tokens_mask, *offsets.T.tolist())
     return [
-        TokenPiece(id, name_of(id) or "", True, None, None)
+        TokenPiece(id, name_of(id) or "", special=True, start=None, stop=None)
         if special
-        else TokenPiece(id, data[start:stop].decode(errors="replace"), False, start, stop)
+        else TokenPiece(
+            id, data[start:stop].decode(errors="replace"), special=False, start=start, stop=stop
+        )
         for id, special, start, stop in zip(*columns, strict=True)
     ]
 
@@ -274,6 +280,6 @@ def character_offsets(text: str, unit: OffsetUnit) -> np.ndarray:
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = np.ones(len(codes) + 1, np.int8)
     widths[0] = 0
-    for first in WIDER[unit]:
-        widths[1:] += codes >= first
+    for wider_from in WIDER[unit]:
+        widths[1:] += codes >= wider_from
     return np.cumsum(widths, dtype=np.int32)

@@ -12,15 +12,15 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import DenseLayer, Head
 from jaxembed.data.work import Encoding, Span
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
-from jaxembed.preprocessing.tokenizer import MOST_READ, Tokenizer, character_offsets
+from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS, Tokenizer, character_offsets
 
-MOST_WINDOWS = 64  # of a document
-LEAST_ROOM = 64  # tokens of the document in a window: shorter windows say little of it
+MAX_WINDOWS = 64  # of a document
+MIN_WINDOW_TOKENS = 64  # tokens of the document in a window: shorter windows say little of it
 LARGEST_DEFAULT_OVERLAP = 80  # tokens, as BCEmbedding and jina-reranker-v2 take it
-LEAST_CHUNK = 8  # tokens of a chunk size: vectors of shorter chunks say little
+MIN_CHUNK = 8  # tokens of a chunk size: vectors of shorter chunks say little
 LARGEST_CONTEXT = 512  # tokens at the start of a window that are context: the one before pools them
-LEAST_WINDOW = 16  # tokens of the text in a window
-MOST_LAYERS = 16  # chunks longer than a window that may hold the same token, on average
+MIN_WINDOW = 16  # tokens of the text in a window
+MAX_CHUNK_OVERLAP = 16  # chunks longer than a window that may hold the same token, on average
 WHITE_SPACE = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 
 
@@ -55,14 +55,14 @@ def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> in
     None a quarter of a window but at most LARGEST_DEFAULT_OVERLAP; never more than half a window.
 
     `with_query`: each window has the query, too. Raises InvalidInput if `room` is less than
-    MIN_ROOM.
+    MIN_WINDOW_TOKENS.
     """
-    if room < LEAST_ROOM:
+    if room < MIN_WINDOW_TOKENS:
         what = "the query leaves" if with_query else "the model has"
         how = "shorten the query, or leave" if with_query else "leave"
         raise InvalidInput(
             f"{what} room for {max(room, 0)} tokens of a document, and windows need "
-            f"{LEAST_ROOM}; {how} `max_chunks_per_doc` out",
+            f"{MIN_WINDOW_TOKENS}; {how} `max_chunks_per_doc` out",
             field="query" if with_query else "max_chunks_per_doc",
         )
     wanted = min(LARGEST_DEFAULT_OVERLAP, room // 4) if overlap is None else overlap
@@ -91,7 +91,7 @@ def join_windows(parts: Sequence[Windows | None]) -> Windows | None:
     return Windows(counts, np.concatenate([part.bounds for part in divided]))
 
 
-class Chunked(msgspec.Struct, frozen=True, eq=False):
+class PooledChunks(msgspec.Struct, frozen=True, eq=False):
     """The chunks of some texts, concatenated, and the slots of the work that they are pooled in.
 
     A chunk that is longer than a window has several slots.
@@ -104,10 +104,10 @@ class Chunked(msgspec.Struct, frozen=True, eq=False):
     owners: np.ndarray  # int64 [slots]: the index of the chunk of each slot
 
 
-NO_CHUNKS = Chunked(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
+NO_CHUNKS = PooledChunks(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
 
 
-class Late(NamedTuple):
+class ChunkingSetup(NamedTuple):
     """How the texts of a request for late chunking are tokenized and run."""
 
     tokenizer: Tokenizer
@@ -121,7 +121,7 @@ class Late(NamedTuple):
     can_divide: bool  # whether a chunk's vector is the mean of the vectors of its parts
 
 
-class LateText(NamedTuple):
+class TokenizedText(NamedTuple):
     """A tokenized text: its special tokens and prompt, and where its own tokens are."""
 
     planes: np.ndarray  # int32 [1 or 2, tokens]: the ids, and the types if the model has any
@@ -139,7 +139,7 @@ class Piece(NamedTuple):
     end: int  # the token after the last
 
 
-class LateWindow(NamedTuple):
+class ChunkWindow(NamedTuple):
     """A range of a text's tokens that are run together, and what is pooled in it."""
 
     start: int
@@ -170,13 +170,15 @@ def join_texts(texts: Sequence[str]) -> ChunkedText:
     get a space, which belongs to the second."""
     parts: list[str] = []
     for text in texts:
-        is_apart = not parts or parts[-1][-1:].isspace() or text[:1].isspace()
-        parts.append(text if is_apart else f" {text}")
+        is_separate = not parts or parts[-1][-1:].isspace() or text[:1].isspace()
+        parts.append(text if is_separate else f" {text}")
     ends = np.cumsum([0, *map(len, parts)]).tolist()
     return ChunkedText("".join(parts), list(pairwise(ends)))
 
 
-def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encoding], Chunked]:
+def encode_chunked(
+    texts: Sequence[ChunkedText], late: ChunkingSetup
+) -> tuple[list[Encoding], PooledChunks]:
     """Tokenize texts for late chunking. Returns the sequences to run, and the chunks that are
     pooled in their slots.
 
@@ -184,7 +186,7 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
     InputTooLong, InvalidChunk, InvalidInput or TokenizerError for the first text at fault.
     """
     encodings: list[Encoding] = []
-    parts: list[Chunked] = []
+    parts: list[PooledChunks] = []
     try:
         for text in texts:
             tokens = _tokenize(text, late)
@@ -193,7 +195,7 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
             if length > late.limit and not late.truncate:
                 raise InputTooLong(late.limit, length)
             text_windows = _windows(tokens, places, late)
-            owners: list[int] = []
+            owners: list[int] = []  # the chunk of each slot
             for window in text_windows:
                 planes = tokens.planes
                 if window.end - window.start < len(tokens.starts):  # a part of the text
@@ -203,18 +205,19 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
                 types = planes[1] if late.has_types else None
                 spans: list[Span] = []
                 for chunk, start, end in window.pieces:
-                    first, after = (tokens.head + place - window.start for place in (start, end))
+                    # the tokens to pool, counted in the window's sequence
+                    first, stop = (tokens.head + place - window.start for place in (start, end))
                     # A chunk at an end of the text includes the special tokens and prompt there.
                     if places.at_end[chunk] and end == len(tokens.starts):
-                        after += tokens.tail
+                        stop += tokens.tail
                     if places.at_start[chunk] and start == 0:
-                        first = min(late.unpooled, after - 1)
-                    spans.append((first, after))
+                        first = min(late.unpooled, stop - 1)
+                    spans.append((first, stop))
                 for at in range(0, len(spans), late.slots):
                     slots = tuple(spans[at : at + late.slots])
                     encodings.append(Encoding(planes[0], types, slots))
                 owners += [piece.chunk for piece in window.pieces]
-            chunked = Chunked(
+            chunked = PooledChunks(
                 counts=np.array([len(places.ranges)]),
                 bounds=places.bounds,
                 tokens=np.array([length]),
@@ -227,15 +230,16 @@ def encode_chunked(texts: Sequence[ChunkedText], late: Late) -> tuple[list[Encod
     return encodings, join_chunked(parts) or NO_CHUNKS
 
 
-def join_chunked(parts: Sequence[Chunked | None]) -> Chunked | None:
+def join_chunked(parts: Sequence[PooledChunks | None]) -> PooledChunks | None:
     """Concatenate the chunks of all parts of a request, in order. Skips parts that are None;
     returns None if all are."""
     chunked = [part for part in parts if part is not None]
     if len(chunked) <= 1:
         return chunked[0] if chunked else None
-    firsts = np.cumsum([0, *(len(part.bounds) for part in chunked)])
-    owners = [part.owners + first for part, first in zip(chunked, firsts, strict=False)]
-    return Chunked(
+    # Each part counts its chunks from 0.
+    first_chunks = np.cumsum([0, *(len(part.bounds) for part in chunked)])
+    owners = [part.owners + first for part, first in zip(chunked, first_chunks, strict=False)]
+    return PooledChunks(
         np.concatenate([part.counts for part in chunked]),
         np.concatenate([part.bounds for part in chunked]),
         np.concatenate([part.tokens for part in chunked]),
@@ -244,22 +248,22 @@ def join_chunked(parts: Sequence[Chunked | None]) -> Chunked | None:
     )
 
 
-def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: Chunked) -> np.ndarray:
+def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: PooledChunks) -> np.ndarray:
     """Return the vector of each chunk, float32 `[chunks, width]`: the mean of the vectors of its
     slots, weighted by their numbers of tokens.
 
     `dense` are the vectors of the slots, float32 `[slots, width]`, and `bounds` the first token of
     each and the one after its last. The vector of a chunk with one slot is exactly the slot's.
     """
-    sizes = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
-    totals = np.bincount(chunked.owners, sizes)
-    shares = dense * (sizes / totals[chunked.owners])[:, None]
-    order = np.argsort(chunked.owners, kind="stable")
-    firsts = np.searchsorted(chunked.owners[order], np.arange(len(totals)))
-    return np.add.reduceat(shares[order], firsts, axis=0).astype(np.float32)
+    slot_tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
+    chunk_tokens = np.bincount(chunked.owners, slot_tokens)
+    weighted = dense * (slot_tokens / chunk_tokens[chunked.owners])[:, None]
+    order = np.argsort(chunked.owners, kind="stable")  # the slots of a chunk side by side
+    first_slots = np.searchsorted(chunked.owners[order], np.arange(len(chunk_tokens)))
+    return np.add.reduceat(weighted[order], first_slots, axis=0).astype(np.float32)
 
 
-def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[LateWindow]:
+def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[ChunkWindow]:
     """Plan windows for a text of `count` tokens, so that each of the token `ranges` is pooled.
 
     A window has `room` tokens, or ends with the text. It pools the ranges that end in it. The next
@@ -267,82 +271,91 @@ def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) ->
     has some context. Several windows pool the parts of a range of more than `room - overlap`
     tokens.
     """
-    order = sorted(range(len(ranges)), key=lambda chunk: ranges[chunk][0])
-    planned: list[LateWindow] = []
-    waiting: list[Piece] = []  # ranges that a window saw and did not pool to their ends
-    first = seen = 0
-    while waiting or seen < len(order):
-        start = max(first - overlap, 0)
+    by_start = sorted(range(len(ranges)), key=lambda chunk: ranges[chunk][0])  # chunk indices
+    planned: list[ChunkWindow] = []
+    waiting: list[Piece] = []  # ranges that began in a window and are not pooled to their ends
+    first_unpooled = seen = 0  # a token; the number of chunks that begin before a window's end
+    while waiting or seen < len(by_start):  # plan a window from `start` to `end`
+        start = max(first_unpooled - overlap, 0)
         end = min(start + room, count)
-        while seen < len(order) and ranges[order[seen]][0] < end:
-            waiting.append(Piece(order[seen], *ranges[order[seen]]))
+        while seen < len(by_start) and ranges[by_start[seen]][0] < end:
+            waiting.append(Piece(by_start[seen], *ranges[by_start[seen]]))
             seen += 1
         pieces, still_waiting = [], []
         for piece in waiting:
             if piece.end <= end:
                 pieces.append(piece)
-            elif piece.end - piece.start > room - overlap:
+            elif piece.end - piece.start > room - overlap:  # too long: pool the part that fits
                 pieces.append(Piece(piece.chunk, piece.start, end))
                 still_waiting.append(Piece(piece.chunk, end, piece.end))
             else:
                 still_waiting.append(piece)
         if pieces:
-            planned.append(LateWindow(start, end, pieces))
+            planned.append(ChunkWindow(start, end, pieces))
         waiting = still_waiting
-        starts = [piece.start for piece in waiting]
-        first = min(starts + [ranges[chunk][0] for chunk in order[seen : seen + 1]], default=count)
+        waiting_starts = [piece.start for piece in waiting]
+        first_unpooled = min(
+            waiting_starts + [ranges[chunk][0] for chunk in by_start[seen : seen + 1]],
+            default=count,
+        )
     return planned
 
 
-def _tokenize(text: ChunkedText, late: Late) -> LateText:
-    """Tokenize a text after its prompt. Raises EmptyInput, InvalidInput or TokenizerError."""
+def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
+    """Tokenize a text with its prompt, and find where its tokens are. Raises EmptyInput,
+    InvalidInput or TokenizerError."""
     if not text.text:
         raise EmptyInput()
     whole = late.prompt + text.text
-    if len(whole) > MOST_READ:
+    if len(whole) > MAX_READ_CHARACTERS:
         raise InvalidInput(
-            f"the text has {len(whole)} characters, and its chunks can be of {MOST_READ} at most; "
-            "send it in parts"
+            f"the text has {len(whole)} characters, and its chunks can be of {MAX_READ_CHARACTERS} "
+            "at most; send it in parts"
         )
     (encoding,) = late.tokenizer.encode([whole], fast=False)
     rows = [encoding.ids, encoding.type_ids] if late.has_types else [encoding.ids]
     before, tail = late.around
     planes = np.array(rows, np.int32)
-    ends = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
-    places = ends.reshape(-1, 2)[before : len(encoding) - tail]
+    offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
+    # the first character of each token of text, and the one after its last
+    bounds = offsets.reshape(-1, 2)[before : len(encoding) - tail]
     # A token starts at its first character that is not white space, because tokenizers put the
     # space between two words into either token or none.
     codes = np.frombuffer(whole.encode("utf-32-le"), "<u4")
+    # For each character: the first from there on that is not white space.
     first_visible = np.arange(len(codes) + 1)
     first_visible[:-1][np.isin(codes, WHITE_SPACE)] = len(codes)
-    visible = np.minimum.accumulate(first_visible[::-1])[::-1][places[:, 0]]
-    starts = np.where(visible < places[:, 1], visible, places[:, 0])
+    first_characters = np.minimum.accumulate(first_visible[::-1])[::-1][bounds[:, 0]]
+    starts = np.where(first_characters < bounds[:, 1], first_characters, bounds[:, 0])
     starts = np.maximum.accumulate(starts) - len(late.prompt)
-    own = int(np.searchsorted(starts, 0))  # the first token after the prompt
-    return LateText(
+    first_own = int(np.searchsorted(starts, 0))  # index of the first token after the prompt
+    return TokenizedText(
         planes,
-        before + own,
+        before + first_own,
         tail,
-        starts[own:],
-        places[own:, 1] - len(late.prompt),
+        starts[first_own:],
+        bounds[first_own:, 1] - len(late.prompt),
     )
 
 
-def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
+def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
     """Find the token ranges and the bounds of a text's chunks. Raises InvalidChunk for a chunk that
     is not a range of the text, is out of order or has no tokens, and InvalidInput for a text
     without chunks."""
     offsets = character_offsets(text.text, text.offset_unit)
     if isinstance(text.chunks, ChunkSize):  # divided by its tokens
-        own_tokens = len(tokens.starts)
-        if not own_tokens:
+        text_tokens = len(tokens.starts)
+        if not text_tokens:
             raise InvalidInput("the text has no tokens: it is white space")
-        ranges_of_size = windows(own_tokens, text.chunks.tokens, text.chunks.overlap)
+        ranges_of_size = windows(text_tokens, text.chunks.tokens, text.chunks.overlap)
         firsts, stops = np.array(ranges_of_size).T
         bounds = np.stack([tokens.starts[firsts], tokens.ends[stops - 1]], axis=1)
+        # White space at the ends of the text belongs to the first and the last chunk.
         bounds[0, 0], bounds[-1, 1] = 0, len(offsets) - 1
         bounds = offsets[bounds].astype(np.int64)
-        return ChunkPlaces(ranges_of_size, bounds, at_start=firsts == 0, at_end=stops == own_tokens)
+        return ChunkPlaces(
+            ranges_of_size, bounds, at_start=firsts == 0, at_end=stops == text_tokens
+        )
     if not len(text.chunks):
         raise InvalidInput("the text has no chunks")
     size, unit, previous = int(offsets[-1]), text.offset_unit, 0
@@ -361,13 +374,13 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
         previous = start
     bounds = np.array(text.chunks, np.int64)
     characters = np.searchsorted(offsets, bounds)
-    if (inside := (offsets[characters] != bounds).any(axis=1)).any():
-        chunk = int(np.argmax(inside))
+    if (splits_character := (offsets[characters] != bounds).any(axis=1)).any():
+        chunk = int(np.argmax(splits_character))
         raise InvalidChunk(
             chunk,
             f"of {bounds[chunk].tolist()} starts or ends within a character in {unit}",
         )
-    ranges = np.searchsorted(tokens.starts, characters)
+    ranges = np.searchsorted(tokens.starts, characters)  # a chunk has the tokens that start in it
     if not (has_tokens := ranges[:, 0] < ranges[:, 1]).all():
         raise InvalidChunk(int(np.argmin(has_tokens)), "has no tokens: it is empty or white space")
     return ChunkPlaces(
@@ -378,30 +391,31 @@ def _places(text: ChunkedText, tokens: LateText) -> ChunkPlaces:
     )
 
 
-def _windows(tokens: LateText, places: ChunkPlaces, late: Late) -> list[LateWindow]:
+def _windows(tokens: TokenizedText, places: ChunkPlaces, late: ChunkingSetup) -> list[ChunkWindow]:
     """Divide a text into windows, if it does not fit in one.
 
     Raises InvalidInput if the prompt leaves no room for windows or the long chunks overlap too
     much, and InvalidChunk for a chunk that does not fit a window and cannot be pooled in parts.
     """
-    room, own_tokens = late.limit - tokens.head - tokens.tail, len(tokens.starts)
-    if own_tokens <= room:
+    room, text_tokens = late.limit - tokens.head - tokens.tail, len(tokens.starts)
+    if text_tokens <= room:
         pieces = [Piece(chunk, *token_range) for chunk, token_range in enumerate(places.ranges)]
-        return [LateWindow(0, own_tokens, pieces)]
-    if room < LEAST_WINDOW:
+        return [ChunkWindow(start=0, end=text_tokens, pieces=pieces)]
+    if room < MIN_WINDOW:
         raise InvalidInput(
             f"the prompt leaves room for {max(room, 0)} tokens of a text, and windows need "
-            f"{LEAST_WINDOW}; shorten the prompt or the text"
+            f"{MIN_WINDOW}; shorten the prompt or the text"
         )
     overlap = min(LARGEST_CONTEXT, room // 4)
+    # Limit the number of pieces into which overlapping long chunks are divided.
     long_tokens = sum(end - start for start, end in places.ranges if end - start > room - overlap)
-    if long_tokens > MOST_LAYERS * own_tokens:
+    if long_tokens > MAX_CHUNK_OVERLAP * text_tokens:
         raise InvalidInput(
             f"the chunks that do not fit a window, which has room for {room - overlap} tokens, "
-            f"have {long_tokens} tokens together, and may have {MOST_LAYERS} times the "
-            f"{own_tokens} of the text; send fewer of them"
+            f"have {long_tokens} tokens together, and may have {MAX_CHUNK_OVERLAP} times the "
+            f"{text_tokens} of the text; send fewer of them"
         )
-    planned = plan_windows(places.ranges, own_tokens, room, overlap)
+    planned = plan_windows(places.ranges, text_tokens, room, overlap)
     for piece in (piece for window in planned for piece in window.pieces):
         start, end = places.ranges[piece.chunk]
         if not late.can_divide and end - start > piece.end - piece.start:

@@ -13,11 +13,16 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.inputs import Image, Pair, Text
 from jaxembed.data.outputs import OutputName
-from jaxembed.engine.admission import Admission, Capacity, Cost, Held, capacity_of
+from jaxembed.engine.admission import Admission, Capacity, Cost, Reservation, capacity_of
 from jaxembed.engine.compiles import compile_events, keep_programs
 from jaxembed.engine.engine import EngineState
 from jaxembed.observability.metrics import Telemetry
-from jaxembed.preprocessing.text import DECODED_BYTES, PIECE_BYTES, Rules, TextProcessor
+from jaxembed.preprocessing.text import (
+    DECODED_BYTES,
+    PIECE_BYTES,
+    TextProcessor,
+    TokenizationOptions,
+)
 from jaxembed.preprocessing.tokenizer import TokenPiece
 from jaxembed.runtime.requests import ComputeRequest
 from jaxembed.runtime.routes import (
@@ -107,16 +112,16 @@ class LoadedModel(Dispatcher):
             for route in self.routes.values()
         ]
         capacity = capacity or capacity_of(self.config)
-        # The recent throughput of the slowest engine; 0 before the first batch.
         engines = [route.engine for route in self.engines.values()]
         admission = Admission(
             capacity,
             max(queued_tokens),
+            # the recent throughput of the slowest engine; 0 before the first batch
             lambda: min(filter(None, [engine.tokens_per_s for engine in engines]), default=0.0),
         )
         runners = {name: route.runner for name, route in self.routes.items()}
         super().__init__(runners, admission)
-        self.telemetry.show_compiles(compile_events())
+        self.telemetry.set_compile_events(compile_events())
         self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
         self.telemetry.admitted_tokens.set_function(lambda: self.admission.tokens)
@@ -135,21 +140,21 @@ class LoadedModel(Dispatcher):
         *,
         add_special_tokens: bool,
         prompt_name: str | None,
-        held: Held | None = None,
+        reservation: Reservation | None = None,
     ) -> list[list[TokenPiece]]:
         """Return the tokens of each text and the prompt before it, with byte offsets.
 
-        Texts are not truncated. For admission each character counts as a token. Raises
-        UnknownPrompt, UnknownRoute, EmptyInput, TokenizerError, BackendError if the model is
-        closed, and the errors of `Admission.admit`.
+        Texts are not truncated. For admission each character counts as a token. `reservation` is as
+        in `answer`. Raises UnknownPrompt, UnknownRoute, EmptyInput, TokenizerError, BackendError if
+        the model is closed, and the errors of `Admission.admit`.
         """
-        route = self.routes[self.tasks.named_route(prompt_name)]
+        route = self.routes[self.tasks.route_of_prompt(prompt_name)]
         processor = route.text_processor
         prompt = processor.prompt(None, prompt_name)
         characters = sum(map(len, texts)) + len(texts) * len(prompt)
         call = partial(processor.pieces, texts, special=add_special_tokens, prompt=prompt)
         cost = Cost(len(texts), characters, characters * PIECE_BYTES)
-        with self.admission.admit(cost, held, is_run=False):
+        with self.admission.admit(cost, reservation, is_run=False):
             return await route.runner.off_loop(call)
 
     async def decode_async(
@@ -158,21 +163,22 @@ class LoadedModel(Dispatcher):
         *,
         skip_special_tokens: bool,
         prompt_name: str | None = None,
-        held: Held | None = None,
+        reservation: Reservation | None = None,
     ) -> list[str]:
         """Decode each list of token ids with the tokenizer of the prompt's route.
 
-        Raises UnknownRoute, EmptyInput, InvalidInput for an id that is not in the vocabulary,
-        BackendError if the model is closed, and the errors of `Admission.admit`.
+        `reservation` is as in `answer`. Raises UnknownRoute, EmptyInput, InvalidInput for an id
+        outside the vocabulary, BackendError if the model is closed, and the errors of
+        `Admission.admit`.
         """
-        route = self.routes[self.tasks.named_route(prompt_name)]
+        route = self.routes[self.tasks.route_of_prompt(prompt_name)]
         call = partial(route.text_processor.decode, ids, skip_special_tokens=skip_special_tokens)
         tokens = sum(map(len, ids))
         cost = Cost(len(ids), tokens, tokens * DECODED_BYTES)
-        with self.admission.admit(cost, held, is_run=False):
+        with self.admission.admit(cost, reservation, is_run=False):
             return await route.runner.off_loop(call)
 
-    def tokenized_by(self, name: str) -> TextProcessor:
+    def text_processor_of(self, name: str) -> TextProcessor:
         """Return the text processor of the route `name`, or that of the main route if `name` takes
         images."""
         return self.text_routes.get(name, self.main).text_processor
@@ -254,13 +260,13 @@ class LoadedModel(Dispatcher):
     def probe(self) -> None:
         """Run a short input on every engine to test it. Raises BackendError if an engine does not
         answer or its result is not finite."""
-        rules = Rules("", truncate=True, side="right")
+        tokenization = TokenizationOptions(prompt="", truncate=True, side="right")
         for name, route in self.engines.items():
             item = Pair("probe", "probe") if route.spec.task == "rerank" else Text("probe")
             if not route.spec.takes_texts:
                 item = Image(np.zeros((1, 1, 3), np.uint8))
             outputs: frozenset[OutputName] = frozenset({route.spec.primary})
-            self.run(ComputeRequest([item], rules, outputs, "interactive", route=name))
+            self.run(ComputeRequest([item], tokenization, outputs, "interactive", route=name))
 
     @property
     def draining(self) -> bool:

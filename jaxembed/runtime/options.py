@@ -14,7 +14,7 @@ from jaxembed.data.spec import ScoreFunction
 from jaxembed.data.work import Ragged, SparseRows, WorkResult, join_results
 from jaxembed.preprocessing.prompts import Role
 from jaxembed.preprocessing.tokenizer import Side
-from jaxembed.preprocessing.windows import Chunked, Windows
+from jaxembed.preprocessing.windows import PooledChunks, Windows
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.runtime.postprocess import rank, scores
 
@@ -61,7 +61,7 @@ class EncodeOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedOptions:
     """What a request for embeddings asks for. `Tasks.intent` resolves it for a model.
 
     `purposes` say what the texts are for: pairs of a request field and its value, such as
@@ -119,13 +119,13 @@ class Embeddings(msgspec.Struct, frozen=True, eq=False):
     queue_s: float  # mean over the inputs
     inference_s: float  # mean over the inputs
     cached: int = 0  # inputs that were answered from the engine's cache
-    chunked: Chunked | None = None  # for late chunking: the chunks that the vectors belong to
+    chunked: PooledChunks | None = None  # for late chunking: the chunks that the vectors belong to
     windows: Windows | None = None  # of divided documents: then each window counts as an input
     vector_ids: np.ndarray | None = None  # int32 [vectors]: the token id of each of `multi_vector`
 
     @staticmethod
     def joined(parts: "Sequence[Embeddings]") -> "Embeddings":
-        """Join one or more answers that have the same outputs."""
+        """Join answers that have the same outputs. Times are means weighted by inputs."""
         counts = [len(part.num_tokens) for part in parts]
         mean = partial(np.average, weights=counts)
         ids = [part.vector_ids for part in parts if part.vector_ids is not None]
@@ -195,11 +195,11 @@ def best_windows(
     and of the best window of each document, both int64 `[documents]`, and the best windows.
     """
     firsts = np.cumsum(windows.counts) - windows.counts
-    parts = np.split(scores, firsts[1:])
-    numbers = np.array([int(np.argmax(part)) for part in parts], np.int64)
-    bounds = windows.bounds[firsts + numbers].tolist()
-    chunks = [Chunk(k, *bound) for k, bound in zip(numbers.tolist(), bounds, strict=True)]
-    return firsts, firsts + numbers, chunks
+    scores_of = np.split(scores, firsts[1:])  # by document
+    best = np.array([int(np.argmax(part)) for part in scores_of], np.int64)
+    bounds = windows.bounds[firsts + best].tolist()
+    chunks = [Chunk(k, *bound) for k, bound in zip(best.tolist(), bounds, strict=True)]
+    return firsts, firsts + best, chunks
 
 
 @dataclass(frozen=True)

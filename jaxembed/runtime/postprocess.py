@@ -20,8 +20,8 @@ def similarity(
 ) -> Float[np.ndarray, " rows"]:
     """Return the cosine similarity of `source` to each of `others`; 0 for a zero vector."""
     products = np.einsum("nd,d->n", others, source, dtype=np.float64)
-    lengths = _lengths(others) * _lengths(source[None, :])
-    cosines = products / np.where(lengths > 0, lengths, 1.0)
+    divisors = _lengths(others) * _lengths(source[None, :])
+    cosines = products / np.where(divisors > 0, divisors, 1.0)
     return np.clip(cosines, -1.0, 1.0).astype(np.float32)
 
 
@@ -31,7 +31,7 @@ def scores(
     """Convert logits to scores from 0 to 1: by the sigmoid, or by the softmax of each row."""
     exact = logits.astype(np.float64)
     if score_function == "sigmoid":
-        return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # 1 + exp(-x) could overflow
+        return np.exp(-np.logaddexp(0, -exact)).astype(np.float32)  # exp(-x) alone could overflow
     powers = np.exp(exact - exact.max(axis=1, keepdims=True))
     return (powers / powers.sum(axis=1, keepdims=True)).astype(np.float32)
 
@@ -39,8 +39,9 @@ def scores(
 def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarray, " n"]:
     """Return the indices that sort the logits from the highest to the lowest.
 
-    `ties` says which of equal logits comes first: the first or the last. Logits are sorted rather
-    than scores, because different logits far from zero can have the same score.
+    `ties` says which of equal logits comes first: that with the lowest ("first") or the highest
+    index ("last"). Logits are sorted rather than scores, because different logits far from zero can
+    have the same score.
     """
     if ties == "first":
         return np.argsort(-logits, kind="stable")
@@ -60,7 +61,7 @@ def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
     return base64.b64encode(to_bytes(vectors)).decode("ascii")
 
 
-def terms_of_tokens(
+def term_weights(
     weights: Float[np.ndarray, " tokens"],
     ids: Int[np.ndarray, " tokens"],
     lengths: Int[np.ndarray, " texts"],
@@ -68,7 +69,7 @@ def terms_of_tokens(
     skipped: Collection[int],
     vocab_size: int,
 ) -> SparseRows:
-    """Return the weight of each term in each text: the largest weight of its tokens.
+    """Return the weight of each term in each text: the largest weight of the tokens with its id.
 
     It is the lexical weight of BGE-M3 (Chen et al. 2024, arXiv:2402.03216, section 3.2). `weights`
     and `ids` hold the tokens of all texts, one text after the other, and `lengths` the number of
@@ -77,24 +78,24 @@ def terms_of_tokens(
     counted = (weights > 0) & ~np.isin(ids, list(skipped))
     text_of = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)[counted]
     # indices in the flattened matrix of the weights `[texts, terms]`
-    places, values = text_of * vocab_size + ids[counted], weights[counted]
-    order = np.argsort(places, kind="stable")
-    places, values = places[order], values[order]
-    first = np.flatnonzero(np.diff(places, prepend=-1))
-    largest = np.maximum.reduceat(values, first) if len(first) else values
-    return SparseRows.of_places(places[first], largest, len(lengths), vocab_size)
+    flat, values = text_of * vocab_size + ids[counted], weights[counted]
+    order = np.argsort(flat, kind="stable")
+    flat, values = flat[order], values[order]
+    firsts = np.flatnonzero(np.diff(flat, prepend=-1))  # where another text or term begins
+    largest = np.maximum.reduceat(values, firsts) if len(firsts) else values
+    return SparseRows.from_flat(flat[firsts], largest, len(lengths), vocab_size)
 
 
-def most_active(rows: SparseRows, most: int) -> SparseRows:
-    """Keep at most `most` values of each row: those of the largest magnitude.
+def keep_largest(rows: SparseRows, max_terms: int) -> SparseRows:
+    """Keep at most `max_terms` values of each row: those of the largest magnitude.
 
     Of equal values, those with the lowest index are kept.
     """
     indices, values = list(rows.indices), list(rows.values)
-    for number, weights in enumerate(values):
-        if len(weights) > most:
-            chosen = np.sort(np.argsort(-np.abs(weights), kind="stable")[:most])
-            indices[number], values[number] = indices[number][chosen], weights[chosen]
+    for index, weights in enumerate(values):
+        if len(weights) > max_terms:
+            chosen = np.sort(np.argsort(-np.abs(weights), kind="stable")[:max_terms])
+            indices[index], values[index] = indices[index][chosen], weights[chosen]
     return SparseRows(rows.width, indices, values)
 
 
@@ -104,22 +105,22 @@ def products(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows ot
     values, indices, offsets = others.csr
     filled = np.diff(offsets) > 0
     dense = np.zeros(rows.width)
-    for number, (columns, weights) in enumerate(zip(rows.indices, rows.values, strict=True)):
+    for index, (columns, weights) in enumerate(zip(rows.indices, rows.values, strict=True)):
         dense[columns] = weights
         if filled.any():
-            result[number, filled] = np.add.reduceat(values * dense[indices], offsets[:-1][filled])
+            result[index, filled] = np.add.reduceat(values * dense[indices], offsets[:-1][filled])
         dense[columns] = 0
     return result
 
 
 def cosines(rows: SparseRows, others: SparseRows) -> Float[np.ndarray, "rows others"]:
-    """Return the cosine similarity of each row to each of `others`; 0 where one has no values."""
+    """Return the cosine similarity of each row to each of `others`; 0 if a row is empty."""
     norms = [
         np.array([np.linalg.norm(values.astype(np.float64)) for values in matrix.values])
         for matrix in (rows, others)
     ]
-    lengths = np.outer(norms[0], norms[1])
-    result = products(rows, others) / np.where(lengths > 0, lengths, 1.0)
+    divisors = np.outer(norms[0], norms[1])
+    result = products(rows, others) / np.where(divisors > 0, divisors, 1.0)
     return np.clip(result, -1.0, 1.0).astype(np.float32)
 
 
@@ -134,27 +135,28 @@ def maxsim(
     not normalised here. A document without vectors scores -inf. A query without vectors scores 0
     with every document that has vectors. If all dot products are finite, no score is NaN.
 
-    Dot products are computed in blocks of at most PRODUCT_BYTES, in the threads of numpy's BLAS,
-    with the interpreter lock released.
+    Dot products are computed in blocks of at most PRODUCT_BYTES, by numpy's BLAS, without the
+    interpreter lock.
     """
     scores = np.full(len(documents), -np.inf, np.float32)
     filled = np.flatnonzero(np.diff(documents.offsets))  # the documents with vectors
     if not len(filled):
         return scores
     starts = documents.offsets[filled]  # ascending; the documents between these are empty
-    rows = max(PRODUCT_BYTES // (4 * max(len(query), 1)), 1)  # of documents in a block
-    buffer = np.empty(len(query) * min(rows, len(documents.values)), np.float32)
+    size = max(PRODUCT_BYTES // (4 * max(len(query), 1)), 1)  # vectors in a block
+    buffer = np.empty(len(query) * min(size, len(documents.values)), np.float32)
     carried = np.full(len(query), -np.inf, np.float32)  # the maxima of an unfinished document
     end = documents.offsets[-1]
-    for row in range(starts[0], end, rows):
-        block = documents.values[row : min(row + rows, end)]
+    for block_start in range(starts[0], end, size):
+        block = documents.values[block_start : min(block_start + size, end)]
         products = buffer[: len(query) * len(block)].reshape(len(query), len(block))
         np.matmul(query, block.T, out=products)
-        first = np.searchsorted(starts, row, side="right") - 1
-        after = np.searchsorted(starts, row + len(block))
-        cuts = np.maximum(starts[first:after] - row, 0)
+        first = np.searchsorted(starts, block_start, side="right") - 1
+        after = np.searchsorted(starts, block_start + len(block))
+        # where the documents from `first` to `after` begin in the block
+        cuts = np.maximum(starts[first:after] - block_start, 0)
         maxima = np.maximum.reduceat(products, cuts, axis=1)  # [vectors, documents of the block]
-        if starts[first] < row:
+        if starts[first] < block_start:  # the first document began in an earlier block
             np.maximum(maxima[:, 0], carried, out=maxima[:, 0])
         carried = maxima[:, -1]
         # The last document may go on in the next block, which then replaces its score.

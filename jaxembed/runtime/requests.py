@@ -14,16 +14,16 @@ from jaxtyping import Float
 from jaxembed.data.inputs import ChunkSize, Input, Pair, Priority, Text
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import Head, ModelSpec, PerToken, Vocabulary
-from jaxembed.data.work import Ragged, Span, WorkResult, chosen_rows
+from jaxembed.data.work import Ragged, Span, WorkResult, select_inputs
 from jaxembed.engine.admission import Cost
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import InvalidInput
 from jaxembed.preprocessing.images.processor import Processor
-from jaxembed.preprocessing.text import Row, Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.text import Row, TextProcessor, TokenizationOptions, Tokenized
 from jaxembed.preprocessing.windows import NO_CHUNKS, pool_slots
 from jaxembed.quantise import quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, ScoreOptions, Scores, best_windows
-from jaxembed.runtime.postprocess import most_active, terms_of_tokens
+from jaxembed.runtime.postprocess import keep_largest, term_weights
 
 INPUT_BYTES = 1024  # memory of an input besides text and tokens; measured: 0.8 KB
 TOKEN_BYTES = 8  # memory of a token: its id, twice while a batch is packed
@@ -47,10 +47,10 @@ class Run(msgspec.Struct, frozen=True, eq=False):
     cached: int = 0  # inputs that were answered from the engine's cache
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """The fields that Embeddings and Scores have in common, by name."""
         return {
-            "num_tokens": self.tokenized.work.own_tokens.astype(np.int64),
+            "num_tokens": self.tokenized.work.text_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
             "tokenization_s": self.tokenization_s,
             "queue_s": sum(self.queue_s) / max(len(self.queue_s), 1),
@@ -69,7 +69,7 @@ class Request(ABC, Generic[Answer]):
     """
 
     items: Sequence
-    rules: Rules
+    tokenization: TokenizationOptions
     outputs: frozenset[OutputName]
     priority: Priority | None
     route: str = field(default="", kw_only=True)
@@ -83,7 +83,7 @@ class Request(ABC, Generic[Answer]):
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the items. `shared` is the result of `share`. Raises InvalidInput or
         TokenizerError."""
-        return processor.encode(chunk, self.rules)
+        return processor.encode(chunk, self.tokenization)
 
     @abstractmethod
     def finish(self, spec: ModelSpec, run: Run) -> Answer:
@@ -95,18 +95,19 @@ class Request(ABC, Generic[Answer]):
         return self.items
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
-        """Return the inputs, tokens and bytes of memory to admit, from the sequences and tokens."""
+        """Return the inputs (one a sequence), tokens and bytes of memory that admission counts."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
         if spec.image is not None:
             token_bytes += 2 * spec.image.token_bytes  # copied while a batch is packed
         for name in self.outputs:
-            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # copied while they are normalised
+            row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # a row and its normalised copy
             if OUTPUTS[name].sparse:
                 token_bytes += min(row_bytes, TERM_BYTES * TERMS_A_TOKEN)
             elif OUTPUTS[name].per == "slot":
-                input_bytes += row_bytes
+                input_bytes += row_bytes  # one row a sequence
             else:
-                copies = 3 if name == "multi_vector" else 1  # rows are dropped, then normalised
+                # `row_bytes` counts two copies of a row; dropping rows needs a third
+                copies = 3 if name == "multi_vector" else 1
                 token_bytes += copies * row_bytes // 2
         return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
 
@@ -122,8 +123,9 @@ class EncodeRequest(Request[Embeddings]):
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """Truncate, normalise and quantize the outputs as the options say.
 
-        Drop the vectors of tokens that the head skips, and make sparse embeddings of token weights.
-        Raises InvalidInput for a value that the dtype cannot hold.
+        Drop the vectors of tokens that the head skips, and make sparse embeddings from token
+        weights if no head computes them. Raises InvalidInput for a value that the dtype cannot
+        hold.
         """
         values, vector_ids = dict(run.values), None
         if "dense" in values:
@@ -135,10 +137,10 @@ class EncodeRequest(Request[Embeddings]):
             head, rows = spec.heads["multi_vector"], values["multi_vector"]
             assert isinstance(head, PerToken)
             kept, vector_ids = np.ones(len(rows.values), bool), run.tokenized.work.planes["ids"]
-            if head.skipped_ids and self.rules.role != "query":
+            if head.skipped_ids and self.tokenization.role != "query":
                 kept = ~np.isin(vector_ids, head.skipped_ids)
             if head.drops_first:
-                kept[rows.offsets[:-1]] = False
+                kept[rows.offsets[:-1]] = False  # the first vector of each input
             if not kept.all():
                 rows, vector_ids = rows.where(kept), vector_ids[kept]
             values["multi_vector"] = Ragged(self._shape(rows.values, head), rows.offsets)
@@ -150,7 +152,7 @@ class EncodeRequest(Request[Embeddings]):
             else:
                 head, work = spec.heads["token_weights"], run.tokenized.work
                 assert isinstance(head, PerToken)
-                terms = terms_of_tokens(
+                terms = term_weights(
                     values.pop("token_weights").values[:, 0],
                     work.planes["ids"],
                     work.lengths,
@@ -158,20 +160,20 @@ class EncodeRequest(Request[Embeddings]):
                     vocab_size=int(spec.config["vocab_size"]),
                 )
             max_active = self.options.max_active_dims or max_active
-            values["sparse"] = terms if max_active is None else most_active(terms, max_active)
-        return Embeddings(values, **run.figures, vector_ids=vector_ids)
+            values["sparse"] = terms if max_active is None else keep_largest(terms, max_active)
+        return Embeddings(values, **run.common_fields, vector_ids=vector_ids)
 
-    def divided(self, most: int) -> "MixedRequest":
-        """Divide the request into parts of at most `most` items."""
-        firsts = range(0, len(self.items), most)
+    def divided(self, max_items: int) -> "MixedRequest":
+        """Divide the request into parts of at most `max_items` items."""
+        firsts = range(0, len(self.items), max_items)
         return MixedRequest(
             self.items,
-            self.rules,
+            self.tokenization,
             self.outputs,
             self.priority,
             self.options,
-            parts=tuple(replace(self, items=self.items[k : k + most]) for k in firsts),
-            places=tuple(np.arange(len(self.items))[k : k + most] for k in firsts),
+            parts=tuple(replace(self, items=self.items[k : k + max_items]) for k in firsts),
+            places=tuple(np.arange(len(self.items))[k : k + max_items] for k in firsts),
         )
 
     def _shape(self, vectors: np.ndarray, head: Head) -> np.ndarray:
@@ -193,9 +195,9 @@ class MixedRequest(EncodeRequest):
     places: tuple[np.ndarray, ...] = field(kw_only=True)
 
     @contextmanager
-    def placed(self, number: int) -> Iterator[EncodeRequest]:
-        """Yield the part with this number, to run it in the context. An InvalidInput that this
-        raises gets the index of its input in the whole request."""
+    def part(self, number: int) -> Iterator[EncodeRequest]:
+        """Yield the part with this index, to run it in the `with` block. An InvalidInput from the
+        block gets the index of its input in the whole request."""
         try:
             yield self.parts[number]
         except InvalidInput as error:
@@ -205,14 +207,14 @@ class MixedRequest(EncodeRequest):
 
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
         """Join the answers to the parts into one answer, in the order of the inputs."""
-        first = Embeddings.joined(answers)
-        order = np.argsort(np.concatenate(self.places))
-        values = chosen_rows(first.values, order)
-        ids = first.vector_ids
+        answer = Embeddings.joined(answers)
+        order = np.argsort(np.concatenate(self.places))  # undoes the division
+        values = select_inputs(answer.values, order)
+        ids = answer.vector_ids
         if ids is not None:
-            ids = Ragged(ids, first.multi_vector.offsets).ordered(order).values
-        num_tokens = first.num_tokens[order]
-        return msgspec.structs.replace(first, values=values, num_tokens=num_tokens, vector_ids=ids)
+            ids = Ragged(ids, answer.multi_vector.offsets).ordered(order).values
+        num_tokens = answer.num_tokens[order]
+        return msgspec.structs.replace(answer, values=values, num_tokens=num_tokens, vector_ids=ids)
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class ComparedRequest(EncodeRequest):
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the documents. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
-        return processor.encode_documents(chunk, self.rules)
+        return processor.encode_documents(chunk, self.tokenization)
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
         """Return the outputs of each document, or of each window if documents are divided."""
@@ -237,10 +239,13 @@ class LateRequest(EncodeRequest):
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize a chunk of the items. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
-        return processor.encode_late(chunk, self.rules, Bucket(1, processor.limit).slots)
+        return processor.encode_chunked_texts(
+            chunk, self.tokenization, Bucket(1, processor.limit).slots
+        )
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """Pool the vectors of all chunks, in order, and finish them as the options say.
+        """Pool the vector of each chunk from those of its slots, its parts in different windows.
+        Finish the pooled vectors as the options say.
 
         `num_tokens` counts a token once, even if several windows contain it. Raises InvalidInput
         for a value that the dtype cannot hold.
@@ -258,15 +263,15 @@ class LateRequest(EncodeRequest):
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
         """Return the cost of the request, including a vector for each chunk."""
-        whole = super().cost(spec, sequences, tokens)
-        # The maximum number of chunks in texts of `tokens` tokens together.
+        base = super().cost(spec, sequences, tokens)
+        # A text has a list of chunks, or a ChunkSize, which gives a chunk at each step of tokens.
         chunks: list[Sequence[Span] | ChunkSize] = [item.chunks for item in self.items]
         max_chunks = sum(len(spans) for spans in chunks if not isinstance(spans, ChunkSize))
         steps = [size.tokens - size.overlap for size in chunks if isinstance(size, ChunkSize)]
         if steps:
             max_chunks += len(steps) + tokens // min(steps)
-        vectors = max_chunks * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
-        return Cost(whole.inputs, whole.tokens, whole.bytes + vectors)
+        vector_bytes = max_chunks * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
+        return Cost(base.inputs, base.tokens, base.bytes + vector_bytes)
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,7 @@ class ScoreRequest(Request[Scores]):
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
         """Return the logits, with the labels and the score function."""
-        return Scores(run.values["logits"], spec.labels, spec.score_function, **run.figures)
+        return Scores(run.values["logits"], spec.labels, spec.score_function, **run.common_fields)
 
 
 @dataclass(frozen=True)
@@ -289,17 +294,17 @@ class QueryRequest(ScoreRequest):
     def share(self, processor: Processor) -> Row | None:
         """Tokenize the query. Raises InvalidInput or TokenizerError."""
         assert isinstance(processor, TextProcessor)
-        return processor.query_row(self.query, self.rules)
+        return processor.tokenize_query(self.query, self.tokenization)
 
     def prepare(self, processor: Processor, shared: Row | None, chunk: Sequence) -> Tokenized:
         """Tokenize pairs of the query, which `shared` holds, and a chunk of the documents. Raises
         InvalidInput or TokenizerError."""
         assert shared is not None
         assert isinstance(processor, TextProcessor)
-        return processor.encode_beside(shared, chunk, self.rules)
+        return processor.encode_pairs_of_query(shared, chunk, self.tokenization)
 
     def finish(self, spec: ModelSpec, run: Run) -> Scores:
-        """Return the logits of each document; of a divided document those of its best window."""
+        """Return the logits of each document, or of the best window of a divided document."""
         answer, windows = super().finish(spec, run), run.tokenized.windows
         if windows is None:
             return answer
@@ -339,7 +344,7 @@ def shape_vectors(
     # In float64, because squares can overflow float32.
     lengths = np.einsum("nd,nd->n", cut, cut, dtype=np.float64)
     np.sqrt(lengths, out=lengths)
-    np.maximum(lengths, LEAST, out=lengths)
+    np.maximum(lengths, LEAST, out=lengths)  # no division by zero
     if len(cut) == 1:  # the same result in half the time, because it needs no buffers
         return (cut / lengths).astype(np.float32)
     # Divide in float64 and round once, in numpy's small buffers and not a second matrix.

@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]  # of the number of compiled buckets, and 
 PROGRAM_BYTES = 10 * MIB  # approximate memory of the program of one bucket on a CPU
 
 
-class OnDevices:
+class DevicePlan:
     """A planned engine that runs on JAX's devices. `plan` has its limits; `load` makes it."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
@@ -63,7 +63,7 @@ class OnDevices:
         """
         devices = self.plan.devices
         if not devices:
-            return 0
+            return 0  # the null model
         shapes = {name: leaf.shape for name, leaf in self._program.shapes.items()}
         parameters = placed_bytes(shapes, self.plan.dtype)
         if devices[0].platform != "cpu":
@@ -91,7 +91,7 @@ class OnDevices:
         )
 
 
-class OnHost:
+class HostPlan:
     """A planned engine for a static model on the host. `plan` has its limits; `load` makes it."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
@@ -112,19 +112,19 @@ class OnHost:
         parameters = checkpoint.load_params(path, self._spec)
         try:
             means: Means = native.load_means(self._cache_dir)
-        except native.Unavailable as error:
+        except native.NativeUnavailable as error:
             logger.info("static embeddings run in numpy, slower: %s", error)
             means = numpy_means
         return HostEngine(static_model(self._spec, parameters, means), telemetry, name=name)
 
 
-PlannedEngine = OnDevices | OnHost
+PlannedEngine = DevicePlan | HostPlan
 
 
 def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> PlannedEngine:
     """Plan the engine of a model: on the host for a static model, otherwise on devices. Raises
     ConfigError for settings that do not fit, and CheckpointError for a damaged spec."""
-    return (OnHost if spec.is_static else OnDevices)(spec, config, cache_dir)
+    return (HostPlan if spec.is_static else DevicePlan)(spec, config, cache_dir)
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
 def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[str, PlannedEngine]:
     """Plan the engine of each route.
 
-    Engines on devices divide the answer cache equally. If there are any, static routes ignore
-    --buckets and the cache. Images ignore --buckets and --max-input-length. Raises ConfigError and
-    CheckpointError.
+    Engines on devices divide the answer cache equally. Beside such engines, static routes ignore
+    --buckets and the cache. Routes of images ignore --buckets and --max-input-length. Raises
+    ConfigError and CheckpointError.
     """
-    on_devices = sum(not spec.is_static for spec in specs.specs.values())
+    device_routes = sum(not spec.is_static for spec in specs.specs.values())
     device_config = static_config = config
-    if on_devices:
-        device_config = replace(config, cache_bytes=config.cache_bytes // on_devices)
+    if device_routes:
+        device_config = replace(config, cache_bytes=config.cache_bytes // device_routes)
         static_config = replace(config, buckets=None, cache_bytes=0)
     image_config = replace(device_config, buckets=None, max_input_tokens=None)
 
@@ -220,18 +220,19 @@ def load_routes(
 ) -> dict[str, LoadedRoute]:
     """Load the routes of the model `name` from the checkpoint at `path`.
 
-    Images have the route IMAGE_ROUTE. The engines are not started yet. Raises CheckpointError and
+    `planned` are the engines by route. `on_progress` is called with sums over all routes. Images
+    have the route IMAGE_ROUTE. The engines are not started yet. Raises CheckpointError and
     ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
     workers = tokenizer_threads(text)
-    counts: dict[str, tuple[int, int]] = dict.fromkeys(planned, (0, 0))
+    progress: dict[str, tuple[int, int]] = dict.fromkeys(planned, (0, 0))
 
     def note(route: str, done: int, total: int) -> None:
         """Store the progress of one route, and report the sums over all routes."""
-        counts[route] = done, total
+        progress[route] = done, total
         if on_progress is not None:
-            pairs = counts.values()
+            pairs = progress.values()
             on_progress(sum(done for done, _ in pairs), sum(total for _, total in pairs))
 
     for route, spec in specs.specs.items():
@@ -246,7 +247,7 @@ def load_routes(
         runner = runner_of(engine, processor, telemetry, spec)
         routes[route] = LoadedRoute(spec, plan, processor, engine, runner)
     if specs.is_dual:
-        return {"": routes.pop(TEXT_ROUTE)} | routes
+        return {"": routes.pop(TEXT_ROUTE)} | routes  # requests name no route for texts
     if specs.image is not None:  # the engine of the texts also runs the images
         texts = routes[""]
         processor = ImageProcessor(texts.spec, workers)

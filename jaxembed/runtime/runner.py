@@ -14,13 +14,13 @@ from typing import TypeVar, cast
 
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import IMAGE_ROUTE, ModelSpec
-from jaxembed.data.work import Work, empty_result, join_results, join_work, work_of
-from jaxembed.engine.admission import Admission, Cost, Held
+from jaxembed.data.work import Work, empty_result, join_results, join_work, work_from_encodings
+from jaxembed.engine.admission import Admission, Cost, Reservation
 from jaxembed.engine.engine import Engine
 from jaxembed.engine.host import HostEngine, ServedEngine
 from jaxembed.errors import BackendError, InvalidInput, NoInputs
 from jaxembed.observability.metrics import ANSWER_STAGES, Telemetry
-from jaxembed.observability.tracing import TicketTrace, Trace, current_trace
+from jaxembed.observability.tracing import FutureTrace, Trace, current_trace
 from jaxembed.preprocessing.images.processor import Processor
 from jaxembed.preprocessing.text import Row, TextProcessor, Tokenized, characters
 from jaxembed.preprocessing.tokenizer import SHORT_CHARACTERS, chunks
@@ -72,7 +72,7 @@ class RequestRunner(ABC):
         """Run a request without blocking the event loop.
 
         `on_cost` is called, from any thread, with the exact cost before the engine computes, and
-        again if the cost grows. If the task is cancelled, queued work of the request is dropped.
+        again if the cost grows. If the asyncio task is cancelled, queued work is dropped.
         Raises as `run`, and what `on_cost` raises.
         """
         if not request.items:
@@ -109,16 +109,16 @@ class RequestRunner(ABC):
         their results in order. If a job fails, drop the others and raise its error."""
         if _is_one_job(request.items):
             return self._submit(self._run_single_job, request, job).result()
-        shared = self._submit(request.share, self.processor).result()
-        parts: list[Future] = []
+        shared = self._submit(request.share, self.processor).result()  # such as a query's tokens
+        futures: list[Future] = []
         try:
             for first, chunk in _chunks(request.items):
-                parts.append(self._submit(_run_job, job, shared, chunk, first))
-            for part in wait(parts, return_when=FIRST_EXCEPTION).done:
-                part.result()  # raises the error of a failed job, while others may still wait
-            return [part.result() for part in parts]
+                futures.append(self._submit(_run_job, job, shared, chunk, first))
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()  # raises the error of a failed job at once
+            return [future.result() for future in futures]
         except BaseException:
-            _cancel(parts)
+            _cancel(futures)
             raise
 
     async def _run_jobs_async(self, request: Request, job: Job[Part]) -> list[Part]:
@@ -132,11 +132,11 @@ class RequestRunner(ABC):
             async with permits:
                 return await self.off_loop(_run_job, job, shared, chunk, first)
 
-        parts = [asyncio.ensure_future(run(*chunk)) for chunk in _chunks(request.items)]
+        tasks = [asyncio.ensure_future(run(*chunk)) for chunk in _chunks(request.items)]
         try:
-            return await asyncio.gather(*parts)
+            return await asyncio.gather(*tasks)
         except BaseException:
-            _cancel(parts)
+            _cancel(tasks)
             raise
 
     def _run_single_job(self, request: Request, job: Job[Part]) -> list[Part]:
@@ -151,20 +151,21 @@ class RequestRunner(ABC):
 
     def _empty_answer(self, request: Request[Answer]) -> Answer:
         """Return the answer to a request without items."""
-        nothing = work_of([], request.outputs)
+        nothing = work_from_encodings([], request.outputs)
         values = empty_result(nothing, self.spec.widths)
         return request.finish(self.spec, Run(values, Tokenized(nothing, 0), 0.0, [], []))
 
     def _answer(self, request: Request[Answer], run: Run) -> Answer:
-        """Count the results of a request in the metrics, and make its answer from them."""
+        """Record the results of a request in the metrics, and make its answer from them."""
         tokenized, telemetry = run.tokenized, self._telemetry
-        count = len(tokenized.work)
+        inputs = len(tokenized.work)
         if tokenized.truncated:
             telemetry.truncated_inputs.inc(tokenized.truncated)
         telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
-        self._inputs.observe_many(run.tokenization_s / count, run.queue_s, run.inference_s)
-        means = run.tokenization_s, sum(run.queue_s) / count, sum(run.inference_s) / count
-        for stage, seconds in zip(self._stages, means, strict=True):
+        self._inputs.observe_many(run.tokenization_s / inputs, run.queue_s, run.inference_s)
+        # of the whole request for tokenization, then means over the inputs
+        stage_seconds = run.tokenization_s, sum(run.queue_s) / inputs, sum(run.inference_s) / inputs
+        for stage, seconds in zip(self._stages, stage_seconds, strict=True):
             stage.observe(seconds)
         return request.finish(self.spec, run)
 
@@ -184,17 +185,17 @@ class QueueRunner(RequestRunner):
             self._run_short(request, job) or self._run_jobs(request, job), request
         )
         tokenization_s = time.monotonic() - started_at
-        ticket = self._engine.submit(tokenized.work, priority=request.priority)
+        future = self._engine.submit(tokenized.work, priority=request.priority)
         try:
-            ticket.result()
+            future.result()
         except BaseException:
-            self._engine.cancel(ticket)
+            self._engine.cancel(future)
             raise
-        times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
-        return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
+        times = future.queue_s.tolist(), future.inference_s.tolist()
+        return Run(future.values, tokenized, tokenization_s, *times, cached=future.cached_inputs)
 
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
-        """Tokenize a request, queue it with the engine, and wait for its call of `wake`."""
+        """Tokenize a request, queue it, and wait until the engine calls `wake`."""
         started_at = time.monotonic()
         job = partial(request.prepare, self.processor)
         parts = self._run_short(request, job) or await self._run_jobs_async(request, job)
@@ -205,7 +206,7 @@ class QueueRunner(RequestRunner):
         trace, engine_trace = current_trace(), None
         if trace is not None:
             trace.note("tokenize", started_at, tokenized_at)
-            engine_trace = TicketTrace(trace)
+            engine_trace = FutureTrace(trace)
         loop = asyncio.get_running_loop()
         done = loop.create_future()
 
@@ -213,19 +214,19 @@ class QueueRunner(RequestRunner):
             with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        ticket = self._engine.submit(work, wake, request.priority, engine_trace)
+        future = self._engine.submit(work, wake, request.priority, engine_trace)
         try:
             await done
         except asyncio.CancelledError:
-            self._engine.cancel(ticket)
+            self._engine.cancel(future)
             raise
         finally:
             if engine_trace is not None:
                 engine_trace.finish()
-        ticket.result(timeout_s=0.0)
-        times = ticket.queue_s.tolist(), ticket.inference_s.tolist()
+        future.result(timeout_s=0.0)  # raises its error, if any
+        times = future.queue_s.tolist(), future.inference_s.tolist()
         tokenization_s = tokenized_at - started_at
-        return Run(ticket.values, tokenized, tokenization_s, *times, ticket.withdrawn)
+        return Run(future.values, tokenized, tokenization_s, *times, cached=future.cached_inputs)
 
 
 class HostRunner(RequestRunner):
@@ -238,12 +239,12 @@ class HostRunner(RequestRunner):
         self._engine = engine
 
     def _run(self, request: Request) -> Run:
-        job = partial(self._compute, request, None, None)
+        job = partial(self._compute, request, None, None)  # without `add` and `trace`
         return _join_runs(self._run_short(request, job) or self._run_jobs(request, job), request)
 
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
-        # Numbers of sequences and tokens: those that admission counts, and those of the jobs.
-        told, sums = self.processor.estimate(request.inputs(), request.rules), (0, 0)
+        # Numbers of sequences and tokens: those that admission was told, and those of all jobs.
+        told, sums = self.processor.estimate(request.inputs(), request.tokenization), (0, 0)
         lock = threading.Lock()
 
         def add(work: Work) -> None:
@@ -268,8 +269,13 @@ class HostRunner(RequestRunner):
         shared: Row | None,
         chunk: Sequence,
     ) -> Run:
-        """Tokenize a chunk of a request, call `add` with its work, and compute it."""
+        """Tokenize a chunk of a request and compute it in this thread.
+
+        `shared` is the result of `request.share`. `add` is called with the work before it runs, to
+        count it. `trace` gets the times.
+        """
         started_at = time.monotonic()
+        # sets the outputs and the adapter
         tokenized = _join_chunks([request.prepare(self.processor, shared, chunk)], request)
         work = tokenized.work
         if add is not None:
@@ -280,14 +286,14 @@ class HostRunner(RequestRunner):
         if trace is not None:
             trace.note("tokenize", started_at, tokenized_at)
             trace.note("device", tokenized_at, computed_at)
-        waited, ran = [0.0] * count, [computed_at - tokenized_at] * count
-        return Run(values, tokenized, tokenized_at - started_at, waited, ran)
+        queue_s, inference_s = [0.0] * count, [computed_at - tokenized_at] * count
+        return Run(values, tokenized, tokenized_at - started_at, queue_s, inference_s)
 
 
 def runner_of(
     engine: ServedEngine, processor: Processor, telemetry: Telemetry, spec: ModelSpec
 ) -> RequestRunner:
-    """Return the runner for requests to an engine; `processor` makes its inputs."""
+    """Return the runner for requests to an engine. `processor` tokenizes their inputs."""
     if isinstance(engine, HostEngine):
         assert isinstance(processor, TextProcessor)
         return HostRunner(processor, engine, telemetry, spec)
@@ -309,14 +315,15 @@ class Dispatcher:
             return cast(Answer, self._run_parts(request))
         is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
         if is_long and isinstance(request, EncodeRequest):
+            # decode images while those of another part are computed
             return cast(Answer, self._run_parts(request.divided(IMAGES_A_PART)))
         return self._runners[request.route].run(request)
 
     def _run_parts(self, request: MixedRequest) -> Embeddings:
-        """Run the parts of a request in PARTS_AT_ONCE threads, and join their answers."""
+        """Run the parts of a request, PARTS_AT_ONCE at a time, and join their answers."""
 
-        def run(number: int) -> Embeddings:
-            with request.placed(number) as part:
+        def run(index: int) -> Embeddings:
+            with request.part(index) as part:
                 return self.run(part)
 
         threads = ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="parts")
@@ -332,36 +339,39 @@ class Dispatcher:
             return cast(Answer, await self._answer_parts(request, self.run_async))
         return await self._runners[request.route].run_async(request)
 
-    async def answer(self, request: Request[Answer], held: Held | None = None) -> Answer:
+    async def answer(
+        self, request: Request[Answer], reservation: Reservation | None = None
+    ) -> Answer:
         """Admit a request, run it without blocking the event loop, and return its answer.
 
-        `held` is the reservation that the request belongs to; None: its own. If it has an account,
-        this is charged for the tokens. Raises NoInputs and the errors of `run`. Raises Overloaded,
-        QuotaExceeded, RequestTooLarge or ShuttingDown before any work, and Overloaded or
-        RequestTooLarge also later, if the request needs more memory than was estimated.
+        `reservation` is the reservation that the request belongs to; None: a new one. Its account,
+        if any, is charged for the tokens. Raises NoInputs and the errors of `run`. Raises
+        Overloaded, QuotaExceeded, RequestTooLarge or ShuttingDown before any work, and Overloaded
+        or RequestTooLarge also later, if the request needs more memory than was estimated.
         """
         if not request.items:
             raise NoInputs()
         if isinstance(request, MixedRequest):
-            answer_part = partial(self.answer, held=held)
+            answer_part = partial(self.answer, reservation=reservation)
             return cast(Answer, await self._answer_parts(request, answer_part))
         runner = self._runners[request.route]
-        estimate = runner.processor.estimate(request.inputs(), request.rules)
-        with self.admission.admit(request.cost(runner.spec, *estimate), held) as permit:
+        estimate = runner.processor.estimate(request.inputs(), request.tokenization)
+        with self.admission.admit(request.cost(runner.spec, *estimate), reservation) as permit:
             answer = await runner.run_async(request, permit.correct)
             if isinstance(answer, Embeddings) and "sparse" in answer.values:
-                permit.held.charge(excess_bytes(answer))
+                # it may have more terms than the cost assumes
+                permit.reservation.charge(excess_bytes(answer))
             if isinstance(answer, Embeddings | Scores):
-                permit.settle(int(answer.num_tokens.sum()))
+                permit.charge_answer(int(answer.num_tokens.sum()))
             return answer
 
     async def _answer_parts(
         self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
     ) -> Embeddings:
-        """Answer the parts of a request one after the other, and join the answers."""
+        """Call `answer` for each part of a request, one after the other, and join the answers."""
         answers: list[Embeddings] = []
-        for number in range(len(request.parts)):
-            with request.placed(number) as part:
+        for index in range(len(request.parts)):
+            with request.part(index) as part:
                 answers.append(await answer(part))
         return request.joined(answers)
 
@@ -398,7 +408,7 @@ def _cancel(parts: Iterable[Future | asyncio.Future]) -> None:
 
 
 def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
-    """Join the tokenized chunks of a request, in order."""
+    """Join the tokenized chunks of a request, in order, as work for its outputs and adapter."""
     work = join_work([part.work for part in parts], request.outputs, request.adapter)
     if len(parts) == 1:
         (part,) = parts
@@ -411,7 +421,7 @@ def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:
-    """Join the results of all jobs of a request, in order."""
+    """Join the results of all jobs of a request, in order. Jobs use no answer cache."""
     if len(parts) == 1:
         return parts[0]
     return Run(

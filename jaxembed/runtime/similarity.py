@@ -9,13 +9,13 @@ from jaxtyping import Float, Int
 
 from jaxembed.data.inputs import Image
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
-from jaxembed.data.work import Ragged, chosen_rows
+from jaxembed.data.work import Ragged, select_inputs
 from jaxembed.runtime.options import Embeddings, Similarities, best_windows
 from jaxembed.runtime.postprocess import cosines, maxsim, products, similarity
 
 Weights = dict[OutputName, float]
 
-LEAST_SIMILARITY = -1.0  # the lowest cosine
+MIN_SIMILARITY = -1.0  # the lowest cosine
 
 
 def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> Weights:
@@ -30,10 +30,8 @@ def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> 
 
 
 def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
-    """Return the similarity of the first text of an answer to each other text.
-
-    The answer has one output. For dense vectors and sparse embeddings it is the cosine, for
-    multi-vector embeddings MeanMaxSim, as in `compare_outputs`.
+    """Return the similarity of the first text of an answer, which has one output, to each other
+    text: the cosine of dense vectors or sparse embeddings, or MeanMaxSim as in `compare_outputs`.
     """
     if "dense" in answer.values:
         return similarity(answer.dense[0], answer.dense[1:])
@@ -50,8 +48,8 @@ def compare_outputs(
 ) -> Similarities:
     """Compare the outputs of a query with those of each document.
 
-    `texts` are the documents, which may be images. An empty text gets LEAST_SIMILARITY, so that no
-    document ranks below it. The score is the mean, by `weights`, of these similarities:
+    `texts` are the documents, which may be images. An empty text gets MIN_SIMILARITY, so that no
+    document ranks below it. The score is the mean of these similarities, weighted by `weights`:
 
     - dense vectors and sparse embeddings: the inner product
     - multi-vector embeddings: the mean, over the query's vectors, of the largest inner product with
@@ -75,15 +73,15 @@ def compare_outputs(
         _, best, chunks = best_windows(scores, documents.windows)
         scores, raw = scores[best], None if raw is None else raw[best]
     is_empty = np.array([not text for text in texts], bool)
-    scores = np.where(is_empty, LEAST_SIMILARITY, scores)
+    scores = np.where(is_empty, MIN_SIMILARITY, scores)
     if raw is not None:
-        lowest = LEAST_SIMILARITY * len(query.multi_vector[0])
+        lowest = MIN_SIMILARITY * len(query.multi_vector[0])
         raw = _column(np.where(is_empty, lowest, raw[:, 0]))
     answers = query, documents
     return Similarities(
         _column(scores),
-        ("similarity",),
-        "sigmoid",
+        labels=("similarity",),
+        score_function="sigmoid",  # unused by `Similarities`
         num_tokens=np.concatenate([answer.num_tokens for answer in answers]),
         truncated=sum(answer.truncated for answer in answers),
         tokenization_s=sum(answer.tokenization_s for answer in answers),
@@ -111,22 +109,22 @@ def compare_pairs(
     """
     result, query_of = np.empty(len(texts), np.float32), np.array(numbers, np.int64)
     order = np.argsort(query_of, kind="stable")
-    ends = np.cumsum(np.bincount(query_of))
-    for number, chosen in enumerate(np.split(order, ends)[:-1]):
+    ends = np.cumsum(np.bincount(query_of))  # of the documents of each query, in `order`
+    for index, documents_of in enumerate(np.split(order, ends)[:-1]):
         scores = compare_outputs(
-            _select(queries, np.array([number])),
-            _select(documents, chosen),
+            _select(queries, np.array([index])),
+            _select(documents, documents_of),
             weights,
-            [texts[int(k)] for k in chosen],
+            [texts[int(k)] for k in documents_of],
         )
-        result[chosen] = scores.shown(raw_scores)[:, 0]
+        result[documents_of] = scores.shown(raw_scores)[:, 0]
     return result
 
 
 def _select(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:
     """Return an answer with the outputs of the inputs with these indices."""
     return msgspec.structs.replace(
-        answer, values=chosen_rows(answer.values, chosen), num_tokens=answer.num_tokens[chosen]
+        answer, values=select_inputs(answer.values, chosen), num_tokens=answer.num_tokens[chosen]
     )
 
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import msgspec
 import numpy as np
 
-from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
+from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import ChunkedText, ChunkSize, Image, Input, Pair, Text
 from jaxembed.data.outputs import OUTPUTS, REPRESENTATIONS, OutputName
@@ -24,11 +24,11 @@ from jaxembed.preprocessing.prompts import (
     role_of,
     same_purpose,
 )
-from jaxembed.preprocessing.text import Rules, TextProcessor
-from jaxembed.preprocessing.tokenizer import MOST_READ
-from jaxembed.preprocessing.windows import LEAST_CHUNK, MOST_WINDOWS
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
+from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS
+from jaxembed.preprocessing.windows import MAX_WINDOWS, MIN_CHUNK
 from jaxembed.quantise import NEEDS_RANGES, EmbeddingDtype, embedding_dtype
-from jaxembed.runtime.options import Asked, EncodeOptions, ScoreOptions
+from jaxembed.runtime.options import EncodeOptions, RequestedOptions, ScoreOptions
 from jaxembed.runtime.requests import (
     LOGITS,
     ComparedRequest,
@@ -41,7 +41,7 @@ from jaxembed.runtime.requests import (
 )
 from jaxembed.runtime.similarity import Weights, weights_of
 
-DOES: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
+SUPPORTED_TASKS: dict[Task, tuple[Task, ...]] = {  # the tasks that a model of each task can do
     "embed": ("embed",),
     "classify": ("classify",),
     "rerank": ("rerank", "classify"),
@@ -54,17 +54,17 @@ KIND: dict[Task, str] = {
 # The options of models that score pairs, with the field of a request for each.
 PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
-MOST_PURPOSE = 100  # characters; the intent of a request with a longer purpose is not cached
+MAX_PURPOSE = 100  # characters; the intent of a request with a longer purpose is not cached
 VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs with dimensions to truncate
 IMAGE_URI = "data:image/"  # the data URI of an image begins with it
-NO_RANGES: Mapping[VectorKind, KeptRanges] = {}
+NO_RANGES: Mapping[VectorKind, StoredRanges] = {}
 
 
 class Intent(msgspec.Struct, frozen=True, eq=False):
     """What a request for embeddings asks for, resolved for one model."""
 
     options: EncodeOptions  # with the outputs, the prompt and the route that were chosen
-    rules: Rules
+    tokenization: TokenizationOptions
     outputs: frozenset[OutputName]  # that the engine computes
     route: str
     adapter: int  # its number; 0: none
@@ -86,10 +86,10 @@ class Tasks:
         routes: Routes,
         processor: TextProcessor,
         text: TextConfig,
-        ranges: Mapping[VectorKind, KeptRanges] = NO_RANGES,
+        ranges: Mapping[VectorKind, StoredRanges] = NO_RANGES,
     ):
-        """`processor` is that of any route, because all have the same prompts. `ranges` are the
-        calibration ranges for each kind of vectors."""
+        """`processor` is that of any route, because all have the same prompts. `text` has the
+        server's defaults, `ranges` the calibration ranges for each kind of vectors."""
         self._name = name
         self._routes = routes.of_texts
         self._takes_images = routes.image is not None
@@ -99,31 +99,31 @@ class Tasks:
         self._text = text
         self._ranges = ranges
         # Requests repeat. Those with a prompt text, which could be long, are not cached.
-        self._usual_intent = lru_cache(maxsize=64)(self._resolve)
+        self._cached_intent = lru_cache(maxsize=64)(self._resolve)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
         """Make the request for the embeddings of each input: the outputs of the options. Raises
         WrongTask, and InvalidInput, also for images together with a prompt."""
         with_images = Image in map(type, inputs)
-        return self.request(inputs, self.intent(Asked(options), with_images=with_images))
+        return self.request(inputs, self.intent(RequestedOptions(options), with_images=with_images))
 
-    def intent(self, asked: Asked, *, with_images: bool = False) -> Intent:
+    def intent(self, requested: RequestedOptions, *, with_images: bool = False) -> Intent:
         """Resolve what a request asks for: its prompt, route, adapter, outputs and dtype. Raises
         WrongTask, InvalidInput, and TypeError for dimensions that are not an integer."""
-        for count in (asked.options.dimensions, asked.options.max_active_dims):
+        for count in (requested.options.dimensions, requested.options.max_active_dims):
             if count is not None:
-                operator.index(count)  # 8.0 equals 8, whose intent may be cached
-        is_long = any(len(purpose) > MOST_PURPOSE for _, purpose in asked.purposes)
-        resolve = self._resolve if is_long or asked.options.prompt else self._usual_intent
-        return resolve(asked, with_images)
+                operator.index(count)  # TypeError for 8.0, which the cache takes for 8
+        is_long = any(len(purpose) > MAX_PURPOSE for _, purpose in requested.purposes)
+        resolve = self._resolve if is_long or requested.options.prompt else self._cached_intent
+        return resolve(requested, with_images)
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
-        """Make the request with this intent for the outputs of each input. Raises InvalidInput for
-        an image that is sent as a text, and for a text that should be an image."""
+        """Make the request for the embeddings of inputs with a resolved intent. Raises InvalidInput
+        for the data URI of an image as a text, and for a text where a page image is needed."""
         options = intent.options
         plain = EncodeRequest(
             inputs,
-            intent.rules,
+            intent.tokenization,
             intent.outputs,
             options.priority,
             options,
@@ -134,45 +134,46 @@ class Tasks:
         if not self._takes_images:
             return plain
         _check_texts(inputs)
-        images = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
-        texts = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
-        if texts and intent.rules.role == "document" and self._spec.image is not None:
+        images_at = [k for k, item in enumerate(inputs) if isinstance(item, Image)]
+        texts_at = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
+        if texts_at and intent.tokenization.role == "document" and self._spec.image is not None:
             raise InvalidInput(
                 f"the documents of {self._name} are images, and its texts are queries; send images"
             )
-        plain = replace(plain, items=[inputs[k] for k in texts])
-        if not images:
+        plain = replace(plain, items=[inputs[k] for k in texts_at])
+        if not images_at:
             return plain
-        of_images = replace(plain, items=[inputs[k] for k in images], route=IMAGE_ROUTE)
-        if not texts:
+        of_images = replace(plain, items=[inputs[k] for k in images_at], route=IMAGE_ROUTE)
+        if not texts_at:
             return of_images
         return MixedRequest(
             inputs,
-            plain.rules,
+            plain.tokenization,
             plain.outputs,
             plain.priority,
             plain.options,
             parts=(plain, of_images),
-            places=(np.array(texts), np.array(images)),
+            places=(np.array(texts_at), np.array(images_at)),
         )
 
-    def _resolve(self, asked: Asked, with_images: bool) -> Intent:
-        """Resolve a request without the cache. Raises WrongTask and InvalidInput."""
+    def _resolve(self, requested: RequestedOptions, with_images: bool) -> Intent:
+        """Resolve what a request, with images or without, asks for. `intent` caches the result.
+        Raises WrongTask and InvalidInput."""
         check_task(self._name, self._spec, "embed")
-        options = asked.options
-        if asked.purposes:
-            options = self._with_purposes(options, asked.purposes)
-        if asked.outputs is not None:
-            options = replace(options, outputs=self._named_outputs(asked))
-        if asked.tokens and options.outputs == {"dense"}:
+        options = requested.options
+        if requested.purposes:
+            options = self._with_purposes(options, requested.purposes)
+        if requested.outputs is not None:
+            options = replace(options, outputs=self._named_outputs(requested))
+        if requested.tokens and options.outputs == {"dense"}:
             raise InvalidInput(
                 "`return_tokens` is for sparse outputs and for several vectors",
                 field="return_tokens",
             )
-        dtype = asked.dtype or embedding_dtype(options.output_dtype)
+        dtype = requested.dtype or embedding_dtype(options.output_dtype)
         if dtype != options.output_dtype:
             options = replace(options, output_dtype=dtype)
-        self._check_outputs(options, asked.dimensions_field)
+        self._check_outputs(options, requested.dimensions_field)
         if with_images:
             self.check_images()
             for name in ("prompt", "prompt_name", "route"):
@@ -183,13 +184,13 @@ class Tasks:
                         field=name,
                     )
         types: dict[EmbeddingDtype, np.ndarray | None] = {
-            name: self.ranges(options, name, asked.types_field) for name in asked.types
+            name: self.ranges(options, name, requested.types_field) for name in requested.types
         }
-        chosen = options.prompt_name if options.prompt is None else ""
+        chosen = options.prompt_name if options.prompt is None else ""  # "": no named prompt
         adapted, adapter = self._with_prompt_of_adapter(options)
         prompt = self._processor.prompt(adapted.prompt, adapted.prompt_name)
         route = self._route(adapted)
-        rules = Rules(
+        tokenization = TokenizationOptions(
             prompt,
             self._truncate(options),
             options.truncation_side,
@@ -202,7 +203,9 @@ class Tasks:
             source if name == "sparse" else name for name in options.outputs
         )
         ranges = self.ranges(options, options.output_dtype)
-        return Intent(options, rules, outputs, route, adapter, ranges, chosen, asked.dtype, types)
+        return Intent(
+            options, tokenization, outputs, route, adapter, ranges, chosen, requested.dtype, types
+        )
 
     def _with_purposes(
         self, options: EncodeOptions, purposes: Sequence[tuple[str, str]]
@@ -237,38 +240,38 @@ class Tasks:
             raise InvalidInput(
                 f"{shown} ask for different prompts; send one of them", field=next(iter(chosen))
             )
-        field, purpose = purposes[0]
+        field, purpose = purposes[0]  # all purposes agree by now
         return replace(
             options,
-            prompt=None if names else "",
+            prompt=None if names else "",  # "" is no prompt
             prompt_name=next(iter(names), None),
             route=self.route_for(purpose, field),
             role=chosen[field][1],
         )
 
-    def _named_outputs(self, asked: Asked) -> frozenset[OutputName]:
-        """Return the outputs that a request names, or else the dense output or, if the model has
-        none, all its outputs. Raises InvalidInput for outputs that the model lacks, and for fields
-        that contradict each other."""
+    def _named_outputs(self, requested: RequestedOptions) -> frozenset[OutputName]:
+        """Return the outputs that a request names, or multi_vector if it asks for several vectors,
+        or else dense; for a model without dense, all its outputs. Raises InvalidInput for outputs
+        that the model lacks, and for fields that contradict each other."""
         offered, field = self._offered, "return_multivector"
-        if asked.outputs:
-            if unknown := [name for name in asked.outputs if name not in offered]:
+        if requested.outputs:
+            if unknown := [name for name in requested.outputs if name not in offered]:
                 raise InvalidInput(
                     f"`outputs` must be some of {', '.join(offered)}, which the model gives. "
                     f"Given: {', '.join(unknown)}",
                     field="outputs",
                 )
             named: frozenset[OutputName] = frozenset(
-                name for name in REPRESENTATIONS if name in asked.outputs
+                name for name in REPRESENTATIONS if name in requested.outputs
             )
-            if asked.multi_vector and "multi_vector" not in named:
+            if requested.multi_vector and "multi_vector" not in named:
                 raise InvalidInput(
                     f"`{field}` of true contradicts `outputs` without multi_vector; send one of "
                     "them",
                     field=field,
                 )
             return named
-        if not asked.multi_vector:
+        if not requested.multi_vector:
             return frozenset({"dense"} if "dense" in offered else offered)
         if "multi_vector" not in offered:
             raise InvalidInput(
@@ -322,7 +325,7 @@ class Tasks:
         WrongTask, and InvalidInput, also for a model that does not pool by the mean alone and for a
         chunk size that is out of range.
         """
-        return self.request_chunks(texts, self.intent(Asked(options)))
+        return self.request_chunks(texts, self.intent(RequestedOptions(options)))
 
     def request_chunks(self, texts: Sequence[ChunkedText], intent: Intent) -> LateRequest:
         """Make the request for late chunking with this intent. Raises as `embed_chunks`."""
@@ -349,9 +352,9 @@ class Tasks:
                 "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
             )
         for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
-            if size.tokens < LEAST_CHUNK:
+            if size.tokens < MIN_CHUNK:
                 raise InvalidInput(
-                    f"`chunk_size` must be {LEAST_CHUNK} tokens or more. Given: {size.tokens}",
+                    f"`chunk_size` must be {MIN_CHUNK} tokens or more. Given: {size.tokens}",
                     field="chunk_size",
                 )
             if not 0 <= size.overlap <= size.tokens // 2:
@@ -360,10 +363,11 @@ class Tasks:
                     f"Given: {size.overlap}",
                     field="chunk_overlap",
                 )
-        windows = MOST_READ if intent.rules.truncate else 1  # more than any text needs
+        # As many windows as any text needs, or one, so that a longer text is refused.
+        windows = MAX_READ_CHARACTERS if intent.tokenization.truncate else 1
         return LateRequest(
             texts,
-            msgspec.structs.replace(intent.rules, max_windows=windows),
+            msgspec.structs.replace(intent.tokenization, max_windows=windows),
             intent.outputs,
             options.priority,
             options,
@@ -415,8 +419,8 @@ class Tasks:
         return stored.values
 
     def kind(self, options: EncodeOptions) -> VectorKind:
-        """Return the kind of dense vectors that the options ask for, by which calibration ranges
-        are stored. Raises WrongTask and InvalidInput."""
+        """Return the kind of dense vectors that the options ask for. It is the key of stored
+        calibration ranges. Raises WrongTask and InvalidInput."""
         self._check_outputs(options)
         options, number = self._with_prompt_of_adapter(options)
         route = self._route(options)
@@ -433,8 +437,10 @@ class Tasks:
         check_task(self._name, self._spec, "classify")
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
-        rules, adapter = self._rules(options), self._adapter_number(options.adapter)
-        return ScoreRequest(inputs, rules, LOGITS, options.priority, options, adapter=adapter)
+        tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
+        return ScoreRequest(
+            inputs, tokenization, LOGITS, options.priority, options, adapter=adapter
+        )
 
     def rerank(
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
@@ -445,7 +451,7 @@ class Tasks:
         may be empty, as in TEI. Raises EmptyInput for an empty query, InvalidInput, and WrongTask
         for a classifier, an embedding model (see `compare`) or images.
         """
-        if "rerank" not in DOES[self._spec.task]:
+        if "rerank" not in SUPPORTED_TASKS[self._spec.task]:
             raise _wrong_task(self._name, self._spec, "rerank")
         if Image in map(type, documents):
             self.check_images()
@@ -456,9 +462,9 @@ class Tasks:
             )
         if not query:
             raise EmptyInput("query")
-        rules, adapter = self._rules(options), self._adapter_number(options.adapter)
+        tokenization, adapter = self._tokenization(options), self._adapter_number(options.adapter)
         return QueryRequest(
-            documents, rules, LOGITS, options.priority, options, query, adapter=adapter
+            documents, tokenization, LOGITS, options.priority, options, query, adapter=adapter
         )
 
     def compare(
@@ -469,7 +475,7 @@ class Tasks:
         Returns the request of the query, the request of the documents, and the weights of the
         outputs. Queries and documents have the routes and prompts of their roles. Dense vectors
         are normalised, so that their inner product is the cosine; but if the model also has
-        multi-vector embeddings, its heads decide. Documents may be empty. They are images for a
+        multi-vector embeddings, each head decides. Documents may be empty. They are images for a
         model that reads pages. Raises WrongTask, InvalidInput, and EmptyInput for an empty query.
         """
         if not query:
@@ -487,13 +493,13 @@ class Tasks:
         """
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
-        numbers: dict[str, int] = {}
+        index_of: dict[str, int] = {}
         for index, (query, _) in enumerate(pairs):
             if not query:
                 raise EmptyInput("query", index)
-            numbers.setdefault(query, len(numbers))
-        compared = self._compare(list(numbers), [document for _, document in pairs], options)
-        return *compared, [numbers[query] for query, _ in pairs]
+            index_of.setdefault(query, len(index_of))
+        compared = self._compare(list(index_of), [document for _, document in pairs], options)
+        return *compared, [index_of[query] for query, _ in pairs]
 
     def _compare(
         self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
@@ -508,16 +514,18 @@ class Tasks:
                     field=field,
                 )
         _check_windows(options)
-        asked = options.weights or ()
+        requested = options.weights or ()
         if options.weights is not None and (
-            len(asked) != len(REPRESENTATIONS) or min(asked) < 0 or not 0 < sum(asked) < inf
+            len(requested) != len(REPRESENTATIONS)
+            or min(requested) < 0
+            or not 0 < sum(requested) < inf
         ):
             raise InvalidInput(
                 f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
-                f"not all 0. Given: {list(asked)}",
+                f"not all 0. Given: {list(requested)}",
                 field="weights",
             )
-        for name, weight in zip(REPRESENTATIONS, asked, strict=False):
+        for name, weight in zip(REPRESENTATIONS, requested, strict=False):
             if weight and name not in self._offered:
                 raise InvalidInput(
                     f"`weights` has {weight} for {name}, which the model does not give; send 0",
@@ -526,7 +534,7 @@ class Tasks:
         weights = weights_of(self._offered, options.weights)
         common = EncodeOptions(
             outputs=frozenset(weights),
-            normalize=None if "multi_vector" in self._offered else True,
+            normalize=None if "multi_vector" in self._offered else True,  # None: as heads say
             truncate=options.truncate,
             truncation_side=options.truncation_side,
             adapter=options.adapter,
@@ -544,16 +552,16 @@ class Tasks:
             return query_request, self.embed(inputs, document_options), weights
         if self._takes_images:
             _check_texts(inputs)
-        plain = self.embed((), document_options)
-        rules = msgspec.structs.replace(
-            plain.rules,
+        plain = self.embed((), document_options)  # only to resolve the options
+        tokenization = msgspec.structs.replace(
+            plain.tokenization,
             max_windows=options.max_chunks,
             overlap=options.overlap_tokens,
             may_be_empty=True,
         )
         compared = ComparedRequest(
             inputs,
-            rules,
+            tokenization,
             plain.outputs,
             plain.priority,
             plain.options,
@@ -584,12 +592,14 @@ class Tasks:
                 raise InvalidInput(
                     f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
                 )
-        rules = Rules(
+        tokenization = TokenizationOptions(
             prompt, self._truncate(options), options.truncation_side, role=self._role(options)
         )
         chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
         route = self._route(options)
-        return ComputeRequest(inputs, rules, chosen, options.priority, route=route, adapter=adapter)
+        return ComputeRequest(
+            inputs, tokenization, chosen, options.priority, route=route, adapter=adapter
+        )
 
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
         """Return the options for texts of a role: with the route and the prompt of the role.
@@ -604,7 +614,7 @@ class Tasks:
         chosen = prompt_for(role, prompts)
         if chosen in self._spec.adapter_names:  # as in Jina v3: the prompt goes with its adapter
             return replace(options, prompt_name=chosen)
-        name = prompt_of_role(role, prompts)
+        name = prompt_of_role(role, prompts)  # only as sentence-transformers chooses
         return replace(options, prompt="" if name is None else prompts[name])
 
     def route_for(self, purpose: str, field: str = "prompt_name") -> str:
@@ -621,7 +631,7 @@ class Tasks:
             raise UnknownRoute(purpose, tuple(specs), field)
         return route
 
-    def named_route(self, prompt_name: str | None) -> str:
+    def route_of_prompt(self, prompt_name: str | None) -> str:
         """Return the route with the name or the role of a prompt, or else the default route.
 
         None means the prompt that the server's flags name, if any. Raises UnknownRoute if there is
@@ -647,13 +657,13 @@ class Tasks:
     def _route(self, options: EncodeOptions) -> str:
         """Return the route of the options, or else that of their prompt. Raises UnknownRoute."""
         if options.route is None:
-            return self.named_route(options.prompt_name)
+            return self.route_of_prompt(options.prompt_name)
         if options.route not in self._routes.specs:
             raise UnknownRoute(options.route, tuple(self._routes.specs))
         return options.route
 
     def _with_prompt_of_adapter(self, options: EncodeOptions) -> tuple[EncodeOptions, int]:
-        """Return the options with the prompt of their adapter, and the number of the adapter.
+        """Return the options with the prompt of their adapter, and the adapter's number or 0.
 
         An adapter and a prompt of the same name belong together: each chooses the other, unless the
         options name another prompt. Raises InvalidInput for an unknown adapter, and for an adapter
@@ -685,7 +695,7 @@ class Tasks:
             raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")
         return names.index(adapter) + 1
 
-    def _rules(self, options: ScoreOptions) -> Rules:
+    def _tokenization(self, options: ScoreOptions) -> TokenizationOptions:
         """Return the tokenization options of a request for scores. Raises InvalidInput."""
         check_positive("max_document_tokens", options.max_document_tokens)
         template = self._spec.template
@@ -694,12 +704,12 @@ class Tasks:
                 "this model takes no `instruction`; leave it out", field="instruction"
             )
         _check_windows(options)
-        return Rules(
-            "",
-            self._truncate(options),
-            options.truncation_side,
-            options.instruction,
-            options.max_document_tokens,
+        return TokenizationOptions(
+            prompt="",
+            truncate=self._truncate(options),
+            side=options.truncation_side,
+            instruction=options.instruction,
+            max_second_tokens=options.max_document_tokens,
             max_windows=options.max_chunks,
             overlap=options.overlap_tokens,
         )
@@ -719,9 +729,9 @@ def _check_texts(inputs: Sequence[Input]) -> None:
 
 def _check_windows(options: ScoreOptions) -> None:
     """Raise InvalidInput if the number of windows or their overlap is out of range."""
-    if not 1 <= options.max_chunks <= MOST_WINDOWS:
+    if not 1 <= options.max_chunks <= MAX_WINDOWS:
         raise InvalidInput(
-            f"`max_chunks_per_doc` must be from 1 to {MOST_WINDOWS}. Given: {options.max_chunks}",
+            f"`max_chunks_per_doc` must be from 1 to {MAX_WINDOWS}. Given: {options.max_chunks}",
             field="max_chunks_per_doc",
         )
     if options.overlap_tokens is not None and options.overlap_tokens < 0:
@@ -734,12 +744,16 @@ def _check_windows(options: ScoreOptions) -> None:
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
     """Return the tasks that a model is listed with. An embedding model with multi-vector embeddings
     is also listed with "rerank"."""
-    return (*DOES[spec.task], "rerank") if "multi_vector" in spec.heads else DOES[spec.task]
+    return (
+        (*SUPPORTED_TASKS[spec.task], "rerank")
+        if "multi_vector" in spec.heads
+        else SUPPORTED_TASKS[spec.task]
+    )
 
 
 def fit(spec: ModelSpec, task: Task) -> int | None:
-    """Return how well a model fits a task: 0 if it is made for it, 1 if it is listed with it, 2 if
-    it is another embedding model that can rerank by similarity. None if it cannot do the task."""
+    """Return how well a model fits a task: 0 if the task is its own, 1 if the model is listed with
+    the task, 2 if an embedding model is to rerank by similarity. None: it cannot do the task."""
     if spec.task == task:
         return 0
     if task in tasks_of(spec):
@@ -754,7 +768,7 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
 
 
 def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
-    able = " and ".join(DOES[spec.task])
+    able = " and ".join(SUPPORTED_TASKS[spec.task])
     return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {able}")
 
 

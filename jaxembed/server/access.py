@@ -66,7 +66,7 @@ class Access:
         """
         if self._service.audit is not None:
             g.started_at = time.monotonic()
-            open_account(None)
+            open_account(None)  # `use_key` opens another, with a quota
         name_request()
         headers = request.headers
         host = headers.get("host", "")
@@ -107,7 +107,7 @@ class Access:
             quota = keyring.quota(key)
             g.key_name = key.name
             if key.is_expired(keyring.now()):
-                quota.refuse("expired")
+                quota.refuse("expired")  # counts the refusal
                 raise Unauthorized(
                     f"the key `{key.name}` has expired: it was valid to {key.expires}"
                 )
@@ -130,7 +130,7 @@ class Access:
             for state in quota.states():  # OpenAI's header names
                 headers.add(f"x-ratelimit-limit-{state.kind}", str(state.limit))
                 headers.add(f"x-ratelimit-remaining-{state.kind}", str(state.remaining))
-                headers.add(f"x-ratelimit-reset-{state.kind}", duration(state.reset_s))
+                headers.add(f"x-ratelimit-reset-{state.kind}", format_duration(state.reset_s))
         if service.audit is not None:
             g.status = response.status_code
         if "*" in self._origins:
@@ -149,14 +149,14 @@ class Access:
 
     async def write_audit(self, error: BaseException | None) -> None:
         """Write the request's line to the audit log, unless its route is open. The line names the
-        key, and has no text of the request. `error` is Quart's, and is not used."""
+        key, and has no text of the request. Quart passes `error`, which is not used."""
         audit = self._service.audit
         if audit is None or "started_at" not in g or _asks_open_route():
             return
-        account = cast(BoundedBody, request.body).held.account
+        account = cast(BoundedBody, request.body).reservation.account
         assert account is not None
         # `Server.expire` cancels a request and answers it with 503
-        is_late = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
+        is_expired = current_app.expired  # pyright: ignore[reportAttributeAccessIssue]
         audit.write(
             {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -166,7 +166,7 @@ class Access:
                 "model": ", ".join(sorted(account.models)) or None,
                 "inputs": account.inputs,
                 "tokens": account.tokens,
-                "status": g.get("status", 503 if is_late else GONE_STATUS),
+                "status": g.get("status", 503 if is_expired else GONE_STATUS),
                 "ms": round(1000 * (time.monotonic() - g.started_at), 1),
                 "request_id": g.get("request_id", "-"),
             }
@@ -236,7 +236,7 @@ def is_open(path: str) -> bool:
     return path in OPEN_ROUTES or path.startswith("/docs/")
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as OpenAI does: `120ms`, `8.64s`, `6m0s`. Round up to a millisecond."""
     milliseconds = math.ceil(round(1000 * seconds, 3))
     minutes, rest_ms = divmod(milliseconds, 60_000)

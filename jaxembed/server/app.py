@@ -16,7 +16,7 @@ from jaxembed.server import access, errors
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
 from jaxembed.server.http.connection import Exchange, Routes
-from jaxembed.server.pipeline.body import MOST_IMAGE_BYTES
+from jaxembed.server.pipeline.body import MAX_IMAGE_BYTES
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.routes import (
@@ -47,7 +47,7 @@ BLUEPRINTS = (
 )
 
 
-class ModelName(BaseConverter):
+class ModelNameConverter(BaseConverter):
     """The converter of a model's name in a URL path: any text, slashes included."""
 
     regex = ".+"
@@ -63,7 +63,7 @@ class Server(Quart):
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
         self.url_map.merge_slashes = False  # a model may be named by a path: /v1/models//srv/model
-        self.url_map.converters["model"] = ModelName
+        self.url_map.converters["model"] = ModelNameConverter
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits the body
         self.register_error_handler(HTTPException, errors.refuse_http)
         self.register_error_handler(Exception, errors.refuse)
@@ -115,7 +115,7 @@ def create_app(
     fetcher = (
         MediaFetcher(
             config.media_hosts,
-            most_bytes=MOST_IMAGE_BYTES,
+            max_bytes=MAX_IMAGE_BYTES,
             allowed_address=AllowedAddresses(config.media_networks),
         )
         if config.media_hosts

@@ -140,10 +140,10 @@ HINTS = {
 
 
 def dialect_of(path: str) -> Dialect:
-    """Return the API whose error format the route at `path` has.
+    """Return the API whose error format the route at `path` uses.
 
-    Triton's routes have TEI's format. Others under /v2/ and those in COHERE have Cohere's, those
-    under /v1/ and in UNPREFIXED have OpenAI's, and all others have TEI's.
+    Triton's routes use TEI's format, and so do all routes but these: Cohere's format is for the
+    other routes under /v2/ and those in COHERE, OpenAI's for those under /v1/ and in UNPREFIXED.
     """
     if path.startswith(REPOSITORY):
         return "tei"
@@ -153,8 +153,8 @@ def dialect_of(path: str) -> Dialect:
 
 
 async def refuse(error: Exception) -> Response:
-    """Build the response to an exception, and count the failure. Only the log has the details of an
-    unexpected exception."""
+    """Build the response to an exception by REPLIES, and count the failure. Only the log has the
+    details of an unexpected exception."""
     # the reply of the error's class, or of its nearest base class that has one
     reply = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
     if (trace := current_trace()) is not None:
@@ -164,9 +164,9 @@ async def refuse(error: Exception) -> Response:
     dialect, request_id = dialect_of(request.path), g.get("request_id", "-")
     field, place = _places(error)
     if reply.err != "inference":
-        # TEI names the field without an index; it has no errors about images
+        # TEI names the field without an index; errors about images, which TEI lacks, have the index
         names_field_only = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
-        message = _clipped(_words(error, (field if names_field_only else place) or "inputs"))
+        message = _clipped(_message(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
         logger.error("request %s failed: %s", request_id, error)
@@ -192,8 +192,8 @@ async def refuse(error: Exception) -> Response:
 
 
 async def refuse_http(error: HTTPException) -> Response:
-    """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). For the statuses in
-    HINTS, the message says what the client can change."""
+    """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). The message is the hint
+    for its status in HINTS, else the description of the error."""
     status = error.code or 500
     message = error.description or HTTPStatus(status).phrase
     if status in HINTS:
@@ -209,9 +209,9 @@ async def refuse_http(error: HTTPException) -> Response:
     dialect, kind = dialect_of(request.path), _BAD
     if dialect == "tei":
         kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
-    response = _response(dialect, status, message, kind, None, None)
+    response = _response(dialect, status, message, kind, param=None, code=None)
     for name, value in error.get_headers():
-        if name.lower() not in ("content-type", "content-length"):
+        if name.lower() not in ("content-type", "content-length"):  # `Allow`, for example
             response.headers[name] = value
     return response
 
@@ -219,7 +219,8 @@ async def refuse_http(error: HTTPException) -> Response:
 def _response(
     dialect: Dialect, status: int, message: str, kind: str, param: str | None, code: str | None
 ) -> Response:
-    """Build an error response in the dialect's format. `param` is the path of the wrong value."""
+    """Build an error response in the dialect's format. `kind` is the type of the error, `param` the
+    path of the wrong value, and `code` OpenAI's code."""
     match dialect:
         case "openai":
             details = {"message": message, "type": kind, "param": param, "code": code}
@@ -233,20 +234,20 @@ def _response(
 
 
 def _places(error: Exception) -> tuple[str | None, str | None]:
-    """Return the wrong field and the path of the wrong input in the body, such as `inputs` and
-    `inputs[3]`; None if unknown."""
+    """Return the name of the wrong field and the path of the wrong value in the body, such as
+    `inputs` and `inputs[3]`. Both are None if unknown."""
     field, index = getattr(error, "field", None), getattr(error, "index", None)
-    size = getattr(current_meter(), "size", None)
+    inputs = getattr(current_meter(), "size", None)
     if field is not None:
         return field, field if index is None else f"{field}[{index}]"
-    if size is not None and index is not None:
-        return size.field, size.place(index)
+    if inputs is not None and index is not None:
+        return inputs.field, inputs.place(index)
     return None, None
 
 
-def _words(error: Exception, field: str) -> str:
-    """Return TEI's message for the error, else the error's own. `field` is the field or path to
-    name."""
+def _message(error: Exception, field: str) -> str:
+    """Return the message for clients: TEI's or a longer one for the errors listed here, else the
+    error's own. `field` is the field or path in the body that it names."""
     match error:
         case NoInputs():
             return f"`{field}` cannot be empty"

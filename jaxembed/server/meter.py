@@ -12,14 +12,14 @@ from quart import Response, g, request
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
-from jaxembed.engine.admission import Held
+from jaxembed.engine.admission import Reservation
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.observability.tracing import Trace, current_trace
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.options import Embeddings, Scores, Similarities
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.http.connection import BoundedBody
-from jaxembed.server.registry.models import Residence
+from jaxembed.server.registry.models import LoadedInstance
 from jaxembed.server.service import Service, current_service
 
 Method = Literal["single", "batch"]
@@ -48,7 +48,7 @@ class Meter(AbstractContextManager["Meter"]):
     """
 
     service: Service
-    held: Held  # memory of the whole HTTP request, which may have several meters
+    reservation: Reservation  # memory of the whole HTTP request, which may have several meters
     started_at: float = field(default_factory=time.monotonic)
     trace: Trace | None = field(default_factory=current_trace)
 
@@ -61,7 +61,7 @@ class Meter(AbstractContextManager["Meter"]):
     images: Sequence[Any] = ()  # the bytes of each image; set when they are read
     route: str = field(init=False)  # the model's route that runs the request; set when it is run
 
-    _lease: Residence | None = field(default=None, init=False)
+    _lease: LoadedInstance | None = field(default=None, init=False)
     _stages: list[tuple[str, float]] = field(default_factory=list, init=False)  # with seconds
 
     def __exit__(
@@ -70,7 +70,7 @@ class Meter(AbstractContextManager["Meter"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Return the lease, and record the durations and a client that disconnected."""
+        """Return the lease, record the durations, and count a client that disconnected."""
         if self._lease is not None:
             self._lease.give_back()
         telemetry = self.telemetry
@@ -81,11 +81,12 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def telemetry(self) -> Telemetry:
-        """The metrics of the model that the request is counted for."""
+        """The metrics that count the request: those of its model; before `find`, of the first
+        startup model; without one in memory, of the server."""
         if hasattr(self, "loaded"):
             return self.loaded.telemetry
         models = self.service.models
-        first = models.lasting[0].residence if models.lasting else None
+        first = models.startup_models[0].instance if models.startup_models else None
         return models.telemetry if first is None else first.loaded.telemetry
 
     @contextmanager
@@ -106,8 +107,8 @@ class Meter(AbstractContextManager["Meter"]):
     ) -> LoadedModel:
         """Find the request's model, load it if needed, and take a lease on it.
 
-        Returns the model. The arguments are those of `Models.find`. Raises what `ModelPool.lease`
-        does, and Forbidden if the request's API key may not use the model.
+        Returns the model. `name` is the model in the request; see `Models.find`. Raises what
+        `ModelPool.lease` does, and Forbidden if the request's API key may not use the model.
         """
         permitted = None if self.service.keyring is None else check_name(name)
         self._lease = await self.service.pool.lease(name, task, permitted, outputs)
@@ -116,8 +117,8 @@ class Meter(AbstractContextManager["Meter"]):
         self.adapter = models.adapter_of(name)
         suffix = f":{self.adapter}" if self.adapter else ""
         self.served_name = models.name_of(loaded, permitted) + suffix  # names may move
-        if self.held.account is not None:
-            self.held.account.models.add(models.name_of(loaded) + suffix)
+        if self.reservation.account is not None:
+            self.reservation.account.models.add(models.name_of(loaded) + suffix)
         if self.trace is not None:
             self.trace.task, self.trace.model = task, name or self.served_name
         return loaded
@@ -172,5 +173,5 @@ class Meter(AbstractContextManager["Meter"]):
 def current_meter() -> Meter:
     """Return the meter of the current request; the first call creates it."""
     if "meter" not in g:
-        g.meter = Meter(current_service(), cast(BoundedBody, request.body).held)
+        g.meter = Meter(current_service(), cast(BoundedBody, request.body).reservation)
     return g.meter

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the process, the API keys and the audit log. Models have others."""
+"""Prometheus metrics of the process, the API keys and the audit log, besides those of models."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -21,8 +21,8 @@ Labels = Mapping[str, str]
 
 @cache
 def process_registry() -> CollectorRegistry:
-    """Return the metrics of this process, under Prometheus's standard names, and
-    `jaxembed_build_info`. Linux alone has those that begin with `process_`."""
+    """Return the metrics of this process under Prometheus's standard names, and
+    `jaxembed_build_info`. Metrics whose names begin with `process_` exist only on Linux."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     (device, *_) = jax.local_devices()
@@ -52,6 +52,7 @@ class _AccessMetrics(Collector):
         self._keyring, self._audit = keyring, audit
 
     def collect(self) -> Iterable[Metric]:
+        """Yield the metrics of the keyring and the audit log, if the server has them."""
         keyring = self._keyring
         if keyring is not None:
             quotas = keyring.quotas

@@ -36,7 +36,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from jaxembed.observability.tracing import MOST_LINKS, BatchRun, TicketTrace, Trace
+from jaxembed.observability.tracing import MAX_LINKS, BatchRun, FutureTrace, Trace
 from jaxembed.server.access import is_open
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class OtlpTracer:
 
     def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
         """`endpoint` is the receiver's URL; with http/protobuf, the URL of its route for spans."""
-        # else the library logs a line for each batch of spans that it cannot send
+        # else OpenTelemetry logs a line for each batch of spans that it cannot send
         library = logging.getLogger("opentelemetry")
         library.handlers, library.propagate = [_Complaints()], False
         resource = Resource.create(
@@ -130,14 +130,14 @@ class OtlpTracer:
         name, version = "jaxembed", metadata.version("jaxembed")
         self._request_tracer = sampling.get_tracer(name, version)
         self._child_tracer = recording_all.get_tracer(name, version)  # records every span
-        self._offset_ns = time.time_ns() - time.monotonic_ns()
+        self._offset_ns = time.time_ns() - time.monotonic_ns()  # added to monotonic times
 
     @_harmless
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
-        """Start the span of a request with this ASGI scope, if the sampler selects it.
+        """Start the span of the request with this ASGI scope, if the sampler selects the request.
 
-        Returns its trace, or None if it is not traced. Open routes are not traced. A malformed
-        `traceparent` is ignored.
+        Returns the request's trace, or None if it is not traced. Open routes are not traced. A
+        malformed `traceparent` is ignored.
         """
         method = scope["method"]
         if method in ("GET", "HEAD") and is_open(scope["path"]):
@@ -178,7 +178,7 @@ class OtlpTracer:
             "request_id": trace.request_id,
         }
         if trace.model is not None:
-            attributes |= {"model": trace.model, "lane": trace.lane}
+            attributes |= {"model": trace.model, "lane": trace.priority}
             if trace.task is not None:
                 operation = OPERATIONS.get(trace.task, trace.task)
                 attributes |= {"operation": operation, "provider": "jaxembed"}
@@ -191,11 +191,11 @@ class OtlpTracer:
         span.end(self._ns(ended_at))
 
     @_harmless
-    def trace_batch(self, run: BatchRun, tickets: Sequence[TicketTrace]) -> None:
-        """Build the span of a batch in a separate trace, with links to some of its requests. Append
-        the run to each future's trace."""
-        traces = dict.fromkeys(ticket.trace for ticket in tickets)
-        contexts = [trace.span[0].get_span_context() for trace in list(traces)[:MOST_LINKS]]
+    def trace_batch(self, run: BatchRun, futures: Sequence[FutureTrace]) -> None:
+        """Build the span of a batch in a separate trace, with links to at most MAX_LINKS of its
+        requests. Append the run and the span's context to the `runs` of each of `futures`."""
+        traces = dict.fromkeys(future.trace for future in futures)
+        contexts = [trace.span[0].get_span_context() for trace in list(traces)[:MAX_LINKS]]
         span = self._child_tracer.start_span(
             "batch",
             _EMPTY,
@@ -214,8 +214,8 @@ class OtlpTracer:
         if run.failed:
             span.set_status(StatusCode.ERROR)
         span.end(self._ns(run.ended_at))
-        for ticket in tickets:
-            ticket.runs.append((run, span.get_span_context()))
+        for future in futures:
+            future.runs.append((run, span.get_span_context()))
 
     def close(self, timeout_s: float) -> None:
         """Send the remaining spans, for at most `timeout_s` seconds. The rest is lost, and this is
@@ -227,8 +227,8 @@ class OtlpTracer:
             logger.warning("the last spans were not sent within %g s", timeout_s)
 
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
-        """Return the context of the client's span, empty without a valid one; None if the sampler
-        refuses the request.
+        """Return the context of the client's span; an empty context without a valid `traceparent`;
+        None if the sampler does not select the request.
 
         The sampler decides first, because parsing `tracestate` and starting a span take longer.
         """
@@ -241,7 +241,9 @@ class OtlpTracer:
             flags = TraceFlags(int(parsed[3], 16))
             if self._follows_parents and not flags.sampled:
                 return None
-            client_span = NonRecordingSpan(SpanContext(trace_id, int(parsed[2], 16), True, flags))
+            client_span = NonRecordingSpan(
+                SpanContext(trace_id, int(parsed[2], 16), is_remote=True, trace_flags=flags)
+            )
             context = set_span_in_context(client_span, _EMPTY)
             result = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
             if not result.decision.is_sampled():
@@ -275,8 +277,8 @@ class _Complaints(logging.Handler):
         self._next_at = time.monotonic() + COMPLAINT_S
         more = f" ({self._skipped} more such lines before)" if self._skipped else ""
         self._skipped = 0
-        words = record.getMessage().splitlines()[:1]
-        logger.warning("OpenTelemetry: %s%s", "".join(words), more)
+        first_line = record.getMessage().splitlines()[:1]
+        logger.warning("OpenTelemetry: %s%s", "".join(first_line), more)
 
 
 def _set(span: Span, **values: Any) -> None:

@@ -97,7 +97,8 @@ async def serve(
     """Serve until `shutdown` is set, then drain and close the servers.
 
     Draining ends when all admitted requests are answered, or after the drain timeout. `listener` is
-    as in `run`. Raises ConfigError if a port cannot be bound, and the error of a server that fails.
+    a bound socket; None means that the address in the app's config is bound now. Raises ConfigError
+    if a port cannot be bound, and the error of a server that fails.
     """
     models, config = app.service.models, app.service.config
     closing = asyncio.Event()
@@ -159,9 +160,9 @@ async def _sample(service: Service) -> None:
                 await asyncio.to_thread(trimmer.run)
         except Exception:
             logger.exception("what was done of late could not be noted. This is a bug in jaxembed")
-        wanted_at = time.monotonic() + SAMPLE_S
+        due_at = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)
-        delay_s = max(time.monotonic() - wanted_at, 0.0)
+        delay_s = max(time.monotonic() - due_at, 0.0)
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -243,7 +244,7 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
         # a thread in native code cannot be stopped or joined, so the watchdog ends the process
         seconds = config.drain_timeout_s + WATCHDOG_S
         reason = f"still running {seconds:g} s after the signal; exiting"
-        watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))
+        watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))  # exit status 0
         watchdog.daemon = True
         watchdog.start()
         for number, handler in old_handlers.items():  # a second signal ends the process at once
@@ -259,9 +260,9 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     if keyring is not None:
-        keyring.watch()  # it also notices changes from while SIGHUP was ignored
+        keyring.watch()  # it also notices changes made before SIGHUP was handled
     if audit is not None:
-        audit.reopen()
+        audit.reopen()  # the file may have been moved before SIGHUP was handled
     if keyring is not None or audit is not None:
         loop.add_signal_handler(signal.SIGHUP, read_again)
     failures = _watch_readiness(

@@ -15,7 +15,7 @@ from PIL import Image
 
 JSON = ("content-type", "application/json")
 METHODS = ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS")
-MOST_FIELDS = 4  # of a draw
+MAX_FIELDS = 4  # of a draw
 BAD_SHARE = 0.06  # of the values of a draw
 
 Fields = dict[str, Any]
@@ -160,7 +160,7 @@ class Cases:
             model = random.choice(route.models or [""])
             body = route.body(inputs, model if random.random() < 0.5 else None)
             some = [field for field in route.fields if any(self.fields[field][0])]
-            for field in random.sample(some, min(random.randint(1, MOST_FIELDS), len(some))):
+            for field in random.sample(some, min(random.randint(1, MAX_FIELDS), len(some))):
                 good, bad = self.fields[field]
                 body[field] = random.choice(bad if random.random() < BAD_SHARE else good)
             yield body

@@ -24,8 +24,8 @@ from .masks import masked, masked_body, masked_header
 from .models import MODELS
 from .servers import Answer, calibrate, finish, pictures, running
 
-MOST_REQUEST = 2048  # bytes of a request's body that are kept; of longer ones the digest
-MOST_ANSWER = 2**20
+MAX_REQUEST = 2048  # bytes of a request's body that are kept; of longer ones the digest
+MAX_ANSWER = 2**20
 SHOWN = 20  # differences
 AROUND = 100  # characters that are shown before and after the first one that differs
 DRAWS = 8  # of each route, of a server that is asked without the name of a model
@@ -134,7 +134,7 @@ class Recorder:
             "method": case.method,
             "path": masked(case.path, self._places),
             "headers": case.headers,
-            "body": self._shown(case.body, MOST_REQUEST),
+            "body": self._shown(case.body, MAX_REQUEST),
             "status": answer.status,
             "answer headers": [
                 (key, masked_header(key, value, self._places, size))
@@ -145,13 +145,13 @@ class Recorder:
 
     def _answer(self, case: Case, answer: Answer) -> str | Mapping[str, Any]:
         is_text = dict(answer.headers).get("content-type") != OCTETS
-        if is_text and len(answer.body) <= MOST_ANSWER:
+        if is_text and len(answer.body) <= MAX_ANSWER:
             try:
                 return masked_body(case.path, answer.body.decode(), self._places)
             except UnicodeDecodeError:
                 pass
         return _digest(answer.body) | {
-            "base64": base64.b64encode(answer.body[:MOST_REQUEST]).decode()
+            "base64": base64.b64encode(answer.body[:MAX_REQUEST]).decode()
         }
 
     def _shown(self, body: bytes, most: int) -> str | Mapping[str, Any]:

@@ -40,7 +40,7 @@ class DigestImages(DigestRows):
     """Four numbers from the digest of each image. What is no PNG and no page is refused."""
 
     source: RowSource = IMAGES
-    rows_a_call: int = 4
+    rows_per_call: int = 4
 
     def compute(self, rows: Sequence[Any]) -> list[Any]:
         for index, (image,) in enumerate(rows):
@@ -108,10 +108,10 @@ def test_a_job_that_was_stopped_goes_on_also_within_a_file(tmp_path, photos, sto
         run(photos, tmp_path / "out", DigestImages(stops_at=stop), part_rows=3)
     finished = len(list((tmp_path / "out").glob("part-*")))
     summary = run(photos, tmp_path / "out", part_rows=3)
-    assert (summary.parts_found, summary.computed) == (finished, 13 - 3 * finished)
+    assert (summary.parts_from_before, summary.computed) == (finished, 13 - 3 * finished)
     assert table(tmp_path / "out").equals(table(tmp_path / "whole"))
     limited = DigestImages(ImageFiles(pdf_timeout_s=60.0))
-    assert run(photos, tmp_path / "out", limited, part_rows=3).parts_found == 5
+    assert run(photos, tmp_path / "out", limited, part_rows=3).parts_from_before == 5
 
 
 def test_a_changed_image_or_resolution_is_refused_with_the_difference(tmp_path, photos):
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_name(photos):
 
 def test_an_image_file_that_is_too_large_is_left_out(tmp_path, photos, monkeypatch):
     size = (photos / "0.png").stat().st_size
-    monkeypatch.setattr(image_rows, "MOST_FILE_BYTES", size)
+    monkeypatch.setattr(image_rows, "MAX_FILE_BYTES", size)
     (photos / "1.png").write_bytes(b"x" * (size + 1))
     run(photos, tmp_path / "out", on_error="skip")
     assert f"has more than {size} bytes" in skipped(tmp_path / "out")[0]["reason"]

@@ -132,7 +132,7 @@ def test_a_job_that_was_stopped_goes_on_and_computes_no_part_twice(tmp_path, kin
     finished = len(list((tmp_path / "out").glob("part-*")))
     assert not list((tmp_path / "out").glob(".part*"))
     summary = run(source, tmp_path / "out")
-    assert summary.parts_found == finished
+    assert summary.parts_from_before == finished
     assert summary.computed == 1000 - 300 * finished
     assert hash_of_rows(tmp_path / "out") == hash_of_rows(tmp_path / "whole")
     assert names(tmp_path / "out") == names(tmp_path / "whole")
@@ -327,7 +327,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
         run(rows_file, tmp_path / "out")
     leave.set()
     first.join()
-    assert run(rows_file, tmp_path / "out").parts_found == 4
+    assert run(rows_file, tmp_path / "out").parts_from_before == 4
 
 
 BAD = [
@@ -355,7 +355,7 @@ def test_a_bad_row_stops_the_job_by_its_line(tmp_path, rows_file, line, words):
     assert "--on-error skip" in str(refused.value)
     finished = len(list((tmp_path / "out").glob("part-*")))
     summary = run(tmp_path / "bad.jsonl", tmp_path / "out", on_error="skip")  # it goes on
-    assert summary.parts_found == finished
+    assert summary.parts_from_before == finished
     assert (summary.rows, summary.skipped) == (1950, 60)
 
 
@@ -446,7 +446,7 @@ def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monk
 def test_few_rows_wait_in_memory(tmp_path, monkeypatch):
     """However slow writing is, reading does not run ahead of it."""
     source = write_rows(tmp_path / "in.parquet", 2000)
-    computation, most = DigestRows(rows_a_call=50), []
+    computation, most = DigestRows(rows_per_call=50), []
     write = jobs.PartWriter.write
 
     def counted(self, rows, skipped):

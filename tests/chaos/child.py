@@ -117,8 +117,8 @@ class FaultyTokenizer:
 def spoil(models, faults: Faults, overdue_s: float) -> None:
     """Put faulty runners and tokenizers into every model, and shorten the watchdogs' limits."""
     for embedder in models:
-        for seat in embedder.main.engine.seats:
-            seat.runner = FaultyRunner(seat.runner, faults)
+        for worker in embedder.main.engine.workers:
+            worker.runner = FaultyRunner(worker.runner, faults)
         tokenizer = embedder.main.processor._tokenizer
         tokenizer.file = FaultyTokenizer(tokenizer.file, faults)
         watchdog = embedder.main.engine._watchdog

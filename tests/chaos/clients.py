@@ -6,7 +6,7 @@ from contextlib import suppress
 from random import Random
 
 from .corpus import Ask, Corpus
-from .ledger import Entry, Ledger
+from .ledger import Ledger, QueuedSequence
 from .wire import Http1, Http2, Lost, Message
 
 PATIENCE_S = 60.0  # time limit of an action
@@ -196,7 +196,7 @@ class Client:
             self._ledger.violate(None, f"nonsense was answered with {answer[:100]!r}")
         self._ledger.outcomes["nonsense refused" if answer else "nonsense closed"] += 1
 
-    async def _finish(self, entry: Entry, wire: Http1, data: bytes = b"") -> bool:
+    async def _finish(self, entry: QueuedSequence, wire: Http1, data: bytes = b"") -> bool:
         """Send the rest of a request and read its answer.
 
         Returns whether the connection can be used again.

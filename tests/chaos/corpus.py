@@ -22,7 +22,7 @@ ODD_TEXTS = [
     "  cat  ",
 ]
 FIRST_ID, LAST_ID = 5, 30  # token ids that every vocabulary here has
-MOST_INPUTS = 64  # in a request; the server is started with this limit
+MAX_INPUTS = 64  # in a request; the server is started with this limit
 PAYLOAD_LIMIT = 256 * 1024
 EMBEDDER, RERANKER = "e", "r"  # served names
 MOVED = "m"  # the name that moves from one model to the other while requests ask for it
@@ -276,7 +276,7 @@ BAD = [
     (
         "count",
         "/embed",
-        {"inputs": ["a"] * (MOST_INPUTS + 1), "model": EMBEDDER},
+        {"inputs": ["a"] * (MAX_INPUTS + 1), "model": EMBEDDER},
         422,
         "batch_size",
     ),

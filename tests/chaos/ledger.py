@@ -8,9 +8,9 @@ from .corpus import Ask
 from .wire import Reply
 
 SLACK_S = 2.0  # time by which an effect may outlast its fault until it is answered
-SICK_S = 15.0  # time for which probes may fail after a fault: a sick seat is tried once a second
+SICK_S = 15.0  # time for which probes may fail after a fault: a sick worker is tried once a second
 DEVICE = ("no_memory", "internal", "memory_error", "nan", "hang")
-MOST_SHOWN = 20  # violations that are kept
+MAX_SHOWN = 20  # violations that are kept
 SHOWN_BYTES = 300  # bytes of an answer in a violation
 
 
@@ -24,7 +24,7 @@ class Fault:
 
 
 @dataclass
-class Entry:
+class QueuedSequence:
     """A request that was sent."""
 
     ask: Ask
@@ -36,7 +36,7 @@ class Entry:
 class Excuse:
     """An outcome that is allowed if one of these faults happened at that time."""
 
-    entry: Entry
+    entry: QueuedSequence
     kinds: tuple[str, ...]
     begin: float
     end: float
@@ -58,7 +58,7 @@ class Ledger:
         self.life = 0
         self.signalled_at: float | None = None  # when this server process was told to end
         self.counted: Counter[str] = Counter()  # outcomes of this life, as its metrics count them
-        self._open: dict[int, Entry] = {}
+        self._open: dict[int, QueuedSequence] = {}
         self._excuses: list[Excuse] = []
 
     def begin_life(self) -> None:
@@ -67,14 +67,14 @@ class Ledger:
         self.signalled_at = None
         self.counted.clear()
 
-    def sent(self, ask: Ask) -> Entry:
+    def sent(self, ask: Ask) -> QueuedSequence:
         """Note that a request is sent."""
         self.kinds[ask.kind] += 1
-        entry = Entry(ask, time.monotonic(), self.life)
+        entry = QueuedSequence(ask, time.monotonic(), self.life)
         self._open[id(entry)] = entry
         return entry
 
-    def answered(self, entry: Entry, reply: Reply) -> None:
+    def answered(self, entry: QueuedSequence, reply: Reply) -> None:
         """Judge the answer to a request."""
         self._settle(entry)
         ask, text = entry.ask, reply.body.decode(errors="replace")
@@ -103,22 +103,22 @@ class Ledger:
         if err is not None and ask.counted:
             self.counted[err] += 1
 
-    def lost(self, entry: Entry, why: object) -> None:
+    def lost(self, entry: QueuedSequence, why: object) -> None:
         """Note that the connection ended before the answer, and not by the client."""
         self._settle(entry)
         self.counted["lost"] += 1
         self._lost_to_signal(entry, "lost with the server", str(why))
 
-    def vanished(self, entry: Entry) -> None:
+    def vanished(self, entry: QueuedSequence) -> None:
         """Note that the client disconnected by itself."""
         self._settle(entry)
         self.outcomes["lost with the client"] += 1
         self.counted["lost"] += 1
 
-    def violate(self, entry: Entry | None, what: str) -> None:
+    def violate(self, entry: QueuedSequence | None, what: str) -> None:
         """Record a violation."""
         self.outcomes["VIOLATION"] += 1
-        if len(self.violations) < MOST_SHOWN:
+        if len(self.violations) < MAX_SHOWN:
             of = "" if entry is None else f"{entry.ask.kind} (life {entry.life}): "
             body = b"" if entry is None else (entry.ask.message.body or b"")[:SHOWN_BYTES]
             self.violations.append(f"{of}{what} {body.decode(errors='replace')}".strip())
@@ -143,7 +143,7 @@ class Ledger:
                 self.violate(excuse.entry, f"{excuse.what}, but none was injected then")
         self._excuses.clear()
 
-    def _judge_right(self, entry: Entry, reply: Reply) -> None:
+    def _judge_right(self, entry: QueuedSequence, reply: Reply) -> None:
         """Judge an answer with status 200."""
         self.counted["success"] += entry.ask.stamped
         try:
@@ -156,7 +156,9 @@ class Ledger:
         else:
             self.violate(entry, f"a wrong answer: {reply.body[:SHOWN_BYTES]!r}")
 
-    def _excuse(self, entry: Entry, kinds: tuple[str, ...], what: str, slack_s=SLACK_S) -> None:
+    def _excuse(
+        self, entry: QueuedSequence, kinds: tuple[str, ...], what: str, slack_s=SLACK_S
+    ) -> None:
         """Note an outcome that needs a fault of one of these kinds; `close` judges it."""
         if self.signalled_at is not None and what == "red probe":
             self.outcomes["drained"] += 1
@@ -164,14 +166,14 @@ class Ledger:
         begin = entry.sent_at - slack_s
         self._excuses.append(Excuse(entry, kinds, begin, time.monotonic(), what))
 
-    def _lost_to_signal(self, entry: Entry, outcome: str, why: str) -> None:
+    def _lost_to_signal(self, entry: QueuedSequence, outcome: str, why: str) -> None:
         """Note an outcome that is allowed only after the server was told to end."""
         if self.signalled_at is None:
             self.violate(entry, f"{outcome}, but nobody ended the server: {why[:SHOWN_BYTES]}")
         else:
             self.outcomes[outcome] += 1
 
-    def _settle(self, entry: Entry) -> None:
+    def _settle(self, entry: QueuedSequence) -> None:
         """Note that a request has its outcome; a second one is a violation."""
         if id(entry) not in self._open:
             self.violate(entry, "a second outcome")

@@ -18,7 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from .clients import Client
-from .corpus import EMBEDDER, MOST_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus, move, unload
+from .corpus import EMBEDDER, MAX_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus, move, unload
 from .ledger import Fault, Ledger
 from .locksmith import Locksmith, key_file
 from .wire import HOST, Http1, Lost, Message, Reply
@@ -29,8 +29,8 @@ End = Literal["quiet", "SIGTERM", "SIGKILL"]
 CHILD = Path(__file__).with_name("child.py")
 START_S, STOP_S, QUIET_S = 300.0, 60.0, 30.0
 OVERDUE_S = 2.0  # limit of the watchdog in a storm
-MOST_ADMITTED = 80  # inputs, a limit that eight clients sometimes exceed
-MOST_GROWTH = 0.35  # relative growth of memory allowed after a life's first wave, for new buckets
+MAX_ADMITTED = 80  # inputs, a limit that eight clients sometimes exceed
+MAX_GROWTH = 0.35  # relative growth of memory allowed after a life's first wave, for new buckets
 DRAIN_S = 5.0
 ADMIN_KEY = "chaos"
 MOVE_EVERY_S = 0.05
@@ -114,8 +114,8 @@ class Server:
             sys.executable, str(CHILD), json.dumps(plan), "serve", *models,
             *(flag for name in served_names for flag in ("--served-model-name", name)),
             "--port", str(port), "--cache-dir", str(weather.cache_dir), "--offline",
-            "--max-client-batch-size", str(MOST_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
-            "--max-concurrent-requests", str(MOST_ADMITTED), "--accept-bare-token-ids",
+            "--max-client-batch-size", str(MAX_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
+            "--max-concurrent-requests", str(MAX_ADMITTED), "--accept-bare-token-ids",
             "--tokenization-workers", str(TOKENIZER_THREADS), "--drain-timeout", str(DRAIN_S),
             *(("--model-repository", str(weather.repository), "--admin-key", ADMIN_KEY)
               if weather.repository else ()),
@@ -352,7 +352,7 @@ class Storm:
     async def _be_quiet(self, server: Server, before: dict[str, int]) -> None:
         """Check after a wave that nothing is held, all is counted, and a request is answered."""
         models = (2 if self.weather.reranker else 1) + len(self.weather.moved)
-        most_threads = before["threads"] + models * NEW_THREADS
+        max_threads = before["threads"] + models * NEW_THREADS
         process = psutil.Process(server.process.pid)
         deadline = time.monotonic() + QUIET_S
         while True:
@@ -363,7 +363,7 @@ class Storm:
                 (await self._ask(Message(path))).status for path in ("/ready", "/health", "/livez")
             ]
             held = {name: metrics[name] for name in GAUGES if metrics[name]}
-            held |= {"threads": threads} if threads > most_threads else {}
+            held |= {"threads": threads} if threads > max_threads else {}
             if files > before["fds"]:
                 states = [one.status for one in process.net_connections()]
                 held |= {"fds": files, "connections": states}
@@ -376,7 +376,7 @@ class Storm:
         self._check_counts(metrics)
         level = await self._level(server)
         first = next(one for one in self.levels if one["life"] == self._lives and not one["first"])
-        if level["rss_mib"] > (1 + MOST_GROWTH) * first["rss_mib"]:
+        if level["rss_mib"] > (1 + MAX_GROWTH) * first["rss_mib"]:
             self.ledger.violate(None, f"memory grows from wave to wave: {first}, now {level}")
         await self._ask_one(self.corpus.plain())
 

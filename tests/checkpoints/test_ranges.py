@@ -13,7 +13,7 @@ from jaxembed.bulk.vectors import measure_ranges
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.ranges import (
     RANGES,
-    KeptRanges,
+    StoredRanges,
     VectorKind,
     check_writable,
     load_ranges,
@@ -28,21 +28,21 @@ from jaxembed.runtime.tasks import Tasks
 
 TEXTS = ["the cat sat", "a dog runs", "blue sky", "where is the train", "red mat"]
 KIND = VectorKind("", ("mean",), None, 2)
-KEPT = KeptRanges(KIND, "hash", 100, [-0.5, -0.25], [0.1, 0.75])
+KEPT = StoredRanges(KIND, "hash", 100, [-0.5, -0.25], [0.1, 0.75])
 
 
-def kept(route="", content_hash="hash", dimensions=2, low=-0.5) -> KeptRanges:
+def kept(route="", content_hash="hash", dimensions=2, low=-0.5) -> StoredRanges:
     kind = VectorKind(route, ("mean",), None, dimensions)
-    return KeptRanges(kind, content_hash, 100, [low] * dimensions, [0.5] * dimensions)
+    return StoredRanges(kind, content_hash, 100, [low] * dimensions, [0.5] * dimensions)
 
 
-def tasks_with(spec, *ranges: KeptRanges) -> Tasks:
+def tasks_with(spec, *ranges: StoredRanges) -> Tasks:
     """The tasks of a model with these ranges, which runs nothing."""
     return Tasks("tiny", Routes({"": spec}), NoPrompts(), TextConfig(), {r.kind: r for r in ranges})
 
 
 @pytest.fixture(name="measured")
-def _measured(embedder) -> list[KeptRanges]:
+def _measured(embedder) -> list[StoredRanges]:
     found = measure_ranges(embedder, iter(TEXTS), [32, 8, 8], prompt_name=None, adapter=None)
     assert len(found) == 2  # the full width, too, is measured once
     return found
@@ -194,7 +194,7 @@ def test_vectors_of_tokens_have_no_ranges():
 def test_a_model_that_does_not_normalise_is_asked_to():
     spec = tiny_spec(modules=())
     kind = VectorKind("", ("mean",), None, 32)
-    tasks = tasks_with(spec, KeptRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32))
+    tasks = tasks_with(spec, StoredRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32))
     with pytest.raises(InvalidInput, match="ask for them by `normalize`"):
         tasks.embed([], EncodeOptions(output_dtype="int8"))
     request = tasks.embed([], EncodeOptions(output_dtype="int8", normalize=True))
@@ -203,7 +203,7 @@ def test_a_model_that_does_not_normalise_is_asked_to():
 
 def test_ranges_of_another_checkpoint_or_pooling_are_refused():
     kind = VectorKind("", ("mean",), None, 32)
-    ranges = KeptRanges(kind, "old", 100, [-0.5] * 32, [0.5] * 32)
+    ranges = StoredRanges(kind, "old", 100, [-0.5] * 32, [0.5] * 32)
     options = EncodeOptions(output_dtype="uint8")
     assert tasks_with(tiny_spec(content_hash="old"), ranges).embed([], options).ranges is not None
     with pytest.raises(InvalidInput, match="those kept are of another checkpoint: run `jaxembed"):
@@ -216,7 +216,7 @@ def test_ranges_are_of_one_adapter_and_of_one_route():
     adapters = (Adapter("law", {"tower.layers.0.attention.qkv": 4}),)
     specs = {"query": tiny_spec(adapters=adapters), "document": tiny_spec(adapters=adapters)}
     kind = VectorKind("query", ("mean",), "law", 32)
-    ranges = {kind: KeptRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32)}
+    ranges = {kind: StoredRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32)}
     tasks = Tasks("tiny", Routes(specs, "document"), NoPrompts(), TextConfig(), ranges)
     options = EncodeOptions(output_dtype="int8", route="query", adapter="law")
     assert tasks.embed([], options).ranges is not None

@@ -202,10 +202,10 @@ def test_the_transformer_may_lie_in_a_folder(tmp_path):
     assert outline(source).spec.head.pooling == ("cls",)
 
 
-def _limit(tower: Path, st: int | None, tok: float | None, positions: int | None) -> int:
-    sources.write_json(tower / "sentence_xlnet_config.json", {"max_seq_length": st})
-    sources.write_json(tower / "tokenizer_config.json", {"model_max_length": tok})
-    return heads.token_limit(tower, positions)
+def _limit(backbone: Path, st: int | None, tok: float | None, positions: int | None) -> int:
+    sources.write_json(backbone / "sentence_xlnet_config.json", {"max_seq_length": st})
+    sources.write_json(backbone / "tokenizer_config.json", {"model_max_length": tok})
+    return heads.token_limit(backbone, positions)
 
 
 def test_limit_comes_from_the_first_that_names_one_and_never_exceeds_the_positions(

@@ -309,11 +309,11 @@ def test_what_is_converted_without_its_head_cannot_be_a_sparse_encoder(tmp_path)
 
 def test_other_models_cannot_be_asked_to_be_sparse_encoders(tmp_path):
     embedder = sources.write_sentence_bert(tmp_path / "embedder")
-    tower = sources.write_bert(tmp_path / "tower")
+    backbone = sources.write_bert(tmp_path / "tower")
     nameless = sources.write_bert(tmp_path / "nameless", architectures=None)
     for source, message in [
         (embedder, "modules.json of .* says otherwise"),
-        (tower, "config.json of .* names BertModel; known: classes ...ForMaskedLM"),
+        (backbone, "config.json of .* names BertModel; known: classes ...ForMaskedLM"),
         (nameless, "names no class"),
     ]:
         with pytest.raises(UnsupportedModel, match=message):

@@ -22,7 +22,7 @@ from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import PairTemplate
 from jaxembed.errors import CheckpointError, EmptyInput
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.tokenizer import cut_tokens, parse_tokenizer
 
 FOLDER = Path(__file__).parents[3] / "shared" / "tokenizers"
@@ -77,13 +77,13 @@ def _tokenizer_file(name: str) -> bytes:
 
 def ids_of(processor: TextProcessor, text: str, *, special: bool) -> list[int]:
     """The ids a model would be run with; without special tokens those of the text among them."""
-    (encoding,) = processor.encode([Text(text)], rules(truncate=False)).work.encodings
+    (encoding,) = processor.encode([Text(text)], tokenization(truncate=False)).work.encodings
     before, after = (0, 0) if special else processor._around
     return encoding.ids[before : encoding.length - after].tolist()
 
 
-def rules(*, truncate: bool, side="right") -> Rules:
-    return Rules("", truncate, side)
+def tokenization(*, truncate: bool, side="right") -> TokenizationOptions:
+    return TokenizationOptions("", truncate, side)
 
 
 def locals_of(case: dict) -> list[str]:
@@ -104,7 +104,7 @@ def test_texts_have_the_ids_that_others_recorded(open_processor, case):
         else:  # nothing is nothing, and refused
             assert case["ids"] == []
             with pytest.raises(EmptyInput):
-                processor.encode([Text("")], rules(truncate=False))
+                processor.encode([Text("")], tokenization(truncate=False))
 
 
 @beside_us
@@ -182,8 +182,10 @@ def test_qwen3_reranker_gets_the_ids_of_its_model_card(open_processor, query, do
     processor = open_processor("qwen3-reranker")
     tokenizer = processor._tokenizer.file
     document = document * repeat
-    row = processor.query_row(query, rules(truncate=True))
-    (encoding,) = processor.encode_beside(row, [document], rules(truncate=True)).work.encodings
+    row = processor.tokenize_query(query, tokenization(truncate=True))
+    (encoding,) = processor.encode_pairs_of_query(
+        row, [document], tokenization(truncate=True)
+    ).work.encodings
     assert encoding.types is None
     assert encoding.ids.tolist() == by_the_readme(tokenizer, query, document, LIMIT)
     whole = (

@@ -6,11 +6,17 @@ import numpy as np
 import pytest
 
 from jaxembed import EngineConfig
-from jaxembed.engine.admission import LARGEST, LONGEST_RETRY_S, Admission, Capacity, Cost
+from jaxembed.engine.admission import (
+    LONGEST_RETRY_S,
+    MAX_LIMITS_PER_REQUEST,
+    Admission,
+    Capacity,
+    Cost,
+)
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 
-def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
+def admission_of(inputs=10, tokens=100, rate=0.0) -> Admission:
     return Admission(Capacity(inputs, tokens), 0, lambda: rate)
 
 
@@ -18,81 +24,81 @@ def admission(inputs=10, tokens=100, rate=0.0) -> Admission:
 def test_what_is_refused_at_either_limit_is_told_both_counted_and_leaves_nothing(
     inputs, tokens, limit
 ):
-    door = admission(inputs=10, tokens=100)
-    permit = door.admit(Cost(inputs, tokens))
+    admission = admission_of(inputs=10, tokens=100)
+    permit = admission.admit(Cost(inputs, tokens))
     for _ in range(2):
         with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
-            door.admit(Cost(5, 50))
+            admission.admit(Cost(5, 50))
     assert "--max-queue-tokens" in str(raised.value)
     assert f"{inputs} inputs and about {tokens} tokens" in str(raised.value)
-    assert door.capacity.refused == {limit: 2}
+    assert admission.capacity.refused == {limit: 2}
     permit.release()
     permit.release()  # counts once
-    assert (door.inputs, door.tokens) == (0, 0)
-    door.admit(Cost(1, 1))
+    assert (admission.inputs, admission.tokens) == (0, 0)
+    admission.admit(Cost(1, 1))
 
 
 def test_the_parts_of_one_request_enter_together_or_not_at_all():
-    door = admission(inputs=2)
-    with door.capacity.request() as held:
-        first, *others = [door.admit(Cost(2, 2), held) for _ in range(3)]
-    assert door.inputs == 6
-    with door.capacity.request() as held, pytest.raises(Overloaded):
-        door.admit(Cost(1, 1), held)
+    admission = admission_of(inputs=2)
+    with admission.capacity.request() as reservation:
+        first, *others = [admission.admit(Cost(2, 2), reservation) for _ in range(3)]
+    assert admission.inputs == 6
+    with admission.capacity.request() as reservation, pytest.raises(Overloaded):
+        admission.admit(Cost(1, 1), reservation)
     for permit in (first, *others):
         permit.release()
-    door.admit(Cost(2, 2))
+    admission.admit(Cost(2, 2))
     with pytest.raises(Overloaded):  # what came in as one request is over
-        door.admit(Cost(1, 1))
+        admission.admit(Cost(1, 1))
 
 
 def test_a_request_that_could_never_end_in_time_is_refused_for_good():
-    door = admission(tokens=100)
-    door.admit(Cost(1, 100 * LARGEST)).release()
+    admission = admission_of(tokens=100)
+    admission.admit(Cost(1, 100 * MAX_LIMITS_PER_REQUEST)).release()
     with pytest.raises(RequestTooLarge, match=r"1601 tokens.*1600.*--max-queue-tokens"):
-        door.admit(Cost(1, 100 * LARGEST + 1))
-    assert (door.inputs, door.tokens, door.capacity.bytes) == (0, 0, 0)
+        admission.admit(Cost(1, 100 * MAX_LIMITS_PER_REQUEST + 1))
+    assert (admission.inputs, admission.tokens, admission.capacity.bytes) == (0, 0, 0)
 
 
 def test_small_requests_enter_a_full_server_until_their_reserve_is_full():
-    door = admission(inputs=640, tokens=6400)
-    door.admit(Cost(10, 100_000))
+    admission = admission_of(inputs=640, tokens=6400)
+    admission.admit(Cost(10, 100_000))
     with pytest.raises(Overloaded):
-        door.admit(Cost(1, 101))  # more than a 64th
-    small = [door.admit(Cost(1, 100)) for _ in range(8)]  # an eighth
+        admission.admit(Cost(1, 101))  # more than a 64th
+    small = [admission.admit(Cost(1, 100)) for _ in range(8)]  # an eighth
     with pytest.raises(Overloaded):
-        door.admit(Cost(1, 1))
+        admission.admit(Cost(1, 1))
     small[0].release()
-    door.admit(Cost(1, 100))
+    admission.admit(Cost(1, 100))
 
 
 def test_bytes_are_held_until_the_request_is_answered_and_never_pass_their_limit():
     capacity = Capacity(10, 1000, max_bytes=8000)
-    door = Admission(capacity, 0, lambda: 0.0)
-    with capacity.request() as held:
-        held.charge(1000)
-        with door.admit(Cost(2, 100, 1100), held) as permit:
-            assert capacity.bytes == held.bytes == 2100
+    admission = Admission(capacity, 0, lambda: 0.0)
+    with capacity.request() as reservation:
+        reservation.charge(1000)
+        with admission.admit(Cost(2, 100, 1100), reservation) as permit:
+            assert capacity.bytes == reservation.bytes == 2100
             permit.correct(Cost(2, 80, 900))
             assert capacity.bytes == 1900
         assert capacity.bytes == 1900  # its answer is not sent yet
-        held.cover(1500)
+        reservation.cover(1500)
         assert capacity.bytes == 1900
-        held.cover(2000)
+        reservation.cover(2000)
         assert capacity.bytes == 2000
     assert capacity.bytes == 0
 
 
 def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
     capacity = Capacity(10, 1000, max_bytes=8000)
-    door = Admission(capacity, 0, lambda: 0.0)
+    admission = Admission(capacity, 0, lambda: 0.0)
     with capacity.request() as one, capacity.request() as other:
         one.charge(6900)
         with pytest.raises(Overloaded, match=r"hold 6900 bytes.*8000 .--max-queue-bytes"):
             other.charge(200)
         with pytest.raises(Overloaded):
-            door.admit(Cost(1, 20, 200))
-        assert (capacity.bytes, door.inputs, door.tokens) == (6900, 0, 0)
+            admission.admit(Cost(1, 20, 200))
+        assert (capacity.bytes, admission.inputs, admission.tokens) == (6900, 0, 0)
         assert capacity.refused == {"bytes": 2}
         with capacity.request() as small:
             small.charge(125)  # a 64th: the last part is for such
@@ -100,19 +106,19 @@ def test_what_finds_no_room_for_its_bytes_is_refused_and_leaves_nothing():
 
 def test_what_could_never_be_held_is_refused_for_good():
     capacity = Capacity(10, 1000, max_bytes=8000)
-    with capacity.request() as held:
-        held.charge(7000)
+    with capacity.request() as reservation:
+        reservation.charge(7000)
         with pytest.raises(RequestTooLarge, match=r"take 7001 bytes.*7000.*--max-queue-bytes"):
-            held.charge(1)
+            reservation.charge(1)
         assert capacity.bytes == 7000
 
 
 def test_a_guess_that_was_too_low_is_refused_once_it_is_known():
     capacity = Capacity(10, 1000, max_bytes=8000)
-    door = Admission(capacity, 0, lambda: 0.0)
-    with door.admit(Cost(1, 10, 1000)) as permit, pytest.raises(RequestTooLarge):
+    admission = Admission(capacity, 0, lambda: 0.0)
+    with admission.admit(Cost(1, 10, 1000)) as permit, pytest.raises(RequestTooLarge):
         permit.correct(Cost(1, 100, 10_000))
-    assert (capacity.bytes, door.tokens, door.inputs) == (0, 0, 0)
+    assert (capacity.bytes, admission.tokens, admission.inputs) == (0, 0, 0)
 
 
 def test_the_limit_of_bytes_is_a_gibibyte_unless_it_is_given():
@@ -120,16 +126,16 @@ def test_the_limit_of_bytes_is_a_gibibyte_unless_it_is_given():
 
 
 def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
-    door = admission(tokens=100)
-    permit, other = door.admit(Cost(1, 99)), door.admit(Cost(1, 5))
+    admission = admission_of(tokens=100)
+    permit, other = admission.admit(Cost(1, 99)), admission.admit(Cost(1, 5))
     permit.correct(Cost(1, 20))
-    assert door.tokens == 25
+    assert admission.tokens == 25
     permit.correct(Cost(1, 30))
-    assert door.tokens == 35
+    assert admission.tokens == 35
     permit.release()
-    assert (door.inputs, door.tokens) == (1, 5)
+    assert (admission.inputs, admission.tokens) == (1, 5)
     other.release()
-    assert (door.inputs, door.tokens) == (0, 0)
+    assert (admission.inputs, admission.tokens) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +149,10 @@ def test_correct_replaces_the_guess_and_release_takes_the_corrected_count():
     ],
 )
 def test_retry_after_is_the_time_for_half_of_what_waits_within_bounds(rate, seconds):
-    door = admission(tokens=1000, rate=rate)
-    door.admit(Cost(1, 1000))
+    admission = admission_of(tokens=1000, rate=rate)
+    admission.admit(Cost(1, 1000))
     with pytest.raises(Overloaded) as raised:
-        door.admit(Cost(1, 1))
+        admission.admit(Cost(1, 1))
     assert raised.value.retry_after_s == seconds
 
 
@@ -171,29 +177,31 @@ def test_models_of_one_capacity_share_its_limits():
 def test_a_flood_of_one_model_leaves_the_other_its_share(max_tokens, room):
     for flooded, calm in ((0, 1), (1, 0)):
         capacity = Capacity(100, max_tokens)
-        doors = [Admission(capacity, share, lambda: 0.0) for share in (80, 20)]
-        doors[flooded].admit(Cost(5, 100))
+        admissions = [Admission(capacity, share, lambda: 0.0) for share in (80, 20)]
+        admissions[flooded].admit(Cost(5, 100))
         with pytest.raises(Overloaded):
-            doors[flooded].admit(Cost(2, 2))  # too large for the reserve
-        doors[calm].admit(Cost(1, room[calm] - 1))
-        doors[calm].admit(Cost(1, 1))
+            admissions[flooded].admit(Cost(2, 2))  # too large for the reserve
+        admissions[calm].admit(Cost(1, room[calm] - 1))
+        admissions[calm].admit(Cost(1, 1))
         with pytest.raises(Overloaded, match="--max-queue-tokens"):
-            doors[calm].admit(Cost(2, 2))
+            admissions[calm].admit(Cost(2, 2))
 
 
 @pytest.mark.parametrize("models", [1, 2, 5])
 def test_all_models_together_hold_the_limit_and_the_shares_of_all_but_one_at_most(models):
     limit, largest, draw = 60, 4, np.random.default_rng(models)
     capacity = Capacity(limit, 10**6)
-    doors = [Admission(capacity, 0, lambda: 0.0) for _ in range(models)]
-    held, most = [], 0
+    admissions = [Admission(capacity, 0, lambda: 0.0) for _ in range(models)]
+    reservation, most = [], 0
     for _ in range(2000):
-        door = doors[draw.integers(models) if draw.random() < 0.5 else 0]  # one is asked the most
+        admission = admissions[
+            draw.integers(models) if draw.random() < 0.5 else 0
+        ]  # one is asked the most
         try:
-            held.append(door.admit(Cost(int(draw.integers(1, largest + 1)), 1)))
+            reservation.append(admission.admit(Cost(int(draw.integers(1, largest + 1)), 1)))
         except Overloaded:
-            if held and draw.random() < 0.3:
-                held.pop(draw.integers(len(held))).release()
+            if reservation and draw.random() < 0.3:
+                reservation.pop(draw.integers(len(reservation))).release()
         most = max(most, capacity.inputs)
     assert limit <= most <= limit + (models - 1) * limit / models + models * largest
 
@@ -201,14 +209,14 @@ def test_all_models_together_hold_the_limit_and_the_shares_of_all_but_one_at_mos
 def test_a_closed_model_takes_its_share_away_when_its_last_request_is_released():
     capacity = Capacity(max_inputs=10)
     Admission(capacity, 50, lambda: 0.0)
-    door = Admission(capacity, 100, lambda: 0.0)
-    permit = door.admit(Cost(1, 10))
-    door.close()
+    admission = Admission(capacity, 100, lambda: 0.0)
+    permit = admission.admit(Cost(1, 10))
+    admission.close()
     with pytest.raises(ShuttingDown):
-        door.admit(Cost(1, 1))
+        admission.admit(Cost(1, 1))
     assert (capacity.inputs, capacity.max_tokens) == (1, 150)
     permit.release()
-    door.close()  # a second time changes nothing
+    admission.close()  # a second time changes nothing
     assert (capacity.inputs, capacity.max_tokens) == (0, 50)
 
 
@@ -233,7 +241,7 @@ def test_draining_one_model_leaves_the_other_open():
 
 
 def test_many_threads_leave_the_counts_at_zero():
-    door = admission(inputs=4, tokens=10**9)
+    admission = admission_of(inputs=4, tokens=10**9)
     barrier = threading.Barrier(8)
     refused: list[int] = []
 
@@ -241,9 +249,9 @@ def test_many_threads_leave_the_counts_at_zero():
         barrier.wait()
         for _ in range(100):
             try:
-                with door.admit(Cost(1, 10)) as permit:
+                with admission.admit(Cost(1, 10)) as permit:
                     permit.correct(Cost(1, 7))
-                    assert door.inputs <= 4
+                    assert admission.inputs <= 4
             except Overloaded:
                 refused.append(1)
 
@@ -252,4 +260,4 @@ def test_many_threads_leave_the_counts_at_zero():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert (door.inputs, door.tokens) == (0, 0)
+    assert (admission.inputs, admission.tokens) == (0, 0)

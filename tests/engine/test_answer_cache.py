@@ -5,22 +5,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of
+from fakes import WAIT_S, SumRunner, encoding, future_of, sums
 from test_routes import save_routed
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
 from jaxembed.data.work import SparseRows
-from jaxembed.engine.answer_cache import KEPT_BYTES, ROW_BYTES, AnswerCache
+from jaxembed.engine.answer_cache import ANSWER_OVERHEAD_BYTES, ROW_OVERHEAD_BYTES, AnswerCache
+from jaxembed.engine.future import WorkFuture
 from jaxembed.engine.recovery import Answers
-from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import BackendError, NotFinite
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.server.app import create_app
 from jaxembed.server.registry.models import Models
 
 BIG = 2**20
-ONE = KEPT_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key
+ONE = ANSWER_OVERHEAD_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key
 
 
 @pytest.fixture(name="runner")
@@ -28,23 +28,23 @@ def _runner() -> SumRunner:
     return SumRunner()
 
 
-def interactive(*ids: int, **options) -> Ticket:
-    ticket = ticket_of([encoding(one) for one in ids], **options)
-    ticket.interactive = True
-    return ticket
+def interactive(*ids: int, **options) -> WorkFuture:
+    future = future_of([encoding(one) for one in ids], **options)
+    future.interactive = True
+    return future
 
 
-def sums_of(ticket: Ticket) -> Answers:
+def sums_of(future: WorkFuture) -> Answers:
     """What a SumRunner would answer to these single tokens."""
-    values = [[float(entry.ids[0])] for entry in ticket.entries]
-    return Answers(ticket.entries, {"dense": np.array(values, np.float32)})
+    values = [[float(sequence.ids[0])] for sequence in future.sequences]
+    return Answers(future.sequences, {"dense": np.array(values, np.float32)})
 
 
 def kept(cache: AnswerCache, *ids: int) -> list[int]:
     """Which of these single tokens the cache has."""
-    ticket = ticket_of([encoding(one) for one in ids])
-    found = cache.take(ticket)
-    return [] if found is None else [int(entry.ids[0]) for entry in found.entries]
+    future = future_of([encoding(one) for one in ids])
+    found = cache.take(future)
+    return [] if found is None else [int(sequence.ids[0]) for sequence in found.sequences]
 
 
 def counts(telemetry: Telemetry) -> tuple[float, float, float]:
@@ -62,7 +62,7 @@ def test_the_answer_to_a_question_is_computed_once(start, runner):
     again = engine.ask([encoding(7), encoding(5, 6), encoding(7)])
     assert sums(again) == [7, 11, 7]
     assert len(runner.ran) == runs
-    assert (first.withdrawn, again.withdrawn) == (0, 3)
+    assert (first.cached_inputs, again.cached_inputs) == (0, 3)
     assert again.queue_s.tolist() == again.inference_s.tolist() == [0, 0, 0]
     assert counts(engine.telemetry)[:2] == (3, 2)
 
@@ -82,10 +82,10 @@ def test_only_what_is_missing_is_queued(start, runner):
     engine.ask([encoding(9)])
     assert runner.entered.acquire(timeout=WAIT_S)
     assert runner.entered.acquire(timeout=WAIT_S)
-    ticket = engine.ask([encoding(5, 6), encoding(8, 8, 8), encoding(8, 8, 8)])
+    future = engine.ask([encoding(5, 6), encoding(8, 8, 8), encoding(8, 8, 8)])
     assert engine.waiting == (2, 6)
     runner.gate.set()
-    assert sums(ticket) == [11, 24, 24]
+    assert sums(future) == [11, 24, 24]
     assert engine.waiting == (0, 0)
 
 
@@ -93,20 +93,20 @@ def test_bulk_work_finds_and_keeps_nothing(start, runner):
     engine = start(runner, cache_bytes=BIG)
     assert sums(engine.ask([encoding(5)], priority="interactive")) == [5]
     for _ in range(2):
-        ticket = engine.ask([encoding(5), encoding(6)], priority="bulk")
-        assert sums(ticket) == [5, 6]
-        assert ticket.withdrawn == 1
+        future = engine.ask([encoding(5), encoding(6)], priority="bulk")
+        assert sums(future) == [5, 6]
+        assert future.cached_inputs == 1
     assert sums(engine.ask([encoding(6)], priority="interactive")) == [6]
-    assert engine.ask([encoding(6)], priority="bulk").withdrawn == 1
+    assert engine.ask([encoding(6)], priority="bulk").cached_inputs == 1
 
 
 def test_a_failed_answer_is_not_kept(start, runner):
     engine = start(runner, cache_bytes=BIG)
     for _ in range(2):
-        ticket = engine.ask([encoding(SumRunner.BAD)])
+        future = engine.ask([encoding(SumRunner.BAD)])
         with pytest.raises(NotFinite):
-            ticket.result(WAIT_S)
-        assert ticket.withdrawn == 0
+            future.result(WAIT_S)
+        assert future.cached_inputs == 0
 
 
 def test_a_closed_engine_answers_nothing_and_frees_what_it_kept(start, runner):
@@ -139,7 +139,7 @@ def test_an_answer_is_counted_once_and_is_no_view_of_a_batch():
         cache.keep(answers)
     assert counts(telemetry)[2] == ONE
     answers.values["dense"][:] = 0
-    found = cache.take(ticket_of([encoding(6)]))
+    found = cache.take(future_of([encoding(6)]))
     assert found is not None
     assert found.values["dense"].tolist() == [[6]]
 
@@ -149,11 +149,11 @@ def test_outputs_are_kept_one_by_one():
     both = frozenset({"dense", "logits"})
     widths = {"dense": 1, "logits": 1}
     cache.keep(sums_of(interactive(5)))
-    assert cache.take(ticket_of([encoding(5)], both, widths=widths)) is None
+    assert cache.take(future_of([encoding(5)], both, widths=widths)) is None
     asked = interactive(5, outputs=both, widths=widths)
     values = {"dense": np.full((1, 1), 5, np.float32), "logits": np.full((1, 1), 9, np.float32)}
-    cache.keep(Answers(asked.entries, values))
-    found = cache.take(ticket_of([encoding(5)], both, widths=widths))
+    cache.keep(Answers(asked.sequences, values))
+    found = cache.take(future_of([encoding(5)], both, widths=widths))
     assert found is not None
     assert found.values["logits"].tolist() == [[9]]
 
@@ -161,10 +161,10 @@ def test_outputs_are_kept_one_by_one():
 def test_outputs_by_token_are_not_kept():
     cache = AnswerCache(BIG, telemetry := Telemetry())
     names = frozenset({"dense", "tokens"})
-    ticket = interactive(5, outputs=names)
+    future = interactive(5, outputs=names)
     row = np.full((1, 1), 5, np.float32)
-    cache.keep(Answers(ticket.entries, {"dense": row, "tokens": [row]}))
-    assert cache.take(ticket_of([encoding(5)], names)) is None
+    cache.keep(Answers(future.sequences, {"dense": row, "tokens": [row]}))
+    assert cache.take(future_of([encoding(5)], names)) is None
     assert counts(telemetry)[:2] == (0, 0)  # it was not looked for
     assert kept(cache, 5) == [5]
 
@@ -172,12 +172,12 @@ def test_outputs_by_token_are_not_kept():
 def test_sparse_answers_are_kept_whole():
     cache = AnswerCache(BIG, telemetry := Telemetry())
     names, widths = frozenset({"sparse"}), {"sparse": 9}
-    ticket = interactive(5, outputs=names, widths=widths)
+    future = interactive(5, outputs=names, widths=widths)
     indices, values = np.array([2, 7], np.int32), np.array([0.5, 1.5], np.float32)
-    cache.keep(Answers(ticket.entries, {"sparse": SparseRows(9, [indices], [values])}))
-    assert counts(telemetry)[2] == KEPT_BYTES + 4 + ROW_BYTES + 16
+    cache.keep(Answers(future.sequences, {"sparse": SparseRows(9, [indices], [values])}))
+    assert counts(telemetry)[2] == ANSWER_OVERHEAD_BYTES + 4 + ROW_OVERHEAD_BYTES + 16
     values[:] = 0
-    found = cache.take(ticket_of([encoding(5)], names, widths=widths))
+    found = cache.take(future_of([encoding(5)], names, widths=widths))
     assert found is not None
     rows = found.values["sparse"]
     assert (rows.indices[0].tolist(), rows.values[0].tolist()) == ([2, 7], [0.5, 1.5])

@@ -4,19 +4,19 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes import ticket_of
+from fakes import future_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose_bucket, pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Entry
+from jaxembed.engine.future import QueuedSequence
 from jaxembed.models.tokens import PackedTokens
 
 
-def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
-    """One entry for each length; token ids name the entry and the place in it."""
+def entries_of(lengths, *, types=False, unpooled=0) -> list[QueuedSequence]:
+    """One sequence for each length; token ids name the sequence and the place in it."""
     encodings = [
         Encoding(
             np.arange(1, n + 1, dtype=np.int32) + 1000 * (k + 1),
@@ -25,7 +25,7 @@ def entries_of(lengths, *, types=False, unpooled=0) -> list[Entry]:
         )
         for k, n in enumerate(lengths)
     ]
-    return ticket_of(encodings).entries
+    return future_of(encodings).sequences
 
 
 def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
@@ -33,9 +33,11 @@ def costs(*buckets: tuple[int, int]) -> dict[Bucket, float]:
     return {Bucket(*bucket): float(bucket[0] * bucket[1]) for bucket in buckets}
 
 
-def take(waiting: list[Entry], cost: dict[Bucket, float], most: int | None = None) -> Batch:
-    """What runs next where there is one lane."""
-    waiting = waiting[:most]
+def take(
+    waiting: list[QueuedSequence], cost: dict[Bucket, float], max_sequences: int | None = None
+) -> Batch:
+    """What runs next where there is one queue."""
+    waiting = waiting[:max_sequences]
     return place(choose_bucket(waiting, cost), waiting[:1], waiting[1:])
 
 
@@ -43,16 +45,16 @@ def check_placement(batch: Batch) -> None:
     """Whole sequences, inside their rows, in different places and slots."""
     used = np.zeros((batch.bucket.rows, batch.bucket.length), int)
     slots = set()
-    for entry, row, slot, start in zip(
-        batch.entries, batch.rows, batch.slots, batch.starts, strict=True
+    for sequence, row, slot, start in zip(
+        batch.sequences, batch.rows, batch.slots, batch.starts, strict=True
     ):
         assert 0 <= slot < batch.bucket.slots
-        assert start + entry.length <= batch.bucket.length
-        used[row, start : start + entry.length] += 1
+        assert start + sequence.length <= batch.bucket.length
+        used[row, start : start + sequence.length] += 1
         slots.add((int(row), int(slot)))
     assert used.max() <= 1
     assert used.sum() == batch.useful_tokens
-    assert len(slots) == len(batch.entries)
+    assert len(slots) == len(batch.sequences)
 
 
 queues = st.lists(st.integers(1, 64), min_size=1, max_size=80)
@@ -63,14 +65,14 @@ grids = st.lists(st.tuples(st.integers(1, 6), st.sampled_from([8, 16, 32, 33])),
 
 @given(queues, grids, st.one_of(st.none(), st.integers(1, 20)))
 @settings(max_examples=60, deadline=None)
-def test_a_batch_holds_the_oldest_and_what_it_holds_is_placed_once(lengths, grid, most):
+def test_a_batch_holds_the_oldest_and_what_it_holds_is_placed_once(lengths, grid, max_sequences):
     waiting = entries_of(lengths)
-    batch = take(waiting, costs(*grid), most)
-    assert waiting[0] in batch.entries
+    batch = take(waiting, costs(*grid), max_sequences)
+    assert waiting[0] in batch.sequences
     assert batch.bucket in {Bucket(*bucket) for bucket in grid}
-    assert len(set(batch.entries)) == len(batch.entries)
-    assert set(batch.entries) <= set(waiting)
-    assert most is None or set(batch.entries) <= set(waiting[:most])
+    assert len(set(batch.sequences)) == len(batch.sequences)
+    assert set(batch.sequences) <= set(waiting)
+    assert max_sequences is None or set(batch.sequences) <= set(waiting[:max_sequences])
     check_placement(batch)
 
 
@@ -92,7 +94,7 @@ def test_passing_buckets_over_early_changes_no_choice(brief):
     cost = {Bucket(r, n): r * n * random.uniform(0.5, 2) for r in (1, 3, 8) for n in (8, 16, 33)}
     for _ in range(50):
         waiting = entries_of(random.integers(1, 17, random.integers(1, 60)))
-        lengths = np.array([entry.length for entry in waiting])
+        lengths = np.array([sequence.length for sequence in waiting])
         holding = [b for b in cost if b.length >= lengths[0]]
         rates = {b: (cost[b] + HOST_MS) / _useful(lengths, b) for b in holding}
         chosen = choose_bucket(waiting, cost, brief)
@@ -123,7 +125,7 @@ def test_what_a_bucket_is_thought_to_hold_is_about_what_it_gets(shape, spread):
 
 def test_a_row_takes_no_more_sequences_than_it_has_slots():
     batch = place(Bucket(2, 16), entries_of([1] * 100))
-    assert len(batch.entries) == 8
+    assert len(batch.sequences) == 8
     assert sorted(Counter(batch.rows.tolist()).items()) == [(0, 4), (1, 4)]
     assert _useful(np.full(200, 2), Bucket(4, 32)) == 4 * 8 * 2
     assert place(Bucket(2, 16), entries_of([10, 10, 6, 6])).useful_tokens == 32  # gaps are filled
@@ -135,14 +137,16 @@ def packed_slowly(batch: Batch) -> np.ndarray:
     ids, positions, segments, types, bounds = planes = [
         [[0] * bucket.length for _ in range(bucket.rows)] for _ in range(PackedTokens.PLANES)
     ]
-    places = zip(batch.entries, batch.rows, batch.segments, batch.slots, batch.starts, strict=True)
-    for entry, row, segment, slot, start in places:
-        for t in range(entry.length):
-            ids[row][start + t] = int(entry.ids[t])
+    places = zip(
+        batch.sequences, batch.rows, batch.segments, batch.slots, batch.starts, strict=True
+    )
+    for sequence, row, segment, slot, start in places:
+        for t in range(sequence.length):
+            ids[row][start + t] = int(sequence.ids[t])
             positions[row][start + t] = t
             segments[row][start + t] = segment
-            types[row][start + t] = 0 if entry.types is None else int(entry.types[t])
-        spans = [(0, entry.length)] if entry.spans is None else entry.spans
+            types[row][start + t] = 0 if sequence.types is None else int(sequence.types[t])
+        spans = [(0, sequence.length)] if sequence.spans is None else sequence.spans
         for k, (first, end) in enumerate(spans):
             bounds[row][slot + k] = start + first
             bounds[row][bucket.slots + slot + k] = start + end

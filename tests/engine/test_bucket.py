@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from jaxembed.engine.bucket import (
-    MOST_DEFAULT_BUCKETS,
-    MOST_SLOTS,
+    MAX_DEFAULT_BUCKETS,
+    MAX_SLOTS,
     Bucket,
     BucketGrid,
     default_grid,
@@ -22,7 +22,7 @@ BUDGETS = [64, 100, 512, 1000, 4096, 8192, 16384, 65536]
 def test_a_default_grid_is_small_and_holds_every_length_and_a_full_batch_of_each(limit):
     for budget, shards in itertools.product(BUDGETS, (1, 3, 8)):
         grid, case = default_grid(limit, budget, shards), f"{budget} tokens, {shards} shards"
-        assert 1 <= len(set(grid.buckets)) == len(grid.buckets) <= MOST_DEFAULT_BUCKETS, case
+        assert 1 <= len(set(grid.buckets)) == len(grid.buckets) <= MAX_DEFAULT_BUCKETS, case
         assert grid.max_length == min(limit, 8192), case  # so every length up to it has a bucket
         for bucket in grid.buckets:
             assert bucket.rows % shards == 0, case
@@ -58,14 +58,14 @@ def test_a_joined_grid_has_one_row_of_the_whole_budget_besides(limit):
         longer = [bucket for bucket in joined.buckets if bucket.length > limit]
         whole = min(budget, 8192) // 16 * 16
         assert longer == ([Bucket(2, whole)] if whole >= 1.5 * limit else []), budget
-        assert len(joined.buckets) <= MOST_DEFAULT_BUCKETS, budget
+        assert len(joined.buckets) <= MAX_DEFAULT_BUCKETS, budget
         rest = {bucket.length for bucket in joined.buckets} - {whole}
         usual = {bucket.length for bucket in default_grid(limit, budget).buckets}
         assert rest == usual - {whole}, budget
 
 
 @pytest.mark.parametrize(
-    ("length", "slots"), [(1, 1), (3, 1), (16, 4), (32, 8), (512, 128), (8192, MOST_SLOTS)]
+    ("length", "slots"), [(1, 1), (3, 1), (16, 4), (32, 8), (512, 128), (8192, MAX_SLOTS)]
 )
 def test_a_row_has_a_slot_for_every_four_tokens(length, slots):
     assert Bucket(2, length).slots == slots

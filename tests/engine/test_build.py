@@ -15,9 +15,9 @@ from jaxembed.engine.autotune import costs as costs_module
 from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, Rate
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.autotune.kernels import Choice
-from jaxembed.engine.autotune.native_trial import LATE, Verdict
+from jaxembed.engine.autotune.native_trial import LATE, TrialResult
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.build import build, kept_verdicts, make_plan
+from jaxembed.engine.build import build, make_plan, stored_results
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program
@@ -120,30 +120,30 @@ def test_costs_are_those_of_the_cores_and_the_quota_that_the_process_has(planned
 @pytest.mark.parametrize(
     ("first", "kept"),
     [
-        (Verdict(0.001, 0.5), True),
-        (Verdict(0.001, 1.5), True),
-        (Verdict(0.001, 1.5, busy=True), False),
-        (Verdict(0.001, 0.5, busy=True), False),
-        (Verdict(failed=LATE), False),
+        (TrialResult(0.001, 0.5), True),
+        (TrialResult(0.001, 1.5), True),
+        (TrialResult(0.001, 1.5, busy=True), False),
+        (TrialResult(0.001, 0.5, busy=True), False),
+        (TrialResult(failed=LATE), False),
     ],
 )
 def test_native_kernels_are_tried_again_unless_the_machine_was_quiet(
     tmp_path, monkeypatch, caplog, first, kept
 ):
-    def verdicts_of_a_start(verdict):
-        verdicts = {"linear": Verdict(0.001, 0.5), "mlp": verdict}
-        monkeypatch.setattr(build_module, "try_native", lambda *arguments: verdicts)
+    def verdicts_of_a_start(result):
+        results = {"linear": TrialResult(0.001, 0.5), "mlp": result}
+        monkeypatch.setattr(build_module, "try_native", lambda *arguments: results)
         device = jax.local_devices()[0]
-        return kept_verdicts(program(tiny_spec()), device, "bfloat16", tmp_path, {})["mlp"]
+        return stored_results(program(tiny_spec()), device, "bfloat16", tmp_path, {})["mlp"]
 
     assert verdicts_of_a_start(first) == first
     assert ("something else uses this machine" in caplog.text) == first.busy
-    second = Verdict(0.001, 0.75)
+    second = TrialResult(0.001, 0.75)
     assert verdicts_of_a_start(second) == (first if kept else second)
 
 
 def test_the_log_says_that_buckets_were_timed_beside_other_programs(planned, monkeypatch, caplog):
-    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(costs_module, "MAX_WAITED", 1 / 3)
     file, bucket = planned().cost_file, Bucket(1, 16)
     costs = BucketCosts(1.0)
     costs.record(bucket, 2.0, lost_share=0.1)
@@ -208,7 +208,7 @@ def test_the_null_model_has_no_devices_and_loads_no_parameters(planned):
 
     spec = tiny_spec()
     engine = build(made, program(spec), load, spec, EngineConfig(null_model=True), Telemetry())
-    assert [type(seat.runner) for seat in engine.seats] == [NullReplica]
+    assert [type(worker.runner) for worker in engine.workers] == [NullReplica]
 
 
 @pytest.mark.parametrize(
@@ -220,18 +220,18 @@ def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
     engine = build(
         made, program(spec), lambda: random_parameters(spec).items(), spec, config, Telemetry()
     )
-    runners = [seat.runner for seat in engine.seats]
+    runners = [worker.runner for worker in engine.workers]
     assert all(isinstance(runner, Replica) for runner in runners)
     local = jax.local_devices()
     assert [list(r.devices) for r in runners] == [[local[i] for i in group] for group in groups]
-    assert len({id(seat.turn) for seat in engine.seats}) == len(groups)
+    assert len({id(worker.scheduler) for worker in engine.workers}) == len(groups)
 
 
 @pytest.mark.usefixtures("whole_grids")
 def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):
     made = planned(dtype="float16")
-    assert build_module._float32_twin(made) == Bucket(1, 64)
-    assert build_module._float32_twin(planned(dtype="bfloat16")) is None
+    assert build_module._float32_bucket(made) == Bucket(1, 64)
+    assert build_module._float32_bucket(planned(dtype="bfloat16")) is None
 
 
 def tuned_grid(tmp_path, **tuned):

@@ -6,11 +6,11 @@ from jaxembed.engine.autotune import costs as costs_module
 from jaxembed.engine.autotune.costs import (
     LATEST,
     LONG_RUN_MS,
-    MOST_DRIFT,
-    MOST_FAILURES,
+    MAX_DRIFT,
+    MAX_FAILURES,
     TIMED_MS,
     BucketCosts,
-    often_enough,
+    repeat_timings,
 )
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
@@ -58,7 +58,7 @@ def test_what_was_not_timed_is_estimated_from_those_of_its_length_first():
 
 def test_a_bucket_that_would_run_long_is_estimated_for_good():
     """Timing 65,536 tokens of a large model on a CPU would hold up everything for minutes."""
-    costs = costs_of(SHORT, HUGE, timings={SHORT: often_enough([1.6])})
+    costs = costs_of(SHORT, HUGE, timings={SHORT: repeat_timings([1.6])})
     assert costs.usable[HUGE] == pytest.approx(2 * 0.1 * HUGE.tokens)
     assert costs.usable[HUGE] > LONG_RUN_MS
     assert costs.untimed() is None
@@ -70,7 +70,7 @@ def test_a_bucket_that_fails_comes_after_the_others_and_is_given_up_in_the_end()
     for _ in range(TIMINGS):
         assert costs.untimed() == LONG
         costs.record(LONG, 12.8)
-    for _ in range(MOST_FAILURES - 1):
+    for _ in range(MAX_FAILURES - 1):
         assert costs.untimed() == SHORT
         costs.fail(SHORT)
     assert costs.untimed() is None
@@ -111,7 +111,7 @@ def test_a_batch_that_nearly_hung_is_soon_forgotten():
     assert costs.drift < 1.1
 
 
-@pytest.mark.parametrize(("took_ms", "factor"), [(1e6, MOST_DRIFT), (0.0, 1 / MOST_DRIFT)])
+@pytest.mark.parametrize(("took_ms", "factor"), [(1e6, MAX_DRIFT), (0.0, 1 / MAX_DRIFT)])
 def test_the_factor_stays_within_its_bounds(took_ms, factor):
     costs = costs_of(SHORT, timings={SHORT: [2.0]})
     for _ in range(500):
@@ -120,7 +120,7 @@ def test_the_factor_stays_within_its_bounds(took_ms, factor):
 
 
 def test_timings_that_other_programs_disturbed_count_in_this_run_only(monkeypatch):
-    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(costs_module, "MAX_WAITED", 1 / 3)
     costs = costs_of(SHORT, WIDE, LONG, timings={SHORT: [2.0]})
     costs.record(SHORT, 20.0, lost_share=0.9)
     costs.record(SHORT, 3.0, lost_share=0.1)
@@ -128,7 +128,7 @@ def test_timings_that_other_programs_disturbed_count_in_this_run_only(monkeypatc
     assert (costs.usable[SHORT], costs.usable[LONG]) == (3.0, 80.0)
     assert [costs.source_of(bucket) for bucket in (LONG, WIDE)] == ["timed", "assumed"]
     assert costs.timings == {SHORT: [2.0, 3.0]}
-    kept = costs_of(SHORT, timings={SHORT: often_enough([2.0])})
+    kept = costs_of(SHORT, timings={SHORT: repeat_timings([2.0])})
     assert kept.source_of(SHORT) == "kept"
     for _ in range(TIMINGS):
         kept.record(SHORT, 20.0, lost_share=0.9)

@@ -25,9 +25,9 @@ from fakes import (
 
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
-from jaxembed.engine.lanes import MOST_WINDOW_ENTRIES, Lane
+from jaxembed.engine.queue import MAX_WINDOW_ENTRIES, PriorityQueue
 from jaxembed.engine.replica import NullReplica
-from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
 
 GRID = SMALL_GRID
@@ -59,11 +59,11 @@ def blocked(engine: Engine, runner: SumRunner):
 def test_answers_come_back_in_the_order_of_their_inputs(start, runner):
     engine = start(runner)
     lengths = [3, 60, 1, 16, 17, 2, 64, 5] * 10
-    ticket = engine.ask([encoding(*[7 + k] * n) for k, n in enumerate(lengths)])
-    assert sums(ticket) == [(7 + k) * n for k, n in enumerate(lengths)]
+    future = engine.ask([encoding(*[7 + k] * n) for k, n in enumerate(lengths)])
+    assert sums(future) == [(7 + k) * n for k, n in enumerate(lengths)]
     assert engine.waiting == (0, 0)
-    assert (ticket.inference_s > 0).all()
-    assert (ticket.queue_s >= 0).all()
+    assert (future.inference_s > 0).all()
+    assert (future.queue_s >= 0).all()
 
 
 def test_the_waiter_is_woken_once_when_the_answer_is_there(start, runner):
@@ -73,9 +73,9 @@ def test_the_waiter_is_woken_once_when_the_answer_is_there(start, runner):
         woken.append(1)
         done.set()
 
-    ticket = engine.ask([encoding(5 + k) for k in range(100)], wake=wake)
+    future = engine.ask([encoding(5 + k) for k in range(100)], wake=wake)
     assert done.wait(WAIT_S)
-    assert sums(ticket) == [5.0 + k for k in range(100)]
+    assert sums(future) == [5.0 + k for k in range(100)]
     engine.close(WAIT_S)
     assert woken == [1]
 
@@ -88,8 +88,8 @@ def test_many_threads_get_their_own_answers(start):
         barrier.wait()
         for n in range(30):
             lengths = draw.integers(1, 64, size=draw.integers(1, 6))
-            ticket = engine.ask([encoding(*[100 * k + n + 2] * size) for size in lengths])
-            assert sums(ticket) == [(100 * k + n + 2) * size for size in lengths]
+            future = engine.ask([encoding(*[100 * k + n + 2] * size) for size in lengths])
+            assert sums(future) == [(100 * k + n + 2) * size for size in lengths]
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -100,11 +100,11 @@ def test_many_threads_get_their_own_answers(start):
 def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(start, runner):
     engine = start(runner, full_warmup=True)
     first = blocked(engine, runner)
-    tickets = [engine.ask([encoding(20 + k)]) for k in range(5)]
+    futures = [engine.ask([encoding(20 + k)]) for k in range(5)]
     assert engine.waiting == (5, 5)
     runner.gate.set()
     assert sums(first) == [10.0]
-    assert [sums(ticket) for ticket in tickets] == [[20.0 + k] for k in range(5)]
+    assert [sums(future) for future in futures] == [[20.0 + k] for k in range(5)]
     assert runner.seen[0] == 10
     assert len(runner.ran) <= 3
     assert 20 in runner.seen[1:5]  # the oldest was in the next batch of a row's four slots
@@ -113,9 +113,9 @@ def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(star
 def test_no_batch_holds_more_than_max_batch_requests(start, runner):
     engine = start(runner, max_batch_requests=2)
     first = blocked(engine, runner)
-    ticket = engine.ask([encoding(30 + k) for k in range(7)])
+    future = engine.ask([encoding(30 + k) for k in range(7)])
     runner.gate.set()
-    assert sums(ticket) == [30.0 + k for k in range(7)]
+    assert sums(future) == [30.0 + k for k in range(7)]
     assert sums(first) == [10.0]
     assert len(runner.ran) == 5  # the first one and four of at most two
 
@@ -123,12 +123,12 @@ def test_no_batch_holds_more_than_max_batch_requests(start, runner):
 def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    ticket = engine.ask([encoding(50)] * 20)
+    future = engine.ask([encoding(50)] * 20)
     kept = engine.ask([encoding(60, 60)])
     assert engine.waiting == (21, 22)
-    engine.cancel(ticket)
+    engine.cancel(future)
     assert engine.waiting == (1, 2)
-    engine.cancel(ticket)  # a second time changes nothing
+    engine.cancel(future)  # a second time changes nothing
     assert engine.waiting == (1, 2)
     runner.gate.set()
     assert sums(kept) == [120.0]
@@ -136,7 +136,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
     assert 50 not in runner.seen
     assert engine.waiting == (0, 0)
     with pytest.raises(Cancelled):
-        ticket.result(0.0)
+        future.result(0.0)
     engine.cancel(kept)  # which is answered
     assert sums(kept) == [120.0]
     assert count_of(engine.telemetry.cancelled_requests) == 1
@@ -145,7 +145,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
 def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    gone = engine.ask([encoding(50, k) for k in range(MOST_WINDOW_ENTRIES + 10)])
+    gone = engine.ask([encoding(50, k) for k in range(MAX_WINDOW_ENTRIES + 10)])
     kept = engine.ask([encoding(60)])
     engine.cancel(gone)
     runner.gate.set()
@@ -167,19 +167,19 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
 
     runner.run = run
     runner.gate.set()
-    for ticket, place in ((one, 1), (two, 0)):
+    for future, place in ((one, 1), (two, 0)):
         with pytest.raises(BackendError, match=f"input {place}: the result is not finite"):
-            ticket.result(WAIT_S)
+            future.result(WAIT_S)
     assert sums(first) == [10.0]
 
 
 def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own():
     engine = EngineUnderTest([NullReplica("dense", NULL)], GRID, widths=NULL)
     both = frozenset({"dense", "tokens"})
-    tickets = [engine.ask([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
+    futures = [engine.ask([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
     plain = engine.ask([encoding(5, 6)])
     engine.start()  # they wait together
-    arrays = [array for ticket in tickets for array in ticket.result(WAIT_S)["tokens"]]
+    arrays = [array for future in futures for array in future.result(WAIT_S)["tokens"]]
     assert [array.shape for array in arrays] == [(2, 5)] * 4
     assert not any(np.shares_memory(a, b) for a, b in pairwise(arrays))
     assert plain.result(WAIT_S).keys() == {"dense"}
@@ -205,7 +205,7 @@ def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner
 def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
-    long = engine.ask([encoding(*[9] * 16, k) for k in range(MOST_WINDOW_ENTRIES + 1)])
+    long = engine.ask([encoding(*[9] * 16, k) for k in range(MAX_WINDOW_ENTRIES + 1)])
     assert sums(engine.ask([encoding(5)])) == [5.0]
     engine.cancel(long)
     runner.slow_to_compile[LONG].set()
@@ -232,12 +232,12 @@ def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(start,
     for broken, failures in ((True, 1), (True, 2), (False, 0), (True, 1), (True, 2), (True, 3)):
         assert engine.healthy
         runner.broken = broken
-        ticket = engine.ask([encoding(5)])
+        future = engine.ask([encoding(5)])
         if not broken:
-            assert sums(ticket) == [5.0]
+            assert sums(future) == [5.0]
             continue
         with pytest.raises(BackendError, match="reference"):
-            sums(ticket)
+            sums(future)
         if failures < 3:  # an answer reaches its waiter after it is counted, so this can't be early
             assert engine.snapshot().failures == (failures,)
     assert not engine.healthy
@@ -251,13 +251,13 @@ def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(start,
 def test_close_finishes_the_queue_and_stops_the_threads(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    tickets = [engine.ask([encoding(40 + k)] * 9) for k in range(4)]
+    futures = [engine.ask([encoding(40 + k)] * 9) for k in range(4)]
     closer = threading.Thread(target=engine.close, args=(WAIT_S,))
     closer.start()
     runner.gate.set()
     closer.join(WAIT_S)
     assert sums(first) == [10.0]
-    assert [sums(ticket) for ticket in tickets] == [[40.0 + k] * 9 for k in range(4)]
+    assert [sums(future) for future in futures] == [[40.0 + k] * 9 for k in range(4)]
     assert engine.snapshot().threads == 0
     with pytest.raises(BackendError, match="closed"):
         engine.ask([encoding(5)])
@@ -266,11 +266,11 @@ def test_close_finishes_the_queue_and_stops_the_threads(start, runner):
 def test_close_fails_what_waits_for_a_bucket_that_is_not_compiled(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
-    ticket = engine.ask([encoding(*[9] * 40)])
+    future = engine.ask([encoding(*[9] * 40)])
     closing = threading.Thread(target=engine.close, args=(WAIT_S,))
     closing.start()
     with pytest.raises(BackendError, match="closed"):
-        ticket.result(WAIT_S)
+        future.result(WAIT_S)
     runner.slow_to_compile[LONG].set()
     closing.join(WAIT_S)
     assert not closing.is_alive()
@@ -284,42 +284,47 @@ def noting(order: list[int]) -> SumRunner:
 
 
 def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_one_too(start):
-    turn = DeviceTurn()
+    scheduler = DeviceScheduler()
     order: list[int] = []
     runners = [noting(order), noting(order)]
     costs = {SHORT: 1.6, WIDE: 12.8, LONG: 100.0}
     mine, other = (
-        compiled(start(runner, turns=[turn], costs=timed_costs(costs))) for runner in runners
+        compiled(start(runner, turns=[scheduler], costs=timed_costs(costs))) for runner in runners
     )
     for runner in runners:
         runner.gate.clear()
-    tickets = [mine.ask([encoding(*[11] * n) for n in range(17, 60)])]
+    futures = [mine.ask([encoding(*[11] * n) for n in range(17, 60)])]
     entered(runners[0])
-    tickets.append(other.ask([encoding(*[12] * n) for n in range(17, 60)]))
-    tickets.append(mine.ask([encoding(*[13] * 40)], priority="interactive"))
-    until(lambda: len(turn._waiting) == 3)  # a thread of the busy engine and two of the other
+    futures.append(other.ask([encoding(*[12] * n) for n in range(17, 60)]))
+    futures.append(mine.ask([encoding(*[13] * 40)], priority="interactive"))
+    until(lambda: len(scheduler._waiting) == 3)  # a thread of the busy engine and two of the other
     for runner in runners:
         runner.gate.set()
-    for ticket in tickets:
-        ticket.result(WAIT_S)
+    for future in futures:
+        future.result(WAIT_S)
     assert order[:3] == [11, 13, 12]
 
 
 def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
-    turn = DeviceTurn()
+    scheduler = DeviceScheduler()
     order: list[int] = []
-    shares = greedy, modest = Share(end=500.0), Share(end=100.0)  # seconds they have had
-    engines = [compiled(start(noting(order), turns=[turn], shares=[share])) for share in shares]
-    with turn.hold(lambda: 0.0):
-        tickets = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
-        until(lambda: len(turn._waiting) == 4)  # both threads of each
-    for ticket in tickets:
-        ticket.result(WAIT_S)
+    shares = greedy, modest = (
+        VirtualTime(end=500.0),
+        VirtualTime(end=100.0),
+    )  # seconds they have had
+    engines = [
+        compiled(start(noting(order), turns=[scheduler], shares=[share])) for share in shares
+    ]
+    with scheduler.hold(lambda: 0.0):
+        futures = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
+        until(lambda: len(scheduler._waiting) == 4)  # both threads of each
+    for future in futures:
+        future.result(WAIT_S)
     assert order == [12, 11]
     assert 100 < modest.end < 500 < greedy.end
-    assert turn.clock == 500
+    assert scheduler.clock == 500
     engines[1].ask([encoding(12)]).result(WAIT_S)
-    assert turn.clock == 500  # the modest one went on from here, not from its 100
+    assert scheduler.clock == 500  # the modest one went on from here, not from its 100
     assert modest.end > 500
 
 
@@ -331,12 +336,12 @@ class SerialDevice:
         self.now = 0.0
         self.ran: list[str] = []
         self.over = threading.Event()  # from here on nobody waits for those in line
-        self.turn = DeviceTurn(permits, now=lambda: self.now)
+        self.scheduler = DeviceScheduler(permits, now=lambda: self.now)
         self._in_line = threads - permits
         self._lock = threading.Lock()
 
     def run(self, model: str, seconds: float) -> None:
-        until(lambda: self.over.is_set() or len(self.turn._waiting) == self._in_line)
+        until(lambda: self.over.is_set() or len(self.scheduler._waiting) == self._in_line)
         with self._lock:
             self.now += seconds
             self.ran.append(model)
@@ -347,38 +352,40 @@ def test_models_of_long_and_of_short_programs_get_equal_time(start, permits):
     takes_s = {"short": 0.004, "long": 0.1}
     threads = 2 * (permits + 1)
     device = SerialDevice(permits, threads)
-    turn = device.turn
+    scheduler = device.scheduler
     engines = []
     for model, seconds in takes_s.items():
         runner = SumRunner()
         runner.on_run = lambda bucket, planes, model=model: device.run(model, takes_s[model])
         costs = timed_costs({LONG: seconds * 1000})
-        engines.append(compiled(start(runner, grid=BucketGrid((LONG,)), turns=[turn], costs=costs)))
+        engines.append(
+            compiled(start(runner, grid=BucketGrid((LONG,)), turns=[scheduler], costs=costs))
+        )
     with ExitStack() as before:
         for _ in range(permits):
-            before.enter_context(turn.hold(lambda: math.inf))
-        tickets = [engine.ask([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines]
-        until(lambda: len(turn._waiting) == threads)
+            before.enter_context(scheduler.hold(lambda: math.inf))
+        futures = [engine.ask([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines]
+        until(lambda: len(scheduler._waiting) == threads)
     until(lambda: len(device.ran) >= 300)
     device.over.set()
     short, long = (device.ran[:300].count(model) * takes_s[model] for model in takes_s)
     assert short == pytest.approx(long, rel=0.5)  # 288 programs and 12, give or take a turn each
-    for engine, ticket in zip(engines, tickets, strict=True):
-        engine.cancel(ticket)
+    for engine, future in zip(engines, futures, strict=True):
+        engine.cancel(future)
 
 
 @contextmanager
-def rival(turn: DeviceTurn, urgency: float):
+def rival(scheduler: DeviceScheduler, urgency: float):
     """A program of another model: it is in line, and keeps the device until the block ends."""
-    done, in_line = threading.Event(), len(turn._waiting)
+    done, in_line = threading.Event(), len(scheduler._waiting)
 
     def work() -> None:
-        with turn.hold(lambda: urgency):
+        with scheduler.hold(lambda: urgency):
             assert done.wait(WAIT_S)
 
     thread = threading.Thread(target=work)
     thread.start()
-    until(lambda: len(turn._waiting) > in_line)
+    until(lambda: len(scheduler._waiting) > in_line)
     try:
         yield
     finally:
@@ -387,33 +394,33 @@ def rival(turn: DeviceTurn, urgency: float):
 
 
 def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner):
-    turn = DeviceTurn()
-    engine = compiled(start(runner, turns=[turn], probe_every_s=0.001))
+    scheduler = DeviceScheduler()
+    engine = compiled(start(runner, turns=[scheduler], probe_every_s=0.001))
     runner.broken = True
     while engine.healthy:
         with pytest.raises(BackendError):
             sums(engine.ask([encoding(5)]))
     with ExitStack() as device:
-        device.enter_context(turn.hold(lambda: math.inf))
+        device.enter_context(scheduler.hold(lambda: math.inf))
         runner.broken = False
-        until(lambda: len(turn._waiting))
-        with rival(turn, urgency=-1e6):  # it has had far more time
+        until(lambda: len(scheduler._waiting))
+        with rival(scheduler, urgency=-1e6):  # it has had far more time
             device.close()
             until(lambda: engine.healthy)
 
 
 def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner):
-    turn = DeviceTurn()
-    engine = compiled(start(runner, turns=[turn]))
+    scheduler = DeviceScheduler()
+    engine = compiled(start(runner, turns=[scheduler]))
     closer = threading.Thread(target=engine.close, args=(WAIT_S,))
     with ExitStack() as device:
-        device.enter_context(turn.hold(lambda: math.inf))
-        ticket = engine.ask([encoding(5)])
-        until(lambda: len(turn._waiting))
-        engine.cancel(ticket)  # its thread is in line for nothing
+        device.enter_context(scheduler.hold(lambda: math.inf))
+        future = engine.ask([encoding(5)])
+        until(lambda: len(scheduler._waiting))
+        engine.cancel(future)  # its thread is in line for nothing
         closer.start()
         until(lambda: engine.snapshot().closing)
-        with rival(turn, urgency=1e6):
+        with rival(scheduler, urgency=1e6):
             device.close()
             closer.join(WAIT_S)
             assert engine.snapshot().threads == 0
@@ -421,17 +428,17 @@ def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner
 
 
 def test_a_sick_engine_closes_without_another_probe(start, runner):
-    turn = DeviceTurn()
-    engine = compiled(start(runner, turns=[turn], probe_every_s=3600.0))
+    scheduler = DeviceScheduler()
+    engine = compiled(start(runner, turns=[scheduler], probe_every_s=3600.0))
     runner.broken = True
     while engine.healthy:
         with pytest.raises(BackendError):
             sums(engine.ask([encoding(5)]))
     before = len(runner.timed)
-    with turn.hold(lambda: math.inf):
-        ticket = engine.ask([encoding(5)])
-        until(lambda: len(turn._waiting))
-        engine.cancel(ticket)
+    with scheduler.hold(lambda: math.inf):
+        future = engine.ask([encoding(5)])
+        until(lambda: len(scheduler._waiting))
+        engine.cancel(future)
         closer = threading.Thread(target=engine.close, args=(WAIT_S,))
         closer.start()
         until(lambda: engine.snapshot().closing)
@@ -456,7 +463,7 @@ def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start):
     engine = start(well, sick, probe_every_s=3600.0)
     well.gate.clear()
     sick.broken = True
-    held = engine.ask([encoding(5)])  # on either seat; the well one keeps what it gets
+    held = engine.ask([encoding(5)])  # on either worker; the well one keeps what it gets
     failed = 0
     while engine.snapshot().failures[1] < FAILURES_TO_SICK:
         try:
@@ -506,9 +513,9 @@ def raising(error: BaseException):
 @pytest.mark.parametrize(
     ("part", "error"),
     [
-        (lambda engine: (Lane, "settle"), MemoryError()),
-        (lambda engine: (engine.seats[0].turn, "charge"), KeyError("1x16")),
-        (lambda engine: (engine.seats[0].runner, "run"), SystemExit()),
+        (lambda engine: (PriorityQueue, "requeue"), MemoryError()),
+        (lambda engine: (engine.workers[0].scheduler, "charge"), KeyError("1x16")),
+        (lambda engine: (engine.workers[0].runner, "run"), SystemExit()),
         (lambda engine: (engine, "_note"), RuntimeError()),
     ],
 )
@@ -518,13 +525,13 @@ def test_a_batch_that_is_taken_is_settled_whatever_is_raised(
     engine = compiled(start(runner))
     threads = engine.snapshot().threads
     first = blocked(engine, runner)
-    tickets = [engine.ask([encoding(5), encoding(6)]), engine.ask([encoding(*[7] * 40)])]
+    futures = [engine.ask([encoding(5), encoding(6)]), engine.ask([encoding(*[7] * 40)])]
     with monkeypatch.context() as patch:
         patch.setattr(*part(engine), raising(error))
         runner.gate.set()
-        for ticket in tickets:
+        for future in futures:
             with pytest.raises(BackendError, match="internal error"):
-                ticket.result(WAIT_S)
+                future.result(WAIT_S)
     with suppress(BackendError):
         first.result(WAIT_S)
     assert sums(engine.ask([encoding(6)])) == [6.0]
@@ -537,7 +544,7 @@ def test_a_waiter_that_cannot_be_woken_holds_up_no_other_of_its_batch(start, run
     one = engine.ask([encoding(5)], wake=raising(RuntimeError("the loop is closed")))
     two = engine.ask([encoding(6)])
     runner.gate.set()
-    assert [sums(ticket) for ticket in (first, one, two)] == [[10.0], [5.0], [6.0]]
+    assert [sums(future) for future in (first, one, two)] == [[10.0], [5.0], [6.0]]
 
 
 def test_a_sequence_of_no_tokens_or_too_many_is_refused_where_it_comes_in(start, runner):
@@ -553,10 +560,10 @@ def test_an_answered_ticket_is_freed_without_a_collection(start, runner):
     engine = start(runner)
     gc.disable()
     try:
-        ticket = engine.ask([encoding(5), encoding(6)])
-        assert sums(ticket) == [5.0, 6.0]
-        gone = weakref.finalize(ticket, lambda: None)
-        del ticket
+        future = engine.ask([encoding(5), encoding(6)])
+        assert sums(future) == [5.0, 6.0]
+        gone = weakref.finalize(future, lambda: None)
+        del future
         assert sums(engine.ask([encoding(7)])) == [7.0]  # the thread has let go of the batch
         assert not gone.alive
     finally:
@@ -567,9 +574,9 @@ def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
     engine = compiled(start(runner))
     blocked(engine, runner)
     waiting = engine.ask([encoding(1, 2), encoding(3)], priority="bulk")
-    lanes = engine.snapshot().lanes
-    assert (lanes["bulk"].inputs, lanes["bulk"].tokens, lanes["interactive"].inputs) == (2, 3, 0)
-    assert lanes["bulk"].oldest_s > 0
+    queues = engine.snapshot().queues
+    assert (queues["bulk"].inputs, queues["bulk"].tokens, queues["interactive"].inputs) == (2, 3, 0)
+    assert queues["bulk"].oldest_s > 0
     text = engine.telemetry.exposition().decode()
     assert 'jaxembed_lane_size{lane="interactive"} 0.0' in text
     assert 'jaxembed_lane_size{lane="bulk"} 2.0' in text

@@ -20,7 +20,7 @@ from jaxembed.engine.autotune.kernels import (
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
-from jaxembed.models.attention import EVERYTHING, Sight, by_native, by_xla
+from jaxembed.models.attention import EVERYTHING, AttentionMask, by_native, by_xla
 from jaxembed.models.kernels import Call, Kernel, triton
 
 pytestmark = pytest.mark.usefixtures("engines_try_native")
@@ -35,13 +35,13 @@ def _small_probes(monkeypatch):
     monkeypatch.setattr(kernels, "PROBE_RUNS", 1)
 
 
-def right(query, key, value, segments, sight, slots):
-    return by_xla(query, key, value, segments, sight)
+def right(query, key, value, segments, attention_mask, slots):
+    return by_xla(query, key, value, segments, attention_mask)
 
 
-def wrong(query, key, value, segments, sight, slots):
+def wrong(query, key, value, segments, attention_mask, slots):
     """Forgets where segments end."""
-    return by_xla(query, key, value, (segments != 0).astype(jnp.int32), sight)
+    return by_xla(query, key, value, (segments != 0).astype(jnp.int32), attention_mask)
 
 
 def broken(*operands, **slots):
@@ -49,7 +49,7 @@ def broken(*operands, **slots):
     return right(*operands, **slots).at[0, 0, 0, 0].set(jnp.nan)
 
 
-def failing(query, key, value, segments, sight, slots):
+def failing(query, key, value, segments, attention_mask, slots):
     raise RuntimeError("no such instruction\nand a long story")
 
 
@@ -71,26 +71,28 @@ def _times(monkeypatch) -> dict:
     return found
 
 
-def chosen(known, wanted="auto", tower="bert", dtype="float32") -> Choice:
-    model = program(tiny_spec(**TOWERS[tower]))
+def chosen(known, wanted="auto", backbone="bert", dtype="float32") -> Choice:
+    model = program(tiny_spec(**TOWERS[backbone]))
     return choose_kernels(model, jax.local_devices()[0], dtype, GRID, wanted, known)
 
 
 def test_the_calls_of_a_model_are_read_off_its_layers():
-    def of(tower, dtype="bfloat16"):
-        return calls(program(tiny_spec(**TOWERS[tower])), dtype)
+    def of(backbone, dtype="bfloat16"):
+        return calls(program(tiny_spec(**TOWERS[backbone])), dtype)
 
     whole = Call(4, 4, 8, "bfloat16", EVERYTHING)
     assert of("bert") == Counter({whole: 2})
-    near = Call(4, 4, 8, "bfloat16", Sight(reach=3))
+    near = Call(4, 4, 8, "bfloat16", AttentionMask(reach=3))
     assert of("modernbert") == Counter({whole: 1, near: 2})
-    assert of("qwen3", "float32") == Counter({Call(4, 2, 8, "float32", Sight(causal=True)): 2})
+    assert of("qwen3", "float32") == Counter(
+        {Call(4, 2, 8, "float32", AttentionMask(causal=True)): 2}
+    )
 
 
-@pytest.mark.parametrize("tower", ["bert", "qwen3"])
-def test_a_kernel_that_is_right_and_faster_is_taken_in_all_but_short_rows(times, tower):
+@pytest.mark.parametrize("backbone", ["bert", "qwen3"])
+def test_a_kernel_that_is_right_and_faster_is_taken_in_all_but_short_rows(times, backbone):
     times[right] = 1.0
-    choice = chosen(kernel(right), tower=tower)
+    choice = chosen(kernel(right), backbone=backbone)
     assert choice.describe()["used"] == {"16": "xla", "128": "mine"}
     assert choice.implementation(Bucket(1, 16)) is by_xla
     taken = choice.implementation(Bucket(1, 128))
@@ -172,7 +174,7 @@ def test_our_kernel_passes_the_trial(times):
         return interpreted(*operands, slots=slots)
 
     times[attend] = 1.0
-    assert set(chosen(kernel(attend), tower="qwen3", dtype="bfloat16").taken) == {128}
+    assert set(chosen(kernel(attend), backbone="qwen3", dtype="bfloat16").taken) == {128}
 
 
 def chosen_on_cpu(cache_dir, wanted="auto", dtype="bfloat16") -> Choice:
@@ -234,15 +236,15 @@ def test_without_native_kernels_xla_does_it_and_says_why(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("never_slower")
 def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
     device = jax.local_devices()[0]
-    verdicts = dict.fromkeys(("linear", "attention"), native_trial.Verdict(times_xla=0.5))
-    for tower in ("bert", "modernbert", "qwen3"):
+    results = dict.fromkeys(("linear", "attention"), native_trial.TrialResult(times_xla=0.5))
+    for backbone in ("bert", "modernbert", "qwen3"):
         for sizes, joins in ((WIDER_TOWERS, True), (TOWERS, False)):  # heads of 32, and narrower
-            model = program(tiny_spec(**sizes[tower]))
+            model = program(tiny_spec(**sizes[backbone]))
             native_choice = choose_native(
-                model, device, "bfloat16", "auto", tmp_path, lambda: verdicts
+                model, device, "bfloat16", "auto", tmp_path, lambda: results
             )
             assert native_choice.native == by_native
-            assert native_choice.joins == joins, tower
+            assert native_choice.joins == joins, backbone
     model = program(tiny_spec(**WIDER_TOWERS["deberta"]))  # which has attention of its own
     choice = choose_native(model, device, "bfloat16", "auto", tmp_path)
     assert choice.native is not None

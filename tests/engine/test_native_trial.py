@@ -12,7 +12,7 @@ from test_adapters import adapted_spec
 from jaxembed.engine import build
 from jaxembed.engine.autotune import native_trial
 from jaxembed.engine.autotune.kernels import choose_native
-from jaxembed.engine.autotune.native_trial import Verdict, noted_calls, try_native
+from jaxembed.engine.autotune.native_trial import TrialResult, native_calls_of, try_native
 from jaxembed.models import native, program
 from jaxembed.models.attention import ByNative
 from jaxembed.platform.cores import CpuTimes
@@ -56,13 +56,13 @@ def _never_slower(monkeypatch):
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
 
 
-def tower(name: str, sizes=WIDER_TOWERS):
+def backbone(name: str, sizes=WIDER_TOWERS):
     return program(tiny_spec(**sizes[name]))
 
 
 def chosen(name: str, tmp_path, wanted="auto", **options):
     return choose_native(
-        tower(name), jax.local_devices()[0], "bfloat16", wanted, tmp_path, **options
+        backbone(name), jax.local_devices()[0], "bfloat16", wanted, tmp_path, **options
     )
 
 
@@ -86,24 +86,26 @@ def plant(monkeypatch, name: str, operand: str) -> None:
 
 @pytest.mark.parametrize("name", each(CALLS, "bert", "qwen3"))
 def test_all_calls_of_a_model_are_right(name, tmp_path):
-    verdicts = try_native(tower(name), jax.local_devices()[0], "bfloat16")
-    assert set(verdicts) == CALLS[name]
-    for verdict in verdicts.values():
-        assert verdict.failed == ""
-        assert 0 <= verdict.off < native_trial.MOST_OFF / 2
-        assert verdict.times_xla > 0
-    assert chosen(name, tmp_path, verdicts=lambda: verdicts).native == ByNative()
+    results = try_native(backbone(name), jax.local_devices()[0], "bfloat16")
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.failed == ""
+        assert 0 <= result.off < native_trial.MAX_DIFFERENCE / 2
+        assert result.times_xla > 0
+    assert chosen(name, tmp_path, results=lambda: results).native == ByNative()
 
 
 @pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "nomic_bert"))
 def test_calls_with_adapters_are_right_too(name):
     model = program(adapted_spec(WIDER_TOWERS[name]))
-    adapted = {call.name for call in noted_calls(model, "bfloat16") if call.mode & native.ADAPTED}
+    adapted = {
+        call.name for call in native_calls_of(model, "bfloat16") if call.mode & native.ADAPTED
+    }
     assert adapted == CALLS[name] - {"attention", "joint_attention"}
-    verdicts = try_native(model, jax.local_devices()[0], "bfloat16")
-    assert set(verdicts) == CALLS[name]
-    for verdict in verdicts.values():
-        assert verdict.refusal(faster=False) is None
+    results = try_native(model, jax.local_devices()[0], "bfloat16")
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.refusal(faster=False) is None
 
 
 @pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))
@@ -130,12 +132,12 @@ def test_a_call_that_raises_is_not_used_and_says_why(monkeypatch, tmp_path):
 
 def test_a_slower_call_is_not_used_unless_it_is_asked_for(monkeypatch, tmp_path):
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", 1.1)
-    verdicts = {"linear": Verdict(0.001, 0.5), "attention": Verdict(0.001, 1.3)}
-    choice = chosen("qwen3", tmp_path, verdicts=lambda: verdicts)
+    results = {"linear": TrialResult(0.001, 0.5), "attention": TrialResult(0.001, 1.3)}
+    choice = chosen("qwen3", tmp_path, results=lambda: results)
     assert choice.native == ByNative(frozenset({"attention"}))
     assert choice.refused == {"native attention": "takes 1.30 times as long as XLA"}
     assert not choice.joins
-    choice = chosen("qwen3", tmp_path, "native", verdicts=lambda: verdicts)
+    choice = chosen("qwen3", tmp_path, "native", results=lambda: results)
     assert choice.native == ByNative()
     assert choice.joins
 
@@ -149,18 +151,18 @@ def test_a_call_that_is_timed_beside_other_programs_is_refused_for_this_start(
         return 1.5, CpuTimes(wall=30.0, cpu=0.3, waited=waited_s)
 
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", 1.1)
-    monkeypatch.setattr(native_trial, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(native_trial, "MAX_WAITED", 1 / 3)
     monkeypatch.setattr(native_trial, "timed", timed)
-    verdicts = try_native(tower("qwen3"), jax.local_devices()[0], "bfloat16")
-    assert {verdict.busy for verdict in verdicts.values()} == {busy}
+    results = try_native(backbone("qwen3"), jax.local_devices()[0], "bfloat16")
+    assert {result.busy for result in results.values()} == {busy}
     refusal = "takes 1.50 times as long as XLA"
     refusal += ", beside other programs: the next start tries again" if busy else ""
-    assert verdicts["linear"].refusal(faster=True) == refusal
-    assert verdicts["linear"].refusal(faster=False) is None
+    assert results["linear"].refusal(faster=True) == refusal
+    assert results["linear"].refusal(faster=False) is None
 
 
 def test_numbers_that_are_none_are_wrong():
-    assert "off by nan" in (Verdict(float("nan"), 0.5).refusal(faster=True) or "")
+    assert "off by nan" in (TrialResult(float("nan"), 0.5).refusal(faster=True) or "")
 
 
 def test_calls_whose_turn_comes_too_late_are_not_used(monkeypatch, tmp_path):
@@ -200,7 +202,7 @@ def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     (file,) = (tmp_path / "cache" / "costs").glob("*-native.json")
     file.write_text("{}")
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
-    late = Verdict(failed=native_trial.LATE)
+    late = TrialResult(failed=native_trial.LATE)
     monkeypatch.setattr(build, "try_native", lambda *of: usual(*of) | {"linear": late})
     assert kernels()["not_used"] == {"native linear": native_trial.LATE}
     monkeypatch.setattr(build, "try_native", usual)

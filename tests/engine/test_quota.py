@@ -26,7 +26,7 @@ def quota_of(clock: Clock, **limits: int) -> Quota:
     return Quota("batch", Limits(**limits), clock)
 
 
-def door(inputs: int = 1000, tokens: int = 100_000) -> Admission:
+def admission_of(inputs: int = 1000, tokens: int = 100_000) -> Admission:
     return Admission(Capacity(inputs, tokens), 0, lambda: 0.0)
 
 
@@ -59,22 +59,26 @@ def test_a_bucket_never_holds_more_than_a_minute(clock):
 
 
 def test_tokens_are_charged_by_estimate_then_by_what_is_run_then_by_the_answer(clock):
-    quota, admission = quota_of(clock, tokens_per_minute=1000), door()
-    with admission.capacity.request() as held:
-        held.account = Account(quota)
-        with admission.admit(Cost(1, 400), held) as permit:
+    quota, admission = quota_of(clock, tokens_per_minute=1000), admission_of()
+    with admission.capacity.request() as reservation:
+        reservation.account = Account(quota)
+        with admission.admit(Cost(1, 400), reservation) as permit:
             assert remaining(quota) == {"tokens": 600}
             permit.correct(Cost(1, 300))
             assert remaining(quota) == {"tokens": 700}
-            permit.settle(250)
+            permit.charge_answer(250)
         assert remaining(quota) == {"tokens": 750}
-        assert (held.account.inputs, held.account.tokens, quota.tokens) == (1, 250, 250)
+        assert (reservation.account.inputs, reservation.account.tokens, quota.tokens) == (
+            1,
+            250,
+            250,
+        )
 
 
 def test_an_estimate_that_was_too_small_is_paid_back_by_later_requests(clock):
-    quota, admission = quota_of(clock, tokens_per_minute=600), door()
+    quota, admission = quota_of(clock, tokens_per_minute=600), admission_of()
     with ask(admission, quota, Cost(1, 500)) as permit:
-        permit.settle(1200)
+        permit.charge_answer(1200)
     assert remaining(quota) == {"tokens": 0}
     with pytest.raises(QuotaExceeded, match="600 tokens a minute") as refused:
         ask(admission, quota, Cost(1, 100))
@@ -84,7 +88,7 @@ def test_an_estimate_that_was_too_small_is_paid_back_by_later_requests(clock):
 
 
 def test_a_request_with_more_tokens_than_a_minute_has_is_refused_for_good(clock):
-    quota, admission = quota_of(clock, tokens_per_minute=1000), door()
+    quota, admission = quota_of(clock, tokens_per_minute=1000), admission_of()
     with pytest.raises(RequestTooLarge, match=r"about 1001 tokens.*`batch`.*1000 .tokens_per_mi"):
         ask(admission, quota, Cost(1, 1001))
     assert remaining(quota) == {"tokens": 1000}
@@ -95,7 +99,7 @@ def test_what_failed_is_not_charged_and_what_its_client_left_is(clock):
     class Gone(BaseException):
         """A cancelled task."""
 
-    quota, admission = quota_of(clock, tokens_per_minute=1000), door()
+    quota, admission = quota_of(clock, tokens_per_minute=1000), admission_of()
     with pytest.raises(ValueError, match="x"), ask(admission, quota, Cost(1, 400)):
         raise ValueError("x")
     assert remaining(quota) == {"tokens": 1000}
@@ -106,7 +110,7 @@ def test_what_failed_is_not_charged_and_what_its_client_left_is(clock):
 
 
 def test_inputs_that_wait_are_a_share_given_back_in_every_way(clock):
-    quota, admission = quota_of(clock, max_inputs_waiting=5), door()
+    quota, admission = quota_of(clock, max_inputs_waiting=5), admission_of()
     permit = ask(admission, quota, Cost(3, 1))
     with pytest.raises(QuotaExceeded, match=r"has 3 inputs that wait, and may have 5") as refused:
         ask(admission, quota, Cost(3, 1))
@@ -128,7 +132,7 @@ def test_inputs_that_wait_are_a_share_given_back_in_every_way(clock):
 
 def test_what_the_server_has_no_room_for_is_neither_charged_nor_held(clock):
     quota = quota_of(clock, tokens_per_minute=1000, max_inputs_waiting=100)
-    full = door(inputs=1)
+    full = admission_of(inputs=1)
     full.admit(Cost(50, 1600))
     with pytest.raises(Overloaded, match="Model is overloaded"):
         ask(full, quota, Cost(2, 10))
@@ -140,16 +144,16 @@ def test_what_the_server_has_no_room_for_is_neither_charged_nor_held(clock):
 
 def test_later_parts_of_a_request_do_not_wait_but_all_of_them_are_within_the_limits(clock):
     quota = quota_of(clock, tokens_per_minute=1000, max_inputs_waiting=10)
-    admission = door()
-    ask(admission, quota, Cost(1, 300)).settle(300)
-    with admission.capacity.request() as held:
-        held.account = Account(quota)
-        admission.admit(Cost(4, 500), held)
-        admission.admit(Cost(4, 400), held)  # 200 more than there are
+    admission = admission_of()
+    ask(admission, quota, Cost(1, 300)).charge_answer(300)
+    with admission.capacity.request() as reservation:
+        reservation.account = Account(quota)
+        admission.admit(Cost(4, 500), reservation)
+        admission.admit(Cost(4, 400), reservation)  # 200 more than there are
         with pytest.raises(RequestTooLarge, match="about 1001 tokens"):
-            admission.admit(Cost(1, 101), held)
+            admission.admit(Cost(1, 101), reservation)
         with pytest.raises(RequestTooLarge, match="11 inputs"):
-            admission.admit(Cost(3, 1), held)
+            admission.admit(Cost(3, 1), reservation)
 
 
 def test_other_limits_keep_the_share_that_was_used(clock):
@@ -164,15 +168,15 @@ def test_other_limits_keep_the_share_that_was_used(clock):
 
 
 def test_without_limits_nothing_is_refused_and_what_was_used_is_counted():
-    quota, admission = Quota("free", Limits()), door()
+    quota, admission = Quota("free", Limits()), admission_of()
     for _ in range(100):
         quota.count_request()
-    ask(admission, quota, Cost(500, 90_000)).settle(80_000)
+    ask(admission, quota, Cost(500, 90_000)).charge_answer(80_000)
     assert (quota.requests, quota.tokens, quota.states()) == (100, 80_000, [])
 
 
 def ask(admission: Admission, quota: Quota, cost: Cost):
     """The permit of a request of one part."""
-    with admission.capacity.request() as held:
-        held.account = Account(quota)
-        return admission.admit(cost, held)
+    with admission.capacity.request() as reservation:
+        reservation.account = Account(quota)
+        return admission.admit(cost, reservation)

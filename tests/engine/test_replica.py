@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, tiny_spec
-from fakes import ticket_of
+from fakes import future_of
 from representatives import each
 
 from benchmarks.parameters import random_parameters
@@ -40,8 +40,8 @@ def _replica() -> Replica:
 
 
 def batch_of(*ids: list[int], bucket=BUCKET):
-    entries = ticket_of([Encoding(np.array(one, np.int32)) for one in ids]).entries
-    return place(bucket, entries)
+    sequences = future_of([Encoding(np.array(one, np.int32)) for one in ids]).sequences
+    return place(bucket, sequences)
 
 
 def test_nothing_compiles_after_warm_up(embedder):
@@ -100,8 +100,8 @@ def test_parameters_are_placed_one_by_one_on_every_group_of_devices():
 @pytest.mark.parametrize("name", each(TOWERS, "bert"))
 def test_a_narrow_table_of_embeddings_is_not_widened(name):
     """A copy of the table in float32 would be twice the table."""
-    rows, tower = 100_000, TOWERS[name]
-    spec = tiny_spec(**tower | {"config": tower["config"] | {"vocab_size": rows}})
+    rows, backbone = 100_000, TOWERS[name]
+    spec = tiny_spec(**backbone | {"config": backbone["config"] | {"vocab_size": rows}})
     replica = Replica(program(spec), random_parameters(spec), jax.local_devices()[:1], "bfloat16")
     replica.compile(BUCKET)
     assert replica.temporary_bytes(BUCKET) < rows * 32 * 2 / 4
@@ -112,7 +112,7 @@ def test_the_float32_twin_takes_what_leaves_float16():
     parameters = random_parameters(tiny_spec())
     parameters["tower.layers.0.mlp.up.bias"] += 1e5
     half = Replica(
-        program(tiny_spec()), parameters, jax.local_devices()[:1], "float16", float32_twin=BUCKET
+        program(tiny_spec()), parameters, jax.local_devices()[:1], "float16", float32_bucket=BUCKET
     )
     assert half.float32_bucket is None  # not compiled yet
     half.compile(BUCKET)

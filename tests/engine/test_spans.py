@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.data.spec import DenseLayer
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.errors import InvalidInput, TooManySpans
 
@@ -50,7 +50,7 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
         Encoding(ids_of(length, seed), spans=tuple(spans))
         for seed, (length, spans) in enumerate(sequences)
     ]
-    result = embedder.model.main.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
+    result = embedder.model.main.engine.submit(work_from_encodings(encodings, BOTH)).result(WAIT_S)
     first = 0
     for index, (_, spans) in enumerate(sequences):
         check(result, index, spans, first)
@@ -61,7 +61,7 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
 def test_the_same_text_with_other_spans_is_not_computed_for_both(embedder):
     ids = ids_of(8)
     encodings = [Encoding(ids), Encoding(ids, spans=((0, 4),)), Encoding(ids, spans=((0, 8),))]
-    result = embedder.model.main.engine.submit(work_of(encodings, BOTH)).result(WAIT_S)
+    result = embedder.model.main.engine.submit(work_from_encodings(encodings, BOTH)).result(WAIT_S)
     check(result, 0, [(0, 8)], 0)
     check(result, 1, [(0, 4)], 1)
     np.testing.assert_array_equal(result["dense"][0], result["dense"][2])
@@ -82,18 +82,18 @@ def test_a_sequence_goes_to_a_row_that_has_slots_for_its_spans():
 
 def test_spans_survive_halving_and_running_alone():
     """What does not fit the memory, or is not finite, is placed again by its slots."""
-    runner = SumRunner(most_tokens=64, poison=True)
+    runner = SumRunner(max_tokens=64, poison=True)
     grid = BucketGrid((*SMALL_GRID.buckets, Bucket(4, 64)))
     engine = EngineUnderTest([runner], grid, full_warmup=True)
     spans = tuple((k, k + 2) for k in range(9))
     rows = [np.full(10, 20 + k, np.int32) for k in range(8)]
     rows[3][9] = SumRunner.BAD  # in no span
-    work = work_of([Encoding(row, spans=spans) for row in rows])
-    ticket = engine.submit(work)
+    work = work_from_encodings([Encoding(row, spans=spans) for row in rows])
+    future = engine.submit(work)
     engine.start()
     with pytest.raises(Exception, match="input 3"):
-        ticket.result(WAIT_S)
-    dense = ticket.values["dense"].reshape(8, 9)
+        future.result(WAIT_S)
+    dense = future.values["dense"].reshape(8, 9)
     for k in set(range(8)) - {3}:
         assert dense[k].tolist() == [2.0 * (20 + k)] * 9
     assert count_of(engine.telemetry.split_batches) > 0

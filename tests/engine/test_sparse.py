@@ -9,9 +9,9 @@ import pytest
 from sparse_matrix import as_dense
 
 from jaxembed.data.spec import Vocabulary
-from jaxembed.data.work import SparseRows, sparse_rows
+from jaxembed.data.work import SparseRows, to_sparse_rows
 from jaxembed.engine import sparse
-from jaxembed.engine.sparse import fetched, gathered
+from jaxembed.engine.sparse import fetch_rows, gather_nonzero
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
 from jaxembed.models.tokens import PackedTokens
 
@@ -31,12 +31,12 @@ def test_sparse_rows_hold_the_matrix_exactly():
         with_empty_rows,
         *(mostly_zero(rows, 11, share) for rows in (0, 1, 7) for share in (0.0, 0.1, 1.0)),
     ):
-        np.testing.assert_array_equal(as_dense(sparse_rows(matrix)), matrix)
+        np.testing.assert_array_equal(as_dense(to_sparse_rows(matrix)), matrix)
 
 
 def test_csr_has_the_rows_one_after_the_other():
     matrix = mostly_zero(6, 9, 0.3)
-    values, indices, offsets = sparse_rows(matrix).csr
+    values, indices, offsets = to_sparse_rows(matrix).csr
     assert offsets.tolist() == [0, *np.cumsum((matrix != 0).sum(axis=1)).tolist()]
     np.testing.assert_array_equal(matrix[matrix != 0], values)
     np.testing.assert_array_equal(np.nonzero(matrix)[1], indices)
@@ -48,9 +48,9 @@ def test_a_device_gives_all_that_is_not_zero(monkeypatch, shards, room):
     """`room` of 1 is less than there is: then everything is copied."""
     monkeypatch.setattr(sparse, "VALUES_A_TOKEN", room)
     dense = mostly_zero(6 * 4, 50, 0.05).reshape(6, 4, 50)
-    parts = [jax.jit(lambda x: gathered(x, 3))(part) for part in np.split(dense, shards)]
+    parts = [jax.jit(lambda x: gather_nonzero(x, 3))(part) for part in np.split(dense, shards)]
     whole = sparse.Gathered(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-    np.testing.assert_array_equal(as_dense(fetched(whole)), dense.reshape(24, 50))
+    np.testing.assert_array_equal(as_dense(fetch_rows(whole)), dense.reshape(24, 50))
 
 
 def packed(rows: list[list[int]], length: int, slots: int) -> PackedTokens:

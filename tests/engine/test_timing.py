@@ -7,16 +7,16 @@ import time
 
 import numpy as np
 import pytest
-from fakes import WAIT_S, SumRunner, encoding, sums, ticket_of, timed_costs, until
+from fakes import WAIT_S, SumRunner, encoding, future_of, sums, timed_costs, until
 
 from jaxembed.engine.autotune import costs as costs_module
 from jaxembed.engine.autotune import timing as timing_module
 from jaxembed.engine.autotune.costs import BucketCosts
-from jaxembed.engine.autotune.timing import BucketTimer, Together, full_planes, milliseconds
+from jaxembed.engine.autotune.timing import BucketTimer, ConcurrentRuns, full_planes, milliseconds
 from jaxembed.engine.batch import place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import NullReplica
-from jaxembed.engine.turn import DeviceTurn, Share
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import CpuTimes
 
@@ -30,7 +30,7 @@ def _quick(monkeypatch):
     """Two timings of a bucket, of two runs each, and looks all the time."""
     monkeypatch.setattr(costs_module, "TIMINGS", 2)
     monkeypatch.setattr(timing_module, "TIMING_S", 60.0)
-    monkeypatch.setattr(timing_module, "MOST_RUNS", 2)
+    monkeypatch.setattr(timing_module, "MAX_RUNS", 2)
     monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", 0.0)
     monkeypatch.setattr(timing_module, "LOOK_S", 0.0005)
 
@@ -39,7 +39,7 @@ class Bench:
     """A timer of two buckets on a runner."""
 
     def __init__(self, runner, permits: int = 1, is_bulk_alone=lambda: False):
-        self.turn = DeviceTurn(permits)
+        self.scheduler = DeviceScheduler(permits)
         self.costs = BucketCosts(1e-6)
         self.costs.add(SMALL)
         self.costs.add(LARGE)
@@ -47,7 +47,7 @@ class Bench:
         self.done: list[int] = []
         self.timer = BucketTimer(
             runner,
-            self.turn,
+            self.scheduler,
             self.costs,
             threading.RLock(),
             self.telemetry,
@@ -78,7 +78,7 @@ def test_every_bucket_is_timed_as_often_as_wanted_and_then_no_more(permits):
         # two timings of two runs, by as many threads as there are permits; small ones first
         assert runner.timed.count(SMALL) == runner.timed.count(LARGE) == 2 * 2 * permits
         assert runner.timed[: 2 * permits] == [SMALL] * 2 * permits
-        assert runner.most_inside <= permits
+        assert runner.max_inside <= permits
 
 
 @pytest.mark.parametrize(("waited_s", "kept"), [(0.1, {SMALL, LARGE}), (1.5, set())])
@@ -86,7 +86,7 @@ def test_timings_of_a_time_when_others_had_the_cores_are_not_kept(monkeypatch, w
     def timed(run):
         return run(), CpuTimes(wall=1.0, cpu=0.5, waited=waited_s)
 
-    monkeypatch.setattr(costs_module, "MOST_WAITED", 1 / 3)
+    monkeypatch.setattr(costs_module, "MAX_WAITED", 1 / 3)
     monkeypatch.setattr(timing_module, "core_count", lambda: 2.0)
     monkeypatch.setattr(timing_module, "timed", timed)
     with Bench(SumRunner()) as bench:
@@ -120,14 +120,14 @@ def test_what_comes_waits_for_one_run_at_most():
         order: list[str] = []
 
         def work() -> None:
-            with bench.turn.hold(lambda: 0.0, Share()) as claim:
-                bench.turn.charge(claim, 1.0)
+            with bench.scheduler.hold(lambda: 0.0, VirtualTime()) as waiter:
+                bench.scheduler.charge(waiter, 1.0)
                 order.append("work")
                 runner.on_run = lambda bucket, planes: order.append("timing")
 
         worker = threading.Thread(target=work)
         worker.start()
-        until(lambda: len(bench.turn._waiting) == 1)
+        until(lambda: len(bench.scheduler._waiting) == 1)
         go_on.release()
         worker.join(WAIT_S)
         assert bench.timer.timed.wait(WAIT_S)
@@ -138,9 +138,9 @@ def test_nothing_is_timed_while_something_runs_or_has_just_run(monkeypatch):
     monkeypatch.setattr(timing_module, "SHORTEST_LULL_S", math.inf)
     runner, looks = SumRunner(), threading.Semaphore(0)
     with Bench(runner, is_bulk_alone=looks.release) as bench:  # asked at each look, and never so
-        with bench.turn.hold(lambda: 0.0, Share()) as claim:
-            bench.turn.charge(claim, 1.0)
-            assert bench.turn.idle_s == 0.0
+        with bench.scheduler.hold(lambda: 0.0, VirtualTime()) as waiter:
+            bench.scheduler.charge(waiter, 1.0)
+            assert bench.scheduler.idle_s == 0.0
             assert looks.acquire(timeout=WAIT_S)
         for _ in range(12):
             assert looks.acquire(timeout=WAIT_S)
@@ -157,15 +157,15 @@ def test_bulk_work_that_never_ends_shares_a_little_of_the_time(monkeypatch):
     with Bench(runner, is_bulk_alone=bulk.is_set) as bench:
 
         def work() -> None:
-            share = Share()
+            share = VirtualTime()
             while bulk.is_set():
-                with bench.turn.hold(lambda: 0.0, share) as claim:
-                    bench.turn.charge(claim, 1e-4)
+                with bench.scheduler.hold(lambda: 0.0, share) as waiter:
+                    bench.scheduler.charge(waiter, 1e-4)
 
         workers = [threading.Thread(target=work) for _ in range(2)]
         for worker in workers:
             worker.start()
-        until(lambda: bench.turn._waiting)
+        until(lambda: bench.scheduler._waiting)
         before = len(runner.timed)
         until(lambda: len(runner.timed) > before)
         bulk.clear()
@@ -234,8 +234,8 @@ def test_batches_longer_than_expected_make_every_bucket_dearer(start, monkeypatc
 
 
 def batch_of(*ids: list[int], bucket: Bucket = BUCKET):
-    ticket = ticket_of([encoding(*one) for one in ids])
-    return place(bucket, ticket.entries)
+    future = future_of([encoding(*one) for one in ids])
+    return place(bucket, future.sequences)
 
 
 def test_two_runs_at_once_are_timed_as_two(monkeypatch):
@@ -298,7 +298,7 @@ def test_a_full_bucket_holds_short_sequences_and_no_padding():
 
 def test_threads_that_time_end_when_they_are_told():
     before = set(threading.enumerate())
-    pair = Together(2)
+    pair = ConcurrentRuns(2)
     started = set(threading.enumerate()) - before
     assert len(started) >= 2
     assert pair.run(NullReplica("dense", NULL), BUCKET, full_planes(BUCKET, 20)) > 0

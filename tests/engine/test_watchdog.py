@@ -5,13 +5,13 @@ import threading
 from contextlib import suppress
 
 import pytest
-from fakes import SMALL_GRID, WAIT_S, SumRunner, count_of, encoding, entered, sums, ticket_of, until
+from fakes import SMALL_GRID, WAIT_S, SumRunner, count_of, encoding, entered, future_of, sums, until
 
 from jaxembed.engine import watchdog as watchdog_module
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Ticket
-from jaxembed.engine.turn import Claim, DeviceTurn
+from jaxembed.engine.future import WorkFuture
+from jaxembed.engine.scheduler import DeviceScheduler, Waiter
 from jaxembed.engine.watchdog import OVERDUE_FACTOR, OVERDUE_S, Watchdog, WatchedCall
 from jaxembed.errors import BackendError, DeviceStuck
 
@@ -27,13 +27,13 @@ def _runner():
     runner.gate.set()
 
 
-def hung(engine, runner) -> Ticket:
+def hung(engine, runner) -> WorkFuture:
     """Get the device stuck."""
     runner.gate.clear()
-    ticket = engine.ask([encoding(10), encoding(*[11] * 9)])
+    future = engine.ask([encoding(10), encoding(*[11] * 9)])
     entered(runner)
     until(lambda: engine.stuck)
-    return ticket
+    return future
 
 
 def test_a_batch_that_does_not_return_fails_with_a_reference_that_the_log_has(
@@ -57,9 +57,9 @@ def test_while_its_only_device_is_stuck_an_engine_refuses_and_fails_what_waits(s
     first = engine.ask([encoding(10)])
     entered(runner)
     waiting = [engine.ask([encoding(20 + k)]) for k in range(3)]
-    for ticket in (first, *waiting):
+    for future in (first, *waiting):
         with pytest.raises(BackendError):
-            ticket.result(WAIT_S)
+            future.result(WAIT_S)
     with pytest.raises(DeviceStuck):
         waiting[0].result(0.0)
     with pytest.raises(DeviceStuck):
@@ -67,14 +67,14 @@ def test_while_its_only_device_is_stuck_an_engine_refuses_and_fails_what_waits(s
     assert engine.waiting == (0, 0)
     assert not engine.healthy
     assert not engine.ready
-    assert count_of(engine.telemetry.stuck_seats) == 1
+    assert count_of(engine.telemetry.stuck_workers) == 1
 
 
 def test_a_call_that_returns_after_all_makes_its_seat_well_and_its_answers_are_dropped(
     start, runner
 ):
     engine = start(runner, overdue_s=OVERDUE)
-    share = engine.seats[0].share
+    share = engine.workers[0].share
     before = share.end
     late = hung(engine, runner)
     costs = engine.snapshot().costs
@@ -85,21 +85,21 @@ def test_a_call_that_returns_after_all_makes_its_seat_well_and_its_answers_are_d
     assert engine.snapshot().costs == costs  # a call that hung says nothing of the bucket
     assert sums(engine.ask([encoding(6)])) == [6.0]
     assert engine.ready
-    assert count_of(engine.telemetry.stuck_seats) == 0
+    assert count_of(engine.telemetry.stuck_workers) == 0
     assert share.end - before < OVERDUE  # nor has the model had the device
 
 
 def test_work_that_waited_while_the_device_was_stuck_for_a_moment_runs(start, runner):
     """A thread that looked for work just then went to sleep again."""
     engine = start(runner, overdue_s=OVERDUE)
-    turn = engine.seats[0].turn
-    with turn.hold(lambda: 1e9) as claim:
-        claim.overdue = True
+    scheduler = engine.workers[0].scheduler
+    with scheduler.hold(lambda: 1e9) as waiter:
+        waiter.overdue = True
         until(lambda: engine.stuck)
-        claim.overdue = False
+        waiter.overdue = False
     with engine._lock:
-        engine._lanes.add(ticket := ticket_of([encoding(7)]), None)  # and nobody is notified
-    assert sums(ticket) == [7.0]
+        engine._queue.add(future := future_of([encoding(7)]), None)  # and nobody is notified
+    assert sums(future) == [7.0]
 
 
 def test_one_stuck_seat_of_two_leaves_the_work_to_the_other(start, runner):
@@ -107,19 +107,21 @@ def test_one_stuck_seat_of_two_leaves_the_work_to_the_other(start, runner):
     engine = start(runner, well, overdue_s=OVERDUE)
     runner.gate.clear()
     until(lambda: engine.ask([encoding(5)]) and runner.ran)
-    until(lambda: engine.seats[0].turn.stuck)
+    until(lambda: engine.workers[0].scheduler.stuck)
     for k in range(6, 30):
         assert sums(engine.ask([encoding(k)])) == [float(k)]
     assert engine.healthy
     assert not engine.stuck
-    assert count_of(engine.telemetry.stuck_seats) == 1
+    assert count_of(engine.telemetry.stuck_workers) == 1
 
 
 @pytest.mark.parametrize("permits", [1, 2])
 def test_a_model_that_shares_a_stuck_device_strands_nobody_either(start, runner, permits):
-    turn = DeviceTurn(permits)
+    scheduler = DeviceScheduler(permits)
     other_runner = SumRunner()
-    engine, other = (start(one, turns=[turn], overdue_s=OVERDUE) for one in (runner, other_runner))
+    engine, other = (
+        start(one, turns=[scheduler], overdue_s=OVERDUE) for one in (runner, other_runner)
+    )
     runner.gate.clear()
     engine.ask([encoding(10)])
     entered(runner)
@@ -127,9 +129,9 @@ def test_a_model_that_shares_a_stuck_device_strands_nobody_either(start, runner,
     waiting = [other.ask([encoding(20 + k)]) for k in range(4)]
     until(lambda: engine.stuck)
     other_runner.gate.set()
-    for ticket in waiting:
+    for future in waiting:
         with suppress(BackendError):  # with a second permit it may have run before
-            ticket.result(WAIT_S)
+            future.result(WAIT_S)
     with pytest.raises(DeviceStuck):
         other.ask([encoding(5)])
     assert not other.healthy
@@ -161,14 +163,14 @@ def test_a_hang_while_a_bucket_is_timed_is_noticed_too(start, runner, caplog):
 def test_close_waits_no_longer_than_it_may_and_fails_what_is_still_inside(start, runner):
     engine = start(runner)  # with the usual patience: the call is not overdue yet
     runner.gate.clear()
-    ticket = engine.ask([encoding(10)])
+    future = engine.ask([encoding(10)])
     entered(runner)
     closer = threading.Thread(target=engine.close, args=(0.1,))
     closer.start()
     closer.join(WAIT_S)
     assert not closer.is_alive()
     with pytest.raises(BackendError, match="closed"):
-        ticket.result(0.0)
+        future.result(0.0)
 
 
 class Look(Watchdog):
@@ -188,11 +190,11 @@ class Look(Watchdog):
 def test_overdue_is_over_a_minute_and_over_twenty_times_the_expected_cost(cost_s):
     dog, allowed_s = Look(cost_s), max(60.0, 20 * cost_s)
     assert (OVERDUE_S, OVERDUE_FACTOR) == (60.0, 20.0)
-    with dog.watch(Claim(lambda: 0.0, None), Bucket(1, 16)) as call:
+    with dog.watch(Waiter(lambda: 0.0, None), Bucket(1, 16)) as call:
         assert dog.look(allowed_s) == 0
         assert dog.look(1.0) == 1
         assert dog.look(100.0) == 1  # said once
-        assert call.claim.overdue
+        assert call.waiter.overdue
         call.begin(Bucket(8, 16))  # each run of a batch starts anew
         assert dog.look(allowed_s) == 1
     assert dog.calls == []
@@ -205,7 +207,7 @@ def test_a_process_that_was_stopped_has_not_waited_meanwhile(monkeypatch):
     looks = threading.Semaphore(0)
     overdue: list[WatchedCall] = []
     dog = Watchdog(lambda bucket: 0.0, overdue.append, looks.release, overdue_s=0.5)
-    with dog.watch(Claim(lambda: 0.0, None), Bucket(1, 16)) as call:
+    with dog.watch(Waiter(lambda: 0.0, None), Bucket(1, 16)) as call:
         dog.thread.start()
         looks.acquire()
         clock[0] += 3600.0

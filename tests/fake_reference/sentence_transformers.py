@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxembed import Embedder, EngineConfig
 from jaxembed.data.inputs import Pair, Text
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 
 __version__ = "6.2.0"
 
@@ -71,8 +71,10 @@ class _Model:
         (one,) = inputs
         assert processing_kwargs is None or isinstance(one, tuple)  # it cuts a second text
         given = Text(one) if isinstance(one, str) else Pair(*one)
-        rules = Rules(prompt or "", truncate=True, side="right")
-        (encoding,) = self.embedder.model.main.processor.encode([given], rules).work.encodings
+        tokenization = TokenizationOptions(prompt or "", truncate=True, side="right")
+        (encoding,) = self.embedder.model.main.processor.encode(
+            [given], tokenization
+        ).work.encodings
         ids = encoding.ids.tolist()
         ids = [*ids, 1] if _holds("FAKE_EXTRA_TOKEN", one) else ids
         return {"input_ids": np.array([ids]), "one": one}

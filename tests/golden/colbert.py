@@ -44,12 +44,12 @@ class Saved:
 def save(model: Saved, folder: Path) -> MultiVectorEncoder:
     """Write the model to the folder. Returns what sentence-transformers makes of it."""
     torch.manual_seed(SEED)
-    tower = folder.parent / "tower"
-    _save_tower(model, tower)
+    backbone = folder.parent / "tower"
+    _save_tower(model, backbone)
     if model.form == "stanford":
-        _as_stanford(model, tower, folder)
+        _as_stanford(model, backbone, folder)
     else:
-        _as_modules(model, tower, folder)
+        _as_modules(model, backbone, folder)
     if model.form == "pylate":
         _as_pylate(model, folder)
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -87,8 +87,8 @@ def _into_vocabulary(folder: Path, tokens: list[str]) -> None:
     path.write_text(json.dumps(config))
 
 
-def _as_stanford(model: Saved, tower: Path, folder: Path) -> None:
-    tower.rename(folder)
+def _as_stanford(model: Saved, backbone: Path, folder: Path) -> None:
+    backbone.rename(folder)
     tensors = load_file(folder / "model.safetensors")
     prefix = {"bert": "bert.", "xlm_roberta": "roberta."}[model.family]
     tensors = {prefix + name: tensor for name, tensor in tensors.items()}
@@ -112,12 +112,12 @@ def _as_stanford(model: Saved, tower: Path, folder: Path) -> None:
     (folder / "artifact.metadata").write_text(json.dumps(metadata))
 
 
-def _as_modules(model: Saved, tower: Path, folder: Path) -> None:
+def _as_modules(model: Saved, backbone: Path, folder: Path) -> None:
     expansion = None
     if model.length is not None:
         expansion = {"strategy": model.strategy, "attend": model.attend, "length": model.length}
     lengths = {"query_length": model.query_length, "document_length": model.document_length}
-    transformer = Transformer(str(tower), query_expansion=expansion, **lengths)
+    transformer = Transformer(str(backbone), query_expansion=expansion, **lengths)
     width, layers = transformer.get_embedding_dimension(), []
     for options in model.dense:
         options = {"out_features": WIDTH, "bias": False, "activation_function": None} | options

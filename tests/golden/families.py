@@ -222,13 +222,13 @@ def word_pieces(special: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[st
 
 @dataclass(frozen=True)
 class Family:
-    """`tower`, `masked_lm` and `classifier` are names of classes, for `class_of`, the last two None
-    where there is no such thing; `options` are for the tower's. `tokenizer` gets a folder to keep
-    its vocabulary in, where it needs one. Positions that no token can have are `spare_positions`.
-    `odd` are changes to `config`: odd in every size, so that no two axes can be swapped unseen.
-    `published` are fields of published configs, which name no class of our own."""
+    """`backbone`, `masked_lm` and `classifier` are names of classes, for `class_of`, the last two
+    None where there is no such thing; `options` are for the backbone's. `tokenizer` gets a folder
+    to keep its vocabulary in, where it needs one. Positions that no token can have are
+    `spare_positions`. `odd` are changes to `config`: odd in every size, so that no two axes can be
+    swapped unseen. `published` are fields of published configs, which name no class of our own."""
 
-    tower: str
+    backbone: str
     masked_lm: str | None
     classifier: str | None
     config: dict[str, Any]
@@ -255,10 +255,10 @@ def class_of(name: str) -> Any:
 
 def save_tower(family: Family, folder: Path, **changes: Any) -> None:
     """The tower and its tokenizer, as transformers saves them; `changes` are to family.config."""
-    kind = class_of(family.tower)
-    tower = kind(kind.config_class(**family.config | changes), **family.options)
-    randomise(tower)
-    tower.save_pretrained(folder)
+    kind = class_of(family.backbone)
+    backbone = kind(kind.config_class(**family.config | changes), **family.options)
+    randomise(backbone)
+    backbone.save_pretrained(folder)
     family.tokenizer(folder).save_pretrained(folder)
 
 

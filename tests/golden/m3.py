@@ -33,7 +33,7 @@ class Reference:
 
     def __init__(self, folder: Path):
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        self.tower = transformers.AutoModel.from_pretrained(folder).eval()
+        self.backbone = transformers.AutoModel.from_pretrained(folder).eval()
         self.sparse = torch.load(folder / "sparse_linear.pt")
         self.vectors = torch.load(folder / "colbert_linear.pt")
         names = ("cls_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
@@ -43,10 +43,10 @@ class Reference:
     def __call__(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[width], [terms] and [tokens - 1, width]: dense, sparse and several vectors."""
         batch = self.tokenizer(text, truncation=True, max_length=LIMIT, return_tensors="pt")
-        (hidden,) = self.tower(**batch).last_hidden_state
+        (hidden,) = self.backbone(**batch).last_hidden_state
         linear = torch.nn.functional.linear
         weights = torch.relu(linear(hidden, self.sparse["weight"], self.sparse["bias"]))[:, 0]
-        terms = np.zeros(self.tower.config.vocab_size, np.float32)
+        terms = np.zeros(self.backbone.config.vocab_size, np.float32)
         for number, weight in zip(batch["input_ids"][0].tolist(), weights.tolist(), strict=True):
             if number not in self.unused:
                 terms[number] = max(terms[number], weight)

@@ -517,11 +517,11 @@ def _later(case: Case | Static, width: int) -> Iterator[torch.nn.Module]:
 
 
 def _as_masked_lm(family: Family, folder: Path) -> None:
-    tower = class_of(family.tower).from_pretrained(folder, **family.options)
-    whole = class_of(family.masked_lm)(tower.config)
+    backbone = class_of(family.backbone).from_pretrained(folder, **family.options)
+    whole = class_of(family.masked_lm)(backbone.config)
     randomise(whole)
     # not strict: that of T5 is the whole, with a decoder
-    loaded = whole.base_model.load_state_dict(tower.state_dict(), strict=False)
+    loaded = whole.base_model.load_state_dict(backbone.state_dict(), strict=False)
     assert not loaded.unexpected_keys
     whole.save_pretrained(folder)
 
@@ -614,9 +614,9 @@ def load_scorer(folder: Path) -> CrossEncoder:
     return CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
 
 
-def hidden_states(tower, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
+def hidden_states(backbone, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
     """The last hidden states of one sequence, [length, width]."""
-    return _run(tower, ids, types).last_hidden_state[0].numpy()
+    return _run(backbone, ids, types).last_hidden_state[0].numpy()
 
 
 def logits(scorer, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
@@ -693,15 +693,15 @@ def make(case: Case | Static | Outputs) -> dict[str, np.ndarray]:
         save(case, folder)
         if case.head is None:
             model = load(folder)
-            tower = model[0].auto_model.eval()
+            backbone = model[0].auto_model.eval()
             golden |= {f"vectors/{n}": answer(model, call) for n, call in enumerate(asked)}
         else:
             model = load_scorer(folder)
             scorer = model.model.eval()
-            tower = scorer.base_model
+            backbone = scorer.base_model
             golden |= {f"scores/{n}": score(model, case.head, c) for n, c in enumerate(asked)}
             golden["logits"] = np.stack([logits(scorer, *pair) for pair in pairs])
-        hidden = [hidden_states(tower, *pair) for pair in pairs]
+        hidden = [hidden_states(backbone, *pair) for pair in pairs]
         publish(FAMILIES[case.family], folder)
         golden |= _source(folder)
     return golden | {

@@ -10,12 +10,12 @@ from representatives import each
 
 from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import Adapter, DType, ModelSpec
-from jaxembed.data.work import Encoding, join_work, work_of
+from jaxembed.data.work import Encoding, join_work, work_from_encodings
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.lanes import Lanes
+from jaxembed.engine.future import WorkFuture
+from jaxembed.engine.queue import RequestQueue
 from jaxembed.engine.replica import Replica
-from jaxembed.engine.ticket import Ticket
 from jaxembed.errors import CheckpointError
 from jaxembed.models import attention, program
 
@@ -37,22 +37,22 @@ ADAPTED = (
 )
 
 
-def layers_of(tower: dict[str, Any]) -> list[str]:
+def layers_of(backbone: dict[str, Any]) -> list[str]:
     """The layers of a tower that an adapter can change."""
-    has_gate = tower["config"].get("gated", tower["architecture"] in ("modernbert", "qwen3"))
+    has_gate = backbone["config"].get("gated", backbone["architecture"] in ("modernbert", "qwen3"))
     names = ("attention.qkv", "attention.out", "mlp.gate_up" if has_gate else "mlp.up", "mlp.down")
     in_layers = [f"tower.layers.{i}.{name}" for i in range(2) for name in names]
     return ["tower.embeddings.word", *in_layers]
 
 
-def adapted_spec(tower: dict[str, Any]) -> ModelSpec:
+def adapted_spec(backbone: dict[str, Any]) -> ModelSpec:
     """Two adapters: one of rank 4 in every layer, and one of rank 2 in every second one."""
-    layers = layers_of(tower)
+    layers = layers_of(backbone)
     adapters = (
         Adapter("first", dict.fromkeys(layers, 4)),
         Adapter("second", dict.fromkeys(layers[::2], 2)),
     )
-    return tiny_spec(**tower, adapters=adapters)
+    return tiny_spec(**backbone, adapters=adapters)
 
 
 def merged(parameters: dict[str, np.ndarray], spec: ModelSpec, number: int) -> dict[str, Any]:
@@ -83,17 +83,21 @@ def replica_of(spec: ModelSpec, parameters, dtype: DType = "float32", native=Fal
 
 
 def work_with(ids: list[int], adapter: int):
-    return join_work([work_of([Encoding(np.array(ids, np.int32))])], frozenset({"dense"}), adapter)
+    return join_work(
+        [work_from_encodings([Encoding(np.array(ids, np.int32))])], frozenset({"dense"}), adapter
+    )
 
 
 def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
     """The vectors of the texts, all in one batch."""
-    tickets = [Ticket(work_with(*one), {"dense": 32}) for one in zip(texts, numbers, strict=True)]
-    batch = place(BUCKET, [ticket.entries[0] for ticket in tickets])
-    assert len(batch.entries) == len(texts)
+    futures = [
+        WorkFuture(work_with(*one), {"dense": 32}) for one in zip(texts, numbers, strict=True)
+    ]
+    batch = place(BUCKET, [future.sequences[0] for future in futures])
+    assert len(batch.sequences) == len(texts)
     dense = replica.run(BUCKET, pack(batch, replica.planes), ("dense",))["dense"]
-    by_entry = dict(zip(map(id, batch.entries), dense[batch.rows, batch.slots], strict=True))
-    return np.array([by_entry[id(ticket.entries[0])] for ticket in tickets])
+    by_entry = dict(zip(map(id, batch.sequences), dense[batch.rows, batch.slots], strict=True))
+    return np.array([by_entry[id(future.sequences[0])] for future in futures])
 
 
 @pytest.fixture(name="adapted", scope="module", params=each(ADAPTED, "bert", "qwen3"))
@@ -162,10 +166,10 @@ def test_an_adapter_of_a_layer_that_the_tower_lacks_is_refused():
 
 
 def test_a_text_under_two_adapters_is_computed_twice_and_under_one_once():
-    lanes = Lanes(64)
-    lanes.lengthen(64)
+    queues = RequestQueue(64)
+    queues.set_longest_row(64)
     for number in (1, 1, 2, 0, 0):
-        lanes.add(Ticket(work_with([7, 8], number), {"dense": 1}))
-    batch = lanes.take({Bucket(1, 64): 1.0}, 0.0, None)
+        queues.add(WorkFuture(work_with([7, 8], number), {"dense": 1}))
+    batch = queues.take({Bucket(1, 64): 1.0}, 0.0, None)
     assert batch is not None
-    assert sorted(entry.adapter for entry in batch.entries) == [0, 1, 2]
+    assert sorted(entry.adapter for entry in batch.sequences) == [0, 1, 2]

@@ -9,7 +9,7 @@ from representatives import each
 from jaxembed.models import attention
 from jaxembed.models.attention import (
     EVERYTHING,
-    Sight,
+    AttentionMask,
     attend,
     attend_joint,
     by_native,
@@ -22,16 +22,22 @@ HEADS, WIDTH = 2, 8
 
 SIGHTS = {
     "everything": EVERYTHING,
-    "causal": Sight(causal=True),
-    "window": Sight(reach=3),
-    "causal window": Sight(causal=True, reach=5),
-    "window of one": Sight(reach=0),
-    "window wider than the row": Sight(reach=100),
+    "causal": AttentionMask(causal=True),
+    "window": AttentionMask(reach=3),
+    "causal window": AttentionMask(causal=True, reach=5),
+    "window of one": AttentionMask(reach=0),
+    "window wider than the row": AttentionMask(reach=100),
 }
 
 
 def reference(
-    query, key, value, segments, sight: Sight = EVERYTHING, bias=None, key_segments=None
+    query,
+    key,
+    value,
+    segments,
+    attention_mask: AttentionMask = EVERYTHING,
+    bias=None,
+    key_segments=None,
 ) -> np.ndarray:
     """By numpy in float64; zeros in padding and where no key is seen."""
     per_group, at = query.shape[2] // key.shape[2], np.arange(segments.shape[1])
@@ -42,15 +48,15 @@ def reference(
     key, value = (np.repeat(x, per_group, axis=1) for x in (key, value))
     scores = query @ key.swapaxes(2, 3) / np.sqrt(query.shape[3])
     distance = at[:, None] - at
-    if sight.cap is not None:
-        scores = sight.cap * np.tanh(scores / sight.cap)
+    if attention_mask.cap is not None:
+        scores = attention_mask.cap * np.tanh(scores / attention_mask.cap)
     if bias is not None:
         scores = scores + np.asarray(bias)[:, at[-1] - distance]
     keys = segments if key_segments is None else key_segments
     seen = segments[:, None, :, None] == keys[:, None, None, :]
-    seen = seen & real.swapaxes(1, 2) & ((distance >= 0) | (not sight.causal))
-    if sight.reach is not None:
-        seen &= abs(distance) <= sight.reach
+    seen = seen & real.swapaxes(1, 2) & ((distance >= 0) | (not attention_mask.causal))
+    if attention_mask.reach is not None:
+        seen &= abs(distance) <= attention_mask.reach
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - np.maximum(scores.max(axis=-1, keepdims=True), -1e300))
     total = np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
@@ -92,16 +98,18 @@ FEW_SIGHTS = "everything", "causal window"
 NOT_FULL = "a block not full", 3
 
 
-def assert_attends(segments, operands, sight=EVERYTHING, bias=None, rtol=1e-5, atol=2e-6) -> None:
+def assert_attends(
+    segments, operands, attention_mask=EVERYTHING, bias=None, rtol=1e-5, atol=2e-6
+) -> None:
     """Beside padding of NaN, as the reference; rtol: float32, sums of at most 32 terms."""
     poisoned = [np.where(segments[..., None, None] == 0, np.nan, x) for x in operands]
     mixed = attend(
         *(jnp.asarray(x, jnp.float32) for x in poisoned),
         jnp.asarray(segments),
-        sight,
+        attention_mask,
         bias,
     )
-    wanted, real = reference(*operands, segments, sight, bias), segments != 0
+    wanted, real = reference(*operands, segments, attention_mask, bias), segments != 0
     np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=rtol, atol=atol)
 
 
@@ -112,25 +120,29 @@ def bias_of(heads: int, length: int) -> jax.Array:
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("sight", each(SIGHTS, *FEW_SIGHTS))
+@pytest.mark.parametrize("attention_mask", each(SIGHTS, *FEW_SIGHTS))
 @pytest.mark.parametrize("per_group", each([1, 3], 3))
 @pytest.mark.parametrize("name", each(SEGMENTS, *FEW_SEGMENTS))
-def test_packed_segments_attend_to_themselves_beside_nan(name, per_group, sight):
-    assert_attends(SEGMENTS[name], draw(SEGMENTS[name], per_group), SIGHTS[sight])
+def test_packed_segments_attend_to_themselves_beside_nan(name, per_group, attention_mask):
+    assert_attends(SEGMENTS[name], draw(SEGMENTS[name], per_group), SIGHTS[attention_mask])
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    "sight", each([EVERYTHING, Sight(reach=3), Sight(True, reach=5)], Sight(reach=3)), ids=str
+    "attention_mask",
+    each(
+        [EVERYTHING, AttentionMask(reach=3), AttentionMask(True, reach=5)], AttentionMask(reach=3)
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize(
     ("name", "per_group"),
     each([("whole", 1), ("whole", 3), ("blocks", 1), NOT_FULL], ("whole", 1), NOT_FULL),
 )
-def test_a_bias_is_added_by_head_and_distance(name, per_group, sight):
+def test_a_bias_is_added_by_head_and_distance(name, per_group, attention_mask):
     segments = SEGMENTS[name]
     bias = bias_of(HEADS * per_group, segments.shape[1])
-    assert_attends(segments, draw(segments, per_group), sight, bias)
+    assert_attends(segments, draw(segments, per_group), attention_mask, bias)
 
 
 def last_hidden(segments: np.ndarray) -> np.ndarray:
@@ -145,18 +157,20 @@ def last_hidden(segments: np.ndarray) -> np.ndarray:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    "sight", each([EVERYTHING, Sight(reach=9), Sight(causal=True)], Sight(reach=9)), ids=str
+    "attention_mask",
+    each([EVERYTHING, AttentionMask(reach=9), AttentionMask(causal=True)], AttentionMask(reach=9)),
+    ids=str,
 )
 @pytest.mark.parametrize("per_group", each([1, 3], 3))
 @pytest.mark.parametrize("name", each(SEGMENTS, *FEW_SEGMENTS))
-def test_no_query_sees_a_key_that_is_hidden(name, per_group, sight):
+def test_no_query_sees_a_key_that_is_hidden(name, per_group, attention_mask):
     """Also the hidden tokens' own queries, which see the others; those without any stay finite."""
     segments = SEGMENTS[name]
     query, key, value = draw(segments, per_group)
     key_segments = last_hidden(segments)
     operands = map(jnp.asarray, (query, key, value, segments))
-    mixed = np.asarray(attend(*operands, sight, key_segments=jnp.asarray(key_segments)))
-    wanted = reference(query, key, value, segments, sight, key_segments=key_segments)
+    mixed = np.asarray(attend(*operands, attention_mask, key_segments=jnp.asarray(key_segments)))
+    wanted = reference(query, key, value, segments, attention_mask, key_segments=key_segments)
     real = wanted.any(axis=(2, 3))
     assert real.sum() > (segments != 0).sum() / 2
     assert np.isfinite(mixed[segments != 0]).all()
@@ -179,8 +193,8 @@ def test_hidden_keys_leave_native_kernels_alone():
 @pytest.mark.parametrize("name", FEW_SEGMENTS)
 def test_a_soft_cap_bends_scores_before_the_mask(name):
     query, key, value = draw(SEGMENTS[name])
-    sight = Sight(causal=True, reach=5, cap=3.0)
-    assert_attends(SEGMENTS[name], (8 * query, key, value), sight)  # scores of size eight
+    attention_mask = AttentionMask(causal=True, reach=5, cap=3.0)
+    assert_attends(SEGMENTS[name], (8 * query, key, value), attention_mask)  # scores of size eight
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 16])
@@ -200,15 +214,17 @@ def test_slopes_are_multiplied_with_the_distance():
 
 
 @pytest.mark.parametrize("length", each([112, 256, 257, 320], 257))
-@pytest.mark.parametrize("sight", [EVERYTHING, Sight(reach=64), Sight(causal=True)], ids=str)
-def test_the_shipped_constants_give_the_same_on_both_sides_of_the_limit(length, sight):
+@pytest.mark.parametrize(
+    "attention_mask", [EVERYTHING, AttentionMask(reach=64), AttentionMask(causal=True)], ids=str
+)
+def test_the_shipped_constants_give_the_same_on_both_sides_of_the_limit(length, attention_mask):
     segments = ragged(length, [length - 100, 60])
     operands = draw(segments)
     for bias in (None, bias_of(HEADS, length)):
-        assert_attends(segments, operands, sight, bias, rtol=1e-4, atol=1e-5)
+        assert_attends(segments, operands, attention_mask, bias, rtol=1e-4, atol=1e-5)
         joint = jnp.asarray(np.stack(operands, axis=2))
-        mixed = attend_joint(joint, jnp.asarray(segments), sight, bias)
-        wanted, real = reference(*operands, segments, sight, bias), segments != 0
+        mixed = attend_joint(joint, jnp.asarray(segments), attention_mask, bias)
+        wanted, real = reference(*operands, segments, attention_mask, bias), segments != 0
         np.testing.assert_allclose(np.asarray(mixed)[real], wanted[real], rtol=1e-4, atol=1e-5)
 
 

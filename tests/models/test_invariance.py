@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WIDER_TOWERS, WORDS, tiny_spec
-from fakes import count_of, ticket_of
+from fakes import count_of, future_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from representatives import each
@@ -17,8 +17,8 @@ from jaxembed.data.spec import DenseLayer, LayerNormLayer, Vocabulary
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.future import QueuedSequence
 from jaxembed.engine.replica import Replica
-from jaxembed.engine.ticket import Entry
 from jaxembed.models import ARCHITECTURES, attention, deberta, program
 from jaxembed.models.heads import POOLINGS
 
@@ -119,7 +119,7 @@ def run(replica: Replica, batch: Batch, k: int = 0) -> tuple[np.ndarray, np.ndar
     """The pooled vector and the hidden states of entry k."""
     output = replica.run(batch.bucket, pack(batch, replica.planes), OUTPUTS)
     row, slot, start = batch.rows[k], batch.slots[k], batch.starts[k]
-    length = batch.entries[k].length
+    length = batch.sequences[k].length
     return output["dense"][row, slot], output["tokens"][row, start : start + length]
 
 
@@ -127,8 +127,8 @@ def placed(bucket: Bucket, places) -> Batch:
     """`places` are (ids, unpooled, row, slot, start)."""
     encodings = [Encoding(np.array(ids, np.int32), spans=((n, len(ids)),)) for ids, n, *_ in places]
     rows, slots, starts = (np.array([place[i] for place in places]) for i in (2, 3, 4))
-    # a ticket each: one would compute what is alike only once
-    entries = [ticket_of([encoding]).entries[0] for encoding in encodings]
+    # a future each: one would compute what is alike only once
+    entries = [future_of([encoding]).sequences[0] for encoding in encodings]
     return Batch(bucket, entries, rows, slots + 1, slots, starts)
 
 
@@ -136,7 +136,7 @@ def alone(bucket: Bucket, ids, unpooled=0) -> Batch:
     return placed(bucket, [(ids, unpooled, 0, 0, 0)])
 
 
-def first_of(entry: Entry) -> int:
+def first_of(entry: QueuedSequence) -> int:
     """The first token that is pooled."""
     return 0 if entry.spans is None else int(entry.spans[0, 0])
 
@@ -190,7 +190,7 @@ def placements(draw):
 
 def assert_same_wherever_it_lies(replica: Replica, placement, assert_alike) -> None:
     batch = placed(*placement)
-    entry = batch.entries[0]
+    entry = batch.sequences[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
     single = alone(home, entry.ids, first_of(entry))
     for got, wanted in zip(run(replica, batch), run(replica, single), strict=True):
@@ -264,7 +264,7 @@ def test_every_head_is_the_same_among_poisoned_neighbours(head):
 
 
 def test_every_architecture_is_among_the_towers():
-    assert {tower["architecture"] for tower in TOWERS.values()} == set(ARCHITECTURES)
+    assert {backbone["architecture"] for backbone in TOWERS.values()} == set(ARCHITECTURES)
 
 
 def test_the_poison_is_real(float32):

@@ -25,7 +25,7 @@ from test_invariance import HUGE, assert_same, placed, poisoned_parameters, run
 from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
 from jaxembed.engine.replica import Replica
 from jaxembed.models import kernels, program
-from jaxembed.models.attention import EVERYTHING, Sight, by_xla
+from jaxembed.models.attention import EVERYTHING, AttentionMask, by_xla
 from jaxembed.models.kernels import Call, Kernel, splash, triton
 
 NAMES = ["splash", "triton", "flash"]
@@ -44,9 +44,9 @@ def flash_mha_varlen(query, key, value, cu_seqlens, max_seqlen, is_causal, windo
     sequence = jnp.searchsorted(cu_seqlens, jnp.arange(tokens), side="right")
     before, after = window_size
     assert after == (0 if is_causal else before)
-    sight = Sight(causal=is_causal, reach=None if before < 0 else before)
+    attention_mask = AttentionMask(causal=is_causal, reach=None if before < 0 else before)
     one_row = (x[None] for x in (query, key, value, sequence))
-    mixed = by_xla(*one_row, sight)[0].astype(query.dtype)
+    mixed = by_xla(*one_row, attention_mask)[0].astype(query.dtype)
     return jnp.where(fits, mixed, jnp.nan)
 
 
@@ -72,8 +72,10 @@ def interpreted(module) -> Kernel:
     return replace(module.KERNEL, attend=partial(module.attend, interpret=True))
 
 
-def mixed_by(kernel: Kernel, operands, of_token, sight: Sight, slots: int = SLOTS) -> np.ndarray:
-    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, sight, slots))
+def mixed_by(
+    kernel: Kernel, operands, of_token, attention_mask: AttentionMask, slots: int = SLOTS
+) -> np.ndarray:
+    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, attention_mask, slots))
     return np.asarray(call(*operands, jnp.asarray(of_token)))
 
 
@@ -82,28 +84,32 @@ def poisoned(operands, of_token) -> list[jax.Array]:
     return [jnp.asarray(np.where(padding, np.nan, x), jnp.float32) for x in operands]
 
 
-def assert_attends(kernel, operands, of_token, sight=EVERYTHING, rtol=1e-4, atol=1e-5) -> None:
+def assert_attends(
+    kernel, operands, of_token, attention_mask=EVERYTHING, rtol=1e-4, atol=1e-5
+) -> None:
     """As the reference; rtol: float32, sums of hundreds of terms."""
-    mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, sight)
+    mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, attention_mask)
     assert mixed.dtype == np.float32
-    wanted, real = reference(*map(np.asarray, operands), of_token, sight), of_token != 0
+    wanted, real = reference(*map(np.asarray, operands), of_token, attention_mask), of_token != 0
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("sight", each(SIGHTS, "causal window"))
-def test_packed_segments_attend_to_themselves_beside_nan(kernel, sight):
+@pytest.mark.parametrize("attention_mask", each(SIGHTS, "causal window"))
+def test_packed_segments_attend_to_themselves_beside_nan(kernel, attention_mask):
     operands = poisoned(draw(SEGMENTS, per_group=2), SEGMENTS)
-    assert_attends(kernel, operands, SEGMENTS, SIGHTS[sight])
+    assert_attends(kernel, operands, SEGMENTS, SIGHTS[attention_mask])
 
 
 @pytest.mark.parametrize("module", [splash, triton], ids=lambda module: module.KERNEL.name)
-@pytest.mark.parametrize("sight", each([EVERYTHING, Sight(reach=40)], Sight(reach=40)), ids=str)
-def test_no_query_sees_a_key_that_is_hidden(module, sight):
+@pytest.mark.parametrize(
+    "attention_mask", each([EVERYTHING, AttentionMask(reach=40)], AttentionMask(reach=40)), ids=str
+)
+def test_no_query_sees_a_key_that_is_hidden(module, attention_mask):
     operands, key_segments = draw(SEGMENTS), last_hidden(SEGMENTS)
     attend = interpreted(module).attend
-    call = jax.jit(lambda *of: attend(*of[:4], sight, SLOTS, key_segments=of[4]))
+    call = jax.jit(lambda *of: attend(*of[:4], attention_mask, SLOTS, key_segments=of[4]))
     mixed = np.asarray(call(*map(jnp.asarray, (*operands, SEGMENTS, key_segments))))
-    wanted = reference(*operands, SEGMENTS, sight, key_segments=key_segments)
+    wanted = reference(*operands, SEGMENTS, attention_mask, key_segments=key_segments)
     real = wanted.any(axis=(2, 3))
     assert real.sum() > (SEGMENTS != 0).sum() / 2
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
@@ -114,21 +120,21 @@ def test_no_query_sees_a_key_that_is_hidden(module, sight):
 def test_heads_of_any_width_are_filled_up(kernel, width, monkeypatch):
     monkeypatch.setattr(test_attention, "WIDTH", width)
     of_token = ragged(128, [128], [50, 40])
-    assert_attends(kernel, draw(of_token), of_token, Sight(causal=True, reach=20))
+    assert_attends(kernel, draw(of_token), of_token, AttentionMask(causal=True, reach=20))
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize(
-    ("length", "sight"),
-    [(512, Sight(reach=64)), (512, Sight(causal=True)), (514, EVERYTHING)],
+    ("length", "attention_mask"),
+    [(512, AttentionMask(reach=64)), (512, AttentionMask(causal=True)), (514, EVERYTHING)],
     ids=str,
 )
-def test_longer_rows_of_several_blocks(kernel, length, sight):
+def test_longer_rows_of_several_blocks(kernel, length, attention_mask):
     """Every kernel has more than one block of queries and of keys, and a last one not full."""
     if kernel.name == "splash":
         length = 640
     of_token = ragged(length, [length], [130, 300, 20])
-    assert_attends(kernel, draw(of_token), of_token, sight)
+    assert_attends(kernel, draw(of_token), of_token, attention_mask)
 
 
 @pytest.mark.numerics
@@ -139,9 +145,10 @@ def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("tower", ["modernbert", "qwen3"])  # BERT is as ModernBERT's global layers
-def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, tower):
-    spec = tiny_spec(**TOWERS[tower])
+# BERT is as ModernBERT's global layers
+@pytest.mark.parametrize("backbone", ["modernbert", "qwen3"])
+def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, backbone):
+    spec = tiny_spec(**TOWERS[backbone])
     parameters, devices = poisoned_parameters(spec), jax.local_devices()[:1]
     short, bucket = Bucket(1, 16), Bucket(2, 128)
     xla = Replica(program(spec), parameters, devices, "float32")
@@ -166,11 +173,13 @@ def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, tower
 # -- what a platform's compiler is given -----------------------------------------------------------
 
 
-def lowered(kernel: Kernel, platform: str, length: int, sight: Sight, dtype="bfloat16") -> str:
+def lowered(
+    kernel: Kernel, platform: str, length: int, attention_mask: AttentionMask, dtype="bfloat16"
+) -> str:
     """The program for a platform that this machine need not have."""
     heads = [jax.ShapeDtypeStruct((2, length, n, 64), dtype) for n in (4, 2, 2)]
     of_token = jax.ShapeDtypeStruct((2, length), jnp.int32)
-    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, sight, SLOTS))
+    call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, attention_mask, SLOTS))
     return call.trace(*heads, of_token).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -179,10 +188,10 @@ def test_splash_takes_every_row_of_a_default_grid_for_tpu(limit):
     grid = default_grid(limit, 16_384, tile=TPU_TILE)
     assert grid.max_length >= limit
     for bucket in grid.buckets:
-        for sight in (EVERYTHING, Sight(causal=True), Sight(reach=64)):
-            call = Call(12, 12, 64, "bfloat16", sight)
+        for attention_mask in (EVERYTHING, AttentionMask(causal=True), AttentionMask(reach=64)):
+            call = Call(12, 12, 64, "bfloat16", attention_mask)
             assert splash.refuses(call, bucket.length) is None
-            blocks = splash.block_sizes(bucket.length, sight)
+            blocks = splash.block_sizes(bucket.length, attention_mask)
             for size in (blocks.block_q, blocks.block_kv, blocks.block_kv_compute):
                 assert size % TPU_TILE == 0
                 assert bucket.length % size == 0
@@ -192,22 +201,29 @@ def test_each_kernel_says_which_calls_it_does_not_take(kernel):
     call, fits = Call(12, 12, 64, "bfloat16", EVERYTHING), 514 // 128 * 128
     assert kernel.refuses(call, fits) is None
     assert "no bias" in kernel.refuses(replace(call, has_bias=True), fits)
-    assert "no soft cap" in kernel.refuses(replace(call, sight=Sight(cap=50.0)), fits)
+    assert "no soft cap" in kernel.refuses(
+        replace(call, attention_mask=AttentionMask(cap=50.0)), fits
+    )
     if kernel.name == "splash":
         assert "514 tokens are no multiple of 128" in kernel.refuses(call, 514)
         assert "float16" in kernel.refuses(replace(call, dtype="float16"), fits)
         return
-    assert kernel.refuses(replace(call, sight=Sight(causal=True, reach=64)), 514) is None
+    assert (
+        kernel.refuses(replace(call, attention_mask=AttentionMask(causal=True, reach=64)), 514)
+        is None
+    )
     assert "float32" in kernel.refuses(replace(call, dtype="float32"), fits)
     assert "heads of 512" in kernel.refuses(replace(call, width=512), fits)
     hides = kernel.refuses(replace(call, hides_keys=True), fits)
     assert hides == ("it hides no keys" if kernel.name == "flash" else None)
 
 
-@pytest.mark.parametrize("sight", [EVERYTHING, Sight(causal=True), Sight(reach=64)], ids=str)
+@pytest.mark.parametrize(
+    "attention_mask", [EVERYTHING, AttentionMask(causal=True), AttentionMask(reach=64)], ids=str
+)
 @pytest.mark.parametrize("length", each([128, 640, 8192], 640))
-def test_splash_lowers_to_mosaic(length, sight):
-    assert "tpu_custom_call" in lowered(splash.KERNEL, "tpu", length, sight)
+def test_splash_lowers_to_mosaic(length, attention_mask):
+    assert "tpu_custom_call" in lowered(splash.KERNEL, "tpu", length, attention_mask)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.11
@@ -218,7 +234,7 @@ def test_our_kernel_lowers_to_triton(length, dtype):
     taken = signature(AbstractDevice).parameters  # jax 0.10.0 has no platform
     h100 = AbstractDevice(**{name: figures[name] for name in taken})
     with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=h100)):  # 0.11 asks
-        text = lowered(triton.KERNEL, "cuda", length, Sight(causal=True, reach=64), dtype)
+        text = lowered(triton.KERNEL, "cuda", length, AttentionMask(causal=True, reach=64), dtype)
     assert "__gpu$xla.gpu.triton" in text
     assert "attention_of_segments" in text
 
@@ -235,7 +251,7 @@ def test_kernels_are_found_by_name_and_the_optional_one_where_its_package_is(mon
 
 
 def test_replicas_of_one_program_may_attend_with_different_kernels():
-    def nothing(query, key, value, segments, sight):
+    def nothing(query, key, value, segments, attention_mask):
         return jnp.zeros(query.shape)
 
     spec, bucket = tiny_spec(), Bucket(1, 16)

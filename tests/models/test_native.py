@@ -22,8 +22,8 @@ from representatives import each
 from test_attention import reference
 
 from jaxembed.models import native
-from jaxembed.models.adapters import owners_of
-from jaxembed.models.attention import EVERYTHING, Sight, attend_joint, by_native, using
+from jaxembed.models.adapters import column_owners
+from jaxembed.models.attention import EVERYTHING, AttentionMask, attend_joint, by_native, using
 from jaxembed.models.layers import ACTIVATIONS, gelu
 from jaxembed.models.rope import Rotation
 
@@ -106,8 +106,8 @@ SIZES = (
 def test_a_product_is_that_of_the_rounded_operands(way, k, n):
     """Each number of rows at each size, the variants in turn."""
     x, kernel, bias = drawn(max(ROWS), k), kernel_of(k, n), drawn(n, seed=2)
-    turn = SIZES.index((k, n))
-    variants = [VARIANTS[(turn + i) % len(VARIANTS)] for i in range(len(ROWS))]
+    scheduler = SIZES.index((k, n))
+    variants = [VARIANTS[(scheduler + i) % len(VARIANTS)] for i in range(len(ROWS))]
 
     @jax.jit
     def products(xs, kernel, bias):
@@ -209,7 +209,7 @@ def test_rows_of_several_sequences_are_multiplied_one_by_one(way):
 
 def test_only_kernels_of_whole_panels_are_packable():
     kernel = "tower.layers.0.mlp.up.kernel"
-    assert native.packable(kernel, (64, 96), "bfloat16")
+    assert native.is_packable(kernel, (64, 96), "bfloat16")
     for name, shape, dtype in (
         (kernel, (64, 96), "float32"),
         (kernel, (48, 96), "bfloat16"),
@@ -217,15 +217,15 @@ def test_only_kernels_of_whole_panels_are_packable():
         ("tower.embeddings.word.embedding", (64, 96), "bfloat16"),
         ("tower.layers.0.mlp.up.bias", (64,), "bfloat16"),
     ):
-        assert not native.packable(name, shape, dtype)
+        assert not native.is_packable(name, shape, dtype)
     packed = jnp.zeros((4, 1, 2, 16, 16, 2), jnp.bfloat16)
-    assert native.takes_gated(packed, "silu")
+    assert native.supports_gated(packed, "silu")
     for other, activation in (
         (packed[:3], "silu"),
         (packed, "relu"),
         (jnp.zeros((32, 128)), "silu"),
     ):
-        assert not native.takes_gated(other, activation)
+        assert not native.supports_gated(other, activation)
 
 
 def small_integers(*shape: int, seed: int) -> np.ndarray:
@@ -236,7 +236,7 @@ def small_integers(*shape: int, seed: int) -> np.ndarray:
 def adapters_of(
     k: int, n: int, numbers: np.ndarray, ranks: tuple[int, ...]
 ) -> native.AdapterOperands:
-    owners = np.array(owners_of(ranks), np.int32)
+    owners = np.array(column_owners(ranks), np.int32)
     down, up = small_integers(k, len(owners), seed=5), small_integers(len(owners), n, seed=6)
     if n > 64:  # two weights side by side, the first of which is changed by the first columns
         up[: len(owners) // 2, 64:] = up[len(owners) // 2 :, :64] = 0
@@ -328,8 +328,8 @@ class Case:
     rows: int = 3
 
     @property
-    def sight(self) -> Sight:
-        return Sight(self.causal, self.reach)
+    def attention_mask(self) -> AttentionMask:
+        return AttentionMask(self.causal, self.reach)
 
 
 CASES = (
@@ -379,7 +379,7 @@ def natively(case: Case, way: str):
 def assert_attends(case: Case, way: str, segments: np.ndarray) -> None:
     padding = (segments == 0)[..., None, None]
     poisoned = [np.where(padding, np.float32(np.nan), x) for x in operands(case)]
-    wanted = reference(*poisoned, segments, case.sight)
+    wanted = reference(*poisoned, segments, case.attention_mask)
     for mixed in natively(case, way)(*poisoned, segments):
         assert_mixed(mixed, wanted, segments)
 
@@ -432,7 +432,7 @@ def test_every_reach(way, causal):
 
     narrow = [x.astype(jnp.bfloat16) for x in operands(case)]
     for reach, got in enumerate(attends(*narrow, segments)):
-        wanted = reference(*operands(case), segments, Sight(causal, reach))
+        wanted = reference(*operands(case), segments, AttentionMask(causal, reach))
         assert_mixed(got, wanted, segments)
 
 
@@ -461,7 +461,7 @@ def with_nan(segments: np.ndarray, *operands: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("case", each(PLACED_CASES, PLACED_CASES[1]), ids=str)
 def test_a_bias_by_distance_and_a_cap_change_scores(way, case, has_bias, cap):
     """A bias of size three, so that a head or a distance taken for another is seen."""
-    segments, sight = layout_of(case), Sight(case.causal, case.reach, cap)
+    segments, attention_mask = layout_of(case), AttentionMask(case.causal, case.reach, cap)
     drawn_bias = jnp.asarray(3 * drawn(case.heads, 2 * case.length - 1, seed=4))
     bias = drawn_bias if has_bias else None
     mask = case.causal, case.reach, cap
@@ -470,7 +470,9 @@ def test_a_bias_by_distance_and_a_cap_change_scores(way, case, has_bias, cap):
     if case.heads == case.groups:
         joint = np.stack(poisoned, axis=2)
         mixed.append(jax.jit(lambda *x: native.joint_attention(*x, *mask, bias))(joint, segments))
-    wanted = reference(*operands(case), segments, sight, None if bias is None else np.asarray(bias))
+    wanted = reference(
+        *operands(case), segments, attention_mask, None if bias is None else np.asarray(bias)
+    )
     for one in mixed:
         assert_mixed(one, wanted, segments)
 
@@ -479,12 +481,12 @@ def test_a_bias_by_distance_and_a_cap_change_scores(way, case, has_bias, cap):
     "case", each([one for one in PLACED_CASES if one.heads == one.groups], PLACED_CASES[1]), ids=str
 )
 def test_heads_are_rotated_before_their_scores(way, case):
-    segments, sight = layout_of(case), case.sight
+    segments, attention_mask = layout_of(case), case.attention_mask
     turns = drawn(*segments.shape, case.width // 2, seed=5)
     rotation = Rotation(jnp.cos(turns), jnp.sin(turns))
     query, key, value = operands(case)
     wanted = reference(
-        *(rounded(np.asarray(rotation(x))) for x in (query, key)), value, segments, sight
+        *(rounded(np.asarray(rotation(x))) for x in (query, key)), value, segments, attention_mask
     )
     joint = np.stack(with_nan(segments, query, key, value), axis=2)
     mask, angles = (case.causal, case.reach), (rotation.cos, rotation.sin)
@@ -616,7 +618,7 @@ def test_half_a_layer_in_one_call_is_what_its_parts_are(
 
 def test_a_layer_is_one_of_the_kernels_only_where_they_take_it():
     packed, plain = jnp.zeros((1, 1, 2, 16, 16, 2), jnp.bfloat16), jnp.zeros((32, 32))
-    mlp, attention = native.takes_mlp, native.takes_self_attention
+    mlp, attention = native.supports_mlp, native.supports_self_attention
     assert mlp(jnp.zeros((3, 16, 64)), packed, packed)
     assert mlp(jnp.zeros((1, 16384, 64)), packed)
     assert not mlp(jnp.zeros((3, 16, 64)), packed, plain)
@@ -730,7 +732,7 @@ def _no_calls(monkeypatch) -> None:
 
 
 def assert_unavailable(cache_dir: Path, reason: str) -> None:
-    with pytest.raises(native.Unavailable, match=reason) as caught:
+    with pytest.raises(native.NativeUnavailable, match=reason) as caught:
         native.load_library(cache_dir)
     assert "\n" not in str(caught.value)
 
@@ -905,7 +907,7 @@ def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
 def _built_ahead(fresh, instead) -> None:
     """Libraries in the package."""
     instead(GOOD)
-    native.compiler.build_ahead()
+    native.compiler.build_all()
 
 
 @pytest.mark.usefixtures("built_ahead", "with_amx", "no_calls")
@@ -922,7 +924,7 @@ def test_means_are_loaded_on_any_cpu(fresh, instead, monkeypatch, flags, tmp_pat
     monkeypatch.setattr(native.library, "_means", None)
     native.library.CPU.unlink() if flags is None else native.library.CPU.write_text(flags)
     instead(GOOD.replace("return 0", "return 4"))
-    with pytest.raises(native.Unavailable, match="wrong numbers"):
+    with pytest.raises(native.NativeUnavailable, match="wrong numbers"):
         native.load_means(fresh)
     instead(GOOD + "void jaxembed_means(void) {}")
     assert native.load_means(fresh) is native.load_means(fresh)
@@ -930,7 +932,7 @@ def test_means_are_loaded_on_any_cpu(fresh, instead, monkeypatch, flags, tmp_pat
     assert library.name.startswith("native-means-")
     monkeypatch.setattr(native.library, "_means", None)
     monkeypatch.setattr(native.compiler, "SOURCES", tmp_path)
-    with pytest.raises(native.Unavailable, match=r"cannot read .*means\.c: No such file"):
+    with pytest.raises(native.NativeUnavailable, match=r"cannot read .*means\.c: No such file"):
         native.load_means(fresh)
 
 
@@ -947,8 +949,8 @@ def test_a_library_of_other_sources_is_not_used(fresh, monkeypatch, tmp_path):
 def test_nothing_is_left_of_a_build_that_fails(compiler):
     assert len(list(native.compiler.LIBRARIES.iterdir())) == len(native.compiler.BUILDS)
     compiler("exit 1")
-    with pytest.raises(native.Unavailable, match="exited with 1"):
-        native.compiler.build_ahead()
+    with pytest.raises(native.NativeUnavailable, match="exited with 1"):
+        native.compiler.build_all()
     assert not native.compiler.LIBRARIES.exists()
 
 
@@ -958,8 +960,10 @@ def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
     monkeypatch.setattr(native.compiler.sys, "platform", platform)
     monkeypatch.setattr(native.compiler.platform, "machine", lambda: machine)
     monkeypatch.setattr(native.compiler.platform, "libc_ver", lambda: (libc, ""))
-    with pytest.raises(native.Unavailable, match=f"for Linux x86_64 with glibc, .* {machine}"):
-        native.compiler.build_ahead()
+    with pytest.raises(
+        native.NativeUnavailable, match=f"for Linux x86_64 with glibc, .* {machine}"
+    ):
+        native.compiler.build_all()
 
 
 def test_the_newest_glibc_that_a_library_asks_for():

@@ -62,7 +62,7 @@ SIGHT = {
     "reach": np.int64(-1),
     "cap": np.float32(0),
 }
-GELU, GATED_SILU = (np.int64(native.ENDS.index(end)) for end in ("gelu", "gated_silu"))
+GELU, GATED_SILU = (np.int64(native.EPILOGUES.index(end)) for end in ("gelu", "gated_silu"))
 
 
 def linear(x: np.ndarray, n: int, dtype: str, mode: np.int64, **more: np.ndarray) -> Made:
@@ -204,11 +204,11 @@ def test_attributes_that_are_missing_or_unknown_or_of_another_type_are_refused(m
 @pytest.mark.parametrize(
     ("call", "name", "value"),
     [
-        ("linear", "mode", np.int64(len(native.ENDS))),
-        ("mlp", "mode", np.int64(native.ENDS.index("norm"))),
+        ("linear", "mode", np.int64(len(native.EPILOGUES))),
+        ("mlp", "mode", np.int64(native.EPILOGUES.index("norm"))),
         ("attention", "mode", np.int64(native.ROTATED)),
         ("self_attention", "mode", np.int64(4)),
-        ("linear", "mode", np.int64(native.ADAPTED + len(native.ENDS))),
+        ("linear", "mode", np.int64(native.ADAPTED + len(native.EPILOGUES))),
         ("joint_attention", "mode", np.int64(native.ADAPTED)),
         ("attention", "cap", np.float32(-1)),
         ("linear with a norm", "eps", np.float32(np.nan)),
@@ -245,7 +245,7 @@ def test_what_tells_of_places_fits_the_rows():
     assert_refused(wide, r"half = 32 and dim = 64 came, wanted dim to be 4 \* half")
     plain = replace(call, attributes=call.attributes | {"mode": np.int64(native.BIASED)})
     assert_refused(plain, "7 operands .* came, wanted 1 result and 5 operands: .* distance_bias")
-    whole = CALLS["mlp with a gate"].with_attributes(mode=np.int64(native.ENDS.index("gelu")))
+    whole = CALLS["mlp with a gate"].with_attributes(mode=np.int64(native.EPILOGUES.index("gelu")))
     assert_refused(whole, "down_kernel: .* came, wanted")
 
     odd = CALLS["linear"].with_operand("x", single(3, 5, 48))

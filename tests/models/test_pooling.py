@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxembed.data.spec import Pooling
-from jaxembed.models.heads import POOLINGS, members
+from jaxembed.models.heads import POOLINGS, slot_members
 from jaxembed.models.tokens import PackedTokens
 
 DIM, SLOTS = 6, 5
@@ -81,7 +81,7 @@ def test_nothing_but_its_own_tokens_reaches_a_pooled_vector(name):
     """Neither NaN in padding, nor huge neighbours, nor the prompt."""
     tokens = packed()
     hidden = hidden_states(tokens)
-    own, segments = np.asarray(members(tokens)), np.asarray(tokens.segments)
+    own, segments = np.asarray(slot_members(tokens)), np.asarray(tokens.segments)
     assert (segments[3] > 0).sum() - own[3].any(axis=0).sum() == 7  # of prompts
     clean = np.asarray(POOLINGS[name](jnp.asarray(hidden), tokens))
     for slot in range(SLOTS):

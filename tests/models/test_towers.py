@@ -19,9 +19,9 @@ from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
 from jaxembed.models import ModelSpec, deberta, program
-from jaxembed.models.attention import Sight
+from jaxembed.models.attention import AttentionMask
 from jaxembed.models.bert import alibi, alibi_slopes, positions_after_pad
-from jaxembed.models.deberta import Convolution, DebertaConfig, Distances, attend_disentangled
+from jaxembed.models.deberta import Convolution, DebertaConfig, DistanceBuckets, attend_disentangled
 from jaxembed.models.layers import LayerNorm, Linear
 from jaxembed.models.tokens import PackedTokens
 
@@ -72,8 +72,11 @@ def test_the_bias_is_a_number_for_each_distance_and_the_same_on_both_sides():
 def test_every_layer_caps_its_scores():
     """So attention is the native kernels' or XLA's: those of accelerators take no cap."""
     seen = calls(program(tiny_spec(**WIDER_TOWERS["gemma2"])), "bfloat16")
-    sights = Counter({call.sight: count for call, count in seen.items()})
-    assert sights == {Sight(causal=True, reach=3, cap=0.5): 1, Sight(causal=True, cap=0.5): 1}
+    sights = Counter({call.attention_mask: count for call, count in seen.items()})
+    assert sights == {
+        AttentionMask(causal=True, reach=3, cap=0.5): 1,
+        AttentionMask(causal=True, cap=0.5): 1,
+    }
 
 
 def test_a_float16_activation_out_of_range_does_not_change_the_vector(tmp_path):
@@ -248,14 +251,14 @@ def test_places_of_published_models():
     beyond."""
     distances = np.array([0, 5, 128, 130, 200, 300, 511, 512, 9999])
     places = np.array([0, 5, 128, 130, 169, 207, 255, 255, 255])
-    published = Distances(256, 512, 511)
+    published = DistanceBuckets(256, 512, 511)
     np.testing.assert_array_equal(published.places(distances), 256 + places)
     wanted = np.where(distances < 512, 256 - places, 0)
     np.testing.assert_array_equal(published.places(-distances), wanted)
 
 
 def test_without_buckets_each_distance_has_a_place_up_to_the_last():
-    got = Distances(0, 4, 9).places(np.arange(-6, 7))
+    got = DistanceBuckets(0, 4, 9).places(np.arange(-6, 7))
     np.testing.assert_array_equal(got, [0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7, 7, 7])
 
 
@@ -305,7 +308,7 @@ def test_scores_are_those_of_the_definition_in_every_tiling(terms, length, longe
         by_query if terms in ("both", "queries") else None,
     )
     segments = np.arange(length)[None] // np.array([[longest], [max(longest - 2, 1)]]) + 1
-    distances = Distances(8, 20, longest - 1)
+    distances = DistanceBuckets(8, 20, longest - 1)
     wanted = by_definition(query, key, value, *tables, segments, distances)
     given = (query, key, value, *tables)
     given = [None if x is None else x.astype(np.float32) for x in given]

@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxembed.observability.metrics import (
     DURATION_BUCKETS,
     FAILURES,
-    MOST_KEPT,
+    MAX_BUFFERED,
     NO_MODEL,
     STAGES,
-    BulkHistogram,
+    BufferedHistogram,
     Labelled,
     Telemetry,
     exposition,
@@ -79,9 +79,9 @@ def test_lengths_are_counted_and_shown_as_tei_does_and_finer():
     assert shown("jaxembed_input_tokens") == {"8.0": 1, "16.0": 4, "20.0": 5, "+Inf": 5}
     sums = {s.name: s.value for s in found["jaxembed_input_tokens"].samples if not s.labels}
     assert sums == {"jaxembed_input_tokens_count": 5, "jaxembed_input_tokens_sum": 55}
-    telemetry.input_length.observe_many([20] * (MOST_KEPT + 1))  # more than are kept uncounted
+    telemetry.input_length.observe_many([20] * (MAX_BUFFERED + 1))  # more than are kept uncounted
     found = families(telemetry)
-    assert shown("jaxembed_input_tokens")["+Inf"] == MOST_KEPT + 6
+    assert shown("jaxembed_input_tokens")["+Inf"] == MAX_BUFFERED + 6
 
 
 @pytest.mark.parametrize("most", [1, 7, 8, 64, 100, 256, 520, 8192])
@@ -135,7 +135,7 @@ def test_no_observation_of_many_threads_is_lost():
     values = [float(power) for power in (1, 2, 3, 5000)]
 
     def observe():
-        for _ in range(MOST_KEPT):
+        for _ in range(MAX_BUFFERED):
             for value in values:
                 telemetry.batch_size.observe(value)
             telemetry.batch_size.observe_many(values)
@@ -145,7 +145,7 @@ def test_no_observation_of_many_threads_is_lost():
         thread.start()
     while any(thread.is_alive() for thread in threads):
         telemetry.exposition()
-    count = 2 * 4 * MOST_KEPT  # of each value
+    count = 2 * 4 * MAX_BUFFERED  # of each value
     found = {
         (s.name, s.labels.get("le")): s.value
         for s in families(telemetry)["te_batch_next_size"].samples
@@ -161,14 +161,14 @@ def test_no_observation_of_many_threads_is_lost():
 def test_a_histogram_is_written_as_prometheus_client_writes_its_own(bounds, monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1.75e9)
     theirs = Histogram("seconds", "How long", ["stage"], buckets=bounds, registry=None)
-    ours = Labelled("stage", {"queue": BulkHistogram("seconds", "How long", bounds)})
+    ours = Labelled("stage", {"queue": BufferedHistogram("seconds", "How long", bounds)})
     for value in (0.0, 0.5, 0.75, 3e6, *bounds):
         for histogram in (theirs, ours):
             histogram.labels("queue").observe(value)
     assert text_of(ours) == text_of(theirs)
 
 
-@pytest.mark.parametrize("count", [3, MOST_KEPT + 3])
+@pytest.mark.parametrize("count", [3, MAX_BUFFERED + 3])
 def test_inputs_have_a_time_in_each_stage_and_their_sum(count):
     telemetry = Telemetry()
     telemetry.inputs["predict"].observe_many(0.5, [1.0] * count, [2.0] * count)

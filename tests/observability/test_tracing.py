@@ -23,7 +23,7 @@ from test_static import OF_SENTENCE_TRANSFORMERS
 from jaxembed import Embedder
 from jaxembed.cli.options import JsonFormatter, TextFormatter
 from jaxembed.config import EngineConfig, ServerConfig
-from jaxembed.observability.tracing import MOST_LINKS, MOST_STAGES, TicketTrace, Trace, as_current
+from jaxembed.observability.tracing import MAX_LINKS, MAX_STAGES, FutureTrace, Trace, as_current
 from jaxembed.server.app import create_app
 from jaxembed.server.registry.models import Models
 
@@ -411,19 +411,19 @@ def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
         runner.gate.clear()
         first = engine.ask([encoding(2)])
         assert runner.entered.acquire(timeout=WAIT_S)
-        traces = [tracer.begin(scope()) for _ in range(MOST_LINKS + 6)]
-        noted = [TicketTrace(trace) for trace in traces]
-        tickets = [engine.ask([encoding(3, 4 + k)], trace=one) for k, one in enumerate(noted)]
+        traces = [tracer.begin(scope()) for _ in range(MAX_LINKS + 6)]
+        noted = [FutureTrace(trace) for trace in traces]
+        futures = [engine.ask([encoding(3, 4 + k)], trace=one) for k, one in enumerate(noted)]
         plain = engine.ask([encoding(5)])
         runner.gate.set()
-        for ticket in (first, *tickets, plain):
-            ticket.result(WAIT_S)
+        for future in (first, *futures, plain):
+            future.result(WAIT_S)
         for one in noted:
             one.finish()
         for trace in traces:
             tracer.end(trace, "/embed")
     contexts = {ids(span) for span in receiver.named("batch")}
-    assert max(len(span.links) for span in receiver.named("batch")) <= MOST_LINKS
+    assert max(len(span.links) for span in receiver.named("batch")) <= MAX_LINKS
     devices = receiver.named("device")
     assert len(devices) == len(traces)
     assert all({ids(link) for link in span.links} <= contexts for span in devices)
@@ -436,7 +436,7 @@ def test_a_batch_that_failed_has_failed_in_its_trace():
     with tracing() as (receiver, tracer), engine_of(runner) as engine:
         trace = tracer.begin(scope())
         with pytest.raises(Exception, match="the device failed"):
-            engine.ask([encoding(2)], trace=TicketTrace(trace)).result(WAIT_S)
+            engine.ask([encoding(2)], trace=FutureTrace(trace)).result(WAIT_S)
     (batch,) = receiver.named("batch")
     assert batch.status.code == ERROR
 
@@ -460,9 +460,9 @@ def scope(**changes):
 
 def test_what_is_noted_of_a_request_is_bounded():
     trace = Trace("0" * 32, None, None)
-    for k in range(2 * MOST_STAGES):
+    for k in range(2 * MAX_STAGES):
         trace.note("queue", float(k), k + 1.0)
-    assert len(trace.stages) == MOST_STAGES
+    assert len(trace.stages) == MAX_STAGES
 
 
 # Receivers that fail

@@ -25,14 +25,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def hidden_states(embedder: Embedder, tower, adapter: str | None) -> float:
+def hidden_states(embedder: Embedder, backbone, adapter: str | None) -> float:
     """The largest difference to the tower, relative, over all texts."""
     got = embedder.compute(TEXTS, ["tokens"], adapter=adapter, prompt="")["tokens"]
     ids = [
         embedder.model.main.processor._tokenizer.encode([text], fast=False)[0].ids for text in TEXTS
     ]
     pairs = zip(got, ids, strict=True)
-    return max(relative(one, make.hidden_states(tower, np.array(row))) for one, row in pairs)
+    return max(relative(one, make.hidden_states(backbone, np.array(row))) for one, row in pairs)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it
@@ -42,23 +42,23 @@ def hidden_states(embedder: Embedder, tower, adapter: str | None) -> float:
 def test_hidden_states_are_those_of_peft(family, make_embedder, tmp_path, note):
     peft = pytest.importorskip("peft")
     make.save_tower(FAMILIES[family], tmp_path / "base")
-    kind = getattr(transformers, FAMILIES[family].tower)
-    folders, towers = {}, {}
+    kind = getattr(transformers, FAMILIES[family].backbone)
+    folders, backbones = {}, {}
     for name, config in ADAPTERS.items():
-        tower = peft.get_peft_model(
+        backbone = peft.get_peft_model(
             kind.from_pretrained(tmp_path / "base", dtype=torch.float32),
             peft.LoraConfig(**config),
         )
         torch.manual_seed(1)
-        for parameter_name, parameter in tower.named_parameters():
+        for parameter_name, parameter in backbone.named_parameters():
             if "lora_" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.2)
-        tower.save_pretrained(tmp_path / name)
-        folders[name], towers[name] = tmp_path / name, tower.eval()
+        backbone.save_pretrained(tmp_path / name)
+        folders[name], backbones[name] = tmp_path / name, backbone.eval()
     embedder = make_embedder(tmp_path / "base", [(4, 64)], adapters=folders)
     base = kind.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
     apart = [hidden_states(embedder, base, None)]
-    apart += [hidden_states(embedder, tower, name) for name, tower in towers.items()]
+    apart += [hidden_states(embedder, backbone, name) for name, backbone in backbones.items()]
     note(f"hidden states within {max(apart):.1e}")
     assert max(apart) < TOLERANCE
 
@@ -88,7 +88,7 @@ def test_each_task_is_transformers_with_the_adapter_merged(make_embedder, tmp_pa
     apart = []
     for name, tensors in zip([None, *TASKS], [plain, *tasks], strict=True):
         save_file(tensors, native / "model.safetensors", {"format": "pt"})
-        tower = transformers.JinaEmbeddingsV3Model.from_pretrained(native, dtype=torch.float32)
-        apart.append(hidden_states(embedder, tower.eval(), name))
+        backbone = transformers.JinaEmbeddingsV3Model.from_pretrained(native, dtype=torch.float32)
+        apart.append(hidden_states(embedder, backbone.eval(), name))
     note(f"hidden states within {max(apart):.1e}")
     assert max(apart) < TOLERANCE

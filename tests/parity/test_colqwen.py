@@ -27,8 +27,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from converters import convert
 from converters.fields import given
 from converters.vision.colqwen import (
-    SECOND,
-    SECOND_AND_HALF,
+    QWEN2_5_VL,
+    QWEN2_VL,
     SHARED_DEFAULTS,
     VISION_DEFAULTS,
     vision_config,
@@ -37,11 +37,11 @@ from converters.vision.colqwen import (
 from converters.vision.image_rules import read_rules
 from converters.weights import Tensor, plan_steps
 from jaxembed.errors import InvalidImage
-from jaxembed.models import normalised
+from jaxembed.models import normalized_pixels
 from jaxembed.models.qwen_vision import QwenVision, QwenVisionConfig
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.preprocessing.images.decode import picture_of
-from jaxembed.preprocessing.images.prepare import page_places, prepare_image
+from jaxembed.preprocessing.images.decode import to_pillow
+from jaxembed.preprocessing.images.prepare import mrope_positions, prepare_image
 
 SIZES = [(56, 56), (42, 70), (333, 501), (1080, 1920), (30, 2000), (1, 200), (9, 7), (1754, 1240)]
 PATCH = 14
@@ -82,7 +82,7 @@ def test_pixels_are_those_of_the_processor(changes):
                 return_tensors="np",
             )
             wanted = as_ours(np.asarray(made["pixel_values"]).astype(np.uint8))
-            np.testing.assert_array_equal(prepare_image(picture_of(colours), rules), wanted)
+            np.testing.assert_array_equal(prepare_image(to_pillow(colours), rules), wanted)
 
 
 def test_an_image_that_the_processor_refuses_is_refused():
@@ -91,16 +91,16 @@ def test_an_image_that_the_processor_refuses_is_refused():
     with pytest.raises(ValueError, match="aspect ratio"):
         Qwen2VLImageProcessorPil()(Image.fromarray(colours))
     with pytest.raises(InvalidImage, match="over 200 times"):
-        prepare_image(picture_of(colours), rules)
+        prepare_image(to_pillow(colours), rules)
 
 
 SMALL_TOWER = {"depth": 3, "num_heads": 2, "initializer_range": 0.1}
 TOWERS = {
-    SECOND: (
+    QWEN2_VL: (
         Qwen2VisionTransformerPretrainedModel,
         Qwen2VLVisionConfig(**SMALL_TOWER, embed_dim=32, hidden_size=24),
     ),
-    SECOND_AND_HALF: (
+    QWEN2_5_VL: (
         Qwen2_5_VisionTransformerPretrainedModel,
         Qwen2_5_VLVisionConfig(
             **SMALL_TOWER,
@@ -134,8 +134,8 @@ def vision_tower(model, kind: str) -> QwenVision:
     stated = given(model.config.to_dict())
     config = vision_config(SHARED_DEFAULTS | VISION_DEFAULTS[kind] | stated, kind)
     assert set(config) <= {field.name for field in fields(QwenVisionConfig)}
-    tower = nnx.eval_shape(lambda: QwenVision(QwenVisionConfig(**config)))
-    graph, state = nnx.split(tower)
+    backbone = nnx.eval_shape(lambda: QwenVision(QwenVisionConfig(**config)))
+    graph, state = nnx.split(backbone)
     paths = nnx.to_flat_state(state)
     names = [".".join(map(str, ("tower", *path))) for path, _ in paths]
     shapes = {name: leaf.shape for name, (_, leaf) in zip(names, paths, strict=True)}
@@ -154,7 +154,7 @@ def test_the_tower_of_images_is_that_of_transformers(kind):
     model = drawn(cls(config))
     processor = Qwen2VLImageProcessorPil()
     rules = read_rules(processor.to_dict(), PATCH)
-    tower = vision_tower(model, kind)
+    backbone = vision_tower(model, kind)
     draw = np.random.default_rng(2)
     # two images in a row, with tokens of text and padding around them
     sides = [(56, 56), (280, 84), (84, 252), (196, 280)]
@@ -170,8 +170,8 @@ def test_the_tower_of_images_is_that_of_transformers(kind):
     for number, (image, (high, wide), count) in enumerate(zip(colours, sides, counts, strict=True)):
         row, start = number // 2, 3 if number % 2 == 0 else counts[number - 1] + 9
         at = slice(start, start + count)
-        pixels[row, at], segments[row, at] = prepare_image(picture_of(image), rules), number % 2 + 1
-        places[row, start - 3 : start + count + 2] = page_places(high // 28, wide // 28, 3, 2)
+        pixels[row, at], segments[row, at] = prepare_image(to_pillow(image), rules), number % 2 + 1
+        places[row, start - 3 : start + count + 2] = mrope_positions(high // 28, wide // 28, 3, 2)
         spots.append((row, at))
     tokens = PackedTokens(
         ids=jnp.asarray(segments),
@@ -179,10 +179,10 @@ def test_the_tower_of_images_is_that_of_transformers(kind):
         segments=jnp.asarray(segments),
         types=jnp.asarray(segments),
         bounds=jnp.zeros((2, 1, 2), jnp.int32),
-        pixels=normalised(jnp.asarray(pixels), rules),
+        pixels=normalized_pixels(jnp.asarray(pixels), rules),
         places=jnp.asarray(places),
     )
-    got = np.concatenate([np.asarray(tower(tokens))[spot] for spot in spots])
+    got = np.concatenate([np.asarray(backbone(tokens))[spot] for spot in spots])
     assert np.abs(wanted).max() > 0.1
     np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
 

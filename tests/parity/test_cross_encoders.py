@@ -19,8 +19,8 @@ from converters.tokenizers.tokenizer import TYPED_BY_DEFAULT, WITH_TYPES
 from jaxembed import Embedder
 from jaxembed.data.inputs import Pair
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import work_of
-from jaxembed.preprocessing.text import Rules
+from jaxembed.data.work import work_from_encodings
+from jaxembed.preprocessing.text import TokenizationOptions
 from parity import sentences
 from parity.test_towers import SIZES, ragged
 
@@ -106,7 +106,9 @@ def apart(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
     encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
-    got = scorers.embedder.model.main.engine.submit(work_of(encodings, LOGITS)).result()["logits"]
+    got = scorers.embedder.model.main.engine.submit(
+        work_from_encodings(encodings, LOGITS)
+    ).result()["logits"]
     wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
     figure = apart(got, np.stack(wanted))
     note(f"logits within {figure:.1e}")
@@ -147,9 +149,9 @@ def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
     tokenizer.truncation_side = side
     firsts, seconds = (list(texts) for texts in zip(*pairs, strict=True))
     wanted = tokenizer(firsts, seconds, truncation="only_second", max_length=limit)
-    rules = Rules(prompt="", truncate=True, side=side)
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
     inputs = [Pair(*pair) for pair in pairs]
-    encodings = scorers.embedder.model.main.processor.encode(inputs, rules).work.encodings
+    encodings = scorers.embedder.model.main.processor.encode(inputs, tokenization).work.encodings
     assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
     if "token_type_ids" in wanted and scorers.embedder.spec.config.get("type_vocab_size", 0) > 1:
         assert [one.types.tolist() for one in encodings] == wanted["token_type_ids"]

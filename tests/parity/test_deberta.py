@@ -11,8 +11,8 @@ from golden import make
 from golden.families import FAMILIES
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.models.deberta import Distances
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.models.deberta import DistanceBuckets
 from parity.reference import relative
 
 TOLERANCE = 1e-5  # float32, sums in another order
@@ -50,26 +50,26 @@ def test_places_are_those_of_transformers(buckets, furthest):
     every = np.arange(-largest, largest + 1)
     wanted = make_log_bucket_position(torch.from_numpy(every), buckets, furthest).to(torch.long)
     wanted = torch.clamp(wanted + buckets, 0, 2 * buckets - 1).numpy()
-    np.testing.assert_array_equal(Distances(buckets, furthest, largest).places(every), wanted)
+    np.testing.assert_array_equal(DistanceBuckets(buckets, furthest, largest).places(every), wanted)
 
 
 @pytest.mark.parametrize(("changes", "length", "lengths"), LONG.values(), ids=LONG)
 def test_hidden_states_agree_in_long_rows(changes, length, lengths, tmp_path, make_embedder, note):
     family = FAMILIES["deberta"]
     make.save_tower(family, tmp_path, **changes)
-    tower = transformers.DebertaV2Model.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    backbone = transformers.DebertaV2Model.from_pretrained(tmp_path, dtype=torch.float32).eval()
     embedder = make_embedder(tmp_path, [(1, length)])
     draw = np.random.default_rng(0)
     encodings = [
         Encoding(
-            draw.integers(0, tower.config.vocab_size, n, dtype=np.int32),
-            draw.integers(0, tower.config.type_vocab_size or 1, n, dtype=np.int32),
+            draw.integers(0, backbone.config.vocab_size, n, dtype=np.int32),
+            draw.integers(0, backbone.config.type_vocab_size or 1, n, dtype=np.int32),
         )
         for n in lengths
     ]
-    work = work_of(encodings, frozenset({"tokens"}))
+    work = work_from_encodings(encodings, frozenset({"tokens"}))
     got = embedder.model.main.engine.submit(work).result()["tokens"]
-    wanted = [make.hidden_states(tower, one.ids, one.types) for one in encodings]
+    wanted = [make.hidden_states(backbone, one.ids, one.types) for one in encodings]
     apart = max(relative(*pair) for pair in zip(got, wanted, strict=True))
     note(f"hidden states within {apart:.1e}")
     assert apart < TOLERANCE

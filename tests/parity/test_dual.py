@@ -25,8 +25,13 @@ from transformers.models.siglip2.image_processing_pil_siglip2 import (
 
 from converters.vision.image_rules import read_rules
 from jaxembed import Embedder, EngineConfig
-from jaxembed.preprocessing.images.decode import decode_image, picture_of
-from jaxembed.preprocessing.images.prepare import image_places, patches, prepare_image, resized_size
+from jaxembed.preprocessing.images.decode import decode_image, to_pillow
+from jaxembed.preprocessing.images.prepare import (
+    image_positions,
+    patches,
+    prepare_image,
+    resized_size,
+)
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
 TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]
@@ -59,7 +64,7 @@ def test_pixels_are_those_of_the_processors(kind, patch, resample):
             Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
         )["pixel_values"]
         wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
-        np.testing.assert_array_equal(prepare_image(picture_of(colours), rules), wanted)
+        np.testing.assert_array_equal(prepare_image(to_pillow(colours), rules), wanted)
 
 
 @pytest.mark.parametrize("resample", [2, 3])
@@ -75,10 +80,10 @@ def test_pixels_in_their_own_shapes_are_those_of_the_processor(most, resample):
         )
         rows, columns = wanted["spatial_shapes"][0].tolist()
         assert resized_size(height, width, rules) == (16 * rows, 16 * columns)
-        got = prepare_image(picture_of(colours), rules)
+        got = prepare_image(to_pillow(colours), rules)
         np.testing.assert_array_equal(got, wanted["pixel_values"][0, : rows * columns])
         wanted = [[row, column, rows, columns] for row in range(rows) for column in range(columns)]
-        assert image_places(height, width, rules).tolist() == wanted
+        assert image_positions(height, width, rules).tolist() == wanted
 
 
 def test_the_shapes_of_many_sizes_are_those_of_the_processor():

@@ -8,7 +8,7 @@ import pytest
 from golden import make
 from golden.families import WORDS
 
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from parity.reference import relative, smallest_cosine
 
 # but for the number of layers
@@ -65,9 +65,9 @@ def test_hidden_states_and_vectors_agree_beyond_the_window(layers, tmp_path, mak
     gc.collect()
     embedder = make_embedder(tmp_path, [(1, LIMIT)])
     encodings = [Encoding(ids, None) for ids in sequences]
-    got = embedder.model.main.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()[
-        "tokens"
-    ]
+    got = embedder.model.main.engine.submit(
+        work_from_encodings(encodings, frozenset({"tokens"}))
+    ).result()["tokens"]
     apart = max(relative(ours, theirs) for ours, theirs in zip(got, hidden, strict=True))
     far = max(
         1 - smallest_cosine(getattr(embedder, name)(texts), vectors[name])

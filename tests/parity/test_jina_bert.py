@@ -8,7 +8,7 @@ from golden import make
 from golden.families import FAMILIES, class_of
 
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from parity.reference import relative
 
 LIMIT = 8192
@@ -44,13 +44,13 @@ def encodings(lengths: list[int]) -> list[Encoding]:
 def test_hidden_states_and_vectors_agree_to_the_limit(limit, tmp_path, make_embedder, note):
     family, inputs = FAMILIES["jina_bert"], encodings([*SHORT, limit])
     make.save_tower(family, tmp_path, **SIZES | EMBEDDER | {"max_position_embeddings": limit})
-    tower = class_of(family.tower).from_pretrained(tmp_path).eval()
-    wanted = [make.hidden_states(tower, one.ids, one.types) for one in inputs]
-    del tower
+    backbone = class_of(family.backbone).from_pretrained(tmp_path).eval()
+    wanted = [make.hidden_states(backbone, one.ids, one.types) for one in inputs]
+    del backbone
     gc.collect()
     make.publish(family, tmp_path)
     embedder = make_embedder(tmp_path, [(1, limit)])
-    got = embedder.model.main.engine.submit(work_of(inputs, OUTPUTS)).result()
+    got = embedder.model.main.engine.submit(work_from_encodings(inputs, OUTPUTS)).result()
     apart = max(relative(*pair) for pair in zip(got["tokens"], wanted, strict=True))
     far = relative(got["dense"], np.stack([one.mean(axis=0) for one in wanted]))
     embedder.close()
@@ -69,7 +69,7 @@ def test_logits_of_the_rerankers_width_agree(tmp_path, make_embedder, note):
     wanted = np.stack([make.logits(scorer, one.ids, one.types) for one in inputs])
     make.publish(FAMILIES[case.family], tmp_path)
     embedder = make_embedder(tmp_path, [(1, limit)])
-    got = embedder.model.main.engine.submit(work_of(inputs, LOGITS)).result()["logits"]
+    got = embedder.model.main.engine.submit(work_from_encodings(inputs, LOGITS)).result()["logits"]
     embedder.close()
     apart = float(np.abs(got - wanted).max() / np.abs(wanted).max())
     note(f"logits within {apart:.1e}")

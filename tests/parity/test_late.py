@@ -30,7 +30,7 @@ class LateReference:
     def __init__(self, model: SentenceTransformer, *, include_prompt: bool):
         self.model = model
         self.include_prompt = include_prompt
-        self.tower = model[0]
+        self.backbone = model[0]
 
     def vectors(self, text: str, chunks, prompt: str = "") -> np.ndarray:
         whole = prompt + text
@@ -65,7 +65,7 @@ class LateReference:
         rows = torch.tensor([ids])
         features = {"input_ids": rows, "attention_mask": torch.ones_like(rows)}
         with torch.no_grad():
-            return self.tower(features)["token_embeddings"][0].numpy().astype(np.float64)
+            return self.backbone(features)["token_embeddings"][0].numpy().astype(np.float64)
 
     def _pooled(self, ids, head, tail, ranges, first) -> np.ndarray:
         """The mean of each range. A text that does not fit is run in windows by hand: as many

@@ -10,7 +10,7 @@ from converters import convert
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from parity import sentences
 from parity.reference import minilm, smallest_cosine
 
@@ -66,8 +66,8 @@ def test_token_ids_equal_those_of_transformers(side, limit, tmp_path, note):
     spec = convert(MINILM, tmp_path / "minilm")
     path = checkpoint.tokenizer_path(tmp_path / "minilm")
     processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
-    rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in texts], rules).work.encodings
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
+    encodings = processor.encode([Text(text) for text in texts], tokenization).work.encodings
     different = [
         text[:60]
         for text, one, ids in zip(texts, encodings, wanted, strict=True)

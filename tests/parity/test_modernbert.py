@@ -18,8 +18,8 @@ from jaxembed import Embedder
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from parity import sentences
 from parity.reference import relative
 
@@ -78,7 +78,7 @@ def apart(pair: Pair, lengths: list[int]) -> tuple[float, float]:
     draw = np.random.default_rng(0)
     sequences = [draw.integers(0, 50368, length, dtype=np.int32) for length in lengths]
     encodings = [Encoding(ids, None) for ids in sequences]
-    work = work_of(encodings, frozenset({"logits", "tokens"}))
+    work = work_from_encodings(encodings, frozenset({"logits", "tokens"}))
     result = pair.embedder.model.main.engine.submit(work).result()
     of_hidden, of_logits = [], []
     for ids, tokens, logits in zip(sequences, result["tokens"], result["logits"], strict=True):
@@ -134,8 +134,8 @@ def test_the_published_tokenizer_gives_the_ids_of_transformers(
     assert spec.max_input_tokens == 8192
     path = checkpoint.tokenizer_path(tmp_path / "out")
     processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
-    rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in texts], rules).work.encodings
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
+    encodings = processor.encode([Text(text) for text in texts], tokenization).work.encodings
     different = [
         text[:60]
         for text, one, ids in zip(texts, encodings, wanted, strict=True)

@@ -42,7 +42,7 @@ NAMES = {
     "fo": "output.dense",
     "oln": "output.LayerNorm",
 }
-ENDS = {"w": "weight", "b": "bias"}
+EPILOGUES = {"w": "weight", "b": "bias"}
 
 
 class PackedFile:
@@ -94,9 +94,9 @@ def _named(name: str) -> str:
         return NAMES[name]
     part, _, end = name.rpartition(".")
     if part in NAMES:
-        return f"{NAMES[part]}.{ENDS[end]}"
+        return f"{NAMES[part]}.{EPILOGUES[end]}"
     layer, _, part = part.partition(".")
-    return f"encoder.layer.{layer.removeprefix('l')}.{NAMES[part]}.{ENDS[end]}"
+    return f"encoder.layer.{layer.removeprefix('l')}.{NAMES[part]}.{EPILOGUES[end]}"
 
 
 def _shape(name: str, packed: PackedFile) -> tuple[int, ...]:

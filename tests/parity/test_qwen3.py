@@ -20,7 +20,7 @@ from golden import make
 
 from converters.families import qwen3
 from jaxembed.data.inputs import Pair, Text
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 from parity import sentences
 from parity.reference import smallest_cosine
 
@@ -111,10 +111,10 @@ def test_the_reranker_is_asked_and_scores_as_its_readme_does(reranker, make_embe
     embedder = make_embedder(reranker, [(1, LIMIT)])
     assert embedder.spec.template == qwen3.FAMILY.reranker.template
     pairs = [Pair(QUERY, document) for document in DOCUMENTS]
-    rules = Rules(prompt="", truncate=True, side="right")
+    tokenization = TokenizationOptions(prompt="", truncate=True, side="right")
     rows = [
         one.ids.tolist()
-        for one in embedder.model.main.processor.encode(pairs, rules).work.encodings
+        for one in embedder.model.main.processor.encode(pairs, tokenization).work.encodings
     ]
     tokenizer = transformers.AutoTokenizer.from_pretrained(reranker)
     assert rows == [reference_ids(tokenizer, QUERY, text, LIMIT) for text in DOCUMENTS]
@@ -171,9 +171,9 @@ def test_vectors_of_the_embedder_agree(layers, tmp_path, make_embedder, note):
     gc.collect()
     embedder = make_embedder(tmp_path, [(1, LIMIT)])
     for side, rows in tokenizers.items():
-        rules = Rules(prompt="", truncate=True, side=side)
+        tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
         texts = [Text(text) for text in DOCUMENTS]
-        encodings = embedder.model.main.processor.encode(texts, rules).work.encodings
+        encodings = embedder.model.main.processor.encode(texts, tokenization).work.encodings
         assert [one.ids.tolist() for one in encodings] == rows["input_ids"]
         assert {one.ids[-1] for one in encodings} == {151643}
     got = {method: getattr(embedder, method)(texts) for method, texts in calls.items()}

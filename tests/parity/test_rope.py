@@ -13,7 +13,7 @@ import transformers
 from golden import make
 from golden.families import FAMILIES
 
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from parity.reference import relative
 
 ORIGINAL = {"original_max_position_embeddings": 64}
@@ -56,14 +56,16 @@ def test_hidden_states_agree_beyond_the_length_of_training(
     rope = {"rope_type": kind, "rope_theta": 10_000.0} | ROPES[name]
     changes = WIDTHS | {"max_position_embeddings": positions, "rope_parameters": rope}
     make.save_tower(FAMILIES[family], tmp_path, **changes)
-    tower = getattr(transformers, FAMILIES[family].tower)
-    reference = tower.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    backbone = getattr(transformers, FAMILIES[family].backbone)
+    reference = backbone.from_pretrained(tmp_path, dtype=torch.float32).eval()
     draw = np.random.default_rng(0)
     sequences = [draw.integers(0, 500, length, dtype=np.int32) for length in LENGTHS]
     wanted = [make.hidden_states(reference, ids) for ids in sequences]
     embedder = make_embedder(tmp_path, [(2, 256)])
     encodings = [Encoding(ids, None) for ids in sequences]
-    result = embedder.model.main.engine.submit(work_of(encodings, frozenset({"tokens"}))).result()
+    result = embedder.model.main.engine.submit(
+        work_from_encodings(encodings, frozenset({"tokens"}))
+    ).result()
     embedder.close()
     apart = [relative(got, hidden) for got, hidden in zip(result["tokens"], wanted, strict=True)]
     note(f"hidden states within {max(apart):.1e}")

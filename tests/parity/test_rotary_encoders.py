@@ -12,7 +12,7 @@ from golden import make
 from golden.families import FAMILIES
 
 from jaxembed import Embedder
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from parity.reference import relative
 
 LIMIT = 8192
@@ -38,10 +38,10 @@ def _pair_of(tmp_path_factory, make_embedder):
         folder = tmp_path_factory.mktemp(name)
         family = FAMILIES[name]
         make.save_tower(family, folder, max_position_embeddings=LIMIT)
-        tower = getattr(transformers, family.tower).from_pretrained(folder).eval()
+        backbone = getattr(transformers, family.backbone).from_pretrained(folder).eval()
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | said))
-        return Pair(tower, make_embedder(folder, [(1, LIMIT)]), folder)
+        return Pair(backbone, make_embedder(folder, [(1, LIMIT)]), folder)
 
     return build
 
@@ -53,7 +53,7 @@ def encodings(vocabulary: int, lengths: list[int]) -> list[Encoding]:
 
 def hidden(pair: Pair, lengths: list[int]) -> tuple[list[Encoding], list[np.ndarray]]:
     inputs = encodings(pair.torch.config.vocab_size, lengths)
-    work = work_of(inputs, frozenset({"tokens"}))
+    work = work_from_encodings(inputs, frozenset({"tokens"}))
     return inputs, list(pair.embedder.model.main.engine.submit(work).result()["tokens"])
 
 
@@ -80,8 +80,8 @@ def test_nomics_scaling_factor_raises_the_base_of_each_text_over_the_trained_len
         width = pair.torch.config.head_dim
         base = 1000.0 * growth ** (width / (width - 2))
         rope = {"rope_type": "default", "rope_theta": base}
-        tower = transformers.NomicBertModel.from_pretrained(pair.folder, rope_parameters=rope)
-        apart.append(relative(states, make.hidden_states(tower.eval(), one.ids)))
+        backbone = transformers.NomicBertModel.from_pretrained(pair.folder, rope_parameters=rope)
+        apart.append(relative(states, make.hidden_states(backbone.eval(), one.ids)))
     plain = make.hidden_states(pair.torch, inputs[-1].ids)
     assert relative(got[-1], plain) > 100 * TOLERANCE
     note(f"hidden states within {max(apart):.1e}")

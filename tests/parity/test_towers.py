@@ -15,8 +15,8 @@ from golden.families import FAMILIES, WORDS, class_of
 
 from jaxembed import Embedder
 from jaxembed.data.inputs import Text
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.preprocessing.text import Rules
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.preprocessing.text import TokenizationOptions
 from parity.reference import relative
 
 BASE = {
@@ -32,7 +32,7 @@ QWEN = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
 
-KINDS = FAMILIES | {"camembert": replace(FAMILIES["xlm_roberta"], tower="CamembertModel")}
+KINDS = FAMILIES | {"camembert": replace(FAMILIES["xlm_roberta"], backbone="CamembertModel")}
 
 # Of each family a tiny one with room for 64 tokens, an odd one, and what real ones look like:
 # changes to the family's config. Large tables of embeddings are made for a few of them alone.
@@ -251,7 +251,7 @@ class Towers:
         return self.embedder.max_input_tokens
 
     def hidden(self, encodings: list[Encoding]) -> list[np.ndarray]:
-        work = work_of(encodings, frozenset({"tokens"}))
+        work = work_from_encodings(encodings, frozenset({"tokens"}))
         return list(self.embedder.model.main.engine.submit(work).result()["tokens"])
 
     def apart(self, encodings: list[Encoding]) -> float:
@@ -293,42 +293,42 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(name="towers", scope="module", params=PARAMS)
+@pytest.fixture(name="backbones", scope="module", params=PARAMS)
 def _towers(request, tmp_path_factory, make_embedder) -> Iterator[Towers]:
     name, _ = request.param
     family, changes = KINDS[name], SIZES[request.param]
     folder: Path = tmp_path_factory.mktemp(name)
     make.save_tower(family, folder, **changes)
-    kind = class_of(family.tower)
-    tower = kind.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = class_of(family.backbone)
+    backbone = kind.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     make.publish(family, folder)
     length = min(family.positions(changes), 512)
     embedder = make_embedder(folder, [(2, length)])
-    yield Towers(tower, tokenizer, embedder)
+    yield Towers(backbone, tokenizer, embedder)
     embedder.close()
     rmtree(folder)  # of all sizes together the files would be tens of gigabytes
 
 
-def test_hidden_states_agree_at_every_length_packed_several_to_a_row(towers, note):
-    apart = towers.apart(ragged(towers.torch.config, towers.limit))
+def test_hidden_states_agree_at_every_length_packed_several_to_a_row(backbones, note):
+    apart = backbones.apart(ragged(backbones.torch.config, backbones.limit))
     note(f"hidden states within {apart:.1e}")
     assert apart < TOLERANCE
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_texts_over_the_limit_are_cut_as_transformers_cuts_them(towers, side, note):
-    special = " ".join(towers.tokenizer.all_special_tokens)
+def test_texts_over_the_limit_are_cut_as_transformers_cuts_them(backbones, side, note):
+    special = " ".join(backbones.tokenizer.all_special_tokens)
     texts = [" ".join(WORDS * 60), "the dog sat", f"the {special} dog {special} sat"]
-    rules = Rules(prompt="", truncate=True, side=side)
-    encodings = towers.embedder.model.main.processor.encode(
-        [Text(text) for text in texts], rules
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
+    encodings = backbones.embedder.model.main.processor.encode(
+        [Text(text) for text in texts], tokenization
     ).work.encodings
-    towers.tokenizer.truncation_side = side
-    wanted = towers.tokenizer(texts, truncation=True, max_length=towers.limit)["input_ids"]
+    backbones.tokenizer.truncation_side = side
+    wanted = backbones.tokenizer(texts, truncation=True, max_length=backbones.limit)["input_ids"]
     assert [one.ids.tolist() for one in encodings] == wanted
-    assert encodings[0].length == towers.limit
-    apart = towers.apart(encodings)
+    assert encodings[0].length == backbones.limit
+    apart = backbones.apart(encodings)
     note(f"hidden states within {apart:.1e}")
     assert apart < TOLERANCE
 

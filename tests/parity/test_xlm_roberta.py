@@ -14,7 +14,7 @@ from converters import convert
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Pair, Text
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from parity import sentences
 from parity.reference import relative
 
@@ -64,8 +64,8 @@ def _processor(folder, tmp_path_factory) -> TextProcessor:
 def test_ids_of_texts_equal_those_of_transformers(side, folder, processor, note):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, truncation_side=side)
     wanted = tokenizer(TEXTS, truncation=True, max_length=LIMIT)["input_ids"]
-    rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in TEXTS], rules).work.encodings
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
+    encodings = processor.encode([Text(text) for text in TEXTS], tokenization).work.encodings
     got = [one.ids.tolist() for one in encodings]
     different = [text[:60] for text, a, b in zip(TEXTS, got, wanted, strict=True) if a != b]
     note(f"{len(TEXTS) - len(different)} of {len(TEXTS)} texts the same")
@@ -78,8 +78,8 @@ def test_ids_of_pairs_equal_those_of_transformers(side, folder, processor, note)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, truncation_side=side)
     query = "What is a panda? </s> <pad>"
     wanted = tokenizer([query] * len(TEXTS), TEXTS, truncation="only_second", max_length=LIMIT)
-    rules = Rules(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Pair(query, text) for text in TEXTS], rules).work.encodings
+    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
+    encodings = processor.encode([Pair(query, text) for text in TEXTS], tokenization).work.encodings
     assert [one.ids.tolist() for one in encodings] == wanted["input_ids"]
     assert not any(one.types is not None and one.types.any() for one in encodings)
     note(f"{len(TEXTS)} pairs the same")

@@ -15,12 +15,12 @@ from jaxembed.data.inputs import Image
 from jaxembed.errors import BackendError, InvalidImage
 from jaxembed.preprocessing.images import processor as images
 from jaxembed.preprocessing.images.processor import ImageProcessor
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 
 pytest.importorskip("PIL")
 
 SMALL, LARGE = png(picture(1, 20, 20)), png(picture(2, 60, 60))
-RULES = Rules("", truncate=True, side="right")
+RULES = TokenizationOptions("", truncate=True, side="right")
 
 
 class Gate:
@@ -29,7 +29,7 @@ class Gate:
     def __init__(self, decode):
         self.open = threading.Event()
         self.arrived = threading.Semaphore(0)
-        self.held = self.most_held = 0
+        self.held = self.max_held = 0
         self._lock = threading.Lock()
         self._decode = decode
 
@@ -37,7 +37,7 @@ class Gate:
         if data == LARGE:
             with self._lock:
                 self.held += 1
-                self.most_held = max(self.most_held, self.held)
+                self.max_held = max(self.max_held, self.held)
             self.arrived.release()
             assert self.open.wait(WAIT_S)
             with self._lock:
@@ -88,7 +88,7 @@ def test_a_small_image_does_not_wait_for_large_ones(gate, make):
 def test_large_images_share_their_room(gate, make, monkeypatch):
     one = make(1)._bytes(Image(LARGE))
     assert one > images.SMALL_BYTES > make(1)._bytes(Image(SMALL))
-    monkeypatch.setattr(images, "MOST_BYTES", 2 * one + 1000)
+    monkeypatch.setattr(images, "MAX_BYTES", 2 * one + 1000)
     processor = make(4)
     large = [job(processor, LARGE) for _ in range(4)]
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_large_images_share_their_room(gate, make, monkeypatch):
     gate.open.set()
     for one in large:
         one.result(WAIT_S)
-    assert gate.most_held == 2
+    assert gate.max_held == 2
 
 
 def test_the_first_image_at_fault_is_named_whatever_its_size(gate, make):

@@ -17,13 +17,13 @@ from jaxembed.data.spec import ImageRules
 from jaxembed.errors import InvalidImage
 from jaxembed.preprocessing.images import decode
 from jaxembed.preprocessing.images.decode import (
-    colours_of,
     decode_image,
     image_facts,
     image_size,
-    picture_of,
+    to_pillow,
+    to_rgb_array,
 )
-from jaxembed.preprocessing.images.prepare import image_places, prepare_image, resized_size
+from jaxembed.preprocessing.images.prepare import image_positions, prepare_image, resized_size
 
 pytest.importorskip("PIL")
 
@@ -179,7 +179,7 @@ def claiming(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize(("width", "height"), [(60_000, 60_000), (10_000, 6_000), (50_000_001, 1)])
 def test_too_many_pixels_are_refused_before_they_are_decoded(width, height, monkeypatch):
-    monkeypatch.setattr(decode, "colours_of", pytest.fail)
+    monkeypatch.setattr(decode, "to_rgb_array", pytest.fail)
     with pytest.raises(InvalidImage, match=r"pixels.* of at most 50000000"):
         decode_image(claiming(width, height))
 
@@ -238,13 +238,13 @@ def test_a_place_is_row_and_column_among_so_many_rows_and_columns():
     colours = np.zeros((4, 6, 3), np.uint8)
     wanted = [[row, column, 2, 3] for row in range(2) for column in range(3)]
     around = [0, 0, 0, 0]
-    assert image_places(4, 6, rules).tolist() == [around, *wanted, around, around]
-    assert prepare_image(picture_of(colours), rules).shape == (6, 12)
+    assert image_positions(4, 6, rules).tolist() == [around, *wanted, around, around]
+    assert prepare_image(to_pillow(colours), rules).shape == (6, 12)
 
 
 def test_an_image_that_would_be_resized_to_too_much_is_refused():
     with pytest.raises(InvalidImage, match="2000000 by 1 pixels, and would be resized to 64000000"):
-        prepare_image(picture_of(np.zeros((1, 2_000_000, 3), np.uint8)), CLIP)
+        prepare_image(to_pillow(np.zeros((1, 2_000_000, 3), np.uint8)), CLIP)
 
 
 def test_files_of_very_many_parts_are_refused_before_they_are_read():
@@ -395,6 +395,6 @@ def test_an_image_of_pillow_stays_as_it_was():
     turned[0x0112] = 6
     image = Image.open(BytesIO(saved(plain(), "PNG", exif=turned)))
     before = np.asarray(image).copy()
-    assert colours_of(image).shape == (5, 6, 3)
+    assert to_rgb_array(image).shape == (5, 6, 3)
     np.testing.assert_array_equal(np.asarray(image), before)
     assert image.getexif()[0x0112] == 6

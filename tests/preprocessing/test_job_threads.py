@@ -8,10 +8,10 @@ from fakes import WAIT_S
 
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.tokenizer import SMALL_TEXT
 
-RULES = Rules("", truncate=True, side="right")
+RULES = TokenizationOptions("", truncate=True, side="right")
 LARGE = "x" * 4 * SMALL_TEXT  # a single word: what is read first does not tell all tokens
 
 

@@ -18,7 +18,7 @@ from jaxembed.data.spec import DenseLayer
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
 from jaxembed.preprocessing import windows as late_module
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.windows import join_texts, plan_windows
 from jaxembed.runtime.options import EncodeOptions
 
@@ -257,7 +257,7 @@ def test_each_vector_is_admitted(embedder, chunks):
     text = ChunkedText(prose(2000), chunks)
     request = embedder.model.tasks.embed_chunks([text], EncodeOptions())
     one = embedder.model.tasks.embed_chunks([join_texts([text.text])], EncodeOptions())
-    size = embedder.model.main.processor.estimate(request.inputs(), request.rules)
+    size = embedder.model.main.processor.estimate(request.inputs(), request.tokenization)
     more = request.cost(embedder.spec, *size).bytes - one.cost(embedder.spec, *size).bytes
     vectors = len(embedder.model.run(request).dense)
     assert vectors >= 499
@@ -354,8 +354,8 @@ def _make_reader(tmp_path):
 
 
 def late_work(processor, text, prompt=""):
-    rules = Rules(prompt, truncate=True, side="right", max_windows=100)
-    return processor.encode_late([text], rules, slots=16)
+    tokenization = TokenizationOptions(prompt, truncate=True, side="right", max_windows=100)
+    return processor.encode_chunked_texts([text], tokenization, slots=16)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -376,7 +376,9 @@ def test_the_space_before_a_word_belongs_to_its_chunk(make_reader, name, prompt)
     assert bounds == found[1].bounds.tolist() == found[2].bounds.tolist()
     assert (bounds[0][0], bounds[-1][1]) == (0, found[0].tokens)
     assert all(one[1] == other[0] for one, other in pairwise(bounds))
-    ids = processor.encode([Text(text)], Rules(prompt, True, "right")).work.planes["ids"]
+    ids = processor.encode([Text(text)], TokenizationOptions(prompt, True, "right")).work.planes[
+        "ids"
+    ]
     np.testing.assert_array_equal(ids, found[0].planes["ids"])
 
 
@@ -437,7 +439,7 @@ def test_a_chunk_that_is_wrong_is_named(embedder, chunks, unit, chunk, words):
     ],
 )
 def test_a_text_that_has_no_chunks_is_refused(embedder, monkeypatch, text, error, words):
-    monkeypatch.setattr(late_module, "MOST_READ", 20)
+    monkeypatch.setattr(late_module, "MAX_READ_CHARACTERS", 20)
     with pytest.raises(error, match=words):
         embedder.encode_chunks([text])
 

@@ -20,7 +20,7 @@ import uvloop
 
 from jaxembed.errors import MediaUrlError, ShuttingDown
 from jaxembed.preprocessing.images.media_fetch import (
-    MOST_INFORMATIONAL,
+    MAX_INFORMATIONAL,
     REDIRECTS,
     MediaFetcher,
 )
@@ -157,7 +157,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 def fetcher(server: Server, *hosts: str, **settings) -> MediaFetcher:
     """One that fetches from `hosts`, a.test if none are named, which are all at the server."""
     defaults = {
-        "most_bytes": LIMIT,
+        "max_bytes": LIMIT,
         "ports": [server.port],
         "resolve": lambda host, port: ["127.0.0.1"],
         "allowed_address": LOOPBACK.__eq__,
@@ -203,7 +203,7 @@ async def refusal(server: Server, fetcher: MediaFetcher, url: str) -> str:
         [CHUNKED, b"6\r\nGIF89a\r\n", b"100;a=b\r\n" + PICTURE[6:] + b"\r\n", b"0\r\n\r\n"],
         [b"HTTP/1.1 200 OK\r\n\r\n", PICTURE],  # to the end of the connection
         [b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", b"HTTP/1.1 100 C\r\n\r\n", ok()],
-        [b"HTTP/1.1 100 C\r\n\r\n" * MOST_INFORMATIONAL, ok()],
+        [b"HTTP/1.1 100 C\r\n\r\n" * MAX_INFORMATIONAL, ok()],
     ],
 )
 @each_loop
@@ -452,7 +452,7 @@ async def test_so_many_redirects_are_followed_and_no_more():
     with pytest.raises(MediaUrlError, match="more than 3 redirects"):
         await targets(*hops, redirect("/4"), ok())
     with pytest.raises(MediaUrlError, match="more than 0 redirects"):
-        await targets(redirect("/1"), ok(), most_redirects=0)
+        await targets(redirect("/1"), ok(), max_redirects=0)
     with pytest.raises(MediaUrlError, match="more than 3 redirects"):
         await targets(redirect("/x/y"))  # a loop
 
@@ -508,7 +508,7 @@ async def test_compressed_files_are_refused(coding):
     await refused(
         says(ok(body, f"Content-Encoding: {coding}")),
         "wanted no Content-Encoding",
-        most_bytes=10**6,
+        max_bytes=10**6,
     )
 
 
@@ -549,9 +549,9 @@ async def test_answers_without_an_end_are_refused(start, part, rule, loop_factor
 
 async def test_a_file_in_too_small_pieces_is_refused():
     parts = b"1\r\nx\r\n" * 6000
-    await refused(says(CHUNKED, parts, b"0\r\n\r\n"), "too small pieces", most_bytes=10**6)
+    await refused(says(CHUNKED, parts, b"0\r\n\r\n"), "too small pieces", max_bytes=10**6)
     parts = (b"200\r\n" + b"x" * 512 + b"\r\n") * 6000
-    whole = await fetched(says(CHUNKED, parts, b"0\r\n\r\n"), most_bytes=10**7)
+    whole = await fetched(says(CHUNKED, parts, b"0\r\n\r\n"), max_bytes=10**7)
     assert whole == b"x" * 512 * 6000
 
 
@@ -590,7 +590,7 @@ async def test_the_time_is_that_of_all_redirects_together():
         await asyncio.sleep(SHORT_S / 2)
         await says(redirect("/"))(writer)
 
-    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, most_redirects=1000)
+    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, max_redirects=1000)
 
 
 # TLS

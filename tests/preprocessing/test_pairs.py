@@ -20,7 +20,7 @@ from jaxembed.errors import (
     InvalidInput,
     UnsupportedModel,
 )
-from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 
 CLS, SEP = 2, 3
 ID = {word: 5 + k for k, word in enumerate(WORDS)}
@@ -37,15 +37,20 @@ def words(text: str) -> list[int]:
     return [ID[word] for word in text.split()]
 
 
-def rules(*, truncate=True, side="right", **options) -> Rules:
-    return Rules("", truncate, side, **options)
+def tokenization(*, truncate=True, side="right", **options) -> TokenizationOptions:
+    return TokenizationOptions("", truncate, side, **options)
 
 
 def beside(
-    processor: TextProcessor, query: str, documents: Sequence[str], rules: Rules
+    processor: TextProcessor,
+    query: str,
+    documents: Sequence[str],
+    tokenization: TokenizationOptions,
 ) -> Tokenized:
     """The pairs of a query and each document."""
-    return processor.encode_beside(processor.query_row(query, rules), documents, rules)
+    return processor.encode_pairs_of_query(
+        processor.tokenize_query(query, tokenization), documents, tokenization
+    )
 
 
 def roberta(tokenizer):
@@ -120,7 +125,7 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     processor, tokenizer = kinds[kind]
     if not (first + second).strip():
         return
-    (encoding,) = processor.encode([Pair(first, second)], rules()).work.encodings
+    (encoding,) = processor.encode([Pair(first, second)], tokenization()).work.encodings
     wanted = tokenizer.encode(first, second)
     assert encoding.ids.tolist() == wanted.ids
     if encoding.types is None:
@@ -128,7 +133,7 @@ def test_a_pair_has_the_ids_and_types_that_the_tokenizer_gives_it(kinds, kind, f
     else:
         assert encoding.types.tolist() == wanted.type_ids
         assert encoding.types.dtype == np.int32
-    (paired,) = beside(processor, first, [second], rules()).work.encodings
+    (paired,) = beside(processor, first, [second], tokenization()).work.encodings
     assert paired.ids.tolist() == wanted.ids
 
 
@@ -136,9 +141,9 @@ def test_types_are_left_out_where_the_model_is_not_given_them(make):
     for post_processor in (bert, template("[CLS]:1 $A:1 [SEP]:1 $B:0")):
         with_types = make(post_processor=post_processor)
         without = make(post_processor=post_processor, token_types=False)
-        given = with_types.encode([Pair("a", "cat")], rules()).work.encodings[0]
-        left_out = without.encode([Pair("a", "cat")], rules()).work.encodings[0]
-        paired = beside(without, "a", ["cat"], rules()).work.encodings[0]
+        given = with_types.encode([Pair("a", "cat")], tokenization()).work.encodings[0]
+        left_out = without.encode([Pair("a", "cat")], tokenization()).work.encodings[0]
+        paired = beside(without, "a", ["cat"], tokenization()).work.encodings[0]
         assert given.types is not None
         assert left_out.types is paired.types is None
         assert given.ids.tolist() == left_out.ids.tolist() == paired.ids.tolist()
@@ -151,9 +156,9 @@ def test_a_template_that_reorders_or_repeats_is_refused_where_pairs_are_needed(m
     with pytest.raises(UnsupportedModel, match="template for pairs"):
         make(post_processor=template(pair), labels=("yes",))
     embedder = make(post_processor=template(pair))
-    assert embedder.encode([Text("cat")], rules()).work.encodings[0].length == 3
+    assert embedder.encode([Text("cat")], tokenization()).work.encodings[0].length == 3
     with pytest.raises(InvalidInput, match="takes no pairs"):
-        embedder.encode([Pair("a", "cat")], rules())
+        embedder.encode([Pair("a", "cat")], tokenization())
 
 
 # -- the template of a language model --------------------------------------------------------------
@@ -170,7 +175,7 @@ def test_a_filled_in_template_has_the_ids_of_the_whole(scorer, query, document, 
     wanted = tokenizer.encode(whole, add_special_tokens=False).ids
     if len(wanted) > scorer.limit:
         return
-    with_rules = rules(truncate=False, instruction=instruction)
+    with_rules = tokenization(truncate=False, instruction=instruction)
     for encoded in (
         beside(scorer, query, [document], with_rules),
         scorer.encode([Pair(query, document or " ")], with_rules),
@@ -203,7 +208,7 @@ def test_a_template_that_leaves_out_a_text_is_refused(make, first, second, missi
 
 def test_a_model_with_a_template_takes_no_single_texts(scorer):
     with pytest.raises(InvalidInput, match="scores pairs"):
-        scorer.encode([Text("cat")], rules())
+        scorer.encode([Text("cat")], tokenization())
 
 
 def test_a_template_without_room_for_text_is_refused(make):
@@ -216,13 +221,13 @@ def test_a_template_without_room_for_text_is_refused(make):
 
 def test_prefix_and_suffix_stay_when_a_template_is_cut(scorer):
     """24 less 7 ids around leaves 17: 6 of the query's, 11 of the document's."""
-    tokenized = beside(scorer, "dog", ["cat " * 30, "cat"], rules())
+    tokenized = beside(scorer, "dog", ["cat " * 30, "cat"], tokenization())
     ids = tokenized.work.encodings[0].ids.tolist()
     around = [CLS, *words("a cat"), SEP], [SEP, *words("how train")]
     first = words("the red what dog mat")
     assert ids == [*around[0], *first, *words("is" + " cat" * 11), *around[1]]
     assert tokenized.truncated == 1
-    long_query = beside(scorer, "dog " * 40, ["cat", "dog"], rules())
+    long_query = beside(scorer, "dog " * 40, ["cat", "dog"], tokenization())
     assert long_query.truncated == 2
     ids = long_query.work.encodings[0].ids.tolist()
     assert ids == [*around[0], *words("the red what" + " dog" * 14), *around[1]]
@@ -232,12 +237,12 @@ def test_a_template_may_leave_documents_a_share_of_the_limit(make):
     """Of 24 tokens the first part gets 12: else a long query leaves nothing of any document."""
     template = msgspec.structs.replace(TEMPLATE, query_share=0.5)
     processor = make(limit=24, post_processor=bare, labels=("yes",), template=template)
-    tokenized = beside(processor, "dog " * 40, ["cat " * 9, "sat"], rules())
+    tokenized = beside(processor, "dog " * 40, ["cat " * 9, "sat"], tokenization())
     parts = [one.ids.tolist()[4:-3] for one in tokenized.work.encodings]
     first = words("the red what" + " dog" * 9)
     assert parts == [[*first, *words("is cat cat cat cat")], [*first, *words("is sat")]]
     assert tokenized.truncated == 2
-    fitting = beside(processor, "dog " * 11, ["cat"], rules(truncate=False))
+    fitting = beside(processor, "dog " * 11, ["cat"], tokenization(truncate=False))
     assert fitting.truncated == 0
 
 
@@ -245,7 +250,7 @@ def test_a_template_may_leave_documents_a_share_of_the_limit(make):
 @pytest.mark.parametrize("truncate", [True, False])
 def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate):
     processor = make()
-    with_rules = rules(side=side, truncate=truncate, max_second_tokens=3)
+    with_rules = tokenization(side=side, truncate=truncate, max_second_tokens=3)
     documents = ["the dog sat on the mat", "cat", "the dog sat" if side == "right" else kept]
     tokenized = beside(processor, "a cat", documents, with_rules)
     first = [CLS, *words("a cat"), SEP]
@@ -261,12 +266,14 @@ def test_the_tokens_of_documents_are_limited_as_asked(make, side, kept, truncate
 
 def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
     processor = make()
-    limited = rules(truncate=False, max_second_tokens=11)
+    limited = tokenization(truncate=False, max_second_tokens=11)
     assert beside(processor, "a cat", ["dog " * 5000], limited).work.encodings[0].length == 16
     with pytest.raises(InputTooLong, match="17 tokens, the limit is 16"):
-        beside(processor, "a cat", ["dog " * 5000], rules(truncate=False, max_second_tokens=12))
+        beside(
+            processor, "a cat", ["dog " * 5000], tokenization(truncate=False, max_second_tokens=12)
+        )
     with pytest.raises(InputTooLong, match="at least 17 tokens"):
-        beside(processor, "a cat", ["cat", "dog " * 5000], rules(truncate=False))
+        beside(processor, "a cat", ["cat", "dog " * 5000], tokenization(truncate=False))
 
 
 @given(
@@ -279,7 +286,7 @@ def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, fi
     processor, tokenizer = kinds["bert"]
     if not (first + second).strip():
         return
-    tokenized = processor.encode([Pair(first, second)], rules(side=side))
+    tokenized = processor.encode([Pair(first, second)], tokenization(side=side))
     one, two = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
     cut = len(one) + len(two) > 61
     one.truncate(61, direction=side)
@@ -301,12 +308,12 @@ def test_the_query_is_tokenized_once_whatever_the_number_of_threads(make, monkey
         return usual(texts, **options)
 
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
-    query = processor.query_row("how is the sky", rules())
+    query = processor.tokenize_query("how is the sky", tokenization())
     barrier, got = threading.Barrier(8), []
 
     def work() -> None:
         barrier.wait()
-        pairs = processor.encode_beside(query, ["red", "blue"], rules())
+        pairs = processor.encode_pairs_of_query(query, ["red", "blue"], tokenization())
         got.append(pairs.work.encodings[1].ids.tolist())
 
     threads = [threading.Thread(target=work) for _ in range(8)]
@@ -329,8 +336,10 @@ def test_megabytes_of_query_and_document_are_read_only_in_part(make, monkeypatch
 
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
     document = "dog " * 1_000_000
-    tokenized = beside(processor, "cat " * 1_000_000, [document] * 3, rules())
+    tokenized = beside(processor, "cat " * 1_000_000, [document] * 3, tokenization())
     assert [encoding.length for encoding in tokenized.work.encodings] == [16] * 3
-    limited = beside(processor, "cat", [document], rules(truncate=False, max_second_tokens=2))
+    limited = beside(
+        processor, "cat", [document], tokenization(truncate=False, max_second_tokens=2)
+    )
     assert limited.work.encodings[0].length == 6
     assert sum(shown) < 30_000

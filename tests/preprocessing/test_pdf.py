@@ -72,8 +72,8 @@ def test_a_broken_file_is_refused_even_after_an_encrypted_one(data):
 @pytest.mark.parametrize(
     ("limit", "most", "message"),
     [
-        ("MOST_PAGES", 3, "has 4 pages, of at most 3; divide it"),
-        ("MOST_PDF_BYTES", 300, "more than 300 bytes, the most that is"),
+        ("MAX_PAGES", 3, "has 4 pages, of at most 3; divide it"),
+        ("MAX_PDF_BYTES", 300, "more than 300 bytes, the most that is"),
     ],
 )
 def test_a_file_with_too_many_pages_or_bytes_is_refused(limit, most, message, monkeypatch):
@@ -127,7 +127,7 @@ def _no_idle_process(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
 @pytest.mark.usefixtures("no_idle_process")
 def test_a_page_that_takes_too_much_memory_is_refused_and_the_next_is_rendered(monkeypatch):
-    monkeypatch.setattr(pdf_module, "MOST_MEMORY", 100_000_000)
+    monkeypatch.setattr(pdf_module, "MAX_MEMORY", 100_000_000)
     file = opened(doubled([RED, BLUE]))
     with pytest.raises(
         InvalidImage, match=r"the page crashed \(SIGABRT\): .* more than 0\.1 GB of"
@@ -233,7 +233,7 @@ def test_a_process_is_kept_for_the_next_file_and_lets_go_of_the_last_one():
     file.render(0, 72)
     file.close()
     assert renderer is not None
-    assert os.fstat(renderer._shared.fileno()).st_size == 0
+    assert os.fstat(renderer._shared_file.fileno()).st_size == 0
     assert not [one for one in process.memory_maps(grouped=False) if "deleted" in one.path]
     file = opened(pdf([BLUE]))
     assert process_of(file) == process

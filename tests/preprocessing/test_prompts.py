@@ -61,7 +61,7 @@ def test_the_library_takes_the_names_of_sentence_transformers_alone():
 def embed(prompts, **fields):
     embedder = FakeEmbedder(spec=msgspec.structs.replace(SPEC, prompts=prompts))
     response, answer = ask({"input": "a", **fields}, embedder=embedder)
-    return response, answer, embedder.asked
+    return response, answer, embedder.requested
 
 
 @pytest.mark.parametrize(

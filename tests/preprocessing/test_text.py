@@ -22,11 +22,11 @@ from jaxembed.errors import (
     InvalidInput,
     TokenizerError,
 )
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.tokenizer import (
     INPUTS_A_JOB,
     JOB_CHARACTERS,
-    MOST_READ,
+    MAX_READ_CHARACTERS,
     Tokenizer,
     chunks,
     cut_tokens,
@@ -52,12 +52,12 @@ def _wide(make) -> TextProcessor:
     return make(limit=LIMIT)
 
 
-def rules(prompt="", *, truncate=True, side="right") -> Rules:
-    return Rules(prompt, truncate, side)
+def tokenization(prompt="", *, truncate=True, side="right") -> TokenizationOptions:
+    return TokenizationOptions(prompt, truncate, side)
 
 
 def ids_of(processor, one, with_rules=None) -> list[int]:
-    tokenized = processor.encode([one], with_rules or rules())
+    tokenized = processor.encode([one], with_rules or tokenization())
     return tokenized.work.encodings[0].ids.tolist()
 
 
@@ -98,12 +98,14 @@ def test_padding_and_truncation_stored_with_the_tokenizer_are_switched_off(wide)
 
 
 def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(make, processor):
-    (encoding,) = processor.encode([Text("the cat")], rules()).work.encodings
+    (encoding,) = processor.encode([Text("the cat")], tokenization()).work.encodings
     assert encoding.ids.dtype == np.int32
     assert encoding.types is None
     assert encoding.spans == ((0, encoding.length),)
     typed = with_special_tokens("[CLS]:1 $A:1 [SEP]:1")
-    (encoding,) = make(post_processor=typed).encode([Text("cat " * 9)], rules()).work.encodings
+    (encoding,) = (
+        make(post_processor=typed).encode([Text("cat " * 9)], tokenization()).work.encodings
+    )
     assert encoding.types.tolist() == [1] * 8
     assert encoding.types.dtype == np.int32
 
@@ -113,11 +115,11 @@ def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(
 )
 def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, kept):
     text = Text("the cat sat on the mat a dog")
-    tokenized = processor.encode([text, Text("a dog")], rules(side=side))
+    tokenized = processor.encode([text, Text("a dog")], tokenization(side=side))
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *words(kept), SEP]
     assert tokenized.work.encodings[1].ids.tolist() == [CLS, *words("a dog"), SEP]
     assert tokenized.truncated == 1
-    exactly = processor.encode([Text("cat " * 6)], rules(truncate=False, side=side))
+    exactly = processor.encode([Text("cat " * 6)], tokenization(truncate=False, side=side))
     assert (exactly.truncated, exactly.work.encodings[0].length) == (0, 8)
 
 
@@ -134,7 +136,7 @@ def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting
     processor, one, count
 ):
     with pytest.raises(InputTooLong, match=f"{count} tokens, the limit is 8") as raised:
-        processor.encode([Text("cat"), one], rules(truncate=False))
+        processor.encode([Text("cat"), one], tokenization(truncate=False))
     assert "truncate" in str(raised.value)
     assert (raised.value.limit, raised.value.got, raised.value.exact) == (8, count, True)
 
@@ -143,7 +145,7 @@ def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting
 def test_an_input_far_over_the_limit_is_refused_by_its_beginning(processor, one, monkeypatch):
     shown = shown_lengths(processor, monkeypatch)
     with pytest.raises(InputTooLong, match=r"at least \d+ tokens, the limit is 8") as raised:
-        processor.encode([one] * 100, rules(truncate=False))
+        processor.encode([one] * 100, tokenization(truncate=False))
     assert 8 < raised.value.got < 1_000_000
     assert not raised.value.exact
     assert sum(shown) < 10_000  # nor are the inputs after it read
@@ -151,7 +153,7 @@ def test_an_input_far_over_the_limit_is_refused_by_its_beginning(processor, one,
 
 def test_inputs_of_all_kinds_keep_their_order(processor):
     inputs = [Tokens([9, 9]), Text("cat"), Pair("a", "dog"), Text("dog"), Tokens([7])] * 200
-    encodings = processor.encode(inputs, rules()).work.encodings
+    encodings = processor.encode(inputs, tokenization()).work.encodings
     wanted = [
         [9, 9],
         [CLS, ID["cat"], SEP],
@@ -174,7 +176,7 @@ def test_inputs_of_all_kinds_keep_their_order(processor):
     ],
 )
 def test_of_a_pair_the_second_text_is_cut_first(processor, first, second, wanted):
-    tokenized = processor.encode([Pair(first, second)], rules())
+    tokenized = processor.encode([Pair(first, second)], tokenization())
     first_ids, second_ids = words(wanted[0]), words(wanted[1])
     (encoding,) = tokenized.work.encodings
     assert encoding.ids.tolist() == [CLS, *first_ids, SEP, *second_ids, SEP]
@@ -183,7 +185,7 @@ def test_of_a_pair_the_second_text_is_cut_first(processor, first, second, wanted
 
 
 def test_a_pair_cut_from_the_left_keeps_the_ends(processor):
-    ids = ids_of(processor, Pair("a cat", "the dog sat on the mat"), rules(side="left"))
+    ids = ids_of(processor, Pair("a cat", "the dog sat on the mat"), tokenization(side="left"))
     assert ids == [CLS, *words("a cat"), SEP, *words("on the mat"), SEP]
 
 
@@ -213,12 +215,14 @@ def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor)
 
 def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(processor):
     inputs = [Text("cat"), Pair("cat", "dog"), Tokens([7])]
-    ids = [e.ids.tolist() for e in processor.encode(inputs, rules("what is ")).work.encodings]
+    ids = [
+        e.ids.tolist() for e in processor.encode(inputs, tokenization("what is ")).work.encodings
+    ]
     assert ids[0] == [CLS, *words("what is cat"), SEP]
     assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
     assert ids[2] == [7]
     long = Text("the cat sat on a mat")  # the prompt counts against the limit
-    assert ids_of(processor, long, rules("what is ")) == [
+    assert ids_of(processor, long, tokenization("what is ")) == [
         CLS,
         *words("what is the cat sat on"),
         SEP,
@@ -228,11 +232,11 @@ def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(process
 def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
     """[CLS] and the prompt, not its [SEP]: what sentence-transformers leaves out."""
     processor = make(include_prompt=False)
-    with_prompt, without = rules("what is "), rules()
+    with_prompt, without = tokenization("what is "), tokenization()
     assert processor.encode([Text("cat")], with_prompt).work.bounds.tolist() == [[3, 5]]
     assert processor.encode([Text("cat")], without).work.bounds.tolist() == [[0, 3]]
     assert make().encode([Text("cat")], with_prompt).work.bounds.tolist() == [[0, 5]]
-    long_prompt = rules("the " * 30)
+    long_prompt = tokenization("the " * 30)
     ((first, end),) = processor.encode([Text("cat")], long_prompt).work.bounds.tolist()
     assert first == end - 1  # something is always pooled
 
@@ -240,26 +244,26 @@ def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
 def test_token_ids_run_verbatim(processor):
     assert ids_of(processor, Tokens([CLS, CLS, 0, 48])) == [CLS, CLS, 0, 48]
     assert ids_of(processor, Tokens(range(5, 15))) == list(range(5, 13))
-    assert ids_of(processor, Tokens(range(5, 15)), rules(side="left")) == list(range(7, 15))
+    assert ids_of(processor, Tokens(range(5, 15)), tokenization(side="left")) == list(range(7, 15))
 
 
 def test_token_ids_may_be_an_array(processor):
     ids = array("I", [CLS, 7, 48])
     assert ids_of(processor, Tokens(ids)) == [CLS, 7, 48]
     assert processor.decode([ids], skip_special_tokens=False)
-    assert processor.estimate([Tokens(ids)], rules()) == processor.estimate(
-        [Tokens(ids.tolist())], rules()
+    assert processor.estimate([Tokens(ids)], tokenization()) == processor.estimate(
+        [Tokens(ids.tolist())], tokenization()
     )
     with pytest.raises(InvalidInput, match="token id 49 is out of range"):
-        processor.encode([Tokens(array("I", [5, 49, 6]))], rules())
+        processor.encode([Tokens(array("I", [5, 49, 6]))], tokenization())
     with pytest.raises(EmptyInput):
-        processor.encode([Tokens(array("I"))], rules())
+        processor.encode([Tokens(array("I"))], tokenization())
 
 
 def test_token_ids_out_of_range_are_refused_with_the_range(processor):
     for bad in (-1, 49, 2**31, 2**40, 2**70, -(2**70)):
         with pytest.raises(InvalidInput, match=f"token id {bad} is out of range.*0 to 48"):
-            processor.encode([Tokens([5, bad, 6])], rules())
+            processor.encode([Tokens([5, bad, 6])], tokenization())
         with pytest.raises(InvalidInput, match=f"token id {bad} "):
             processor.decode([[5], [bad]], skip_special_tokens=True)
 
@@ -272,7 +276,7 @@ def test_decode_gives_the_text_of_ids(processor):
         processor.decode([[5], []], skip_special_tokens=True)
 
 
-WHOLE = Rules("", truncate=True, side="right", bare_ids=False)
+WHOLE = TokenizationOptions("", truncate=True, side="right", bare_ids=False)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +302,7 @@ def test_an_empty_input_is_refused_even_with_a_prompt(processor):
     for one in (Text(""), Tokens([]), Pair("", "")):
         for prompt in ("", "what is "):
             with pytest.raises(EmptyInput, match="the input is empty"):
-                processor.encode([Text("cat"), one], rules(prompt))
+                processor.encode([Text("cat"), one], tokenization(prompt))
 
 
 def test_texts_of_spaces_and_nul_are_texts(processor):
@@ -308,14 +312,14 @@ def test_texts_of_spaces_and_nul_are_texts(processor):
 
 def test_outer_white_space_reaches_the_tokenizer(processor, monkeypatch):
     shown = shown_lengths(processor, monkeypatch)
-    processor.encode([Text("  cat \n")], rules())
+    processor.encode([Text("  cat \n")], tokenization())
     assert shown == [len("  cat \n")]
 
 
 def test_a_lone_surrogate_is_refused(processor):
     for text in ("\ud800", "cat \udfff dog", "\ud800" + "cat " * 5000):
         with pytest.raises(TokenizerError, match="lone surrogate"):
-            processor.encode([Text(text)], rules(truncate=False))
+            processor.encode([Text(text)], tokenization(truncate=False))
 
 
 @pytest.fixture(name="plain", scope="module")
@@ -350,7 +354,7 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
     is_ordinary = unit in ("cat ", "a,")
     text = unit * (1_000_000 if is_ordinary else 200_000)
     shown = shown_lengths(processor, monkeypatch)
-    tokenized = processor.encode([Text(text)], rules(side=side))
+    tokenized = processor.encode([Text(text)], tokenization(side=side))
     wanted = {"cat ": words("cat") * 6, "a,": [ID["a"], 1] * 3, "z": [1], " ": []}[unit]
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
     assert tokenized.truncated == is_ordinary
@@ -360,10 +364,13 @@ def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
 
 def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor):
     """Not even its tokens are known before it is read to its end, and that takes 400 MB."""
-    assert ids_of(processor, Text("z" * MOST_READ)) == [CLS, 1, SEP]
+    assert ids_of(processor, Text("z" * MAX_READ_CHARACTERS)) == [CLS, 1, SEP]
     for truncate in (True, False):
         with pytest.raises(InvalidInput, match="first 524288 do not tell its first 8") as raised:
-            processor.encode([Text("cat"), Text("z" * (MOST_READ + 1))], rules(truncate=truncate))
+            processor.encode(
+                [Text("cat"), Text("z" * (MAX_READ_CHARACTERS + 1))],
+                tokenization(truncate=truncate),
+            )
         assert raised.value.index == 1
 
 
@@ -399,21 +406,24 @@ def _kinds(tmp_path_factory, plain) -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
 @given(
     text=st.lists(pieces_of_text, min_size=1, max_size=40).map("".join).filter(bool),
-    most=st.sampled_from([1, 8, 64, 512]),
+    max_tokens=st.sampled_from([1, 8, 64, 512]),
     side=st.sampled_from(["left", "right"]),
 )
-@example(text=STRADDLING, most=LIMIT, side="right")
-@example(text=STRADDLING[::-1].replace("tac", "cat"), most=LIMIT, side="left")
+@example(text=STRADDLING, max_tokens=LIMIT, side="right")
+@example(text=STRADDLING[::-1].replace("tac", "cat"), max_tokens=LIMIT, side="left")
 @settings(max_examples=25, deadline=None)
-def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, most, side):
+def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, max_tokens, side):
     tokenizer = kinds[kind]
     wanted = np.array(tokenizer.file.encode(text, add_special_tokens=False).ids)
-    ((ids, whole),) = tokenizer.rows([text], most, side)
+    ((ids, whole),) = tokenizer.rows([text], max_tokens, side)
     if whole:
         assert ids.tolist() == wanted.tolist()
     else:
-        assert len(wanted) > most
-        assert cut_tokens(ids, most, side).tolist() == cut_tokens(wanted, most, side).tolist()
+        assert len(wanted) > max_tokens
+        assert (
+            cut_tokens(ids, max_tokens, side).tolist()
+            == cut_tokens(wanted, max_tokens, side).tolist()
+        )
 
 
 def test_offsets_are_bytes_of_the_prompted_text(processor):
@@ -448,13 +458,13 @@ def test_a_limit_without_room_for_text_is_refused(make):
 
 def test_the_estimate_is_a_guess_within_the_limit(processor):
     inputs = [Text("x" * 8), Text("x" * 10**6), Pair("x" * 4, "x" * 4), Tokens([1, 2, 3])]
-    assert processor.estimate(inputs, rules()) == (4, 4 + 8 + 4 + 5)
+    assert processor.estimate(inputs, tokenization()) == (4, 4 + 8 + 4 + 5)
 
 
 def test_many_threads_share_one_processor(wide):
     """Different sides and lengths at once: were they the tokenizer's settings, they would mix."""
     text, barrier = Text("the cat sat on the mat " * 50), threading.Barrier(8)
-    wanted = {side: ids_of(wide, text, rules(side=side)) for side in ("left", "right")}
+    wanted = {side: ids_of(wide, text, tokenization(side=side)) for side in ("left", "right")}
     assert wanted["left"] != wanted["right"]
 
     def work(k: int) -> None:
@@ -464,7 +474,7 @@ def test_many_threads_share_one_processor(wide):
             if k % 4 == 3:
                 wide.pieces([text.text], special=True, prompt="")
             else:
-                assert ids_of(wide, text, rules(side=side)) == wanted[side]
+                assert ids_of(wide, text, tokenization(side=side)) == wanted[side]
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))
@@ -475,7 +485,9 @@ def test_an_error_says_which_input_it_is_about(processor, wrong):
     inputs = [Text("cat"), Tokens([5]), Pair("cat", "dog")]
     for place in (0, 2, 3):
         with pytest.raises(InvalidInput) as raised:
-            processor.encode([*inputs[:place], wrong, *inputs[place:]], rules(truncate=False))
+            processor.encode(
+                [*inputs[:place], wrong, *inputs[place:]], tokenization(truncate=False)
+            )
         assert raised.value.index == place
 
 

@@ -15,8 +15,8 @@ from test_server_openai import ask
 from jaxembed.data.inputs import Text
 from jaxembed.errors import InputTooLong, InvalidInput
 from jaxembed.preprocessing import text as text_module
-from jaxembed.preprocessing.text import Rules, TextProcessor
-from jaxembed.preprocessing.windows import LEAST_ROOM, overlap_of, windows
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
+from jaxembed.preprocessing.windows import MIN_WINDOW_TOKENS, overlap_of, windows
 from jaxembed.runtime.options import Chunk, ScoreOptions
 
 LIMIT = 128
@@ -30,8 +30,8 @@ def prose(words: int, seed: int = 0) -> str:
     return " ".join(draw.choice(WORDS, words))
 
 
-def rules(**options) -> Rules:
-    return Rules("", truncate=True, side="right", **options)
+def tokenization(**options) -> TokenizationOptions:
+    return TokenizationOptions("", truncate=True, side="right", **options)
 
 
 @pytest.fixture(name="make", scope="module")
@@ -45,13 +45,13 @@ def _make(make_processor):
 @pytest.fixture(name="reranker", scope="module")
 def _reranker(tmp_path_factory):
     path = tmp_path_factory.mktemp("reranker")
-    tower = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
-    save_scorer(path / "checkpoint", config=tower, max_input_tokens=LIMIT)
+    backbone = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
+    save_scorer(path / "checkpoint", config=backbone, max_input_tokens=LIMIT)
     with open_tiny(path / "checkpoint", path, (1, 128), (4, 128)) as embedder:
         yield embedder
 
 
-@given(st.integers(0, 3000), st.integers(LEAST_ROOM, 600), st.none() | st.integers(0, 900))
+@given(st.integers(0, 3000), st.integers(MIN_WINDOW_TOKENS, 600), st.none() | st.integers(0, 900))
 def test_windows_cover_a_document_and_share_the_overlap(count, room, asked):
     assert [overlap_of(room, None) for room in (64, 100, 400)] == [16, 25, 80]
     overlap = overlap_of(room, asked)
@@ -67,8 +67,8 @@ def test_windows_cover_a_document_and_share_the_overlap(count, room, asked):
 
 
 def ids_of(processor, document, **options) -> list[list[int]]:
-    row = processor.query_row(QUERY, rules(**options))
-    work = processor.encode_beside(row, [document], rules(**options)).work
+    row = processor.tokenize_query(QUERY, tokenization(**options))
+    work = processor.encode_pairs_of_query(row, [document], tokenization(**options)).work
     return [one.ids.tolist() for one in work.encodings]
 
 
@@ -83,8 +83,8 @@ def ids_of(processor, document, **options) -> list[list[int]]:
 def test_a_window_has_the_tokens_of_its_characters_as_a_document(make, post_processor, spec):
     processor = make(post_processor, **spec)
     long = prose(400)
-    row = processor.query_row(QUERY, rules())
-    tokenized = processor.encode_beside(row, [long], rules(max_windows=64))
+    row = processor.tokenize_query(QUERY, tokenization())
+    tokenized = processor.encode_pairs_of_query(row, [long], tokenization(max_windows=64))
     assert tokenized.windows is not None
     assert tokenized.windows.counts.tolist() == [len(tokenized.work)] != [1]
     assert tokenized.truncated == 0
@@ -100,31 +100,35 @@ def test_windows_beyond_the_most_are_cut(make, monkeypatch):
     processor = make()
     for document in ("", "cat", prose(ROOM), "  a cat  "):  # which fit
         assert ids_of(processor, document, max_windows=8) == ids_of(processor, document)
-    row = processor.query_row(QUERY, rules())
+    row = processor.tokenize_query(QUERY, tokenization())
     long = prose(400)
-    cut = processor.encode_beside(row, [long, "cat"], rules(max_windows=2))
+    cut = processor.encode_pairs_of_query(row, [long, "cat"], tokenization(max_windows=2))
     assert cut.windows.counts.tolist() == [2, 1]
     assert cut.truncated == 1
-    kept = processor.encode_beside(row, [long], rules(max_windows=64, max_second_tokens=130))
+    kept = processor.encode_pairs_of_query(
+        row, [long], tokenization(max_windows=64, max_second_tokens=130)
+    )
     assert kept.windows.counts.tolist() == [2]
     assert kept.windows.bounds[-1, 1] == len(" ".join(long.split()[:130]))
-    unread = Rules("", truncate=False, side="right", max_windows=64, max_second_tokens=130)
-    assert processor.encode_beside(row, [long], unread).truncated == 1  # as asked: no error
-    strict = Rules("", truncate=False, side="right", max_windows=2)
+    unread = TokenizationOptions(
+        "", truncate=False, side="right", max_windows=64, max_second_tokens=130
+    )
+    assert processor.encode_pairs_of_query(row, [long], unread).truncated == 1  # as asked: no error
+    strict = TokenizationOptions("", truncate=False, side="right", max_windows=2)
     with pytest.raises(InputTooLong):
-        processor.encode_beside(row, ["cat", long], strict)
-    monkeypatch.setattr(text_module, "MOST_DIVIDED", 300)  # tokens that a thread reads
-    found = processor.encode_beside(row, [prose(2000)], rules(max_windows=64))
+        processor.encode_pairs_of_query(row, ["cat", long], strict)
+    monkeypatch.setattr(text_module, "MAX_DIVIDED_TOKENS", 300)  # tokens that a thread reads
+    found = processor.encode_pairs_of_query(row, [prose(2000)], tokenization(max_windows=64))
     assert found.truncated == 1
     assert found.windows.bounds[-1, 1] == len(" ".join(prose(2000).split()[:300]))
 
 
 def test_a_query_that_leaves_no_room_is_refused(make):
     processor = make()
-    query = "cat " * (ROOM - LEAST_ROOM + 3)
-    row = processor.query_row(query, rules())
+    query = "cat " * (ROOM - MIN_WINDOW_TOKENS + 3)
+    row = processor.tokenize_query(query, tokenization())
     with pytest.raises(InvalidInput, match="leaves room for 63 tokens") as raised:
-        processor.encode_beside(row, ["cat"], rules(max_windows=2))
+        processor.encode_pairs_of_query(row, ["cat"], tokenization(max_windows=2))
     assert raised.value.field == "query"
 
 
@@ -132,11 +136,11 @@ def test_the_best_window_counts_and_is_named(reranker):
     documents = [prose(300, 1), "a cat", prose(500, 2), prose(300, 1)]
     ranked = reranker.rerank(QUERY, documents, raw_scores=True, max_chunks=64)
     assert sorted(one.index for one in ranked) == [0, 1, 2, 3]
-    rules_ = rules(max_windows=64)
-    row = reranker.model.main.processor.query_row(QUERY, rules_)
+    rules_ = tokenization(max_windows=64)
+    row = reranker.model.main.processor.tokenize_query(QUERY, rules_)
     for one in ranked:
         text = documents[one.index]
-        bounds = reranker.model.main.processor.encode_beside(
+        bounds = reranker.model.main.processor.encode_pairs_of_query(
             row, [text], rules_
         ).windows.bounds.tolist()
         parts = [text[start:end] for start, end in bounds]
@@ -204,7 +208,9 @@ def test_each_window_is_admitted(reranker):
     with pytest.raises(InvalidInput, match="only `rerank` divides"):
         reranker.model.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
     request = reranker.model.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    sequences, tokens = reranker.model.main.processor.estimate(request.inputs(), request.rules)
+    sequences, tokens = reranker.model.main.processor.estimate(
+        request.inputs(), request.tokenization
+    )
     assert sequences == tokens // LIMIT > 10
     told = []
     asyncio.run(reranker.model.runner.run_async(request, lambda cost: told.append(cost[:2])))

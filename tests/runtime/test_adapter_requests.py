@@ -12,7 +12,7 @@ from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text
 from jaxembed.data.spec import Adapter, Routes
 from jaxembed.errors import InvalidInput
-from jaxembed.runtime.options import Asked, EncodeOptions
+from jaxembed.runtime.options import EncodeOptions, RequestedOptions
 from jaxembed.runtime.tasks import Tasks
 from jaxembed.server.registry.models import Models
 
@@ -135,7 +135,9 @@ def test_adapters_are_listed(models):
 
 
 def test_no_long_purpose_is_kept(model):
-    asked = Asked(EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),))
-    kept = model.model.tasks._usual_intent.cache_info().currsize
-    assert model.model.tasks.intent(asked).prompt_name == "retrieval.query"
-    assert model.model.tasks._usual_intent.cache_info().currsize == kept
+    requested = RequestedOptions(
+        EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),)
+    )
+    kept = model.model.tasks._cached_intent.cache_info().currsize
+    assert model.model.tasks.intent(requested).prompt_name == "retrieval.query"
+    assert model.model.tasks._cached_intent.cache_info().currsize == kept

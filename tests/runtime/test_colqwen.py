@@ -26,8 +26,8 @@ from jaxembed.checkpoints.checkpoint import load_routes, verify, verify_values
 from jaxembed.errors import CheckpointError, InvalidImage, UnsupportedModel
 from jaxembed.models.qwen_vision import windows_of
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.preprocessing.images.decode import picture_of
-from jaxembed.preprocessing.images.prepare import page_places, prepare_image, resized_size
+from jaxembed.preprocessing.images.decode import to_pillow
+from jaxembed.preprocessing.images.prepare import mrope_positions, prepare_image, resized_size
 
 pytest.importorskip("PIL")
 
@@ -93,7 +93,7 @@ def test_pages_and_queries_in_a_batch_equal_each_alone(model):
 
 
 def test_the_places_of_a_page_are_those_of_a_plane():
-    places = page_places(2, 3, before=2, after=3) + np.arange(11)[:, None]
+    places = mrope_positions(2, 3, before=2, after=3) + np.arange(11)[:, None]
     text = [[0] * 3, [1] * 3]
     image = [[2, 2 + row, 2 + column] for row in range(2) for column in range(3)]
     after = [[5] * 3, [6] * 3, [7] * 3]
@@ -106,7 +106,7 @@ def packed(grids, length: int) -> PackedTokens:
     start = 0
     for number, (rows, columns) in enumerate(grids):
         end = start + rows * columns + 2
-        places[0, start:end] = page_places(rows, columns, before=1, after=1)
+        places[0, start:end] = mrope_positions(rows, columns, before=1, after=1)
         segments[0, start + 1 : end - 1] = number + 1
         start = end
     none = jnp.zeros((1, length), jnp.int32)
@@ -228,9 +228,9 @@ def test_a_processor_that_does_something_else_is_refused(change, error, message)
 
 def test_an_image_too_long_and_narrow_is_refused():
     rules = read_rules(IMAGES, 14)
-    assert prepare_image(picture_of(picture(0, 1, 200)), rules).shape[1] == rules.token_bytes
+    assert prepare_image(to_pillow(picture(0, 1, 200)), rules).shape[1] == rules.token_bytes
     with pytest.raises(InvalidImage, match="over 200 times"):
-        prepare_image(picture_of(picture(0, 1, 201)), rules)
+        prepare_image(to_pillow(picture(0, 1, 201)), rules)
 
 
 @pytest.mark.parametrize(("least", "most"), [(784, 784), (784, 3 * 784), (20 * 784, 40 * 784)])

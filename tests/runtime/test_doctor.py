@@ -24,7 +24,7 @@ from jaxembed.runtime.diagnostics.examine import (
     WINDOW_S,
     History,
     ModelTotals,
-    Moment,
+    Sample,
     Window,
     examine,
 )
@@ -35,11 +35,11 @@ from jaxembed.runtime.diagnostics.facts import (
     Examination,
     Facts,
     KernelFacts,
-    LaneFacts,
     LimitFacts,
     LocalExamination,
     MachineFacts,
     ProgramFacts,
+    QueueFacts,
     StageFacts,
     WindowFacts,
 )
@@ -70,7 +70,7 @@ def idle() -> Facts:
         machine=MachineFacts(4, 4, None, 2**33, None, "madvise"),
         programs=ProgramFacts(True, True, 4, 4, True, 1.0, 0.05, 0, 4),
         buckets=[BucketFacts(r, n, True, r * n / 25, "kept") for r, n in buckets],
-        lanes={"interactive": LaneFacts(0, 0, 0.0), "bulk": LaneFacts(0, 0, 0.0)},
+        lanes={"interactive": QueueFacts(0, 0, 0.0), "bulk": QueueFacts(0, 0, 0.0)},
         admission=AdmissionFacts(
             inputs=LimitFacts(8192, 0, 0),
             tokens=LimitFacts(262_144, 0, 0),
@@ -121,8 +121,8 @@ def flooded() -> Facts:
     """Of a healthy server with as much bulk work as it can do, none of it refused."""
     facts = asked()
     facts.buckets[3] = BucketFacts(16, 256, True, 150.0, "timed", 380, 1_510_000, 57_000.0, 900)
-    facts.lanes["bulk"] = LaneFacts(6000, 180_000, 4.5)
-    facts.lanes["interactive"] = LaneFacts(1, 9, 0.1)
+    facts.lanes["bulk"] = QueueFacts(6000, 180_000, 4.5)
+    facts.lanes["interactive"] = QueueFacts(1, 9, 0.1)
     change(facts.window, device_share=0.97, device_share_of_all=0.97, loop_share=0.2)
     change(facts.window, cpu_cores=3.9, inputs=50_000, truncated=20)
     change(facts.admission, inputs=LimitFacts(8192, 6001, 0))
@@ -183,7 +183,7 @@ def changed_workers(workers: int) -> Facts:
 
 def waiting(oldest_s: float) -> Facts:
     facts = flooded()
-    facts.lanes["interactive"] = LaneFacts(40, 400, oldest_s)
+    facts.lanes["interactive"] = QueueFacts(40, 400, oldest_s)
     return facts
 
 
@@ -396,9 +396,9 @@ def test_a_page_says_of_a_speed_that_it_is_estimated():
 # where facts come from
 
 
-def moment(at: float, inputs: float = 0.0, runs: int = 0, **machine) -> Moment:
+def moment(at: float, inputs: float = 0.0, runs: int = 0, **machine) -> Sample:
     ran = {Bucket(1, 16): BucketUse(runs, 9 * runs, 0.5 * runs)} if runs else {}
-    return Moment(at, machine, {"a": ModelTotals({"inputs": inputs}, ran)}, delay_s=at / 1000)
+    return Sample(at, machine, {"a": ModelTotals({"inputs": inputs}, ran)}, delay_s=at / 1000)
 
 
 def test_a_window_has_what_was_counted_between_its_ends():

@@ -42,11 +42,11 @@ from jaxembed.checkpoints.checkpoint import (
     verify_values,
 )
 from jaxembed.data.inputs import Image, Text
-from jaxembed.data.spec import IMAGE_ROUTE, TEXT_ROUTE, Expansion, Pooled, Probed
+from jaxembed.data.spec import IMAGE_ROUTE, TEXT_ROUTE, AttentionPooling, Expansion, Pooled
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket, BucketGrid, one_length_grid
 from jaxembed.engine.build import make_plan
-from jaxembed.engine.ticket import Ticket
+from jaxembed.engine.future import WorkFuture
 from jaxembed.errors import (
     CheckpointError,
     ConfigError,
@@ -60,7 +60,7 @@ from jaxembed.models import program
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.platform import extras
 from jaxembed.preprocessing.images.processor import ImageProcessor
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 from jaxembed.runtime.options import EncodeOptions
 
 pytest.importorskip("PIL")
@@ -146,7 +146,7 @@ def test_what_the_checkpoint_says(converted, kind):
     assert image.max_input_tokens == PATCHES + (kind == "clip")
     assert (spec.max_input_tokens, spec.dim) == (POSITIONS, image.dim)
     assert spec.heads["dense"].normalize
-    assert isinstance(image.heads["dense"], Pooled if kind == "clip" else Probed)
+    assert isinstance(image.heads["dense"], Pooled if kind == "clip" else AttentionPooling)
     assert spec.filled == (None if kind == "clip" else Expansion(0, POSITIONS, attended=True))
     verify(out)
     verify_values(out)
@@ -165,11 +165,11 @@ def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
     spec = load_routes(converted["siglip2"]).image
     assert spec is not None
     processor = ImageProcessor(spec, 1)
-    rules = Rules("", truncate=True, side="right")
+    tokenization = TokenizationOptions("", truncate=True, side="right")
     images = [Image(one) for one in shaped_pictures()]
-    entries = Ticket(processor.encode(images, rules).work, spec.widths).entries
+    entries = WorkFuture(processor.encode(images, tokenization).work, spec.widths).sequences
     batch = place(Bucket(3, 64), entries)
-    assert len(batch.entries) == len(images)
+    assert len(batch.sequences) == len(images)
     assert max(batch.segments) > 3
     model = program(spec)
     parameters = load_params(route_path(converted["siglip2"], IMAGE_ROUTE), spec)
@@ -182,7 +182,7 @@ def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
     vectors = np.asarray(found)[batch.rows, batch.slots]
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     tensors = dual_tensors("siglip2")
-    for entry, vector in zip(batch.entries, vectors, strict=True):
+    for entry, vector in zip(batch.sequences, vectors, strict=True):
         number = next(number for number, one in enumerate(entries) if one is entry)
         wanted = expected_image("siglip2", tensors, shaped_pictures()[number])
         np.testing.assert_allclose(vector, wanted, atol=2e-6)
@@ -208,9 +208,9 @@ def test_equal_images_are_computed_once_and_different_ones_never_confused(dual, 
     other[-1, -1, -1] ^= 0x80
     route = dual(kind).model.routes[IMAGE_ROUTE]
     given = [Image(image), Image(other), Image(image)]
-    work = route.processor.encode(given, Rules("", truncate=True, side="right")).work
-    entries = Ticket(work, route.spec.widths).entries
-    assert [list(entry.claims.values()) for entry in entries] == [[[0, 2]], [[1]]]
+    work = route.processor.encode(given, TokenizationOptions("", truncate=True, side="right")).work
+    entries = WorkFuture(work, route.spec.widths).sequences
+    assert [list(entry.futures.values()) for entry in entries] == [[[0, 2]], [[1]]]
     first, second, third = dual(kind).encode(given)
     np.testing.assert_array_equal(first, third)
     assert np.abs(first - second).max() > 1e-4
@@ -397,8 +397,8 @@ def test_flags_of_texts_are_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_old_and_new_forms_of_sizes(config, wanted):
-    rules = read_rules(config, 8)
-    assert (rules.size, rules.shortest, rules.crop) == wanted
+    tokenization = read_rules(config, 8)
+    assert (tokenization.size, tokenization.shortest, tokenization.crop) == wanted
 
 
 def test_rows_hold_one_image_in_its_own_shape(converted, tmp_path):

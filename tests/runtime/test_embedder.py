@@ -22,7 +22,7 @@ from jaxembed import Embedder, EngineConfig, Label, Ranked, TextConfig
 from jaxembed.data.inputs import Input, Pair, Text, Tokens
 from jaxembed.data.spec import DenseLayer, PairTemplate, Pooled
 from jaxembed.engine import compiles
-from jaxembed.engine.build import turn_of
+from jaxembed.engine.build import scheduler_of
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import (
     BackendError,
@@ -80,7 +80,7 @@ def _open_embedder(tiny_checkpoint, grid_file, tmp_path):
         embedder.close()
 
 
-class Held:
+class Reservation:
     """Holds a device back: batches of work that start wait until `gate` is set."""
 
     def __init__(self, monkeypatch):
@@ -100,13 +100,13 @@ class Held:
         assert await asyncio.to_thread(self.entered.wait, WAIT_S)
 
 
-@pytest.fixture(name="held")
+@pytest.fixture(name="reservation")
 def _held(monkeypatch):
     for device in jax.local_devices():  # one batch at a time: what comes after the held one waits
-        monkeypatch.setattr(turn_of(device), "permits", 1)
-    held = Held(monkeypatch)
-    yield held
-    held.gate.set()
+        monkeypatch.setattr(scheduler_of(device), "permits", 1)
+    reservation = Reservation(monkeypatch)
+    yield reservation
+    reservation.gate.set()
 
 
 def series(embedder) -> dict[str, float]:
@@ -318,10 +318,10 @@ def test_threads_and_event_loops_share_one_embedder(embedder):
         list(pool.map(work, range(4)))
 
 
-def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
+def test_cancelling_a_call_takes_its_queued_work_along(embedder, reservation):
     async def scenario():
         first = asyncio.create_task(embedder.encode_async("cat"))
-        await held.wait_entered()
+        await reservation.wait_entered()
         before = series(embedder)["jaxembed_cancelled_requests"]
         task = asyncio.create_task(embed(embedder, [Text("dog")] * 300))
         while queue_of(embedder)[0] != 300:  # the queue is what there is to wait on
@@ -335,7 +335,7 @@ def test_cancelling_a_call_takes_its_queued_work_along(embedder, held):
         assert queue_of(embedder) == (0, 0)
         assert embedder.model.admission.inputs == 0
         assert series(embedder)["jaxembed_cancelled_requests"] == before + 1
-        held.gate.set()
+        reservation.gate.set()
         return await first
 
     np.testing.assert_allclose(asyncio.run(scenario()), embedder.encode("cat"), atol=1e-5)
@@ -366,20 +366,20 @@ def test_waking_a_loop_that_is_closed_harms_no_thread_of_the_engine(embedder, mo
     coroutine.close()
 
 
-def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, held):
-    held.gate.set()  # for the warm-up
+def test_a_full_server_refuses_before_any_work_and_recovers(open_embedder, reservation):
+    reservation.gate.set()  # for the warm-up
     embedder = open_embedder(max_concurrent_requests=2, max_queue_tokens=1000)
-    held.entered.clear()
-    held.gate.clear()
+    reservation.entered.clear()
+    reservation.gate.clear()
 
     async def scenario():
         options = EncodeOptions()
         first = asyncio.create_task(embed(embedder, [Text("cat")] * 5, options))  # overshoots
-        await held.wait_entered()
+        await reservation.wait_entered()
         with pytest.raises(Overloaded, match="--max-concurrent-requests") as raised:
             await embed(embedder, [Text("dog")], options)
         assert raised.value.retry_after_s >= 1
-        held.gate.set()
+        reservation.gate.set()
         await first
         return await embed(embedder, [Text("dog")], options)
 
@@ -439,11 +439,11 @@ def test_tokenize_and_decode_run_off_the_loop(embedder):
 
 def test_the_prompt_of_each_text_counts_among_the_memory_of_its_tokens(embedder):
     async def held_bytes():
-        with embedder.model.admission.capacity.request() as held:
+        with embedder.model.admission.capacity.request() as reservation:
             await embedder.model.tokenize_async(
-                ["a"] * 5, add_special_tokens=True, prompt_name="query", held=held
+                ["a"] * 5, add_special_tokens=True, prompt_name="query", reservation=reservation
             )
-            return held.bytes
+            return reservation.bytes
 
     assert asyncio.run(held_bytes()) == 5 * len("what is a") * PIECE_BYTES
 

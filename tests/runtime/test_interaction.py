@@ -237,7 +237,9 @@ def test_windows_need_room(opened):
 def test_each_window_is_admitted(opened):
     embedder = opened("colbert")
     _, request, _ = embedder.model.tasks.compare(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    sequences, tokens = embedder.model.main.processor.estimate(request.inputs(), request.rules)
+    sequences, tokens = embedder.model.main.processor.estimate(
+        request.inputs(), request.tokenization
+    )
     assert sequences == tokens // LIMIT > 10
     told = []
     asyncio.run(embedder.model.runner.run_async(request, lambda cost: told.append(cost[:2])))

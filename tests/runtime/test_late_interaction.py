@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TOWERS, WORDS, save_tiny, tiny_spec
-from fakes import ticket_of
+from fakes import future_of
 from representatives import each
 
 from jaxembed import Embedder, EngineConfig
@@ -16,7 +16,7 @@ from jaxembed.data.inputs import Pair, Text, Tokens
 from jaxembed.data.spec import DenseLayer, Expansion, LateInteraction, NormalizeLayer, PerToken
 from jaxembed.data.work import Encoding
 from jaxembed.engine.autotune import kernels
-from jaxembed.engine.autotune.native_trial import Verdict
+from jaxembed.engine.autotune.native_trial import TrialResult
 from jaxembed.engine.batch import pack, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
@@ -24,7 +24,7 @@ from jaxembed.models import attention, program
 from jaxembed.models.heads import TokenHead
 from jaxembed.models.kernels import Call
 from jaxembed.models.tokens import PackedTokens
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.runtime.options import EncodeOptions
 
 CLS, SEP, MASK = 2, 3, 4
@@ -66,16 +66,18 @@ def _make(make_processor):
 
 
 def encoded(processor: TextProcessor, text: str, role=None, **changes) -> Encoding:
-    rules = Rules("", True, "right", role=role)
-    rules = Rules(**{name: getattr(rules, name) for name in rules.__struct_fields__} | changes)
-    return processor.encode([Text(text)], rules).work.encodings[0]
+    tokenization = TokenizationOptions("", True, "right", role=role)
+    tokenization = TokenizationOptions(
+        **{name: getattr(tokenization, name) for name in tokenization.__struct_fields__} | changes
+    )
+    return processor.encode([Text(text)], tokenization).work.encodings[0]
 
 
 LONGER, LOWER = {"length": 6, "query_length": 9}, {"limit": 7, "length": 6}
 
 
 @pytest.mark.parametrize(
-    ("changes", "text", "role", "words", "fillers"),
+    ("changes", "text", "role", "words", "augmentation_tokens"),
     [
         ({}, "a cat", "query", "what a cat", 7),
         ({}, "a cat", None, "the a cat", 0),
@@ -94,11 +96,17 @@ LONGER, LOWER = {"length": 6, "query_length": 9}, {"limit": 7, "length": 6}
     ],
     ids=str,
 )
-def test_a_text_has_its_marker_and_a_query_is_filled_up(make, changes, text, role, words, fillers):
+def test_a_text_has_its_marker_and_a_query_is_filled_up(
+    make, changes, text, role, words, augmentation_tokens
+):
     encoding = encoded(make(**changes), text, role)
-    wanted = [CLS, *(ID[word] for word in words.split()), SEP, *[MASK] * fillers]
+    wanted = [CLS, *(ID[word] for word in words.split()), SEP, *[MASK] * augmentation_tokens]
     assert encoding.ids.tolist() == wanted
-    assert (encoding.ids.dtype, encoding.fillers, encoding.types) == (np.int32, fillers, None)
+    assert (encoding.ids.dtype, encoding.augmentation_tokens, encoding.types) == (
+        np.int32,
+        augmentation_tokens,
+        None,
+    )
 
 
 def test_a_prompt_follows_the_marker(make):
@@ -111,16 +119,18 @@ def test_a_prompt_follows_the_marker(make):
 def test_a_cut_text_keeps_its_special_tokens_and_room_for_the_marker(make, role, length, side):
     encoding = encoded(make(), "cat " * 20 + "dog", role, side=side)
     ids = encoding.ids.tolist()
-    assert (len(ids), ids[0], ids[-1], encoding.fillers) == (length, CLS, SEP, 0)
+    assert (len(ids), ids[0], ids[-1], encoding.augmentation_tokens) == (length, CLS, SEP, 0)
     assert ids[1] == (QUERY if role == "query" else DOCUMENT)
     assert (ID["dog"] in ids) == (side == "left")
 
 
-@pytest.mark.parametrize(("words", "fillers"), [(8, 1), (9, 0), (10, 0)])
-def test_cut_and_counted_are_texts_over_the_length(make, words, fillers):
-    tokenized = make().encode([Text("cat " * words)], Rules("", True, "right", role="query"))
+@pytest.mark.parametrize(("words", "augmentation_tokens"), [(8, 1), (9, 0), (10, 0)])
+def test_cut_and_counted_are_texts_over_the_length(make, words, augmentation_tokens):
+    tokenized = make().encode(
+        [Text("cat " * words)], TokenizationOptions("", True, "right", role="query")
+    )
     assert tokenized.work.lengths.tolist() == [LENGTH]
-    assert tokenized.work.own_tokens.tolist() == [LENGTH - fillers]
+    assert tokenized.work.text_tokens.tolist() == [LENGTH - augmentation_tokens]
     assert tokenized.truncated == (words > 9)
 
 
@@ -145,14 +155,17 @@ def test_a_limit_below_the_expansion_is_refused(make):
 )
 def test_only_texts_are_taken_and_the_first_at_fault_is_named(make, item, message):
     with pytest.raises(InvalidInput, match=message) as refused:
-        make().encode([Text("cat"), item, Tokens([7])], Rules("", True, "right"))
+        make().encode([Text("cat"), item, Tokens([7])], TokenizationOptions("", True, "right"))
     assert refused.value.index == 1
 
 
 def test_fillers_are_estimated(make):
     texts = [Text("cat"), Text("dog " * 50)]
-    assert make().estimate(texts, Rules("", True, "right", role="query")) == (2, 2 * LENGTH)
-    assert make().estimate([Text("cat")], Rules("", True, "right")) == (1, 2)
+    assert make().estimate(texts, TokenizationOptions("", True, "right", role="query")) == (
+        2,
+        2 * LENGTH,
+    )
+    assert make().estimate([Text("cat")], TokenizationOptions("", True, "right")) == (1, 2)
 
 
 # -- the engine ----------------------------------------------------------------------------------
@@ -161,14 +174,18 @@ def test_fillers_are_estimated(make):
 def test_a_typed_mask_is_no_filler():
     """Two sequences of the same ids, of which one hides its last."""
     ids = np.array([CLS, QUERY, MASK, MASK], np.int32)
-    ticket = ticket_of([Encoding(ids, fillers=2), Encoding(ids), Encoding(ids, fillers=2)])
-    assert [entry.fillers for entry in ticket.entries] == [2, 0]
+    future = future_of(
+        [Encoding(ids, augmentation_tokens=2), Encoding(ids), Encoding(ids, augmentation_tokens=2)]
+    )
+    assert [entry.augmentation_tokens for entry in future.sequences] == [2, 0]
 
 
 @pytest.mark.parametrize("attended", [False, True])
 def test_fillers_have_no_segment_as_keys(attended):
-    entries = ticket_of([Encoding(np.arange(5, 9, dtype=np.int32), fillers=3)]).entries
-    entries += ticket_of([Encoding(np.arange(5, 8, dtype=np.int32))]).entries
+    entries = future_of(
+        [Encoding(np.arange(5, 9, dtype=np.int32), augmentation_tokens=3)]
+    ).sequences
+    entries += future_of([Encoding(np.arange(5, 8, dtype=np.int32))]).sequences
     planes = pack(place(Bucket(1, 8), entries))
     tokens = PackedTokens.unstack(planes, 2, Expansion(MASK, 4, attended))
     assert tokens.segments.tolist() == [[1, 1, 1, 1, 2, 2, 2, 0]]
@@ -179,21 +196,21 @@ def test_fillers_have_no_segment_as_keys(attended):
 
 
 @pytest.mark.parametrize("attended", [False, True])
-@pytest.mark.parametrize("tower", ["bert", "modernbert", "qwen3", "t5"])
-def test_calls_say_whether_they_hide_keys(tower, attended):
-    spec = tiny_spec(**TOWERS[tower] | late(attended=attended))
+@pytest.mark.parametrize("backbone", ["bert", "modernbert", "qwen3", "t5"])
+def test_calls_say_whether_they_hide_keys(backbone, attended):
+    spec = tiny_spec(**TOWERS[backbone] | late(attended=attended))
     assert {call.hides_keys for call in kernels.calls(program(spec), "float32")} == {not attended}
 
 
 def test_native_attention_is_not_chosen_where_keys_are_hidden(monkeypatch, tmp_path):
     """The other native kernels are, whatever this CPU runs."""
     monkeypatch.setattr(kernels.native, "load_library", lambda cache_dir: None)
-    verdicts = {"linear": faster(), "attention": faster()}
+    results = {"linear": faster(), "attention": faster()}
     device = jax.local_devices()[0]
     for attended in (False, True):
         spec = tiny_spec(**late(attended=attended))
         choice = kernels.choose_native(
-            program(spec), device, "bfloat16", "auto", tmp_path, lambda: verdicts
+            program(spec), device, "bfloat16", "auto", tmp_path, lambda: results
         )
         assert choice.native is not None
         assert ("attention" in choice.native.without) is not attended
@@ -201,8 +218,8 @@ def test_native_attention_is_not_chosen_where_keys_are_hidden(monkeypatch, tmp_p
         assert not (choice.joins and not attended)
 
 
-def faster() -> Verdict:
-    return Verdict(times_xla=0.5)
+def faster() -> TrialResult:
+    return TrialResult(times_xla=0.5)
 
 
 def test_a_trial_hides_keys_for_calls_that_do(monkeypatch):
@@ -233,11 +250,11 @@ def _embedder_of(tmp_path_factory):
     opened: dict[tuple, Embedder] = {}
     cache = tmp_path_factory.mktemp("cache")
 
-    def make(tower: str = "bert", **changes) -> Embedder:
-        key = (tower, *sorted(changes.items()))
+    def make(backbone: str = "bert", **changes) -> Embedder:
+        key = (backbone, *sorted(changes.items()))
         if key not in opened:
-            fields = TOWERS[tower] | late(**changes)
-            if tower == "modernbert":
+            fields = TOWERS[backbone] | late(**changes)
+            if backbone == "modernbert":
                 fields["config"] = fields["config"] | {"local_reach": LENGTH}
             path = save_tiny(tmp_path_factory.mktemp("model") / "checkpoint", **fields)
             config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=128)
@@ -270,24 +287,24 @@ def test_a_query_has_a_row_for_each_filler_and_a_document_for_each_token(embedde
 
 
 @pytest.mark.parametrize(
-    "tower", each(["bert", "roberta", "modernbert", "mpnet", "qwen3", "deberta"], "bert")
+    "backbone", each(["bert", "roberta", "modernbert", "mpnet", "qwen3", "deberta"], "bert")
 )
-def test_own_tokens_do_not_see_fillers_that_are_hidden(tower, embedder_of):
-    plain = vectors(embedder_of(tower, length=None), TEXTS, "query")
-    hidden = vectors(embedder_of(tower), TEXTS, "query")
-    attended = vectors(embedder_of(tower, attended=True), TEXTS, "query")
-    causal = tower == "qwen3"  # no token sees one that follows it
+def test_own_tokens_do_not_see_fillers_that_are_hidden(backbone, embedder_of):
+    plain = vectors(embedder_of(backbone, length=None), TEXTS, "query")
+    hidden = vectors(embedder_of(backbone), TEXTS, "query")
+    attended = vectors(embedder_of(backbone, attended=True), TEXTS, "query")
+    causal = backbone == "qwen3"  # no token sees one that follows it
     for wanted, one, other in zip(plain, hidden, attended, strict=True):
         np.testing.assert_allclose(one[: len(wanted)], wanted, rtol=1e-4, atol=1e-5)
         apart = np.abs(other[: len(wanted)] - wanted).max()
         assert (apart > 1e-3) == (len(wanted) < LENGTH and not causal)
 
 
-@pytest.mark.parametrize("tower", each(["bert", "modernbert"], "bert"))
+@pytest.mark.parametrize("backbone", each(["bert", "modernbert"], "bert"))
 @pytest.mark.parametrize("attended", [False, True])
 @pytest.mark.parametrize("role", ["query", "document"])
-def test_a_text_has_the_same_rows_alone_and_among_others(tower, attended, role, embedder_of):
-    embedder = embedder_of(tower, attended=attended)
+def test_a_text_has_the_same_rows_alone_and_among_others(backbone, attended, role, embedder_of):
+    embedder = embedder_of(backbone, attended=attended)
     together = vectors(embedder, [*TEXTS, *TEXTS[::-1]], role)
     for number, text in enumerate(TEXTS):
         (alone,) = vectors(embedder, [text], role)
@@ -319,7 +336,7 @@ def test_fillers_are_not_counted_as_tokens(embedder_of):
 def test_the_role_is_that_of_the_options_or_the_prompts_name(options, role, embedder_of):
     tasks = embedder_of().model.tasks
     request = tasks.compute([Text("cat")], ["multi_vector"], EncodeOptions(**options))
-    assert request.rules.role == role
+    assert request.tokenization.role == role
 
 
 @pytest.mark.parametrize("width", [8, 5])
@@ -335,7 +352,7 @@ def test_a_residual_is_added_after_the_activation(width):
     head.modules[0].bias[...] = jnp.full(width, bias)
     if width != 8:
         head.modules[0].residual.kernel[...] = jnp.asarray(residual)
-    entries = ticket_of([Encoding(np.arange(5, 8, dtype=np.int32))]).entries
+    entries = future_of([Encoding(np.arange(5, 8, dtype=np.int32))]).sequences
     tokens = PackedTokens.unstack(pack(place(Bucket(1, 3), entries)), 1)
     wanted = np.tanh(hidden @ kernel + bias) + (hidden if width == 8 else hidden @ residual)
     np.testing.assert_allclose(head(jnp.asarray(hidden), tokens), wanted, rtol=1e-5, atol=1e-5)

@@ -276,8 +276,8 @@ def test_the_doctor_examines_each_route(routed):
 @contextmanager
 def held_back(embedder: Embedder) -> Iterator[None]:
     """Hold the turn of the device, which all engines share: what is asked for meanwhile waits."""
-    (seat,) = embedder.model.main.engine.seats
-    with seat.turn.hold(lambda: math.inf, whole=True):
+    (worker,) = embedder.model.main.engine.workers
+    with worker.scheduler.hold(lambda: math.inf, whole=True):
         yield
 
 
@@ -295,9 +295,9 @@ def _own(opened, saved) -> Iterator[Embedder]:
 
 
 def test_a_route_that_fails_leaves_the_others(own, monkeypatch, wanted):
-    (seat,) = own.model.routes["query"].engine.seats
+    (worker,) = own.model.routes["query"].engine.workers
     monkeypatch.setattr(
-        seat.runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no"))
+        worker.runner, "run", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no"))
     )
     with pytest.raises(BackendError):
         own.encode_query(TEXTS)

@@ -9,17 +9,17 @@ import pytest
 from fakes import WAIT_S
 
 from jaxembed.data.inputs import Text
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.errors import InputTooLong
 from jaxembed.preprocessing.job_threads import JobThreads
-from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 from jaxembed.preprocessing.tokenizer import JOB_CHARACTERS
 from jaxembed.runtime.requests import Request
 from jaxembed.runtime.runner import JOBS_A_THREAD, QueueRunner
 
 LONG = Text("x" * JOB_CHARACTERS)  # a job by itself
 OUTPUTS = frozenset({"dense"})
-RULES = Rules("", truncate=True, side="right")
+RULES = TokenizationOptions("", truncate=True, side="right")
 
 
 class Plain(Request):
@@ -59,7 +59,9 @@ class OneWorker:
         self.begun.append(len(chunk))
         self.entered.set()
         assert self.gate.wait(WAIT_S)
-        return Tokenized(work_of([Encoding(np.array([5, 6], np.int32)) for _ in chunk]), 0)
+        return Tokenized(
+            work_from_encodings([Encoding(np.array([5, 6], np.int32)) for _ in chunk]), 0
+        )
 
     def finish(self) -> list[int]:
         """The jobs that were begun, when there is nothing left to do."""

@@ -18,7 +18,7 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.config import TextConfig
 from jaxembed.data.inputs import Text, Tokens
 from jaxembed.data.spec import NO_LIMIT, DenseLayer, ModelSpec, NormalizeLayer, Pooled
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.engine.host import HostEngine
 from jaxembed.errors import (
     BackendError,
@@ -212,9 +212,9 @@ def test_a_sequence_has_the_same_vector_alone_and_in_any_batch(modules, in_c, na
     draw = np.random.default_rng(2)
     lengths = [1, 300, 7, 0, 2 * BLOCK_BYTES // (4 * WIDTH) + 5, 7, 64]
     encodings = [Encoding(draw.integers(0, 50, n, np.int32)) for n in lengths]
-    together = model.compute(work_of(encodings))["dense"]
+    together = model.compute(work_from_encodings(encodings))["dense"]
     for encoding, vector in zip(encodings, together, strict=True):
-        alone = model.compute(work_of([encoding]))["dense"][0]
+        alone = model.compute(work_from_encodings([encoding]))["dense"][0]
         np.testing.assert_array_equal(alone, vector)
 
 
@@ -284,7 +284,7 @@ def test_without_a_library_numpy_computes_the_same(source, load, monkeypatch, ca
     wanted = load(source).encode(texts)
 
     def refuse(cache_dir: Path):
-        raise native.Unavailable("there is no C compiler")
+        raise native.NativeUnavailable("there is no C compiler")
 
     monkeypatch.setattr(native, "load_means", refuse)
     with caplog.at_level(logging.INFO):
@@ -300,13 +300,13 @@ def test_parameters_of_another_model_are_refused():
 def test_a_closed_engine_computes_no_more(start):
     spec = spec_of()
     engine = start(StaticEmbeddings(spec, random_parameters(spec)))
-    assert engine.compute(work_of(batch_of(30)))["dense"].shape == (30, WIDTH)
+    assert engine.compute(work_from_encodings(batch_of(30)))["dense"].shape == (30, WIDTH)
     assert engine.tokens_per_s > 0
     assert engine.temporary_bytes == 0
     engine.close()
     assert not engine.ready
     with pytest.raises(BackendError, match="closed"):
-        engine.compute(work_of(batch_of(1)))
+        engine.compute(work_from_encodings(batch_of(1)))
 
 
 def test_a_failure_fails_only_its_request(start, caplog):
@@ -315,9 +315,9 @@ def test_a_failure_fails_only_its_request(start, caplog):
     parameters["table"][7] = np.inf
     engine = start(StaticEmbeddings(spec, parameters))
     with pytest.raises(NotFinite, match="not finite"):
-        engine.compute(work_of([Encoding(np.array([7], np.int32))]))
+        engine.compute(work_from_encodings([Encoding(np.array([7], np.int32))]))
     assert engine.snapshot().failures == (1,)
-    engine.compute(work_of(batch_of(1)))
+    engine.compute(work_from_encodings(batch_of(1)))
     assert engine.snapshot().failures == (0,)
     assert engine.healthy
 
@@ -327,7 +327,7 @@ def test_an_internal_error_is_told_in_the_log_alone(start, caplog, monkeypatch):
     engine = start(StaticEmbeddings(spec, random_parameters(spec)))
     monkeypatch.setattr(engine._model, "compute", lambda work: 1 / 0)
     with pytest.raises(BackendError, match="an internal error"):
-        engine.compute(work_of(batch_of(100)))
+        engine.compute(work_from_encodings(batch_of(100)))
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -353,7 +353,7 @@ def test_more_tokens_than_estimated_are_admitted_before_they_are_computed(source
 
 
 def test_texts_that_nothing_cuts_are_refused_when_they_are_huge(source, load, monkeypatch):
-    monkeypatch.setattr(text_module, "MOST_READ", 100)
+    monkeypatch.setattr(text_module, "MAX_READ_CHARACTERS", 100)
     embedder = load(source)
     embedder.encode("hello " * 16)
     with pytest.raises(InvalidInput, match="120 characters, of at most 100") as caught:

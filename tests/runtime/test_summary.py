@@ -17,14 +17,16 @@ from jaxembed.runtime.summary import summary
 
 
 @pytest.mark.parametrize(
-    "tower",
+    "backbone",
     [
-        pytest.param(tower, marks=[] if tower in ("bert", "deberta") else [pytest.mark.numerics])
-        for tower in TOWERS
+        pytest.param(
+            backbone, marks=[] if backbone in ("bert", "deberta") else [pytest.mark.numerics]
+        )
+        for backbone in TOWERS
     ],
 )
-def test_the_bytes_are_those_that_a_replica_places(tower):
-    spec = tiny_spec(**TOWERS[tower], modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
+def test_the_bytes_are_those_that_a_replica_places(backbone):
+    spec = tiny_spec(**TOWERS[backbone], modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
     made, parameters, facts = program(spec), random_parameters(spec), summary(spec)
     for dtype in ("float32", "bfloat16", "float16"):
         placed = Replica(made, parameters, jax.local_devices()[:1], dtype)._parameters
@@ -75,6 +77,6 @@ def test_the_limit_is_what_a_server_takes_by_default(tmp_path, monkeypatch):
 
 
 def test_everything_said_is_json():
-    for tower in ("bert", "pages, qwen", "mistral"):  # with rules of images, and nested settings
-        facts = summary(tiny_spec(**TOWERS[tower]))
+    for backbone in ("bert", "pages, qwen", "mistral"):  # with rules of images, and nested settings
+        facts = summary(tiny_spec(**TOWERS[backbone]))
         assert json.loads(json.dumps(facts)) == facts

@@ -10,7 +10,7 @@ import pytest
 from fake_embedder import FakeEmbedder
 from fakes import WAIT_S, until
 from test_keys import ring, table, three
-from test_server_pool import KEY, Shelf, pool_of
+from test_server_pool import KEY, RowAllocator, pool_of
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ConfigError
@@ -94,8 +94,8 @@ def test_what_is_no_unicode_is_written_too(tmp_path):
 
 
 def test_lines_that_nobody_takes_are_lost_and_nobody_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(audit_module, "MOST_LINES", 10)
-    monkeypatch.setattr(audit_module, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(audit_module, "MAX_LINES", 10)
+    monkeypatch.setattr(audit_module, "MAX_AT_ONCE", 1)
     monkeypatch.setattr(audit_module, "LAST_LINES_S", 0.1)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -226,7 +226,7 @@ def test_a_line_names_the_flag_of_a_key_cuts_a_long_method_and_counts_all_instan
 
 async def test_admin_calls_are_noted_with_their_models(tmp_path):
     log = AuditLog(tmp_path / "audit.jsonl")
-    pool = pool_of(Shelf())
+    pool = pool_of(RowAllocator())
     config = ServerConfig(admin_key="admin")
     app = create_app(pool.models, config, pool, audit=log)
     beside = create_admin_app(Service(pool.models, ServerConfig(), pool, audit=log))

@@ -16,7 +16,7 @@ from test_server_app import is_error
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import CheckpointError, ConfigError, Overloaded
-from jaxembed.server.access import duration
+from jaxembed.server.access import format_duration
 from jaxembed.server.app import create_app, create_metrics_app
 from jaxembed.server.auth import keyring as keyring_module
 from jaxembed.server.auth.keyring import Keyring, digest_of, parse_keys, read_key_file
@@ -58,10 +58,10 @@ def test_a_key_has_what_its_table_says(tmp_path):
     assert one.limits.max_inputs_waiting == 5
     assert two.models is two.routes is two.expires is None
     taken = ("/v1/models", "/v1/", "/embed")
-    assert [path for path in (*taken, "/embed_all", "/v2/embed", "/") if one.may_take(path)] == [
-        *taken
-    ]
-    assert two.may_take("/anything")
+    assert [
+        path for path in (*taken, "/embed_all", "/v2/embed", "/") if one.may_use_route(path)
+    ] == [*taken]
+    assert two.may_use_route("/anything")
 
 
 @pytest.mark.parametrize(
@@ -541,4 +541,4 @@ async def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
     ],
 )
 def test_a_duration_is_written_as_openai_writes_it(seconds, text):
-    assert duration(float(seconds)) == text
+    assert format_duration(float(seconds)) == text

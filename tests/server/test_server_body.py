@@ -8,11 +8,11 @@ import pytest
 from fake_embedder import FakeEmbedder
 
 from jaxembed.config import ServerConfig
-from jaxembed.engine.admission import RESERVE, SMALL, Admission, Capacity
+from jaxembed.engine.admission import RESERVE_DIVISOR, SMALL_DIVISOR, Admission, Capacity
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.app import Server, create_app
 from jaxembed.server.http import connection
-from jaxembed.server.http.connection import COPIES, MOST_UNREAD, BoundedBody
+from jaxembed.server.http.connection import COPIES, MAX_UNREAD, BoundedBody
 from jaxembed.server.pipeline import body as server_body
 from jaxembed.server.registry.models import Models
 
@@ -39,7 +39,7 @@ class Client:
         }
         self.sent: list[dict] = []
         self.received = 0  # bytes of the body that the server took
-        self.most_held = 0
+        self.max_held = 0
         self.reads = asyncio.Event()  # whether the client reads the answer
         self.reads.set()
         self._body = body
@@ -51,7 +51,7 @@ class Client:
 
     async def _receive(self) -> dict:
         await asyncio.sleep(0)
-        self.most_held = max(self.most_held, self.app.capacity.bytes)
+        self.max_held = max(self.max_held, self.app.capacity.bytes)
         if self._body is None:
             self.received += len(PIECE)
             return {"type": "http.request", "body": PIECE, "more_body": True}
@@ -89,14 +89,14 @@ async def turns(count: int = 5000) -> None:
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/metrics"), ("GET", "/info")])
 async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path):
-    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(connection, "MAX_DISCARDED", 8 * MIB)
     client = Client(app, method, path)
     client.reads.clear()  # nor does the answer get away
     async with running(client.ask()) as asking:
         await turns()
         assert not asking.done()
         assert client.received <= 8 * MIB + 4 * len(PIECE)  # nor is it read for ever
-        assert client.most_held <= COPIES * (MOST_UNREAD + len(PIECE))
+        assert client.max_held <= COPIES * (MAX_UNREAD + len(PIECE))
         client.reads.set()
         await asking
     assert client.sent[0]["status"] == 200
@@ -104,7 +104,7 @@ async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, pa
 
 
 async def test_a_refused_request_is_answered_though_its_body_never_ends(app, monkeypatch):
-    monkeypatch.setattr(connection, "MOST_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(connection, "MAX_DISCARDED", 8 * MIB)
     client = Client(app, "POST", "/nowhere")
     assert await client.ask() == 404
     assert client.received <= 8 * MIB + 4 * len(PIECE)
@@ -114,8 +114,8 @@ async def test_a_refused_request_is_answered_though_its_body_never_ends(app, mon
 async def test_a_body_without_room_is_refused_and_nothing_of_it_is_kept(app):
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(2):
-            held = stack.enter_context(app.capacity.request())
-            held.charge(7 * MIB)
+            reservation = stack.enter_context(app.capacity.request())
+            reservation.charge(7 * MIB)
         client = Client(app, "POST", "/embed", b'{"inputs": "%s"}' % bytes(MIB).hex().encode())
         assert await client.ask() == 429
         assert b"--max-queue-bytes" in client.sent[1]["body"]
@@ -132,10 +132,10 @@ async def test_a_body_larger_than_a_request_may_ever_hold_is_refused_for_good(ap
 @contextlib.contextmanager
 def full(capacity: Capacity):
     """All of it held, to the last byte: by one request and many small ones."""
-    small = capacity.max_bytes // SMALL
+    small = capacity.max_bytes // SMALL_DIVISOR
     with contextlib.ExitStack() as stack:
         stack.enter_context(capacity.request()).charge(
-            capacity.max_bytes // RESERVE * (RESERVE - 1)
+            capacity.max_bytes // RESERVE_DIVISOR * (RESERVE_DIVISOR - 1)
         )
         while left := capacity.max_bytes - capacity.bytes:
             stack.enter_context(capacity.request()).charge(min(small, left))
@@ -191,16 +191,16 @@ async def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
     client.reads.clear()
     async with running(client.ask()) as asking:
         await turns()
-        held = app.capacity.bytes
+        reservation = app.capacity.bytes
         client.reads.set()
         await asking
-    assert held >= COPIES * 100 * KIB
+    assert reservation >= COPIES * 100 * KIB
     assert app.capacity.bytes == 0
 
 
 async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
-    with Capacity(1).request() as held:
-        body = BoundedBody(held)
+    with Capacity(1).request() as reservation:
+        body = BoundedBody(reservation)
         async with running(body.put(PIECE)) as putting:
             await turns(10)
             assert not putting.done()

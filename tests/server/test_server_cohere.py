@@ -114,7 +114,7 @@ def test_documents_whose_scores_are_all_1_are_still_ranked(path, monkeypatch):
 def test_options_reach_the_embedder(given, limit, path):
     embedder = FakeEmbedder(spec=GENERATOR)
     rerank(path, embedder, truncate=False, instruction="Find cats", max_tokens_per_doc=given)
-    (options,) = embedder.asked
+    (options,) = embedder.requested
     assert options.truncate is False
     assert options.instruction == "Find cats"
     assert options.max_document_tokens == limit

@@ -12,7 +12,7 @@ from test_server_vectors import calibrated, wanted
 
 from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import Text
-from jaxembed.server.pipeline.body import MOST_CONTENT
+from jaxembed.server.pipeline.body import MAX_CONTENT
 
 PATHS = ["/v2/embed", "/v1/embed"]
 TEXTS = ["the cat", "a"]
@@ -59,7 +59,7 @@ def test_version_1_answers_with_bare_vectors_where_no_type_is_named(types):
 def test_one_pass_gives_every_type(path):
     embedder = FakeEmbedder()
     _, body = embed(path, embedder, embedding_types=[*TYPES, "float"])
-    assert len(embedder.asked) == 1
+    assert len(embedder.requested) == 1
     assert body["response_type"] == "embeddings_by_type"
     found = body["embeddings"]
     assert list(found) == TYPES
@@ -99,7 +99,7 @@ def test_whole_numbers_are_those_of_the_calibrated_ranges(path, size):
 def test_truncate_says_whether_and_where_to_cut(path, given, truncate, side):
     embedder = FakeEmbedder()
     embed(path, embedder, truncate=given)
-    (options,) = embedder.asked
+    (options,) = embedder.requested
     assert (options.truncate, options.truncation_side) == (truncate, side)
     assert options.normalize is True
 
@@ -124,7 +124,7 @@ def test_the_input_type_chooses_the_prompt(path, purpose, prompt):
     embedder = FakeEmbedder(spec=spec)
     response, _ = embed(path, embedder, input_type=purpose)
     assert response.headers["x-prompt-name"] == prompt
-    assert (embedder.asked[0].prompt_name or "") == prompt
+    assert (embedder.requested[0].prompt_name or "") == prompt
     assert "x-prompt-name" not in embed(path, embedder)[0].headers
 
 
@@ -175,21 +175,21 @@ def test_a_bad_value_is_a_400_in_the_words_of_cohere(path, fields, words):
     _, body = embed(path, embedder, **fields, status=400)
     assert list(body) == ["message"]
     assert words in body["message"]
-    assert not embedder.asked
+    assert not embedder.requested
 
 
 @each_path
 @pytest.mark.parametrize("size", [1, 100])
 def test_an_input_may_have_many_parts_which_are_lines_of_one_text(path, size):
     config = ServerConfig(max_client_batch_size=4)
-    inputs = [{"content": [text_part("a" * size)] * MOST_CONTENT}, {"content": [text_part("b")]}]
+    inputs = [{"content": [text_part("a" * size)] * MAX_CONTENT}, {"content": [text_part("b")]}]
     _, body = embed(path, config=config, inputs=inputs, texts=None, status=200)
-    assert body["texts"] == ["\n".join(["a" * size] * MOST_CONTENT), "b"]
+    assert body["texts"] == ["\n".join(["a" * size] * MAX_CONTENT), "b"]
     _, body = embed(path, config=config, inputs=inputs[1:] * 5, status=400)
     assert "batch size 5 > maximum allowed batch size 4" in body["message"]
     inputs[0]["content"].append(text_part("a"))
     _, body = embed(path, config=config, inputs=inputs, status=400)
-    assert f"at most {MOST_CONTENT} parts of an input" in body["message"]
+    assert f"at most {MAX_CONTENT} parts of an input" in body["message"]
 
 
 @each_path

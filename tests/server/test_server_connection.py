@@ -25,7 +25,7 @@ from hypercorn.typing import ConnectionState
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.http import encoding
-from jaxembed.server.http.connection import MOST_FRAMES, MOST_HELD, MOST_TABLE, Connection, Http2
+from jaxembed.server.http.connection import MAX_FRAME_BYTES, MAX_HELD, MAX_TABLE, Connection, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -70,15 +70,15 @@ async def answer(reader) -> tuple[int, bytes]:
 
 async def test_a_large_answer_comes_whole():
     async with serving() as address, connected(address) as streams:
-        assert len(await embed(*streams, [f"a {k}" for k in range(2000)])) > MOST_HELD
-        assert len(await embed(*streams, ["a"])) < MOST_HELD
+        assert len(await embed(*streams, [f"a {k}" for k in range(2000)])) > MAX_HELD
+        assert len(await embed(*streams, ["a"])) < MAX_HELD
 
 
 async def test_an_answer_that_is_made_as_its_client_reads_comes_whole(monkeypatch):
     async with test_server_run.serving(FakeEmbedder()) as (client, _, _):
         asked = {"inputs": [f"a b c {k}" for k in range(2000)]}
         whole = await client.post("/embed_all", json=asked)
-        monkeypatch.setattr(encoding, "MOST_JOINED", 1)
+        monkeypatch.setattr(encoding, "MAX_JOINED", 1)
         made = await client.post("/embed_all", json=asked)
     assert made.headers["transfer-encoding"] == "chunked"
     assert made.content == whole.content
@@ -168,12 +168,12 @@ async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_ne
     await asyncio.sleep(0)
     assert written == [b"the next answer"]
     for _ in range(40):  # as HTTP/2 sends a large answer, within one turn of the loop
-        await connection.protocol_send(RawData(bytes(MOST_HELD // 4)))
-    assert [len(piece) for piece in written[1:]] == [MOST_HELD] * 10
+        await connection.protocol_send(RawData(bytes(MAX_HELD // 4)))
+    assert [len(piece) for piece in written[1:]] == [MAX_HELD] * 10
 
 
 async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
-    monkeypatch.setattr("jaxembed.server.http.connection.MOST_DISCARDED", 256 * KIB)
+    monkeypatch.setattr("jaxembed.server.http.connection.MAX_DISCARDED", 256 * KIB)
     run_connection = Connection.run
     ended = asyncio.Event()
 
@@ -284,7 +284,7 @@ async def test_a_client_cannot_make_a_server_keep_its_own_headers():
         client = h2_client()
         client.update_settings({h2.settings.SettingCodes.HEADER_TABLE_SIZE: 2**30})
         assert [await h2_status(streams, client, stream, HEAD) for stream in (1, 3)] == [200] * 2
-        assert client.decoder.header_table_size == MOST_TABLE
+        assert client.decoder.header_table_size == MAX_TABLE
 
 
 async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_come():
@@ -298,7 +298,7 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.http.connection.MOST_FRAMES", 5)
+    monkeypatch.setattr("jaxembed.server.http.connection.MAX_FRAME_BYTES", 5)
     head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):
@@ -345,7 +345,7 @@ async def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
         writer.write(h2_client().data_to_send() + settings * 10_000)
         while sum(handled) < 10_000 * len(settings):
             assert await reader.read(65536)
-    assert max(handled) <= MOST_FRAMES
+    assert max(handled) <= MAX_FRAME_BYTES
 
 
 class Running(list):

@@ -20,7 +20,7 @@ from jaxembed.errors import InvalidInput
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.pipeline import decoding
 from jaxembed.server.pipeline.decoding import AT_ONCE, WINDOW, decode
-from jaxembed.server.routes.cloud import Asked, VertexRequest
+from jaxembed.server.routes.cloud import RouteFields, VertexRequest
 from jaxembed.server.routes.cohere import CohereEmbedRequest
 from jaxembed.server.routes.openai import EmbeddingsRequest
 from jaxembed.server.routes.rerank import ClassifyRequest, DocumentsRequest
@@ -47,7 +47,7 @@ KINDS = [
     RerankRequest,
     DocumentsRequest,
     VertexRequest,
-    Asked,
+    RouteFields,
 ]
 MIB = 1024 * 1024
 
@@ -352,7 +352,7 @@ def counted_loop(monkeypatch):
 
 
 @contextmanager
-def most_allocated(count):
+def max_allocated(count):
     """Fails if more bytes than that are allocated at a time."""
     tracemalloc.start()
     try:
@@ -371,7 +371,7 @@ def few(place, count):
 @pytest.mark.parametrize(("kind", "data"), HOSTILE)
 def test_what_is_refused_is_not_built(loop, kind, data):
     """At once 8 MiB of `[],` are 2,800,000 lists."""
-    with most_allocated(1 * MIB), pytest.raises(InvalidInput):
+    with max_allocated(1 * MIB), pytest.raises(InvalidInput):
         loop.run(data, kind, few)
     assert sum(loop.slices) < 4 * WINDOW
 
@@ -379,7 +379,7 @@ def test_what_is_refused_is_not_built(loop, kind, data):
 def test_a_list_among_token_ids_is_not_built():
     data = filled(b"[],", b'{"inputs": [1, [', b"1]]}")
     refusal = "a token id, as the items before it, got `array`"
-    with most_allocated(len(data) + 1 * MIB), pytest.raises(BadField, match=refusal):
+    with max_allocated(len(data) + 1 * MIB), pytest.raises(BadField, match=refusal):
         run(data, EmbedRequest)  # with one copy of the JSON
 
 
@@ -394,7 +394,7 @@ def test_what_is_accepted_is_built_in_slices_with_turns_of_the_loop_between(loop
 
 def test_token_ids_take_four_bytes_each_while_they_are_read():
     data = filled(b"1,", b'{"inputs": [', b"1]}")
-    with most_allocated(20 * MIB):  # a list would take 32
+    with max_allocated(20 * MIB):  # a list would take 32
         body = run(data, EmbedRequest)
     assert len(body.inputs) == 4 * MIB + 1
 

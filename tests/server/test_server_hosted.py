@@ -76,9 +76,9 @@ def test_a_model_without_dense_vectors_answers_what_it_has(path, spec, other, sh
     assert response.headers["x-compute-tokens"] == "3"
     assert answer == ask(body, path=other, embedder=embedder)[1]
     accept = {"accept": "application/octet-stream"}  # weights are always JSON
-    response, octets = ask(body, path=path, embedder=embedder, headers=accept)
+    response, raw_bytes = ask(body, path=path, embedder=embedder, headers=accept)
     assert response.headers.get("x-embedding-shape") == shape
-    assert shape or octets == answer
+    assert shape or raw_bytes == answer
 
 
 def test_vertex_answers_each_instance():
@@ -113,12 +113,12 @@ def test_vertex_begins_a_bounded_number_of_instances_at_once():
     class Counting(FakeEmbedder):
         now = most = 0
 
-        async def answer(self, request, held=None):
+        async def answer(self, request, reservation=None):
             self.now += 1
             self.most = max(self.most, self.now)
             await asyncio.sleep(0)
             self.now -= 1
-            return await super().answer(request, held)
+            return await super().answer(request, reservation)
 
     embedder = Counting()
     body = {"instances": [{"inputs": "a"}] * (3 * INSTANCES_AT_ONCE)}
@@ -133,7 +133,7 @@ def test_vertex_runs_nothing_of_a_request_with_an_instance_it_cannot_read():
     body = {"instances": [{"inputs": "a"}, {"input": "b"}]}
     assert ask(body, path="/vertex", embedder=embedder)[0].status_code == 422
     assert ask({"instances": 3}, path="/vertex", embedder=embedder)[0].status_code == 422
-    assert embedder.asked == []
+    assert embedder.requested == []
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_all_that_a_request_asks_of_a_model_counts_as_one_request(path):
     if path == "/vertex":
         body = {"instances": body["instances"] * 2}
     ask(body, path=path, embedder=embedder, status=200)
-    held = embedder.held
-    assert len(held) == (2 if path == "/vertex" else 1)
-    assert held[0] is not None
-    assert set(held) == {held[0]}
+    reservation = embedder.reservation
+    assert len(reservation) == (2 if path == "/vertex" else 1)
+    assert reservation[0] is not None
+    assert set(reservation) == {reservation[0]}

@@ -46,7 +46,7 @@ def openai_vectors(answer):
 
 
 def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
-    monkeypatch.setattr(bodies, "MOST_PIXELS_A_REQUEST", 3000)
+    monkeypatch.setattr(bodies, "MAX_PIXELS_A_REQUEST", 3000)
     refused = post(clip, {"input": URIS, "modality": "image"}, status=400)
     assert "the 2 images have 3424 pixels together, of at most 3000" in str(refused)
 
@@ -255,4 +255,4 @@ def test_the_list_of_models_says_which_take_images(clip, embedder):
         _, body = fetch_json("/v1/models", models=models)
         capabilities = {one["id"]: one["capabilities"] for one in body["data"]}
         assert capabilities == {"clip": ["embed", "image_embed"], "texts": ["embed"]}
-        models["clip"].residence = None
+        models["clip"].instance = None

@@ -56,13 +56,13 @@ def test_memory_stays_level_while_models_come_and_go(server):
     client, pid = server
     process = psutil.Process(pid)
     vectors = {name: embed(client, name) for name in NAMES}
-    held, threads = [], []
+    reservation, threads = [], []
     for k in range(WARM_LOADS + LOADS):  # each is a load, and takes the model before the last out
         name = NAMES[k % len(NAMES)]
         np.testing.assert_allclose(embed(client, name), vectors[name], atol=1e-6)
-        held.append(process.memory_info().rss)
+        reservation.append(process.memory_info().rss)
         threads.append(process.num_threads())
-    held, threads = held[WARM_LOADS:], threads[WARM_LOADS:]
+    reservation, threads = reservation[WARM_LOADS:], threads[WARM_LOADS:]
     # medians: at some moments a program is being compiled
-    assert np.median(held[-LOADS // 3 :]) <= 1.05 * np.median(held[: LOADS // 3])
+    assert np.median(reservation[-LOADS // 3 :]) <= 1.05 * np.median(reservation[: LOADS // 3])
     assert np.median(threads[-LOADS // 3 :]) <= np.median(threads[: LOADS // 3]) + 2

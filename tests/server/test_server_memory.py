@@ -160,14 +160,14 @@ def test_an_attack_takes_at_most_twice_what_is_stated(server, name):
     with Peak(pid) as peak:
         asyncio.run(attacked())
         deadline = time.monotonic() + WAIT_S
-        while held(url) and time.monotonic() < deadline:
+        while reservation(url) and time.monotonic() < deadline:
             time.sleep(0.1)
-    assert held(url) == 0
+    assert reservation(url) == 0
     assert peak.growth < 2 * stated
     assert httpx.post(url + "/embed", json={"inputs": "the cat"}, timeout=WAIT_S).status_code == 200
 
 
-def held(url: str) -> float:
+def reservation(url: str) -> float:
     """Bytes that requests hold, by the server's own count; its own request holds none."""
     lines = httpx.get(url + "/metrics", timeout=WAIT_S).text.splitlines()
     return float(next(line for line in lines if line.startswith("jaxembed_held_bytes ")).split()[1])

@@ -86,7 +86,7 @@ def test_without_a_name_a_model_is_meant_that_gives_what_is_asked_for(specs, pat
     embedders = {name: fake(name, spec=spec) for name, spec in specs.items()}
     response, answer = ask(body, path=path, models=Models(list(embedders.values())))
     assert response.status_code == 200 or chosen is None, answer
-    asked = {name for name, embedder in embedders.items() if embedder.asked}
+    asked = {name for name, embedder in embedders.items() if embedder.requested}
     assert asked == ({chosen} if chosen else set())
 
 
@@ -235,7 +235,7 @@ def test_models_share_their_device_and_their_limits(tiny_checkpoint, grid_file, 
     path = str(tiny_checkpoint)
     with Embedder(path, **options) as first, Embedder(path, **options) as second:
         one, other = first.model, second.model
-        assert one.main.engine.seats[0].turn is other.main.engine.seats[0].turn
+        assert one.main.engine.workers[0].scheduler is other.main.engine.workers[0].scheduler
         capacity = one.admission.capacity
         assert capacity is other.admission.capacity
         assert capacity.max_tokens == 2 * 64 * 128  # what each would have alone

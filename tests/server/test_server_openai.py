@@ -11,10 +11,10 @@ from fake_embedder import DIM, FakeEmbedder, vector
 from jaxembed.config import ServerConfig
 from jaxembed.data.inputs import Text, Tokens
 from jaxembed.errors import BackendError, DeviceStuck, NotFinite, Overloaded, ShuttingDown
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 from jaxembed.server.app import create_app
 from jaxembed.server.http.encoding import (
-    MOST_JOINED,
+    MAX_JOINED,
     SLICE_FLOATS,
     json_items,
     json_matrix,
@@ -174,7 +174,7 @@ def test_a_bad_request_is_a_400_naming_the_field(raw, param, message):
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert message in error["message"]
-    assert not embedder.asked
+    assert not embedder.requested
 
 
 def test_too_many_inputs_name_the_flag():
@@ -270,7 +270,7 @@ async def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
     async def parts(count):
         for k in range(count):
             made.append(k)
-            yield bytes(MOST_JOINED // 4)
+            yield bytes(MAX_JOINED // 4)
 
     small = await json_stream(parts(3))
     assert small.content_length == len(await small.get_data(as_text=False))
@@ -278,7 +278,7 @@ async def test_a_large_answer_leaves_as_it_is_made_and_a_small_one_as_a_whole():
     large = await json_stream(parts(40))
     assert large.content_length is None
     assert len(made) == 4  # the others wait for the client
-    assert len(await large.get_data(as_text=False)) == 10 * MOST_JOINED
+    assert len(await large.get_data(as_text=False)) == 10 * MAX_JOINED
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,9 @@ def test_token_ids_of_another_tokenizer_are_refused_with_both_ways_out(embedder,
 
 
 def test_token_ids_of_the_models_own_tokenizer_give_the_vector_of_the_text(embedder):
-    work = embedder.model.main.processor.encode([Text("the cat")], Rules("", True, "right")).work
+    work = embedder.model.main.processor.encode(
+        [Text("the cat")], TokenizationOptions("", True, "right")
+    ).work
     _, answer = ask(
         {"input": ["the cat", work.planes["ids"].tolist()]}, models=Models([embedder.model])
     )

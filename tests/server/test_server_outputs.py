@@ -100,9 +100,9 @@ def test_embed_multi_answers_numbers_or_bytes(embedder):
     _, body = ask({"inputs": TEXTS}, path="/embed_multi", embedder=embedder.model)
     for got, rows in zip(body, wanted, strict=True):
         np.testing.assert_allclose(got, rows, rtol=1e-6)
-    octets = {"accept": "application/octet-stream"}
+    raw_bytes = {"accept": "application/octet-stream"}
     response, raw = ask(
-        {"inputs": TEXTS}, path="/embed_multi", embedder=embedder.model, headers=octets
+        {"inputs": TEXTS}, path="/embed_multi", embedder=embedder.model, headers=raw_bytes
     )
     counts, width = response.headers["x-embedding-shape"].split(";")
     assert counts == ",".join(str(len(rows)) for rows in wanted)
@@ -211,9 +211,9 @@ def test_a_list_of_many_names_is_refused_by_its_own_name(embedder, count):
     ],
 )
 def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
-    octets = {"accept": "application/octet-stream"}
+    raw_bytes = {"accept": "application/octet-stream"}
     response, answer = ask(
-        {"input": "a"} | asked, path=path, embedder=embedder.model, headers=octets
+        {"input": "a"} | asked, path=path, embedder=embedder.model, headers=raw_bytes
     )
     assert response.status_code == 400
     assert answer["error"]["param"] == "outputs"
@@ -321,9 +321,11 @@ def test_an_answer_that_is_too_large_is_refused_and_let_go(embedder, monkeypatch
 
 
 def test_raw_bytes_of_more_inputs_than_a_header_holds_are_refused(embedder, monkeypatch):
-    monkeypatch.setattr(tei, "MOST_COUNTS", 4)
-    octets = {"accept": "application/octet-stream"}
+    monkeypatch.setattr(tei, "MAX_SHAPE_CHARACTERS", 4)
+    raw_bytes = {"accept": "application/octet-stream"}
     asked = {"inputs": ["a", "a", "a"]}
-    _, body = ask(asked, path="/embed_multi", embedder=embedder.model, headers=octets, status=422)
+    _, body = ask(
+        asked, path="/embed_multi", embedder=embedder.model, headers=raw_bytes, status=422
+    )
     assert "send fewer inputs, or accept JSON" in body["error"]
     ask(asked, path="/embed_multi", embedder=embedder.model, status=200)

@@ -32,7 +32,7 @@ from jaxembed.memory import MIB
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.server.app import create_admin_app, create_app
 from jaxembed.server.registry import pool as pool_module
-from jaxembed.server.registry.models import Catalog, Models, Residence
+from jaxembed.server.registry.models import Catalog, LoadedInstance, Models
 from jaxembed.server.registry.pool import ModelPool
 from jaxembed.server.service import Service
 
@@ -40,7 +40,7 @@ KEY = {"authorization": "Bearer admin"}
 SPECS = {"r": RERANKER, "c": CLASSIFIER}
 
 
-class Shelf:
+class RowAllocator:
     """Loads fakes by id, and notes what was loaded. `gate` holds loads back, `errors` fail them."""
 
     def __init__(self, ids: Sequence[str] = "abcr", size: int = 100):
@@ -73,12 +73,16 @@ class Shelf:
         return "".join(one.name for one in self.loaded if one.closed)
 
 
-def pool_of(shelf: Shelf, lasting: Sequence[FakeEmbedder] = (), **limits) -> ModelPool:
-    models = Models(list(lasting), capacity=Capacity(1000), loadable=shelf)
+def pool_of(
+    shelf: RowAllocator, startup_models: Sequence[FakeEmbedder] = (), **limits
+) -> ModelPool:
+    models = Models(list(startup_models), capacity=Capacity(1000), loadable=shelf)
     return ModelPool(models, shelf.load, PoolLimits(**limits))
 
 
-def rerank_pool(shelf: Shelf, asked: list[str], lasting: Sequence[FakeEmbedder] = ()) -> ModelPool:
+def rerank_pool(
+    shelf: RowAllocator, asked: list[str], startup_models: Sequence[FakeEmbedder] = ()
+) -> ModelPool:
     """A pool that notes in `asked` of which models it reads what they are for."""
 
     def describe(model: str) -> Task:
@@ -87,21 +91,21 @@ def rerank_pool(shelf: Shelf, asked: list[str], lasting: Sequence[FakeEmbedder] 
             raise shelf.errors[model]
         return SPECS.get(model, SPEC).task
 
-    models = Models(list(lasting), capacity=Capacity(1000), loadable=shelf)
+    models = Models(list(startup_models), capacity=Capacity(1000), loadable=shelf)
     return ModelPool(models, shelf.load, describe=describe)
 
 
-def fake(residence: Residence) -> FakeEmbedder:
-    assert isinstance(residence.loaded, FakeEmbedder)
-    return residence.loaded
+def fake(instance: LoadedInstance) -> FakeEmbedder:
+    assert isinstance(instance.loaded, FakeEmbedder)
+    return instance.loaded
 
 
 async def use(pool: ModelPool, name: str | None, task: Task | None = None) -> FakeEmbedder:
     """Take a lease and give it back, as a request does."""
-    residence = await pool.lease(name, task)
+    instance = await pool.lease(name, task)
     await asyncio.sleep(0)
-    residence.give_back()
-    return fake(residence)
+    instance.give_back()
+    return fake(instance)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -110,7 +114,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_model_is_loaded_once_for_all_who_ask_at_once():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf)
     shelf.gate.clear()
     asking = [asyncio.create_task(use(pool, "a")) for _ in range(20)]
@@ -122,7 +126,7 @@ async def test_a_model_is_loaded_once_for_all_who_ask_at_once():
 
 
 async def test_a_reranker_that_may_be_loaded_comes_before_an_embedder_in_memory():
-    shelf, asked = Shelf("abcr"), []
+    shelf, asked = RowAllocator("abcr"), []
     pool = rerank_pool(shelf, asked, [FakeEmbedder()])
     assert (await use(pool, None, "embed")).name == "test/fake"
     assert asked == []
@@ -132,13 +136,13 @@ async def test_a_reranker_that_may_be_loaded_comes_before_an_embedder_in_memory(
     await pool.unload(pool.models["r"])
     assert (await use(pool, None, "rerank")).name == "r"
     assert (await use(pool, "a", "rerank")).name == "a"
-    residence = await pool.lease(None, "rerank", {"test/fake"})  # a key that may not use it
-    assert fake(residence).name == "test/fake"
-    residence.give_back()
+    instance = await pool.lease(None, "rerank", {"test/fake"})  # a key that may not use it
+    assert fake(instance).name == "test/fake"
+    instance.give_back()
 
 
 async def test_an_embedder_reranks_where_no_reranker_can_be_read(caplog):
-    shelf, asked = Shelf("ar"), []
+    shelf, asked = RowAllocator("ar"), []
     shelf.errors["r"] = CheckpointError("no such tensor")
     pool = rerank_pool(shelf, asked, [FakeEmbedder()])
     for _ in range(2):
@@ -148,16 +152,18 @@ async def test_an_embedder_reranks_where_no_reranker_can_be_read(caplog):
 
 
 async def test_a_reranker_at_the_start_is_meant_whatever_may_be_loaded():
-    shelf, asked = Shelf("ar"), []
-    for lasting in (FakeEmbedder(spec=RERANKER), FakeEmbedder(spec=M3)):
-        assert await use(rerank_pool(shelf, asked, [lasting]), None, "rerank") is lasting
+    shelf, asked = RowAllocator("ar"), []
+    for startup_models in (FakeEmbedder(spec=RERANKER), FakeEmbedder(spec=M3)):
+        assert (
+            await use(rerank_pool(shelf, asked, [startup_models]), None, "rerank") is startup_models
+        )
     assert asked == []
     with pytest.raises(InvalidInput, match="`model` must say which: a, c"):
-        await use(rerank_pool(Shelf("ac"), []), None, "rerank")
+        await use(rerank_pool(RowAllocator("ac"), []), None, "rerank")
 
 
 async def test_ten_models_of_which_two_fit_are_all_served():
-    shelf = Shelf("abcdefghij")
+    shelf = RowAllocator("abcdefghij")
     pool = pool_of(shelf, bytes=250)
     for name in shelf.ids:
         assert (await use(pool, name)).name == name
@@ -169,10 +175,10 @@ async def test_ten_models_of_which_two_fit_are_all_served():
 
 
 async def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answered():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf, bytes=200)
     await use(pool, "a")
-    held = await pool.lease("b", None)
+    reservation = await pool.lease("b", None)
     await use(pool, "a")
     await use(pool, "c")  # b is older, but in use
     assert shelf.closed == "a"
@@ -183,33 +189,33 @@ async def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are
     asking = asyncio.create_task(use(pool, "r"))
     await until(lambda: "UNLOADING" in {pool.state(pool.models[name])[0] for name in "ab"})
     assert not asking.done()
-    assert not fake(held).closed
+    assert not fake(reservation).closed
     assert not fake(other).closed
     other.give_back()
-    held.give_back()
+    reservation.give_back()
     await asking
 
 
 async def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf)
-    held = await pool.lease("a", None)
+    reservation = await pool.lease("a", None)
     leaving = asyncio.create_task(pool.unload(pool.models["a"]))
     await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
     second = await use(pool, "a")
-    assert second is not held.loaded
+    assert second is not reservation.loaded
     assert not leaving.done()
-    held.give_back()
+    reservation.give_back()
     await leaving
-    assert fake(held).closed
+    assert fake(reservation).closed
     assert not second.closed
 
 
 async def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numbers():
-    shelf = Shelf(size=3 * MIB)
-    lasting = FakeEmbedder()
-    vars(lasting).update(name="always", resident_bytes=6 * MIB)
-    pool = pool_of(shelf, [lasting], bytes=10 * MIB)
+    shelf = RowAllocator(size=3 * MIB)
+    startup_models = FakeEmbedder()
+    vars(startup_models).update(name="always", resident_bytes=6 * MIB)
+    pool = pool_of(shelf, [startup_models], bytes=10 * MIB)
     await use(pool, "a")
     await use(pool, "b")
     assert shelf.closed == "a"
@@ -219,14 +225,14 @@ async def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numb
         await pool.lease("a", None)
     with pytest.raises(NoRoom):
         await pool.load(pool.models["a"])
-    assert not lasting.closed
+    assert not startup_models.closed
     assert len(pool.models) == 2
     await pool.load(pool.models["b"], pinned=False)
     await pool.load(pool.models["a"])
 
 
 async def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_nothing():
-    shelf = Shelf(size=3 * MIB)
+    shelf = RowAllocator(size=3 * MIB)
     pool = pool_of(shelf, bytes=7 * MIB)
     first, second = await pool.lease("a", None), await pool.lease("b", None)
     asking = asyncio.create_task(use(pool, "c"))
@@ -243,7 +249,7 @@ async def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_no
 
 
 async def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_with_it():
-    shelf = Shelf("ab")
+    shelf = RowAllocator("ab")
     pool = pool_of(shelf)
     shelf.gate.clear()
     asking = asyncio.create_task(use(pool, "a"))
@@ -259,7 +265,7 @@ async def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_wi
 
 
 async def test_models_that_come_to_take_more_than_they_may_leave():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf, bytes=250)
     await use(pool, "a")
     await use(pool, "b")
@@ -274,7 +280,7 @@ async def test_models_that_come_to_take_more_than_they_may_leave():
 
 
 async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
-    shelf = Shelf()
+    shelf = RowAllocator()
     shelf.errors["b"] = CheckpointError("the config is damaged\nsecond line")
     pool = pool_of(shelf)
     before = await use(pool, "a")
@@ -295,7 +301,7 @@ class Panic(BaseException):
 
 
 async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf)
     await use(pool, "a")
     shelf.errors["b"] = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -308,20 +314,20 @@ async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_
 
 
 async def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf, load_timeout_s=0.05)
     shelf.gate.clear()
     with pytest.raises(ModelUnavailable, match=r"after 0\.05 s; .*--load-timeout"):
         await pool.lease("a", None)
     shelf.gate.set()
     await until(lambda: shelf.names == "a")
-    await until(lambda: pool.models["a"].residence is not None)
+    await until(lambda: pool.models["a"].instance is not None)
     await use(pool, "a")
     assert shelf.names == "a"
 
 
 async def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing():
-    shelf = Shelf()
+    shelf = RowAllocator()
     pool = pool_of(shelf, bytes=100)
     shelf.gate.clear()
     asking = asyncio.create_task(pool.lease("a", None))
@@ -348,7 +354,7 @@ async def test_a_load_that_nobody_waits_for_any_more_ends_without_a_word(caplog)
 
 
 async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one_model():
-    shelf = Shelf("abd", size=100)
+    shelf = RowAllocator("abd", size=100)
     pool = pool_of(shelf, bytes=250)  # two of the three
     await pool.move("live", "a")
     served: set[str] = set()
@@ -356,12 +362,12 @@ async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one
 
     async def client() -> None:
         while not done.is_set():
-            residence = await pool.lease("live", "embed")
-            assert not fake(residence).closed
+            instance = await pool.lease("live", "embed")
+            assert not fake(instance).closed
             await asyncio.sleep(0)
-            assert not fake(residence).closed  # nobody who has a lease loses the model
-            served.add(residence.loaded.name)
-            residence.give_back()
+            assert not fake(instance).closed  # nobody who has a lease loses the model
+            served.add(instance.loaded.name)
+            instance.give_back()
 
     clients = [asyncio.create_task(client()) for _ in range(8)]
     for k in range(6):
@@ -375,7 +381,7 @@ async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one
 
 
 async def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
-    shelf = Shelf()
+    shelf = RowAllocator()
     shelf.errors["b"] = BackendError("not finite")
     pool = pool_of(shelf)
     await pool.move("live", "a")
@@ -392,17 +398,17 @@ async def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
 
 
 async def test_a_model_left_without_a_name_leaves_memory():
-    shelf = Shelf()
-    lasting = FakeEmbedder()
-    vars(lasting).update(name="always")
-    models = Models([lasting], {"always": ["live"]}, capacity=Capacity(1000), loadable=shelf)
+    shelf = RowAllocator()
+    startup_models = FakeEmbedder()
+    vars(startup_models).update(name="always")
+    models = Models([startup_models], {"always": ["live"]}, capacity=Capacity(1000), loadable=shelf)
     pool = ModelPool(models, shelf.load)
-    held = await pool.lease(None, "embed")
+    reservation = await pool.lease(None, "embed")
     await pool.move("live", "a")
     await until(lambda: pool._leaving)
-    assert not lasting.closed
-    held.give_back()
-    await until(lambda: lasting.closed)
+    assert not startup_models.closed
+    reservation.give_back()
+    await until(lambda: startup_models.closed)
     assert (await use(pool, "live")).name == "a"
     for permitted in (None, {"live"}):  # nor does a request without a name bring it back
         with pytest.raises(InvalidInput, match="must say which: "):
@@ -410,28 +416,28 @@ async def test_a_model_left_without_a_name_leaves_memory():
 
 
 async def test_an_unused_model_leaves_memory_after_its_time():
-    shelf = Shelf()
-    lasting = FakeEmbedder()
-    pool = pool_of(shelf, [lasting], keep_alive_s=1e-9)
-    held = await pool.lease("a", None)
+    shelf = RowAllocator()
+    startup_models = FakeEmbedder()
+    pool = pool_of(shelf, [startup_models], keep_alive_s=1e-9)
+    reservation = await pool.lease("a", None)
     await use(pool, "b")
     pool.sweep()
     await until(lambda: shelf.closed == "b")
-    held.give_back()
+    reservation.give_back()
     pool.sweep()
     assert shelf.closed == "b"  # it was in use until now
-    assert not lasting.closed
+    assert not startup_models.closed
 
 
 async def test_a_request_without_a_name_means_a_model_of_the_command_line():
-    shelf = Shelf("ab")
-    lasting = FakeEmbedder()
-    pool = pool_of(shelf, [lasting])
-    residence = await pool.lease(None, "embed")
-    assert residence.loaded is lasting
+    shelf = RowAllocator("ab")
+    startup_models = FakeEmbedder()
+    pool = pool_of(shelf, [startup_models])
+    instance = await pool.lease(None, "embed")
+    assert instance.loaded is startup_models
     with pytest.raises(InvalidInput, match="`model` must say which: a, b"):
         await pool_of(shelf).lease(None, "embed")
-    assert (await use(pool_of(Shelf("a")), None, "embed")).name == "a"
+    assert (await use(pool_of(RowAllocator("a")), None, "embed")).name == "a"
     assert not shelf.loaded
 
 
@@ -476,7 +482,7 @@ def test_a_loadable_model_may_have_names_of_its_own():
 # over HTTP
 
 
-def served(shelf: Shelf, config: ServerConfig | None = None):
+def served(shelf: RowAllocator, config: ServerConfig | None = None):
     """A client of a server, with an admin key if `config` says nothing else, and its models."""
     pool = pool_of(shelf)
     return create_app(
@@ -491,7 +497,7 @@ async def post(client, path: str, body=None, headers=KEY, method="POST"):
 
 async def test_triton_clients_load_list_and_unload():
     """As tritonclient 2.62 over HTTP: bodies may be empty, and nothing declares them as JSON."""
-    client, _ = served(Shelf())
+    client, _ = served(RowAllocator())
 
     async def send(path: str, body: bytes = b""):
         response = await client.post(f"/v2/repository/{path}", data=body, headers=KEY)
@@ -516,7 +522,7 @@ async def test_triton_clients_load_list_and_unload():
 
 
 async def test_an_alias_is_moved_and_dropped_over_http_but_no_model_loses_its_last_name():
-    client, pool = served(Shelf())
+    client, pool = served(RowAllocator())
     path, asked = "/v2/repository/aliases/org/live", {"model": "org/live", "input": "x"}
     for model in ("b", "a"):
         status, one = await post(client, path, {"model": model}, method="PUT")
@@ -533,7 +539,7 @@ async def test_an_alias_is_moved_and_dropped_over_http_but_no_model_loses_its_la
 
 
 async def test_no_page_in_a_browser_may_use_an_admin_port_without_a_key():
-    pool = pool_of(Shelf())
+    pool = pool_of(RowAllocator())
     service = Service(pool.models, ServerConfig(admin_port=1), pool)
     client = create_admin_app(service).test_client(use_cookies=False)
     for headers, wanted in (
@@ -564,7 +570,7 @@ ADMIN_ROUTES = [
 
 
 async def test_every_admin_route_is_refused_without_the_admin_key_which_opens_no_other():
-    shelf = Shelf()
+    shelf = RowAllocator()
     keyed, _ = served(shelf, ServerConfig(admin_key="admin", api_keys=("api",)))
     without, _ = served(shelf, ServerConfig())
     for method, path in ADMIN_ROUTES:
@@ -591,7 +597,7 @@ async def test_every_admin_route_is_refused_without_the_admin_key_which_opens_no
     ],
 )
 async def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, words):
-    shelf = Shelf()
+    shelf = RowAllocator()
     shelf.errors["b"] = CheckpointError("no such tensor")
     client, _ = served(shelf)
     got, answer = await post(client, f"/v2/repository/{path}", body)
@@ -600,7 +606,7 @@ async def test_what_cannot_be_loaded_is_refused_by_name(path, body, status, word
 
 
 async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialect():
-    shelf = Shelf()
+    shelf = RowAllocator()
     shelf.errors["b"] = Panic("no such tensor")
     client, _ = served(shelf)
     for path, field in (("/v1/embeddings", "input"), ("/embed", "inputs"), ("/v2/embed", "texts")):
@@ -619,7 +625,7 @@ async def test_a_request_for_a_model_that_cannot_be_loaded_says_so_in_its_dialec
 
 async def test_models_and_metrics_show_what_is_in_memory(monkeypatch):
     monkeypatch.setattr(CompileEvents, "compiles", 7)
-    client, _ = served(Shelf())
+    client, _ = served(RowAllocator())
 
     async def shown(model: str):
         listed = (await (await client.get("/v1/models")).get_json())["data"]

@@ -14,13 +14,13 @@ def post(path: str, spec, body: dict, *header: str | None):
     embedder = FakeEmbedder(spec=spec)
     headers = Headers([("x-priority", one) for one in header if one is not None])
     response, answer = ask(body, path=path, embedder=embedder, headers=headers)
-    return response, answer, [one.priority for one in embedder.asked]
+    return response, answer, [one.priority for one in embedder.requested]
 
 
 @pytest.mark.parametrize("path", RUN)
 def test_the_body_says_before_the_header_does(path):
     body, spec = ROUTES[path]
-    for field, header, meant in (
+    for field, header, candidates in (
         (None, None, None),
         ("bulk", None, "bulk"),
         (None, "interactive", "interactive"),
@@ -28,7 +28,7 @@ def test_the_body_says_before_the_header_does(path):
     ):
         response, _, asked = post(path, spec, body | {"priority": field}, header)
         assert response.status_code == 200
-        assert asked == [meant], (field, header)
+        assert asked == [candidates], (field, header)
 
 
 @pytest.mark.parametrize("path", RUN)

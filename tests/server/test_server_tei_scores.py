@@ -51,7 +51,7 @@ def test_rerank_cuts_texts_to_the_tokens_asked_for():
     for given, wanted in ((3, 3), (0, None), (None, None)):
         body = {"query": QUERY, "texts": TEXTS, "max_tokens_per_doc": given}
         ask(body, path="/rerank", embedder=embedder, status=200)
-        assert embedder.asked[-1].max_document_tokens == wanted
+        assert embedder.requested[-1].max_document_tokens == wanted
     assert "x-score-source" not in ask(body, path="/rerank", embedder=embedder)[0].headers
 
 

@@ -11,7 +11,7 @@ from test_server_openai import ask
 from jaxembed.errors import InvalidInput
 from jaxembed.server.pipeline.body import check_count
 from jaxembed.server.pipeline.decoding import decode
-from jaxembed.server.pipeline.fields import NOTHING, unserved
+from jaxembed.server.pipeline.fields import NOTHING, refused_fields
 from jaxembed.server.registry.models import UNSPECIFIED
 from jaxembed.server.routes import cohere, openai, rerank, tei, voyage
 
@@ -56,7 +56,7 @@ def test_a_modality_other_than_text_is_refused(path):
     serves = path in ("/v1/embeddings", "/embeddings")
     refusal = '`modality` of "image" is not supported: this route takes texts alone'
     assert ("takes texts and no images" if serves else refusal) in str(answer)
-    assert not embedder.asked
+    assert not embedder.requested
 
 
 @cases()
@@ -66,12 +66,12 @@ def test_an_adapter_is_asked_for_by_the_model_alone(path, field):
     assert response.status_code in (400, 422)
     assert f'`{field}` of "law" is not supported' in str(answer)
     assert "by the model `<served name>:<adapter>`" in str(answer)
-    assert not embedder.asked
+    assert not embedder.requested
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
-    fields, _ = unserved(kind)
+    fields, _ = refused_fields(kind)
     assert len(fields) > 20
     for name, rule in fields.items():
         with pytest.raises(InvalidInput) as refusal:
@@ -84,8 +84,8 @@ def test_every_field_that_is_not_served_is_refused_by_its_name(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_asks_for_nothing_is_taken(kind):
-    for name, rule in unserved(kind)[0].items():
-        for value in (*NOTHING, *rule.harmless):
+    for name, rule in refused_fields(kind)[0].items():
+        for value in (*NOTHING, *rule.accepted_values):
             asyncio.run(decode(body_of(kind, **{name: value}), kind, check_count))
 
 
@@ -123,7 +123,7 @@ def test_a_long_value_is_not_repeated_in_full():
 def test_other_clients_names_of_our_fields_are_served(fields, option, value):
     response, _, embedder = send("/v1/embeddings", **fields)
     assert response.status_code == 200
-    assert getattr(embedder.asked[0], option) == value
+    assert getattr(embedder.requested[0], option) == value
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_reranks_take_the_names_of_voyage(path):
     body = {"query": "a", "documents": ["b", "a", "c"], "top_k": 2, "truncation": False}
     _, answer = ask(body, path=path, embedder=embedder)
     assert len(answer["data" if path == "/v1/rerank" else "results"]) == 2
-    assert embedder.asked[0].truncate is False
+    assert embedder.requested[0].truncate is False
     response, _ = ask(body | {"top_n": 1}, path=path, embedder=embedder)
     assert response.status_code in (400, 422)
 

@@ -8,7 +8,7 @@ import pytest
 from fake_embedder import DIM, SPEC, FakeEmbedder, vector
 from test_server_openai import ask
 
-from jaxembed.checkpoints.ranges import KeptRanges, VectorKind
+from jaxembed.checkpoints.ranges import StoredRanges, VectorKind
 from jaxembed.data.inputs import Text
 from jaxembed.quantise import EmbeddingDtype, quantise
 from jaxembed.runtime.requests import shape_vectors
@@ -26,7 +26,7 @@ def calibrated(*dimensions: int) -> FakeEmbedder:
     for width in dimensions:
         kind = VectorKind("", ("lasttoken",), None, width)
         low, high = [-0.75] * width, [0.5] * width
-        embedder.ranges[kind] = KeptRanges(kind, SPEC.content_hash, 100, low, high)
+        embedder.ranges[kind] = StoredRanges(kind, SPEC.content_hash, 100, low, high)
     return embedder
 
 
@@ -114,7 +114,7 @@ def test_each_name_of_the_field_is_taken(path, fields, dtype):
     embedder = FakeEmbedder()
     response, _ = ask(body_for(path, **fields), path=path, embedder=embedder, status=200)
     assert response.headers.get("x-embedding-dtype") == dtype
-    assert embedder.asked[0].output_dtype == (dtype or "float")
+    assert embedder.requested[0].output_dtype == (dtype or "float")
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/embeddings", 400), ("/embed", 422)])
@@ -148,7 +148,7 @@ def test_what_is_not_served_is_refused_by_its_name(path, status, fields, field, 
     assert message in (answer["error"]["message"] if path in OPENAI else answer["error"])
     if path in OPENAI:
         assert answer["error"]["param"] == field
-    assert not embedder.asked
+    assert not embedder.requested
 
 
 def test_a_value_that_float16_cannot_hold_is_refused(embedder, monkeypatch):

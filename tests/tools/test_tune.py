@@ -16,7 +16,7 @@ from jaxembed import EngineConfig, TextConfig
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.cli import cli
 from jaxembed.data.spec import DenseLayer
-from jaxembed.data.work import work_of
+from jaxembed.data.work import work_from_encodings
 from jaxembed.engine.autotune.kernels import Choice
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid, read_grid
@@ -34,11 +34,11 @@ from jaxembed.tools.tune.traffic import (
     Comparison,
     Figures,
     GridTrial,
-    Turns,
+    RoundTimes,
     compare,
-    engine_of_all,
     predict_figures,
     traffic_of,
+    trial_engine,
 )
 from jaxembed.tools.tune.tuning import Budget, GridResult, Search, Tuning, _Tuner, objective, tune
 
@@ -231,7 +231,7 @@ def test_the_objective_is_of_all_loads_and_no_load_may_lose():
 
 def test_a_prediction_adds_up_the_batches_of_the_engine():
     traffic = traffic_of(mix(8), vocab_size=1000, full_tokens=800, seed=0)
-    one_by_one = predict_figures(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0}, most=1)
+    one_by_one = predict_figures(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0}, max_sequences=1)
     assert one_by_one.full_tokens_per_s == pytest.approx(8000 / (2 + HOST_MS))
     ten_at_a_time = predict_figures(traffic, {Bucket(1, 8): 2.0, Bucket(10, 8): 5.0})
     assert ten_at_a_time.full_tokens_per_s == pytest.approx(80_000 / (5 + HOST_MS))
@@ -247,7 +247,7 @@ def test_long_sequences_cost_their_pairs_in_any_bucket():
     assert figures.full_tokens_per_s == pytest.approx(traffic.full_tokens / taken_ms * 1000)
 
 
-def searched(lengths: Lengths, most_buckets: int = 8) -> set[Bucket]:
+def searched(lengths: Lengths, max_buckets: int = 8) -> set[Bucket]:
     lattice = [Bucket(r, n) for n in (8, 32, 64) for r in (1, 4, 16, 64) if r * n <= 1024]
     prices = CostTable(costs(physical, lattice))
     traffic = traffic_of(lengths, 1000, 2048, seed=0)
@@ -258,7 +258,7 @@ def searched(lengths: Lengths, most_buckets: int = 8) -> set[Bucket]:
         before,
         [bucket for bucket in lattice if prices.ms(bucket) <= 40],
         Bucket(1, 64),
-        lambda buckets: len(list(buckets)) <= most_buckets,
+        lambda buckets: len(list(buckets)) <= max_buckets,
         time.monotonic() + 60,
     )
     return set(search.run())
@@ -274,8 +274,8 @@ def test_the_search_finds_short_rows_for_short_texts_and_none_for_long():
 
 
 def test_the_search_keeps_to_the_compile_budget():
-    assert searched(mix(8), most_buckets=1) == {Bucket(1, 64)}
-    assert len(searched(mix(*range(1, 65)), most_buckets=3)) <= 3
+    assert searched(mix(8), max_buckets=1) == {Bucket(1, 64)}
+    assert len(searched(mix(*range(1, 65)), max_buckets=3)) <= 3
 
 
 RERANKER = {
@@ -284,13 +284,13 @@ RERANKER = {
     "pooling": ("cls",),
     "modules": (DenseLayer(32, 1, activation="identity"),),
 }
-WORK = Budget(seconds=2.0, most_buckets=4, rounds=1)
+WORK = Budget(seconds=2.0, max_buckets=4, rounds=1)
 
 
 @pytest.fixture(name="few_texts")
 def _few_texts(monkeypatch):
     """Little to do under each load."""
-    for name, value in {"LONE": 4, "REQUESTS": 1, "LEAST_TEXTS": 8}.items():
+    for name, value in {"LONE": 4, "REQUESTS": 1, "MIN_TEXTS": 8}.items():
         monkeypatch.setattr(traffic_module, name, value)
 
 
@@ -378,17 +378,17 @@ def test_each_grid_runs_on_its_own_buckets_of_the_one_engine(opened, monkeypatch
         cost = dataclasses.replace(opened.workbench.costs[bucket], ms=float(bucket.tokens))
         monkeypatch.setitem(opened.workbench.costs, bucket, cost)
     bench = opened.workbench
-    with engine_of_all(bench, (few, more), opened.spec.widths, "cpu") as engine:
+    with trial_engine(bench, (few, more), opened.spec.widths, "cpu") as engine:
         trials = {grid: GridTrial(bench, engine, grid) for grid in (few, more)}
         for grid in (few, more, few):
             ran.clear()
-            turns = Turns()
+            turns = RoundTimes()
             trials[grid].run(traffic, turns)
             assert ran <= set(grid.buckets)
             assert (Bucket(1, 16) in ran) == (grid is more)  # for one short text it costs less
             assert turns.full_tokens <= turns.padded
     with pytest.raises(BackendError, match="closed"):
-        engine.submit(work_of(traffic.lone[:1]))
+        engine.submit(work_from_encodings(traffic.lone[:1]))
 
 
 def test_two_grids_take_turns_and_each_goes_first_as_often():

@@ -58,7 +58,7 @@ from jaxembed import Embedder, EngineConfig
 cache, keeps_costs = Path("cache"), sys.argv[2:] == ["keeps-costs"]
 if keeps_costs:
     from jaxembed.engine import cost_file, costs
-    cost_file.BUSY_SPREAD = costs.MOST_WAITED = float("inf")  # by earlier versions, and by later
+    cost_file.BUSY_SPREAD = costs.MAX_WAITED = float("inf")  # by earlier versions, and by later
 config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=64, warmup="full")
 with Embedder(sys.argv[1], cache_dir=cache, config=config):
     while keeps_costs and not list(cache.glob("costs/*.json")):

@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxembed.data.spec import DType
-from jaxembed.engine.autotune.cost_file import keep_json
+from jaxembed.engine.autotune.cost_file import save_json
 from jaxembed.engine.compiles import compile_lowered
 from jaxembed.engine.placement import Device
 from jaxembed.models import Program
-from jaxembed.platform.cores import MOST_WAITED, CpuTimes, core_count, host_id, timed, usable_cores
+from jaxembed.platform.cores import MAX_WAITED, CpuTimes, core_count, host_id, timed, usable_cores
 
 logger = logging.getLogger(__name__)
 
 ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, as TEI's
 ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second; only ratios matter until a timing
-LEAST_TOKENS = 256  # smallest default token budget
+MIN_TOKENS = 256  # smallest default token budget
 BATCH_S = 0.15  # target time of a full batch on a CPU, during which nothing else runs
-SHARE_REACHED = 0.3  # FLOP/s of a whole model as a share of those of a single matrix product
+XLA_SHARE = 0.3  # FLOP/s of a whole model as a share of those of a single matrix product
 # The native kernels reach a larger share: with it BERT-base gets 1024 tokens in the target time
 # instead of 256, and abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
 NATIVE_SHARE = 0.7
@@ -36,7 +36,7 @@ WAIT_S = 2.0  # a product that gets little CPU time runs until these seconds hav
 # A neighbour on the same core slows a product down although nothing waits: one of five starts on a
 # quiet virtual machine measured half the rate. So there are several rounds, which must agree.
 ROUNDS = 2
-MOST_APART = 1.25  # largest ratio of the fastest round to the slowest
+MAX_ROUND_RATIO = 1.25  # largest ratio of the fastest round to the slowest
 # bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
 # AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
@@ -93,11 +93,12 @@ class Calibration:
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKENS
+        # tokens in the time, at the FLOP/s of a single matrix product
         peak = max(BATCH_S * self._flops(dtype)[0] / _flops_per_token(program), 1.0)
-        tokens = 2 ** np.floor(np.log2(SHARE_REACHED * peak))
+        tokens = 2 ** np.floor(np.log2(XLA_SHARE * peak))
         if native_layers:
             tokens = max(tokens, min(2 ** np.round(np.log2(NATIVE_SHARE * peak)), NATIVE_TOKENS))
-        return int(np.clip(tokens, LEAST_TOKENS, ACCELERATOR_TOKENS))
+        return int(np.clip(tokens, MIN_TOKENS, ACCELERATOR_TOKENS))
 
     def token_ms(self, program: Program, dtype: DType, native_layers: bool = False) -> float:
         """Estimate the milliseconds per token of a full bucket, for use until buckets are timed.
@@ -106,7 +107,8 @@ class Calibration:
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKEN_MS
-        share = NATIVE_SHARE if native_layers else SHARE_REACHED
+        # of the FLOP/s of a single matrix product
+        share = NATIVE_SHARE if native_layers else XLA_SHARE
         return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)[0]))
 
     def _flops(self, *dtypes: DType) -> list[float]:
@@ -125,7 +127,7 @@ class Calibration:
             # The fastest round counts, because disturbances only slow it down. The rate is an
             # estimate if a round is an estimate, or if the rounds do not agree.
             flops = [rate.flops for rate in measured]
-            agree = max(flops) <= MOST_APART * min(flops)
+            agree = max(flops) <= MAX_ROUND_RATIO * min(flops)
             rate = Rate(max(flops), sure=agree and all(rate.sure for rate in measured))
             self._rates[dtype] = rate
             logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
@@ -135,7 +137,7 @@ class Calibration:
                     "kept, and is measured anew at the next start"
                 )
             elif self._file is not None:
-                keep_json(
+                save_json(
                     self._file, _rates_in(self._file) | {keys[dtype]: rate.flops}, "this CPU's rate"
                 )
         return [self._rates[dtype].flops for dtype in dtypes]
@@ -161,7 +163,7 @@ def _flops_per_token(program: Program) -> float:
 
 
 def _rates_in(file: Path | None) -> dict[str, float]:
-    """Read the rates in the file, in FLOP/s by key. Values that are not rates are left out."""
+    """Read the rates in a file, in FLOP/s by key; empty if the file is missing or damaged."""
     try:
         rates = json.loads(file.read_text()) if file is not None else {}
         return {
@@ -178,20 +180,20 @@ def _measure(dtype: DType) -> Rate:
     m, k, n = SHAPE
     a, b = (jax.device_put(np.ones(shape, jnp.dtype(dtype))) for shape in ((m, k), (k, n)))
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    product = compile_lowered(product.lower(a, b), {})
+    product = compile_lowered(product.lower(a, b), options={})
 
     def run() -> None:
         product(a, b).block_until_ready()
 
     run()
-    runs: list[CpuTimes] = []
+    times: list[CpuTimes] = []
     cores, cpu_s, stop_at = core_count(), 0.0, time.monotonic() + WAIT_S
-    while len(runs) < 3 or (
-        len(runs) < PRODUCT_RUNS and cpu_s < MEASURE_S * cores and time.monotonic() < stop_at
+    while len(times) < 3 or (
+        len(times) < PRODUCT_RUNS and cpu_s < MEASURE_S * cores and time.monotonic() < stop_at
     ):
-        runs.append(timed(run)[1])
-        cpu_s += runs[-1].cpu
-    return _rate_of(runs, 2.0 * m * k * n, cores, threads=len(usable_cores()))
+        times.append(timed(run)[1])
+        cpu_s += times[-1].cpu
+    return _rate_of(times, 2.0 * m * k * n, cores, threads=len(usable_cores()))
 
 
 def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> Rate:
@@ -206,7 +208,7 @@ def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> 
     by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)
     # a quota lets threads wait although nothing else runs
     waited_share = fastest.lost_share(cores) if cores < threads else fastest.waited_share
-    if waited_share > MOST_WAITED:
+    if waited_share > MAX_WAITED:
         return Rate(by_cpu_time, sure=False)
     by_clock = flops / (fastest.wall * (1 - fastest.waited_share))
     return Rate(min(by_clock, by_cpu_time), sure=True)

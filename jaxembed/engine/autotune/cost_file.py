@@ -23,17 +23,17 @@ Kept = TypeVar("Kept")
 KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
 
 
-def keep_json(path: Path, content: Any, what: str) -> None:
+def save_json(path: Path, content: Any, what: str) -> None:
     """Write `content` to a file as JSON. An OSError is only logged; `what` names the content."""
     try:
         make_private(path.parent)
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(content, indent=1))
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(content, indent=1))
     except OSError as error:
         logger.warning("cannot keep %s in %s: %s", what, path, error.strerror)
 
 
-class KeptFile:
+class SavedFile:
     """A JSON file in the folder `costs` of the cache directory.
 
     Its name is a hash of `identity`, everything that the content depends on, and `suffix`. `what`
@@ -67,7 +67,7 @@ class KeptFile:
 
     def save(self, value: Any) -> None:
         """Write `value` to the file as JSON. An OSError is logged."""
-        keep_json(self._path, {"identity": self.identity, self._what: value}, f"the {self._what}")
+        save_json(self._path, {"identity": self.identity, self._what: value}, f"the {self._what}")
 
 
 class CostFile:
@@ -82,7 +82,7 @@ class CostFile:
     ):
         self.identity = identity
         self._kernel_of = kernel_of
-        self._file = KeptFile(cache_dir, identity, "timings")
+        self._file = SavedFile(cache_dir, identity, "timings")
 
     def load(self) -> Timings:
         """Return the timings that an earlier run saved; empty if the file is missing or damaged."""

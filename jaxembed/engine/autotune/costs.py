@@ -10,24 +10,24 @@ from typing import Literal
 
 from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
-from jaxembed.platform.cores import MOST_WAITED
+from jaxembed.platform.cores import MAX_WAITED
 
 TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
 LATEST = 100  # number of latest timings, of all buckets, that say whether the machine is busy
 TIMED_MS = 1000.0  # total time of fewer timings that is enough, too: long runs differ less
-MOST_FAILURES = 3  # failures after which a bucket is not timed any more
+MAX_FAILURES = 3  # failures after which a bucket is not timed any more
 LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
 LONG_RUN_FACTOR = 2.0  # factor of the estimate of a long run: attention takes longer in long rows
 DRIFT_BATCHES = 50  # approximate number of recent batches that decide the drift
 FIRST_BATCHES = 10  # number of batches at the timed cost that are assumed before the first batch
-MOST_DRIFT = 8.0
+MAX_DRIFT = 8.0
 DRIFT_STEP = 1.02  # smaller relative changes of the drift do not change the costs
 
 Timings = dict[Bucket, list[float]]
 CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, or not
 
 
-def often_enough(timings: list[float]) -> list[float]:
+def repeat_timings(timings: list[float]) -> list[float]:
     """Return the timings of a bucket, repeated until there are TIMINGS of them.
 
     The median stays about the same. So timings that were measured with care count as enough.
@@ -73,39 +73,35 @@ class BucketCosts:
         """Add a timing of a bucket, in milliseconds. The last TIMINGS of a bucket count.
 
         `lost_share` is the share of the time during which other programs had the cores that the
-        threads needed. If it is above MOST_WAITED, the timing counts in this process only.
+        threads needed. If it is above MAX_WAITED, the timing counts in this process only.
         """
-        counted = [self._timings]
-        if lost_share <= MOST_WAITED:
-            counted.append(self._undisturbed)
-        for timings in counted:
+        histories = [self._timings]
+        if lost_share <= MAX_WAITED:
+            histories.append(self._undisturbed)
+        for timings in histories:
             timings[bucket] = [*timings.get(bucket, ()), ms][-TIMINGS:]
         self._lost.append(lost_share)
         self._recorded.add(bucket)
         self._update()
 
     def fail(self, bucket: Bucket) -> None:
-        """Count a failure to time a bucket.
-
-        Buckets with fewer failures are timed first. After MOST_FAILURES failures the bucket is not
-        timed any more.
-        """
+        """Count a failure to time a bucket, which `untimed` takes into account."""
         self._failures[bucket] += 1
 
     def observe(self, bucket: Bucket, took_ms: float) -> None:
         """Update the drift with the device time of a batch, in milliseconds.
 
-        A batch counts with at most MOST_DRIFT times its cost, so that a batch that nearly hung has
+        A batch counts with at most MAX_DRIFT times its cost, so that a batch that nearly hung has
         little effect. Raises KeyError if the bucket is not usable.
         """
         decay = 1 - 1 / DRIFT_BATCHES
         cost = self.usable[bucket] / self.drift
         if not self._expected_ms:  # so that the first batch alone does not decide
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
-        self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MOST_DRIFT * cost)
+        self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MAX_DRIFT * cost)
         self._expected_ms = decay * self._expected_ms + cost
         ratio = self._took_ms / max(self._expected_ms, 1e-9)
-        factor = min(max(ratio, 1 / MOST_DRIFT), MOST_DRIFT)
+        factor = min(max(ratio, 1 / MAX_DRIFT), MAX_DRIFT)
         if not 1 / DRIFT_STEP < factor / self.drift < DRIFT_STEP:
             self.drift = factor
             self._update()
@@ -114,15 +110,16 @@ class BucketCosts:
         """Return the bucket to time next; None if every usable bucket is timed or cannot be timed.
 
         It is the bucket with the fewest failures, then the fewest timings, then the fewest tokens.
+        Buckets that failed MAX_FAILURES times, or would run too long, are not timed.
         """
-        untimed: list[tuple[int, int, int, Bucket]] = []  # each after the numbers that order it
+        candidates: list[tuple[int, int, int, Bucket]] = []  # the numbers order the buckets
         for bucket in self._buckets:
             timings, failures = self._timings.get(bucket, []), self._failures[bucket]
-            if failures >= MOST_FAILURES or len(timings) >= TIMINGS or sum(timings) >= TIMED_MS:
+            if failures >= MAX_FAILURES or len(timings) >= TIMINGS or sum(timings) >= TIMED_MS:
                 continue
             if timings or self._ms_of(bucket) <= LONG_RUN_MS:
-                untimed.append((failures, len(timings), bucket.tokens, bucket))
-        return min(untimed, key=lambda item: item[:3])[3] if untimed else None
+                candidates.append((failures, len(timings), bucket.tokens, bucket))
+        return min(candidates, key=lambda item: item[:3])[3] if candidates else None
 
     def source_of(self, bucket: Bucket) -> CostSource:
         """Return where the cost of a bucket comes from, as CostSource describes."""

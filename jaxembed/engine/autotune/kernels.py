@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxembed.data.spec import DType
 from jaxembed.engine.autotune.native_trial import (
     NEEDED,
-    Verdicts,
+    TrialResults,
     first_line,
     packed_segments,
     try_native,
@@ -32,7 +32,7 @@ from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
-from jaxembed.models.attention import Attend, ByNative, Sight, by_xla, using
+from jaxembed.models.attention import Attend, AttentionMask, ByNative, by_xla, using
 from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,9 @@ def choose_kernels(
             candidates = {name: candidates[name] for name in candidates if name == option}
         taken, refused = {}, {}
         if candidates:
-            taken, refused = _try_each(program, device, dtype, lengths, candidates, option == AUTO)
+            taken, refused = _try_each(
+                program, device, dtype, lengths, candidates, faster=option == AUTO
+            )
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
     if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
         reason = choice.refused.get(option, f"no row holds {SHORTEST_PROBED_ROW} tokens")
@@ -139,11 +141,11 @@ def choose_native(
     dtype: DType,
     option: str,
     cache_dir: Path,
-    verdicts: Callable[[], Verdicts] | None = None,
+    results: Callable[[], TrialResults] | None = None,
 ) -> Choice:
     """Choose the native kernels that a model uses on a CPU, for rows of any length.
 
-    `option` is the value of --kernels. A compiled library is saved in `cache_dir`. `verdicts`
+    `option` is the value of --kernels. A compiled library is saved in `cache_dir`. `results`
     returns earlier trial results; None means that the calls are tried now. If no native kernel can
     be used, the choice has only the reasons.
     """
@@ -153,18 +155,19 @@ def choose_native(
         return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
     try:
         native.load_library(cache_dir)
-        verdict_of = try_native(program, device, dtype) if verdicts is None else verdicts()
-    except native.Unavailable as error:
+        result_of = try_native(program, device, dtype) if results is None else results()
+    except native.NativeUnavailable as error:
         return Choice(refused={NATIVE: str(error)})
     except Exception as error:  # after any failure XLA is used
         return Choice(refused={NATIVE: _line(error)})
-    if not verdict_of:
+    if not result_of:
         return Choice(refused={NATIVE: UNSUITED})
-    reasons = {name: trial.refusal(faster=option == AUTO) for name, trial in verdict_of.items()}
+    reasons = {name: trial.refusal(faster=option == AUTO) for name, trial in result_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
+    # a call is used only if the calls that it needs are used, too
     used = {
-        name for name in verdict_of if name not in without and not NEEDED.get(name, set()) & without
+        name for name in result_of if name not in without and not NEEDED.get(name, set()) & without
     }
     if not used:
         return Choice(refused=refused)
@@ -191,10 +194,15 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     """
     counts: Counter[Call] = Counter()
 
-    def count(query, key, value, segments, sight: Sight, bias=None, key_segments=None):
+    # replaces the attention of the model while the program is traced
+    def count(
+        query, key, value, segments, attention_mask: AttentionMask, bias=None, key_segments=None
+    ):
         heads, groups, width = query.shape[2], key.shape[2], query.shape[3]
         has_bias, hides_keys = bias is not None, key_segments is not None
-        counts[Call(heads, groups, width, str(query.dtype), sight, has_bias, hides_keys)] += 1
+        counts[
+            Call(heads, groups, width, str(query.dtype), attention_mask, has_bias, hides_keys)
+        ] += 1
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [
@@ -204,6 +212,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     planes = jax.ShapeDtypeStruct((program.planes, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(count):
         jax.eval_shape(
+            # with one slot in each row
             lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
             leaves,
             planes,
@@ -277,35 +286,38 @@ class KernelTrial:
         self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
 
     def milliseconds_if_right(self, kernel: Kernel) -> float:
-        """Run all calls with a kernel. Returns the milliseconds of the attention of all layers.
+        """Run all attention calls with a kernel. Returns the milliseconds for all layers together.
 
         Raises NotRight if the kernel refuses a call or is wrong, and the kernel's errors.
         """
-        total = 0.0
+        total_ms = 0.0
         for call, layers in self._call_counts.items():
             if reason := kernel.refuses(call, self._bucket.length):
                 raise NotRight(reason)
-            mixed, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
-            total += ms * layers
-            # compare with attention in float32, except for padding
+            output, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
+            total_ms += ms * layers
+            # compare with attention in float32, except for padding; NaN counts as infinite
             exact, allowed = self._exact[call], TOLERANCE[self._dtype]
-            off = np.abs(mixed - exact) / (1 + np.abs(exact))
-            worst = np.where(np.isfinite(off), off, np.inf)[self._segments != 0].max()
+            difference = np.abs(output - exact) / (1 + np.abs(exact))
+            worst = np.where(np.isfinite(difference), difference, np.inf)[self._segments != 0].max()
             if worst > allowed:
                 raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
-        return total
+        return total_ms
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
-        """Compile a call with `attend` and run it. Returns the result, and milliseconds per run."""
+        """Compile a call with `attend` as its attention, and run it.
+
+        Returns the result of the first run, and the milliseconds of each of the next runs.
+        """
         operands = self._operands[call]
         run = self._compiled(attend, call, operands, "highest" if self._dtype == FLOAT32 else None)
-        last = run(*operands)
-        mixed = np.asarray(last)
+        result = run(*operands)
+        output = np.asarray(result)
         started_at = time.perf_counter()
         for _ in range(PROBE_RUNS):
-            last = run(*operands)
-        jax.block_until_ready(last)
-        return mixed, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
+            result = run(*operands)
+        jax.block_until_ready(result)
+        return output, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 
     def _in_float32(self, call: Call) -> np.ndarray:
         """Compute a call with XLA in float32, and return the result."""
@@ -316,14 +328,16 @@ class KernelTrial:
     def _compiled(
         self, attend: Attend, call: Call, operands: list[jax.Array], precision: str | None
     ) -> jax.stages.Compiled:
-        """Compile a call for these operands. If it hides keys, every eighth token is hidden."""
+        """Compile a call for these operands. If it hides keys, every eighth key is hidden."""
 
         def attended(query, key, value, segments):
             if not call.hides_keys:
-                return attend(query, key, value, segments, call.sight)
+                return attend(query, key, value, segments, call.attention_mask)
             hidden = jnp.arange(self._bucket.length) % HIDDEN_EVERY == HIDDEN_EVERY - 1
             key_segments = jnp.where(hidden[None], jnp.full_like(segments, -1), segments)
-            return attend(query, key, value, segments, call.sight, key_segments=key_segments)
+            return attend(
+                query, key, value, segments, call.attention_mask, key_segments=key_segments
+            )
 
         with jax.default_matmul_precision(precision):
             lowered = jax.jit(attended).lower(*operands)
@@ -337,6 +351,7 @@ class KernelTrial:
         rng = np.random.default_rng(0)
         padding = (self._segments == 0)[..., None, None]
         operands: list[Any] = [self._segments]
+        # value, key and query, each inserted before the others
         for heads in (call.groups, call.groups, call.heads):
             shape = (*self._segments.shape, heads, call.width)
             x = np.where(padding, np.float32(np.nan), rng.standard_normal(shape, np.float32))

@@ -26,10 +26,10 @@ from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
 from jaxembed.engine.placement import Device, placed_dtype
 from jaxembed.models import Program, native
 from jaxembed.models.adapters import LowRank, chosen
-from jaxembed.models.attention import ByNative, Sight, by_xla, using
+from jaxembed.models.attention import AttentionMask, ByNative, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
-from jaxembed.platform.cores import MOST_WAITED, core_count, timed
+from jaxembed.platform.cores import MAX_WAITED, core_count, timed
 
 # few tokens and many tokens, because models make different calls for them; there is no grid yet
 TRIED = (Bucket(2, 16), Bucket(8, 128))
@@ -37,12 +37,12 @@ TRIAL_S = 20.0  # time limit; calls that are not tried by then are not used
 RUNS = 30  # largest number of runs; the fastest counts, because the machine may be busy
 RUNS_S = 0.05  # a slow call runs at least three times, and until these seconds have passed
 CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller ratio may be noise
-BELIEVED = 3  # times that a call must be timed as slower before it is refused
+MAX_TIMINGS = 3  # times that a call must be timed as slower before it is refused
 # The largest allowed difference to XLA's result, divided by one plus that result. Both round to the
 # 8 bits of bfloat16, in another order. The largest seen is 0.007, in attention.
-MOST_OFF = 0.02
+MAX_DIFFERENCE = 0.02
 # call -> calls it depends on: weights are packed into panels only if `linear` is used
-NEEDED = {name: {"linear"} for name in (*native.ENDS[1:], "self_attention", "mlp")}
+NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], "self_attention", "mlp")}
 RUN = 8  # number of neighbouring tokens or columns with the same adapter
 GATED = "gated_"  # prefix of the activation in names of calls
 LATE = f"was not tried: {TRIAL_S:.0f} s were over"
@@ -51,7 +51,7 @@ Operands = Mapping[str, Any]  # arrays by name, on the host or traced
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TrialResult:
     """The result of the trials of one call, in one shape or over all shapes."""
 
     off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
@@ -66,49 +66,51 @@ class Verdict:
         """
         if self.failed:
             return self.failed
-        if not self.off <= MOST_OFF:  # also refuses NaN
-            return f"off by {self.off:.2g}, {MOST_OFF:.2g} are allowed"
+        if not self.off <= MAX_DIFFERENCE:  # also refuses NaN
+            return f"off by {self.off:.2g}, {MAX_DIFFERENCE:.2g} are allowed"
         if faster and self.times_xla > CLEARLY_SLOWER:
             beside = ", beside other programs: the next start tries again" if self.busy else ""
             return f"takes {self.times_xla:.2f} times as long as XLA{beside}"
         return None
 
 
-Verdicts = dict[str, Verdict]
+TrialResults = dict[str, TrialResult]
 
 
-def try_native(program: Program, device: Device, dtype: DType) -> Verdicts:
+def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
     """Try each native call that the model makes, and return a trial result by the call's name.
 
-    It is the first failure among the call's shapes, or else their largest difference and mean time.
+    The result has the first failure among the call's shapes, or else their largest difference and
+    mean ratio of times.
     """
     stop_at = time.monotonic() + TRIAL_S
-    calls = noted_calls(program, dtype)
+    calls = native_calls_of(program, dtype)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="trial") as pool:
         compiled = [pool.submit(_compile_both, call, device, stop_at) for call in calls]
-    verdicts_of: dict[str, list[Verdict]] = {}
+    results_of: dict[str, list[TrialResult]] = {}
     for call, programs in zip(calls, compiled, strict=True):
-        verdicts = verdicts_of.setdefault(call.name, [])
+        results = results_of.setdefault(call.name, [])
         if time.monotonic() < stop_at:
-            verdicts.append(_verdict(call, programs, device))
-    over_all: Verdicts = {}
-    for name, verdicts in verdicts_of.items():
-        failures = [trial for trial in verdicts if trial.failed]
-        if failures or not verdicts:
-            over_all[name] = failures[0] if failures else Verdict(failed=LATE)
+            results.append(_try_call(call, programs, device))
+    # no results: the time was over
+    combined: TrialResults = {}
+    for name, results in results_of.items():
+        failures = [trial for trial in results if trial.failed]
+        if failures or not results:
+            combined[name] = failures[0] if failures else TrialResult(failed=LATE)
             continue
-        off = float(np.max([trial.off for trial in verdicts]))  # NaN if any is NaN
-        times_xla = geometric_mean(trial.times_xla for trial in verdicts)
-        over_all[name] = Verdict(off, times_xla, busy=any(trial.busy for trial in verdicts))
-    return over_all
+        off = float(np.max([trial.off for trial in results]))  # NaN if any is NaN
+        times_xla = geometric_mean(trial.times_xla for trial in results)
+        combined[name] = TrialResult(off, times_xla, busy=any(trial.busy for trial in results))
+    return combined
 
 
-def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
+def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
     """Return the different native calls that a model makes with few and with many tokens."""
     leaves = []  # as in a replica that packs weights for native kernels
     for name, leaf in program.shapes.items():
         leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
-        if native.packable(name, shape, leaf_dtype):
+        if native.is_packable(name, shape, leaf_dtype):
             shape = native.packed_shape(shape)
         leaves.append(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)))
     calls: dict[native.NativeCall, None] = {}
@@ -118,7 +120,7 @@ def noted_calls(program: Program, dtype: DType) -> list[native.NativeCall]:
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots, (program.primary,))
 
-        with using(ByNative()), native.noting(calls):
+        with using(ByNative()), native.recording(calls):
             jax.eval_shape(forward, leaves, planes)
     return list(calls)
 
@@ -138,7 +140,7 @@ def _compile_both(
             return XLA_CALLS[call.target](call, args)
 
     programs: list[jax.stages.Compiled] = []
-    for run, shape_of in ((call.run, tuple), (in_xla, native.plain_shape)):
+    for run, shape_of in ((call.run, tuple), (in_xla, native.unpacked_shape)):
         if time.monotonic() < stop_at:
             shapes = [
                 jax.ShapeDtypeStruct(shape_of(struct.shape), struct.dtype, sharding=sharding)
@@ -153,9 +155,9 @@ def _compile_both(
     return programs
 
 
-def _verdict(
+def _try_call(
     call: native.NativeCall, compiled: Future[list[jax.stages.Compiled]], device: Device
-) -> Verdict:
+) -> TrialResult:
     """Run the native program of a call and XLA's several times; compare results and times.
 
     A failure to compile or run a program is part of the trial result, and is not raised.
@@ -163,20 +165,20 @@ def _verdict(
     try:
         programs = compiled.result()
         if len(programs) < 2:
-            return Verdict(failed=LATE)
+            return TrialResult(failed=LATE)
         plain, packed = _operands_of(call)
         runs = []
         for program, operands in zip(programs, (packed, plain), strict=True):
             placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
             runs.append(partial(program, *placed))
         by_native, xla = (np.asarray(run()).astype(np.float32) for run in runs)
-        real = plain["segments"] != 0 if "segments" in plain else ...  # without padding
-        off = np.abs(by_native - xla)[real] / (1 + np.abs(xla[real]))
-        times_xla, spent = timed(lambda: _times_xla(*runs))
-        busy = spent.lost_share(core_count()) > MOST_WAITED
-        return Verdict(float(off.max()), times_xla, busy=busy)
+        useful = plain["segments"] != 0 if "segments" in plain else ...  # without padding
+        difference = np.abs(by_native - xla)[useful] / (1 + np.abs(xla[useful]))
+        times_xla, cpu_times = timed(lambda: _ratio_to_xla(*runs))
+        busy = cpu_times.lost_share(core_count()) > MAX_WAITED
+        return TrialResult(float(difference.max()), times_xla, busy=busy)
     except Exception as error:  # after any failure XLA is used
-        return Verdict(failed=first_line(error))
+        return TrialResult(failed=first_line(error))
 
 
 def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -187,11 +189,11 @@ def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[s
     rng = np.random.default_rng(0)
     plain = {}
     for name, struct in call.operands:
-        shape = native.plain_shape(struct.shape)
+        shape = native.unpacked_shape(struct.shape)
         values = rng.standard_normal(shape, np.float32)
-        if shape != struct.shape:  # a packed weight
+        if shape != struct.shape:  # a packed weight: products get about variance 1
             values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
-        elif len(shape) == 1:
+        elif len(shape) == 1:  # scales near 1, shifts and biases near 0
             values = 0.1 * values + name.endswith("scale")
         if name == "numbers" or name.endswith("owners"):  # adapters 1 and 2, and 0 for none
             values = np.broadcast_to(np.arange(shape[-1]) // RUN % 3, shape)
@@ -220,8 +222,8 @@ def packed_segments(bucket: Bucket) -> np.ndarray:
     segments[0] = 1
     for row in segments[1:]:
         ends = np.sort(rng.integers(1, bucket.length, size=4))
-        for slot, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
-            row[first:last] = slot
+        for segment, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True), start=1):
+            row[first:last] = segment
     return segments
 
 
@@ -231,20 +233,20 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def _times_xla(*runs: Callable[[], Any]) -> float:
+def _ratio_to_xla(*runs: Callable[[], Any]) -> float:
     """Return the ratio of the fastest times of two programs: the native one, and XLA's.
 
-    They run alternately. If the native program is clearly slower, both are measured again, up to
-    BELIEVED times, and the smallest ratio counts.
+    `runs` are called alternately. If the native program is clearly slower, both are measured again,
+    up to MAX_TIMINGS times, and the smallest ratio counts.
     """
     times_xla = math.inf
-    for _ in range(BELIEVED):
+    for _ in range(MAX_TIMINGS):
         if times_xla <= CLEARLY_SLOWER:
             break
         fastest = [math.inf] * len(runs)
         began_at = time.perf_counter()
-        for number in range(RUNS):
-            if number >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
+        for repeat in range(RUNS):
+            if repeat >= 3 and time.perf_counter() - began_at > RUNS_S * len(runs):
                 break
             for i, run in enumerate(runs):
                 started_at = time.perf_counter()
@@ -260,7 +262,7 @@ def _linear_in_xla(call: native.NativeCall, args: Operands) -> Array:
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
         norm = _layer_norm(args["scale"], args["shift"], eps)
-        return norm.of_sum(args["residual"], linear, args["x"])
+        return norm.norm_of_sum(args["residual"], linear, args["x"])
     if call.name.startswith(GATED):
         return _gated(linear(args["x"]), call.name).astype(call.dtype)
     return ACTIVATIONS["gelu" if call.name == "gelu" else "identity"](linear(args["x"])).astype(
@@ -281,7 +283,7 @@ def _self_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
     """Compute the native call `self_attention` in XLA: query, key, value and their attention."""
     rows, length, dim = call.shape
     heads = int(dict(call.attributes)["heads"])
-    joint = _linear(args).rounded(args["hidden"])
+    joint = _linear(args).apply_rounded(args["hidden"])
     joint = joint.reshape(rows, length, 3, heads, dim // heads)
     return _joint_attention_in_xla(call, {**args, "joint": joint}).reshape(call.shape)
 
@@ -293,9 +295,9 @@ def _mlp_in_xla(call: native.NativeCall, args: Operands) -> Array:
     first, second = (
         _layer_norm(args[f"{name}_scale"], args[f"{name}_shift"], eps) for name in ("out", "down")
     )
-    hidden = first.of_sum(args["hidden"], out, args["mixed"])
-    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.rounded(hidden, "gelu")
-    return second.of_sum(hidden, down, inner)
+    hidden = first.norm_of_sum(args["hidden"], out, args["mixed"])
+    inner = _gated(up(hidden), end) if end.startswith(GATED) else up.apply_rounded(hidden, "gelu")
+    return second.norm_of_sum(hidden, down, inner)
 
 
 def _gated(halves: Array, name: str) -> Array:
@@ -307,15 +309,18 @@ def _gated(halves: Array, name: str) -> Array:
 def _attend(call: native.NativeCall, args: Operands, query, key, value) -> Array:
     """Compute attention in XLA, with the attention mask that the attributes of a call describe."""
     attributes = dict(call.attributes)
+    # a negative `reach` and a `cap` of 0 mean no limit
     reach, cap = int(attributes["reach"]), float(attributes["cap"])
-    sight = Sight(bool(attributes["causal"]), None if reach < 0 else reach, cap or None)
-    mixed = by_xla(query, key, value, args["segments"], sight, args.get("distance_bias"))
-    return mixed.astype(call.dtype)
+    attention_mask = AttentionMask(
+        bool(attributes["causal"]), None if reach < 0 else reach, cap or None
+    )
+    output = by_xla(query, key, value, args["segments"], attention_mask, args.get("distance_bias"))
+    return output.astype(call.dtype)
 
 
 def _linear(args: Operands, name: str = "") -> Linear:
     """Make a linear layer of a product's weight, bias and adapters; `name` prefixes their names."""
-    linear = Linear(1, 1)
+    linear = Linear(1, 1)  # of any size: its parameters are replaced
     linear.kernel, linear.bias = nnx.Param(args[f"{name}kernel"]), nnx.Param(args[f"{name}bias"])
     if f"{name}adapter_owners" in args:
         linear.adapter = LowRank(linear, args[f"{name}adapter_owners"])

@@ -15,7 +15,7 @@ from jaxembed import memory
 from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Runner
-from jaxembed.engine.turn import Claim, DeviceTurn
+from jaxembed.engine.scheduler import DeviceScheduler, Waiter
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import CpuTimes, core_count, timed
@@ -23,7 +23,7 @@ from jaxembed.platform.cores import CpuTimes, core_count, timed
 logger = logging.getLogger(__name__)
 
 TIMING_S = 0.03  # smallest total time of the runs of a timing
-MOST_RUNS = 16  # largest number of runs of a timing
+MAX_RUNS = 16  # largest number of runs of a timing
 SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 16, like real ones
 LULL = 4.0  # before a run, the device must have been idle for this multiple of its cost
 SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
@@ -49,7 +49,7 @@ class BucketTimer:
     def __init__(
         self,
         runner: Runner,
-        turn: DeviceTurn,
+        scheduler: DeviceScheduler,
         costs: BucketCosts,
         lock: threading.RLock,
         telemetry: Telemetry,
@@ -57,12 +57,12 @@ class BucketTimer:
         name: str,
         is_bulk_alone: Callable[[], bool],
         on_timed: Callable[[], object] = lambda: None,
-        watch: Callable[[Claim, Bucket], AbstractContextManager] = lambda *run: nullcontext(),
+        watch: Callable[[Waiter, Bucket], AbstractContextManager] = lambda *run: nullcontext(),
     ):
         self._runner = runner
-        self._turn = turn
+        self._scheduler = scheduler
         self._costs = costs
-        self._lock = lock  # for the costs and `is_bulk_alone`
+        self._lock = lock
         self._telemetry = telemetry
         self._name = name
         self._is_bulk_alone = is_bulk_alone
@@ -79,9 +79,9 @@ class BucketTimer:
         self._stop.set()
 
     def _work(self) -> None:
-        """Take one timing after the other until `stop`. The threads of Together make the runs."""
-        again = 0  # number of timings since every bucket was timed often enough
-        with closing(Together(self._turn.permits)) as concurrent:
+        """Take one timing after the other until `stop`; ConcurrentRuns has the threads that run."""
+        repeats = 0  # number of timings since every bucket was timed often enough
+        with closing(ConcurrentRuns(self._scheduler.permits)) as concurrent:
             while not self._stop.is_set():
                 with self._lock:
                     bucket, usable = self._costs.untimed(), sorted(self._costs.usable)
@@ -91,8 +91,8 @@ class BucketTimer:
                         self.timed.set()
                     if self._stop.wait(AGAIN_S) or not usable:
                         continue
-                    again += 1
-                    bucket = usable[again % len(usable)]
+                    repeats += 1
+                    bucket = usable[repeats % len(usable)]
                 try:
                     self._time(bucket, concurrent)
                 except Exception:  # requests get the error when a batch fails on the bucket
@@ -103,7 +103,7 @@ class BucketTimer:
                     )
                     self._stop.wait(AGAIN_S)
 
-    def _time(self, bucket: Bucket, concurrent: "Together") -> None:
+    def _time(self, bucket: Bucket, concurrent: "ConcurrentRuns") -> None:
         """Time a bucket by several runs and record their mean, unless work interrupts them.
 
         The first of several runs does not count, because its caches are cold. While bulk work runs,
@@ -112,44 +112,46 @@ class BucketTimer:
         """
         planes = full_planes(bucket, SEGMENT, self._runner.planes)
         run = partial(concurrent.run, self._runner, bucket, planes)
-        runs: list[float] = []
-        spent: list[CpuTimes] = []
-        while not runs or (sum(runs) < TIMING_S and len(runs) < MOST_RUNS):
+        runs_s: list[float] = []
+        runs_cpu: list[CpuTimes] = []
+        while not runs_s or (sum(runs_s) < TIMING_S and len(runs_s) < MAX_RUNS):
             expected_s = self._costs.usable.get(bucket, 0.0) / 1000
             with self._lock:
                 is_bulk_alone = self._is_bulk_alone()
-            if self._turn.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
-                urgency = WHILE_IDLE  # it will probably end before the next request comes
+            if self._scheduler.idle_s > max(LULL * expected_s, SHORTEST_LULL_S):
+                urgency = WHILE_IDLE  # the run will probably end before the next request comes
             elif is_bulk_alone and time.monotonic() > self._beside_bulk_at:
                 urgency = BESIDE_BULK
             else:
                 self._stop.wait(LOOK_S)
                 return
-            with self._turn.hold(lambda urgency=urgency: urgency, whole=True) as claim:
+            with self._scheduler.hold(lambda urgency=urgency: urgency, whole=True) as waiter:
                 if self._stop.is_set():
                     return
-                with self._watch(claim, bucket):
-                    seconds, times = timed(run)
-                runs.append(seconds)
-                spent.append(times)
-            if claim.overdue:  # the time of a hung run says nothing about the bucket
+                with self._watch(waiter, bucket):
+                    device_s, cpu_times = timed(run)
+                runs_s.append(device_s)
+                runs_cpu.append(cpu_times)
+            if waiter.overdue:  # the time of a hung run says nothing about the bucket
                 raise TimeoutError("the run was overdue")
-            if urgency == BESIDE_BULK:
-                runs, spent = runs[-1:], spent[-1:]
-                self._beside_bulk_at = time.monotonic() + runs[0] * self._turn.permits / BULK_SHARE
+            if urgency == BESIDE_BULK:  # only this run counts
+                runs_s, runs_cpu = runs_s[-1:], runs_cpu[-1:]
+                self._beside_bulk_at = (
+                    time.monotonic() + runs_s[0] * self._scheduler.permits / BULK_SHARE
+                )
                 break
-        counted_runs = runs[1:] or runs
-        lost_share = sum(spent[1:] or spent, CpuTimes()).lost_share(self._cores)
+        counted_runs = runs_s[1:] or runs_s
+        lost_share = sum(runs_cpu[1:] or runs_cpu, CpuTimes()).lost_share(self._cores)
         with self._lock:
             had_untimed = self._costs.untimed() is not None
             self._costs.record(bucket, 1000 * sum(counted_runs) / len(counted_runs), lost_share)
-            is_timed = had_untimed and self._costs.untimed() is None
+            became_timed = had_untimed and self._costs.untimed() is None
         self._telemetry.bucket_timings.inc()
-        if is_timed:
+        if became_timed:
             self._on_timed()
 
 
-class Together:
+class ConcurrentRuns:
     """Threads that run the same bucket at the same time, as the engine's threads do."""
 
     def __init__(self, count: int):
@@ -160,6 +162,7 @@ class Together:
         self._errors: list[Exception] = []
         self._seconds = 0.0
         for k in range(count):
+            # calls `_work`, as in the engine's threads
             work, name = (self._work,), f"timing-{k}"
             Thread(target=memory.in_kept_heap, args=work, name=name, daemon=True).start()
 
@@ -168,15 +171,15 @@ class Together:
     ) -> float:
         """Measure and return the device time of a run of a bucket, in seconds.
 
-        Each thread runs the bucket once, or repeatedly for `seconds`. `planes` is the packed batch.
-        The result is 1 divided by the sum of the threads' rates in runs per second. Raises the
-        errors of the runner.
+        Each thread runs the bucket once if `seconds` is 0, otherwise repeatedly for `seconds`.
+        `planes` is the packed batch. The result is 1 divided by the sum of the threads' rates in
+        runs per second. Raises the errors of the runner.
         """
         self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
         self._per_s, self._errors = [], []
-        self._begin.wait()
-        self._end.wait()
+        self._begin.wait()  # the threads start now
+        self._end.wait()  # all threads have finished
         if self._errors:
             raise self._errors[0]
         return 1 / sum(self._per_s)
@@ -192,15 +195,15 @@ class Together:
                 self._begin.wait()
             except threading.BrokenBarrierError:
                 return
-            count, took = 0, 0.0
-            start = time.perf_counter()
+            run_count, took_s = 0, 0.0
+            started_at = time.perf_counter()
             try:
-                while not count or (took < self._seconds and not self._errors):
+                while not run_count or (took_s < self._seconds and not self._errors):
                     self._call()
-                    count, took = count + 1, time.perf_counter() - start
+                    run_count, took_s = run_count + 1, time.perf_counter() - started_at
             except Exception as error:
                 self._errors.append(error)
-            self._per_s.append(count / max(took, 1e-9))
+            self._per_s.append(run_count / max(took_s, 1e-9))
             self._end.wait()
 
 
@@ -213,12 +216,11 @@ def milliseconds(
 ) -> float:
     """Time a bucket on a device that nothing else uses. Returns milliseconds per run.
 
-    They include the copies to and from the device. `together` threads run the bucket at the same
+    These include the copies to and from the device. `together` threads run the bucket at the same
     time, for `seconds` each. `planes` is the packed batch; by default it holds short sequences.
-    Kernels that compute attention only within a sequence take longer for long sequences, but by the
-    same amount in any bucket. Raises the errors of the runner.
+    Raises the errors of the runner.
     """
-    with closing(Together(together)) as concurrent:
+    with closing(ConcurrentRuns(together)) as concurrent:
         filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
         return 1000 * concurrent.run(runner, bucket, filled, seconds)
 
@@ -233,10 +235,11 @@ def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) 
     segment = max(segment, -(-bucket.length // bucket.slots))
     planes = np.zeros((count, bucket.rows, bucket.length), np.int32)
     ids, positions, segments, _, bounds = planes[: PackedTokens.PLANES]
-    place = np.arange(bucket.length)
-    ids[:], positions[:] = 1, place % segment
-    segments[:] = place // segment + 1
-    starts = place[::segment]
+    token_index = np.arange(bucket.length)
+    ids[:], positions[:] = 1, token_index % segment
+    segments[:] = token_index // segment + 1
+    # a row of `bounds` has `slots` starts and then `slots` ends
+    starts = token_index[::segment]
     bounds[:, : len(starts)] = starts
     bounds[:, bucket.slots : bucket.slots + len(starts)] = np.minimum(
         starts + segment, bucket.length

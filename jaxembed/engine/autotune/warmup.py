@@ -60,7 +60,7 @@ class Warmup:
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._started_at = time.monotonic()
-        self.threads = [
+        self.threads = [  # the first thread goes on while the model serves
             threading.Thread(target=self._work, args=(k == 0,), name=f"compile-{k}", daemon=True)
             for k in range(workers)
         ]

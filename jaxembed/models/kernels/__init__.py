@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxembed.models.attention import Sight
+from jaxembed.models.attention import AttentionMask
 
 KERNELS = {
     "cpu": {},
@@ -37,18 +37,18 @@ class Call:
     groups: int  # heads of keys and values
     width: int  # dimensions of a head
     dtype: str
-    sight: Sight
+    attention_mask: AttentionMask
     has_bias: bool = False
     hides_keys: bool = False  # whether some tokens are hidden as keys
 
     def __str__(self) -> str:
-        seen = "causal" if self.sight.causal else "whole"
-        if self.sight.reach is not None:
-            seen += f" within {self.sight.reach}"
+        seen = "causal" if self.attention_mask.causal else "whole"
+        if self.attention_mask.reach is not None:
+            seen += f" within {self.attention_mask.reach}"
         if self.has_bias:
             seen += ", with a bias"
-        if self.sight.cap is not None:
-            seen += f", capped at {self.sight.cap:g}"
+        if self.attention_mask.cap is not None:
+            seen += f", capped at {self.attention_mask.cap:g}"
         if self.hides_keys:
             seen += ", with hidden keys"
         return f"{self.heads}/{self.groups} heads of {self.width}, {self.dtype}, {seen}"
@@ -68,11 +68,11 @@ class Kernel:
     refuses: Callable[[Call, int], str | None]
 
 
-def changed_scores(call: Call) -> str | None:
+def refuses_changed_scores(call: Call) -> str | None:
     """Return why a kernel refuses a call that changes scores before the softmax, or None."""
     if call.has_bias:
         return "it takes no bias of scores"
-    return None if call.sight.cap is None else "it takes no soft cap of scores"
+    return None if call.attention_mask.cap is None else "it takes no soft cap of scores"
 
 
 def kernel(path: str) -> Kernel:

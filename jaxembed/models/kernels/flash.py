@@ -8,37 +8,43 @@ import jax.numpy as jnp
 from dew_flash_attn import flash_mha_varlen  # pyright: ignore[reportMissingImports]
 from jaxtyping import Array, Int
 
-from jaxembed.models.attention import Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel, changed_scores, starts, without_padding
+from jaxembed.models.attention import AttentionMask, Grouped, Heads
+from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, starts, without_padding
 from jaxembed.models.tokens import Segments
 
-FLASH_WIDEST_HEAD = 256
+FLASH_MAX_HEAD = 256
 
 
 def refuses(call: Call, length: int) -> str | None:
     """Return why the kernel does not take this call in rows of `length` tokens, or None."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} is not bfloat16 or float16"
-    if call.width > FLASH_WIDEST_HEAD:
-        return f"heads of {call.width} are wider than {FLASH_WIDEST_HEAD}"
+    if call.width > FLASH_MAX_HEAD:
+        return f"heads of {call.width} are wider than {FLASH_MAX_HEAD}"
     if call.hides_keys:
         return "it hides no keys"
-    return changed_scores(call)
+    return refuses_changed_scores(call)
 
 
 def attend(
-    query: Heads, key: Grouped, value: Grouped, segments: Segments, sight: Sight, slots: int
+    query: Heads,
+    key: Grouped,
+    value: Grouped,
+    segments: Segments,
+    attention_mask: AttentionMask,
+    slots: int,
 ) -> Heads:
     """Compute attention as `attention.attend`, rounded to the operands' dtype."""
     rows, length = segments.shape
     flat = (x.reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
-    reach = -1 if sight.reach is None else sight.reach
+    # a window of -1 has no limit; 0 on the right is causal
+    reach = -1 if attention_mask.reach is None else attention_mask.reach
     mixed = flash_mha_varlen(
         *(without_padding(x[None], segments.reshape(1, -1))[0] for x in flat),
         offsets(segments, slots),
         length,
-        is_causal=sight.causal,
-        window_size=(reach, 0 if sight.causal else reach),
+        is_causal=attention_mask.causal,
+        window_size=(reach, 0 if attention_mask.causal else reach),
     )
     return mixed.reshape(query.shape).astype(jnp.float32)
 
@@ -46,8 +52,8 @@ def attend(
 def offsets(segments: Segments, slots: int) -> Int[Array, " sequences_and_one"]:
     """Return where each sequence begins in the flat buffer, and where the last one ends.
 
-    In a row at most `slots` segments are sequences, with padding before, between and after them.
-    Offsets that are left over are empty sequences at the end.
+    A row has at most `slots` segments, and padding before, between and after them, which counts as
+    sequences. Offsets that are left over make empty sequences at the end.
     """
     rows, length = segments.shape
     max_sequences = rows * min(2 * slots + 1, length)

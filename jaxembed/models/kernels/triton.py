@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
-from jaxembed.models.attention import MASKED, Grouped, Heads, Sight
-from jaxembed.models.kernels import Call, Kernel, changed_scores, spans, without_padding
+from jaxembed.models.attention import MASKED, AttentionMask, Grouped, Heads
+from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, spans, without_padding
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
-TRITON_NARROWEST_HEAD = 16  # dimensions; Triton's products take no fewer
-TRITON_WIDEST_HEAD = 256
+TRITON_MIN_HEAD = 16  # dimensions; Triton's products take no fewer
+TRITON_MAX_HEAD = 256
 WIDE_HEAD = 64  # wider heads fill the registers, so a block has fewer queries and more warps
 NARROW_QUERY_TILE, WIDE_QUERY_TILE = 128, 64
 KEY_BLOCK = 64
@@ -34,9 +34,9 @@ def refuses(call: Call, length: int) -> str | None:
     """
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} products are not the tensor cores'"
-    if call.width > TRITON_WIDEST_HEAD:
-        return f"heads of {call.width} are wider than {TRITON_WIDEST_HEAD}"
-    return changed_scores(call)
+    if call.width > TRITON_MAX_HEAD:
+        return f"heads of {call.width} are wider than {TRITON_MAX_HEAD}"
+    return refuses_changed_scores(call)
 
 
 def attend(
@@ -44,7 +44,7 @@ def attend(
     key: Grouped,
     value: Grouped,
     segments: Segments,
-    sight: Sight,
+    attention_mask: AttentionMask,
     slots: int,
     interpret: bool = False,
     query_block: int | None = None,
@@ -52,37 +52,45 @@ def attend(
     key_segments: Segments | None = None,
 ) -> Heads:
     """Compute attention as `attention.attend`. Queries of padding get arbitrary numbers. Blocks are
-    in tokens. `interpret` runs the kernel in Pallas' interpreter, without a GPU."""
+    in tokens. `slots` is ignored. `interpret` runs the kernel in Pallas' interpreter, without a
+    GPU."""
     rows, length, heads, width = query.shape
     per_group = heads // key.shape[2]
-    wide = width > WIDE_HEAD
-    query_block = query_block or (WIDE_QUERY_TILE if wide else NARROW_QUERY_TILE)
+    is_wide = width > WIDE_HEAD
+    query_block = query_block or (WIDE_QUERY_TILE if is_wide else NARROW_QUERY_TILE)
     scale = width**-0.5 * LOG2_E
     value = without_padding(value, segments)
-    filled = max(TRITON_NARROWEST_HEAD, pl.next_power_of_2(width)) - width
+    head_padding = max(TRITON_MIN_HEAD, pl.next_power_of_2(width)) - width
     tail = -length % max(query_block, key_block)
-    around = ((0, 0), (0, tail), (0, 0), (0, filled))
-    query, key, value = (jnp.pad(x, around) for x in (query, key, value))
+    padding = ((0, 0), (0, tail), (0, 0), (0, head_padding))
+    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
     segments = jnp.pad(segments, ((0, 0), (0, tail)))
     segments_of_keys = segments
     if key_segments is not None:
         segments_of_keys = jnp.pad(key_segments, ((0, 0), (0, tail)))
-    first, end = key_blocks(segments, sight, query_block, key_block)
-    _, length, _, filled_width = query.shape
+    first, end = key_blocks(segments, attention_mask, query_block, key_block)
+    _, length, _, padded_width = query.shape
 
-    of_queries = pl.BlockSpec((None, query_block, None, filled_width), lambda i, r, h: (r, i, h, 0))
-    heads_of_keys = pl.BlockSpec(
-        (None, length, None, filled_width), lambda i, r, h: (r, 0, h // per_group, 0)
+    # i: block of queries, r: row, h: head
+    query_spec = pl.BlockSpec((None, query_block, None, padded_width), lambda i, r, h: (r, i, h, 0))
+    key_spec = pl.BlockSpec(
+        (None, length, None, padded_width), lambda i, r, h: (r, 0, h // per_group, 0)
     )
-    of_row = pl.BlockSpec((None, length), lambda i, r, h: (r, 0))
-    of_blocks = pl.BlockSpec((None, length // query_block), lambda i, r, h: (r, 0))
+    row_spec = pl.BlockSpec((None, length), lambda i, r, h: (r, 0))
+    range_spec = pl.BlockSpec((None, length // query_block), lambda i, r, h: (r, 0))
     mixed = pl.pallas_call(
-        partial(_kernel, sight=sight, scale=scale, query_block=query_block, key_block=key_block),
+        partial(
+            _kernel,
+            attention_mask=attention_mask,
+            scale=scale,
+            query_block=query_block,
+            key_block=key_block,
+        ),
         grid=(length // query_block, rows, heads),
-        in_specs=[of_blocks, of_blocks, of_queries, heads_of_keys, heads_of_keys, of_row, of_row],
-        out_specs=of_queries,
+        in_specs=[range_spec, range_spec, query_spec, key_spec, key_spec, row_spec, row_spec],
+        out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=8 if wide else 4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=8 if is_wide else 4, num_stages=2),
         interpret=interpret,
         name="attention_of_segments",
     )(first, end, query, key, value, segments, segments_of_keys)
@@ -90,23 +98,24 @@ def attend(
 
 
 def key_blocks(
-    segments: Segments, sight: Sight, query_block: int, key_block: int
+    segments: Segments, attention_mask: AttentionMask, query_block: int, key_block: int
 ) -> tuple[Int[Array, "rows blocks"], Int[Array, "rows blocks"]]:
     """Return, for each block of queries, the range of blocks of keys that its queries attend to.
 
-    A range is the number of its first block, and the number after its last. It is empty for a block
+    A range is the index of its first block, and the index after its last. It is empty for a block
     of padding.
     """
     rows, length = segments.shape
     index = jnp.arange(length)[None]
     first, last = spans(segments)
-    if sight.reach is not None:
+    if attention_mask.reach is not None:
         first, last = (
-            jnp.maximum(first, index - sight.reach),
-            jnp.minimum(last, index + sight.reach),
+            jnp.maximum(first, index - attention_mask.reach),
+            jnp.minimum(last, index + attention_mask.reach),
         )
-    if sight.causal:
+    if attention_mask.causal:
         last = jnp.minimum(last, index)
+    # padding does not widen a range
     first = jnp.where(segments != 0, first, length)
     last = jnp.where(segments != 0, last, -1)
     blocks = (rows, -1, query_block)
@@ -124,13 +133,13 @@ def _kernel(
     key_segments_ref,
     mixed_ref,
     *,
-    sight: Sight,
+    attention_mask: AttentionMask,
     scale: float,
     query_block: int,
     key_block: int,
 ):
-    """Compute one block of queries of one head, one block of keys after the other. Scores are in
-    powers of two, because exp2 is an instruction of the GPU."""
+    """Compute attention of one block of queries of one head, one block of keys after the other.
+    `scale` includes log2(e), because exp2 is an instruction of the GPU."""
     block = pl.program_id(0)
     queries = pl.ds(block * query_block, query_block)
     query = query_ref[...]
@@ -141,20 +150,22 @@ def _kernel(
         mixed, largest, total = carry
         keys = pl.ds(number * key_block, key_block)
         key_at = number * key_block + jnp.arange(key_block)
-        scores = _product(query, key_ref[keys, :], 1) * scale  # [queries, keys]
+        scores = _product(query, key_ref[keys, :], contracted=1) * scale  # [queries, keys]
         visible = query_segments[:, None] == key_segments_ref[keys][None, :]
         distance = query_at[:, None] - key_at[None, :]
-        if sight.causal:
+        if attention_mask.causal:
             visible &= distance >= 0
-        if sight.reach is not None:
-            visible &= (distance <= sight.reach) & (distance >= -sight.reach)
+        if attention_mask.reach is not None:
+            visible &= (distance <= attention_mask.reach) & (distance >= -attention_mask.reach)
         scores = jnp.where(visible, scores, MASKED)
         larger = jnp.maximum(largest, scores.max(axis=1))
         # 0 and not exp2(MASKED - larger), which is 1 while the query has seen only masked keys
         weights = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
         rescale = jnp.exp2(largest - larger)
         value = value_ref[keys, :]
-        mixed = mixed * rescale[:, None] + _product(weights.astype(value.dtype), value, 0)
+        mixed = mixed * rescale[:, None] + _product(
+            weights.astype(value.dtype), value, contracted=0
+        )
         return mixed, larger, total * rescale + weights.sum(axis=1)
 
     start = (

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Float, Int
 
-from jaxembed.models.native.compiler import Unavailable as Unavailable
+from jaxembed.models.native.compiler import NativeUnavailable as NativeUnavailable
 from jaxembed.models.native.compiler import find_compiler as find_compiler
 from jaxembed.models.native.library import CALLS as CALLS
 from jaxembed.models.native.library import load_library as load_library
@@ -26,7 +26,7 @@ from jaxembed.models.native.library import operand_names
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
 
-MOST_OF_A_ROW = 2**19  # elements; the row that a core works on in `self_attention` fits its cache
+MAX_ROW_ELEMENTS = 2**19  # the row that a core works on in `self_attention` fits its cache
 TILE = 16  # rows of an AMX tile: tokens, or pairs of neighbouring features
 PANEL = 32  # columns of a weight that are packed together
 
@@ -36,7 +36,7 @@ RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
 # The name of the `linear` call by its mode. Trials and refusals show it.
-ENDS = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
+EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
 BIASED, ROTATED = 1, 2  # bits of the mode of attention calls: which optional operands they have
 ADAPTED = 8  # bit of the mode of any call: it has operands of adapters
 ADAPTS = {"out": 16, "up": 32, "down": 64}  # bits of the mode of `mlp`: products with adapters
@@ -66,13 +66,14 @@ class NativeCall:
 
     @property
     def name(self) -> str:
-        """The name of the call: its target, or for `linear` the name of its mode in ENDS."""
+        """The name of the call: its target, or for `linear` the name of its mode in EPILOGUES."""
         return self.end if self.target == "linear" else self.target
 
     @property
     def end(self) -> str:
-        """What follows the product of `linear`, or the product with `up` of `mlp`: one of ENDS."""
-        return ENDS[self.mode % ADAPTED]
+        """What follows the product of `linear`, or the product with `up` of `mlp`: one of
+        EPILOGUES."""
+        return EPILOGUES[self.mode % ADAPTED]
 
     @property
     def mode(self) -> int:
@@ -94,23 +95,23 @@ class NativeCall:
         return call(*(operands[name] for name in names), **dict(self.attributes))
 
 
-_noted: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
+_recorded: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
-def noting(calls: dict[NativeCall, None]) -> Iterator[None]:
+def recording(calls: dict[NativeCall, None]) -> Iterator[None]:
     """Record the native calls that this thread traces in the block, instead of making them.
 
     Each different call is added to `calls` once, in order; its result is zeros.
     """
-    reset_token = _noted.set(calls)
+    reset_token = _recorded.set(calls)
     try:
         yield
     finally:
-        _noted.reset(reset_token)
+        _recorded.reset(reset_token)
 
 
-def packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
+def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether a parameter is a weight that can be packed into panels for `linear`.
 
     `name` is the parameter's dotted name; `shape` and `dtype` are those before packing.
@@ -140,7 +141,7 @@ def is_packed(kernel: Any) -> bool:
     return kernel.ndim == 6
 
 
-def plain_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a packed weight had before; other shapes are returned unchanged."""
     return (shape[1] * PANEL, shape[0] * PANEL) if len(shape) == 6 else shape
 
@@ -160,15 +161,15 @@ def linear(
 
     `kernel` is the packed weight; None as `bias` is zeros. `x` is bfloat16, or float32 that is
     rounded to it. Sums are float32, and include the product of the `adapters`. `end` is one of
-    ENDS: "linear" adds no operation; "gelu" is the exact GELU; "gated_" and an activation is
-    activation(gate) * up of the two halves of the columns (the weight must satisfy `takes_gated`);
-    "norm" is the layer norm of residual + x . weight + bias, with `norm` = (residual, scale, shift,
-    epsilon).
+    EPILOGUES: "linear" adds no operation; "gelu" is the exact GELU; "gated_NAME" returns
+    NAME(gate) * up, where NAME is an activation, and gate and up are the two halves of the columns
+    (the weight must satisfy `supports_gated`); "norm" is the layer norm of residual + x . weight +
+    bias, with `norm` = (residual, scale, shift, epsilon).
     """
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
     operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns)}
-    mode, eps = ENDS.index(end), 0.0
+    mode, eps = EPILOGUES.index(end), 0.0
     if norm is not None:
         operands["residual"], operands["scale"], operands["shift"], eps = norm
     if adapters is not None:
@@ -178,13 +179,13 @@ def linear(
     return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
 
 
-def takes_gated(kernel: Any, activation: str) -> bool:
+def supports_gated(kernel: Any, activation: str) -> bool:
     """Whether `linear` with a gate and `mlp` take this weight of gate and up, and this activation.
 
     `activation` is a name in models.layers.ACTIVATIONS. Each half of the weight must be whole
     panels.
     """
-    return f"gated_{activation}" in ENDS and is_packed(kernel) and kernel.shape[0] % 2 == 0
+    return f"gated_{activation}" in EPILOGUES and is_packed(kernel) and kernel.shape[0] % 2 == 0
 
 
 def takes(length: int, width: int, dtype: str) -> bool:
@@ -208,9 +209,9 @@ def attention(
     skipped and cost nothing. Shapes must satisfy `takes`.
     """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
-    places, mode = _places(distance_bias, None)
-    sight = _sight(causal, reach, cap)
-    return _call("attention", query.shape, query.dtype, operands | places, **mode, **sight)
+    optional, mode = _position_operands(distance_bias, angles=None)
+    mask = _mask_attributes(causal, reach, cap)
+    return _call("attention", query.shape, query.dtype, operands | optional, **mode, **mask)
 
 
 def joint_attention(
@@ -231,12 +232,12 @@ def joint_attention(
     rows, length, _, heads, width = joint.shape
     shape = (rows, length, heads, width)
     operands = {"joint": joint, "segments": segments}
-    places, mode = _places(distance_bias, angles)
-    sight = _sight(causal, reach, cap)
-    return _call("joint_attention", shape, joint.dtype, operands | places, **mode, **sight)
+    optional, mode = _position_operands(distance_bias, angles)
+    mask = _mask_attributes(causal, reach, cap)
+    return _call("joint_attention", shape, joint.dtype, operands | optional, **mode, **mask)
 
 
-def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
+def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
     """Whether `mlp` takes these hidden states and weights, and is the fastest way.
 
     With few tokens separate products are faster, because the cores share their columns.
@@ -244,13 +245,16 @@ def takes_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
     return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
 
 
-def takes_self_attention(hidden: Float[Array, "rows length dim"], heads: int, kernel: Any) -> bool:
+def supports_self_attention(
+    hidden: Float[Array, "rows length dim"], heads: int, kernel: Any
+) -> bool:
     """Whether `self_attention` takes these hidden states and this weight, and is the fastest way.
 
-    Two calls are faster for few tokens, and for rows too long for a core's cache.
+    Two calls (product, attention) are faster for few tokens, and for rows too long for a core's
+    cache.
     """
     rows, length, dim = hidden.shape
-    fits = takes(length, dim // heads, "bfloat16") and length * dim <= MOST_OF_A_ROW
+    fits = takes(length, dim // heads, "bfloat16") and length * dim <= MAX_ROW_ELEMENTS
     return fits and rows * length > PANEL and is_packed(kernel)
 
 
@@ -274,12 +278,12 @@ def self_attention(
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
-    places, mode = _places(distance_bias, angles)
+    optional, mode = _position_operands(distance_bias, angles)
     if adapters is not None:
-        places |= _adapter_operands(adapters)
+        optional |= _adapter_operands(adapters)
         mode["mode"] |= ADAPTED
-    attributes = {**mode, "heads": np.int64(heads), **_sight(causal, reach, cap)}
-    return _call("self_attention", hidden.shape, jnp.bfloat16, operands | places, **attributes)
+    attributes = {**mode, "heads": np.int64(heads), **_mask_attributes(causal, reach, cap)}
+    return _call("self_attention", hidden.shape, jnp.bfloat16, operands | optional, **attributes)
 
 
 def mlp(
@@ -294,29 +298,30 @@ def mlp(
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
-    It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `up` is
-    a packed weight and a bias or None; `out` and `down` also have the scale and the shift of their
-    norm. A `gate`, the name of an activation, replaces GELU by that gate, as in `linear`.
-    `adapters` are by the name of their product: "out", "up" or "down".
+    It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `mixed`
+    is the attention's result. `up` is (packed weight, bias or None); `out` and `down` also hold the
+    scale and the shift of the norm that follows. With a `gate`, the name of an activation, the
+    product with `up` ends as "gated_NAME" in `linear`. `adapters` are by the name of their product:
+    "out", "up" or "down".
     """
-    mode = ENDS.index("gelu" if gate is None else f"gated_{gate}")
+    mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
     parameters = {"out": out, "up": up, "down": down}
-    parts = ("kernel", "bias", "scale", "shift")
+    part_names = ("kernel", "bias", "scale", "shift")
     operands = {
-        f"{name}_{part}": _or_zeros(vector, _columns(parts_of_product[0]))
-        for name, parts_of_product in parameters.items()
-        for part, vector in zip(parts, parts_of_product, strict=False)  # `up` has no norm
+        f"{name}_{part}": _or_zeros(parameter, _columns(product[0]))
+        for name, product in parameters.items()
+        for part, parameter in zip(part_names, product, strict=False)  # `up` has no norm
     }
     operands = {"mixed": mixed, "hidden": hidden, **operands}
-    for name, of_product in (adapters or {}).items():
-        if of_product is not None:
-            operands |= _adapter_operands(of_product, f"{name}_")
+    for name, product_adapters in (adapters or {}).items():
+        if product_adapters is not None:
+            operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
             mode |= ADAPTED | ADAPTS[name]
     attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
     return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
 
 
-def _sight(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:
+def _mask_attributes(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:
     """Return a mask as attributes of a call: reach -1 and cap 0 stand for None."""
     return {
         "causal": np.int64(causal),
@@ -325,10 +330,11 @@ def _sight(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]
     }
 
 
-def _places(
+def _position_operands(
     distance_bias: DistanceBias | None, angles: tuple[Angles, Angles] | None
 ) -> tuple[dict[str, Array], dict[str, np.int64]]:
-    """Return the operands that depend on positions, and the `mode` attribute of such a call."""
+    """Return the optional operands of an attention call that depend on positions, by name, and its
+    attribute `mode`, whose bits say which of them it has."""
     operands, mode = {}, 0
     if distance_bias is not None:
         operands["distance_bias"] = distance_bias
@@ -340,23 +346,25 @@ def _places(
 
 
 def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Array]:
-    """Return the operands of a product's adapters by name. `prefix` begins their names in a call of
-    several products."""
-    numbers, *rest = adapters
-    parts = ("down", "up", "owners")
-    return {"numbers": numbers} | {
-        f"{prefix}adapter_{part}": array for part, array in zip(parts, rest, strict=True)
+    """Return the operands of a product's adapters by name. In a call of several products, `prefix`
+    begins the names of the operands that differ by product: all but `numbers`, the adapter of
+    each token."""
+    return {
+        "numbers": adapters.numbers,
+        f"{prefix}adapter_down": adapters.down,
+        f"{prefix}adapter_up": adapters.up,
+        f"{prefix}adapter_owners": adapters.owners,
     }
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
-    """Make a native call and return its result; within `noting`, record it and return zeros."""
+    """Make a native call and return its result; within `recording`, record it and return zeros."""
     shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
     call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
-    calls = _noted.get()
-    if calls is None:
+    recorded_calls = _recorded.get()
+    if recorded_calls is None:
         return call.run(operands)
-    calls[call] = None
+    recorded_calls[call] = None  # the dict is an ordered set
     return jnp.zeros(shape, dtype)
 
 

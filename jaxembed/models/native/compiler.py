@@ -33,11 +33,11 @@ _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_BF16 = _V4 | {"avx512_bf16"}
 
 
-class Unavailable(Exception):
+class NativeUnavailable(Exception):
     """This machine cannot use the native kernels. The message is the reason, in one line."""
 
 
-class Foreign(Unavailable):
+class UnsupportedPlatform(NativeUnavailable):
     """The native kernels are for other platforms than this machine's."""
 
 
@@ -81,46 +81,47 @@ def find_compiler() -> str | None:
 def compile_library(build: Build, library: Path) -> None:
     """Compile a shared library to the path `library`.
 
-    Raises Unavailable if there is no compiler, if it fails or takes too long, or if jaxlib is not
-    installed, and OSError if a source is missing.
+    Raises NativeUnavailable if there is no compiler, if the compiler fails or takes too long, or if
+    jaxlib is not installed, and OSError if a source is missing.
     """
     compiler = find_compiler()
     if compiler is None:
-        raise Unavailable("there is no C compiler: install gcc or clang")
-    source = f'-DJAXEMBED_SOURCE="{digest(build)}"'
+        raise NativeUnavailable("there is no C compiler: install gcc or clang")
+    # a library holds its digest, by which the loader tells whether a prebuilt one is up to date
+    digest_option = f'-DJAXEMBED_SOURCE="{digest(build)}"'
     jaxlib = importlib.util.find_spec("jaxlib")  # which has XLA's headers
     if jaxlib is None or not jaxlib.submodule_search_locations:
-        raise Unavailable("jaxlib, whose headers the native kernels need, is not installed")
+        raise NativeUnavailable("jaxlib, whose headers the native kernels need, is not installed")
     include = Path(jaxlib.submodule_search_locations[0], "include")
-    options = [*build.flags, source, f"-I{include}", "-o", str(library)]
+    options = [*build.flags, digest_option, f"-I{include}", "-o", str(library)]
     process = run_command([compiler, *options, str(SOURCES / build.source)], COMPILE_S)
     if process.returncode:
         lines = process.stderr.strip().splitlines()
         error = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
-        raise Unavailable(f"{compiler} exited with {process.returncode}: {error[:200]}")
+        raise NativeUnavailable(f"{compiler} exited with {process.returncode}: {error[:200]}")
 
 
 def run_command(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture its output. Raises Unavailable after a timeout of `seconds`."""
+    """Run a command and capture its output. Raises NativeUnavailable after `seconds`."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
-        raise Unavailable(f"{command[0]} took more than {seconds:.0f} s") from error
+        raise NativeUnavailable(f"{command[0]} took more than {seconds:.0f} s") from error
 
 
-def build_ahead() -> str:
+def build_all() -> str:
     """Compile all libraries into the package, and return the wheel's tag for this platform.
 
-    Raises Foreign on a platform without kernels, and Unavailable or OSError if a library cannot be
-    built; then the package holds no library.
+    Raises UnsupportedPlatform on a platform without kernels, and NativeUnavailable or OSError if a
+    library cannot be built. After an error the package holds no library.
     """
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     libc = platform.libc_ver()[0]
     if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
         platform_name = f"{sys.platform} {platform.machine()} {libc}".strip()
-        raise Foreign(
+        raise UnsupportedPlatform(
             f"the native kernels are for Linux x86_64 with glibc, this is {platform_name}"
         )
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")

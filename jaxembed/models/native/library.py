@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxembed.errors import ConfigError
 from jaxembed.models.native import compiler
-from jaxembed.models.native.compiler import Build, Unavailable
+from jaxembed.models.native.compiler import Build, NativeUnavailable
 from jaxembed.platform.cache_folder import OTHERS_WRITE, ROOT, make_private, refuse_shared
 from jaxembed.platform.files import replacing
 
@@ -81,8 +81,8 @@ def load_library(cache_dir: Path) -> None:
     """Load the fastest kernels that this CPU runs, and register them with XLA.
 
     Further calls do nothing: one library serves the whole process, because XLA refuses a second one
-    of the same name. A library that must be compiled is kept in `cache_dir`. Raises Unavailable if
-    the machine cannot use any of the kernels.
+    of the same name. A library that must be compiled is kept in `cache_dir`. Raises
+    NativeUnavailable if the machine cannot use any of the kernels.
     """
     global _library, _build
     reasons: list[str] = []
@@ -92,17 +92,17 @@ def load_library(cache_dir: Path) -> None:
         for build in _runnable():  # the fastest first
             try:
                 library = _opened(build, cache_dir)
-                if library.jaxembed_prepare():
-                    raise Unavailable(FAULTS[2])
+                if library.jaxembed_prepare():  # the system refuses AMX
+                    raise NativeUnavailable(FAULTS[2])
                 _register(library)
             except OSError as error:
                 reasons.append(f"cannot read {error.filename}: {error.strerror}")
-            except Unavailable as error:
+            except NativeUnavailable as error:
                 reasons.append(str(error))
             else:
                 _library, _build = library, build
                 return
-        raise Unavailable(
+        raise NativeUnavailable(
             "; ".join(dict.fromkeys(reasons))
             or "this CPU has no AVX512_BF16, or the system does not say so"
         )
@@ -112,7 +112,7 @@ def load_means(cache_dir: Path) -> NativeMeans:
     """Load the function of means of table rows; further calls return the same object.
 
     It needs no XLA, and any CPU runs it. A library that must be compiled is kept in `cache_dir`.
-    Raises Unavailable if the library cannot be compiled or loaded.
+    Raises NativeUnavailable if the library cannot be compiled or loaded.
     """
     global _means
     with _loading:
@@ -120,7 +120,9 @@ def load_means(cache_dir: Path) -> NativeMeans:
             try:
                 _means = NativeMeans(_opened(compiler.MEANS, cache_dir))
             except OSError as error:
-                raise Unavailable(f"cannot read {error.filename}: {error.strerror}") from error
+                raise NativeUnavailable(
+                    f"cannot read {error.filename}: {error.strerror}"
+                ) from error
         return _means
 
 
@@ -134,8 +136,8 @@ def source_digest() -> str:
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
     """Return the names of a call's operands in order, from the table in operands.h.
 
-    `call` is one of CALLS, and `mode` is the attribute of the call. Raises RuntimeError before the
-    library is loaded.
+    `call` is one of CALLS. `mode` is its attribute of this name, whose bits say which optional
+    operands it has. Raises RuntimeError before the library is loaded.
     """
     if _library is None:
         raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
@@ -159,7 +161,8 @@ def _runnable() -> tuple[Build, ...]:
 
 
 def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
-    """Check a library in another process, then load it. Raises Unavailable or OSError."""
+    """Check a library in another process, then load it: the prebuilt one if it is up to date,
+    otherwise one compiled into `cache_dir`. Raises NativeUnavailable or OSError."""
     # a prebuilt library holds the digest of its sources, which may have changed since in a checkout
     source_hash = compiler.digest(build).encode()
     try:
@@ -175,14 +178,14 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
         command = [sys.executable, "-I", "-S", "-c", code]
         if status := compiler.run_command(command, CHECK_S).returncode:
             crash = f"{path} does not run on this machine: exit status {status}"
-            raise Unavailable(FAULTS.get(status, crash))
+            raise NativeUnavailable(FAULTS.get(status, crash))
         library = ctypes.CDLL(str(path))
-    except (OSError, Unavailable) as error:  # the file may be truncated, for example
+    except (OSError, NativeUnavailable) as error:  # the file may be truncated, for example
         if not is_prebuilt:  # remove it, so that the next start compiles it again
             with suppress(OSError):
                 path.unlink()
         if isinstance(error, OSError):
-            raise Unavailable(f"cannot load {path}: {error}") from error
+            raise NativeUnavailable(f"cannot load {path}: {error}") from error
         raise
     logger.info("native code: %s", path)
     return library
@@ -190,16 +193,16 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
 
 def _compiled(build: Build, cache_dir: Path) -> Path:
     """Compile a library into the cache directory, unless it is there, and return its path. Raises
-    Unavailable if others can change the directory or the library, or if it cannot be compiled."""
+    NativeUnavailable if that fails, or if others can change the directory or the library."""
     try:
         refuse_shared(cache_dir)
     except ConfigError as error:
-        raise Unavailable(str(error)) from error
-    parts = [_header().read_bytes(), compiler.digest(build).encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+        raise NativeUnavailable(str(error)) from error
+    key_parts = [_header().read_bytes(), compiler.digest(build).encode()]
+    key = hashlib.sha256(b"\0".join(key_parts)).hexdigest()[:16]
     # absolute, because the loader searches other folders for a bare name
     library = cache_dir.absolute() / f"native-{build.name}-{key}.so"
-    if _is_kept(library):
+    if _is_compiled(library):
         return library
     try:
         make_private(cache_dir)
@@ -207,51 +210,54 @@ def _compiled(build: Build, cache_dir: Path) -> Path:
             compiler.compile_library(build, partial)
             partial.chmod(0o700)  # whatever the umask: others must not change code that runs here
     except OSError as error:
-        raise Unavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
+        raise NativeUnavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
     return library
 
 
-def _is_kept(library: Path) -> bool:
-    """Whether the compiled library exists. Raises Unavailable if others can change it."""
+def _is_compiled(library: Path) -> bool:
+    """Whether the compiled library exists. Raises NativeUnavailable for something else than a file,
+    or if others can change it."""
     try:
         status = library.lstat()
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(status.st_mode):
-        raise Unavailable(f"{library} is a link or no file; remove it")
+        raise NativeUnavailable(f"{library} is a link or no file; remove it")
     if status.st_uid not in (os.geteuid(), ROOT) or status.st_mode & OTHERS_WRITE:
-        of = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
-        raise Unavailable(f"{library} {of}: others can change what would run here; remove it")
+        owner = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+        raise NativeUnavailable(
+            f"{library} {owner}: others can change what would run here; remove it"
+        )
     return True
 
 
 def _register(library: ctypes.CDLL) -> None:
-    """Register the calls with XLA.
+    """Register the library's functions with XLA.
 
-    Raises Unavailable if jaxlib is too old for the library or refuses its calls.
+    Raises NativeUnavailable if jaxlib's version does not suit the library, or refuses a function.
     """
     built_for = tuple(
         ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")
     )
     try:
-        text = _header().read_text()
+        header = _header().read_text()
     except OSError:
-        text = ""
-    versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", text, re.MULTILINE)
+        header = ""  # then the versions are not compared
+    versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", header, re.MULTILINE)
     installed = tuple(map(int, versions)) if len(versions) == 2 else ()
     if installed and (installed[0] != built_for[0] or installed < built_for):
         ours, theirs = (".".join(map(str, version)) for version in (built_for, installed))
-        raise Unavailable(
+        raise NativeUnavailable(
             f"the native kernels were built for XLA FFI {ours}, the installed jaxlib has {theirs}: "
             "upgrade jaxlib, or build jaxembed with this one"
         )
     try:
         for name in CALLS:
-            entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-            jax.ffi.register_ffi_target(f"jaxembed_{name}", entry, platform="cpu")
+            function = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
+            jax.ffi.register_ffi_target(f"jaxembed_{name}", function, platform="cpu")
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or ["nothing"])[0][:200]
-        raise Unavailable(
+        raise NativeUnavailable(
             f"the installed jaxlib does not take the native kernels: {line}"
         ) from error
 

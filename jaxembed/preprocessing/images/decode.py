@@ -30,7 +30,7 @@ from jaxembed.platform.extras import require
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-MOST_PIXELS = 50_000_000
+MAX_PIXELS = 50_000_000
 LONGEST_SIDE = 65_535  # pixels: the limit of the JPEG format
 BAND = 256 * 1024  # pixels that are converted at a time: Pillow holds the interpreter lock for each
 # The formats that are read (Pillow knows more), and the peak bytes of memory for each pixel while
@@ -38,7 +38,7 @@ BAND = 256 * 1024  # pixels that are converted at a time: Pillow holds the inter
 # transparency, 18.2 for a lossless WebP, 5.7 for a GIF, 5.0 for a BMP, 9.6 for a TIFF of 16 bits.
 BYTES_A_PIXEL = {"JPEG": 12, "PNG": 9, "WEBP": 20, "GIF": 6, "BMP": 9, "TIFF": 10}
 FORMATS = tuple(BYTES_A_PIXEL)
-MOST_BYTES = max(BYTES_A_PIXEL.values()) * MOST_PIXELS
+MAX_BYTES = max(BYTES_A_PIXEL.values()) * MAX_PIXELS
 SPARE_TILE = 1024 * 1024  # pixels by which a tile of a TIFF may exceed its image
 READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
@@ -49,8 +49,8 @@ WHITE_16 = 65_535
 PER_LEVEL = 257  # 16-bit values for each 8-bit one: 65,535 / 255
 
 # Some decoders take long for each part of a file, however small the image is.
-MOST_FILE_PARTS = 10_000  # segments of a JPEG, or chunks of a PNG
-MOST_SCANS = 100  # of a JPEG; each covers all pixels, and a progressive JPEG has about ten
+MAX_FILE_PARTS = 10_000  # segments of a JPEG, or chunks of a PNG
+MAX_SCANS = 100  # of a JPEG; each covers all pixels, and a progressive JPEG has about ten
 JPEG, PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 SCAN, END = 0xDA, 0xD9  # JPEG markers: start of a scan, end of an image
 ALONE = (0x01, 0xD8)  # JPEG markers without a length; _MARKER skips restart markers (D0 to D7)
@@ -101,40 +101,41 @@ def image_facts(data: bytes) -> ImageFacts:
     Raises InvalidImage if the file is not an image of one of the FORMATS, is damaged, or exceeds a
     limit such as MAX_PIXELS or LONGEST_SIDE; and ConfigError without Pillow.
     """
-    with _opened(data, MOST_PIXELS) as image:
-        depth = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
-        bits = depth.get(image.mode, 8 * len(image.getbands()))
+    with _opened(data, MAX_PIXELS) as image:
+        # the bits of a pixel by mode; other modes have 8 bits for each channel
+        bits_of_mode = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
+        bits = bits_of_mode.get(image.mode, 8 * len(image.getbands()))
         return ImageFacts(image.width, image.height, image.format.lower(), bits)
 
 
 def image_size(data: bytes) -> tuple[int, int, int]:
     """Read the height and width of an image in pixels from its header, and estimate the peak bytes
     of memory of `decode_image`, its result included. Returns the three. Raises as `image_facts`."""
-    with _opened(data, MOST_PIXELS) as image:
+    with _opened(data, MAX_PIXELS) as image:
         pixels = max(image.height * image.width, tile_pixels(data))
         return image.height, image.width, pixels * BYTES_A_PIXEL[image.format]
 
 
-def decode_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Picture:
+def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Picture:
     """Decode an image file of at most `max_pixels` to a Pillow image in mode RGB.
 
     Of several frames the first is decoded. The image is rotated as its EXIF tag says, transparent
     pixels are put on white, and 16-bit values are rounded to 8 bits. Raises as `image_facts`, and
     InvalidImage for a damaged file or for 32-bit values, whose range is unknown.
     """
-    with _opened(data, most_pixels) as image:
+    with _opened(data, max_pixels) as image:
         image.load()
         return _in_rgb(image)
 
 
-def picture_of(colours: np.ndarray) -> Picture:
+def to_pillow(colours: np.ndarray) -> Picture:
     """Convert RGB values, uint8 `[height, width, 3]`, to a Pillow image."""
     from PIL import Image
 
     return Image.fromarray(colours)
 
 
-def colours_of(image: Picture) -> np.ndarray:
+def to_rgb_array(image: Picture) -> np.ndarray:
     """Convert a Pillow image to RGB values, uint8 `[height, width, 3]`, by the rules of
     `decode_image`. The image itself does not change. Raises InvalidImage for 32-bit values, whose
     range is unknown."""
@@ -160,13 +161,14 @@ def read_image(source: Any) -> ImageInput:
             )
         return ImageInput(np.ascontiguousarray(source))
     if hasattr(source, "convert") and hasattr(source, "mode"):  # without importing Pillow
-        return ImageInput(colours_of(source))
+        return ImageInput(to_rgb_array(source))
     raise InvalidImage(f"an image is a {type(source).__name__}; wanted {ACCEPTED}")
 
 
 def _in_rgb(image: Picture) -> Picture:
-    """Convert a Pillow image to mode RGB by the rules of `decode_image`. May change the image
-    itself, because a copy would take as much memory. Raises InvalidImage for 32-bit values."""
+    """Convert a Pillow image to mode RGB: rotated by its EXIF tag, transparent pixels on white,
+    16-bit values rounded to 8. May change `image` itself, because a copy would take as much
+    memory. Raises InvalidImage for 32-bit values."""
     from PIL import Image, ImageOps  # only models of images need it
 
     if image.mode in UNBOUNDED:
@@ -179,7 +181,7 @@ def _in_rgb(image: Picture) -> Picture:
     if not is_wide and not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     result = Image.new("RGB", image.size)
-    rows = max(BAND // image.width, 1)
+    rows = max(BAND // image.width, 1)  # of a band, which is converted at a time
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
         if is_wide:  # round 16 bits to 8, and make the transparent value white
@@ -195,7 +197,7 @@ def _in_rgb(image: Picture) -> Picture:
 
 
 @contextmanager
-def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
+def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     """Open an image file, check its size and structure, and yield the Pillow image before decoding.
 
     Any error of Pillow within the context becomes InvalidImage. Raises as `image_facts`.
@@ -204,8 +206,8 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     from PIL import Image  # only models of images need it
 
     for parts, _ in enumerate(_parts_of(data), start=1):
-        if parts > MOST_FILE_PARTS:
-            raise InvalidImage(f"the image has over {MOST_FILE_PARTS} parts; save it anew")
+        if parts > MAX_FILE_PARTS:
+            raise InvalidImage(f"the image has over {MAX_FILE_PARTS} parts; save it anew")
     _silence()
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
@@ -213,9 +215,9 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
             pixels, tile = height * width, tile_pixels(data)
             if height < 1 or width < 1:
                 raise InvalidImage(f"the image has {height} rows and {width} columns of pixels")
-            if pixels > most_pixels:
+            if pixels > max_pixels:
                 raise InvalidImage(
-                    f"the image has {pixels} pixels ({width} by {height}), of at most {most_pixels}"
+                    f"the image has {pixels} pixels ({width} by {height}), of at most {max_pixels}"
                 )
             if max(height, width) > LONGEST_SIDE:
                 raise InvalidImage(
@@ -231,7 +233,7 @@ def _opened(data: bytes, most_pixels: int) -> Iterator[Any]:
     except InvalidImage:
         raise
     except Image.DecompressionBombError as error:
-        raise InvalidImage(f"the image has too many pixels, of at most {most_pixels}") from error
+        raise InvalidImage(f"the image has too many pixels, of at most {max_pixels}") from error
     except Image.UnidentifiedImageError as error:
         raise InvalidImage(f"{_shown(data)} is no image; wanted {READABLE}") from error
     except Exception as error:  # Pillow raises a dozen kinds for damaged files
@@ -263,47 +265,48 @@ def tile_pixels(data: bytes) -> int:
     A decoder allocates whole tiles, however small the image is, but cuts strips to the image. If a
     tag occurs several times, the largest value counts: libtiff reads the first, Pillow the last.
     """
-    form = TIFF_FORMS.get(data[:4])
-    if form is None:
+    layout = TIFF_FORMS.get(data[:4])
+    if layout is None:
         return 0
     sides = {tag: 0 for tag in TILE_SIDES}
     with suppress(struct.error):  # the file ends early: the decoder refuses it
-        (directory,) = struct.unpack_from(form.offset, data, form.first)
-        (entry_count,) = struct.unpack_from(form.count, data, directory)
-        directory += struct.calcsize(form.count)
-        for position in range(directory, directory + entry_count * form.entry, form.entry):
-            tag, kind = struct.unpack_from(form.tag, data, position)
+        (directory,) = struct.unpack_from(layout.offset, data, layout.first)
+        (entry_count,) = struct.unpack_from(layout.count, data, directory)
+        directory += struct.calcsize(layout.count)
+        for position in range(directory, directory + entry_count * layout.entry, layout.entry):
+            tag, kind = struct.unpack_from(layout.tag, data, position)
             if tag in sides and kind in TIFF_INTEGERS:
-                integer = form.tag[0] + TIFF_INTEGERS[kind]
-                position += form.value
-                if struct.calcsize(integer) > struct.calcsize(form.offset):
-                    (position,) = struct.unpack_from(form.offset, data, position)
+                integer = layout.tag[0] + TIFF_INTEGERS[kind]  # with the file's byte order
+                position += layout.value
+                # a value larger than an offset is elsewhere, and the entry has its offset
+                if struct.calcsize(integer) > struct.calcsize(layout.offset):
+                    (position,) = struct.unpack_from(layout.offset, data, position)
                 sides[tag] = max(sides[tag], *struct.unpack_from(integer, data, position))
     return math.prod(sides.values())
 
 
 def _parts_of(data: bytes) -> Iterator[int]:
-    """Yield the end of each chunk of a PNG, or of each segment of a JPEG's first image (other
-    images and videos may follow it). Yields nothing for other formats. Raises InvalidImage for a
-    JPEG with more than MAX_SCANS scans."""
+    """Yield the position of the end of each chunk of a PNG, or of each segment of a JPEG's first
+    image (other images and videos may follow it). Yields nothing for other formats. Raises
+    InvalidImage for a JPEG with more than MAX_SCANS scans."""
     position, scans = len(PNG), 0
     if data.startswith(PNG):
         while position + 8 <= len(data) and data[position + 4 : position + 8] != b"IEND":
-            position += 12 + int.from_bytes(
-                data[position : position + 4]
-            )  # length, name and checksum
+            # 12: the bytes of the content's length, a name and a checksum
+            position += 12 + int.from_bytes(data[position : position + 4])
             yield position
     if not data.startswith(JPEG):
         return
     position = len(JPEG)
-    has_few_scans = data.count(bytes((0xFF, SCAN))) <= MOST_SCANS  # then stop at the first
+    # If the whole file has few scans, so has its first image: then stop at the first scan.
+    has_few_scans = data.count(bytes((0xFF, SCAN))) <= MAX_SCANS
     while (marker := _MARKER.search(data, position)) is not None:
         kind = marker[0][1]
         if kind == END or (kind == SCAN and has_few_scans):
             return
         scans += kind == SCAN
-        if scans > MOST_SCANS:
-            raise InvalidImage(f"the image has over {MOST_SCANS} scans; save it anew")
+        if scans > MAX_SCANS:
+            raise InvalidImage(f"the image has over {MAX_SCANS} scans; save it anew")
         position = marker.end()
         if kind not in ALONE:
             position += int.from_bytes(data[position : position + 2])

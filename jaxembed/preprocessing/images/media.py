@@ -12,7 +12,7 @@ EXCERPT = 60  # characters of a text that a message quotes
 _FOREIGN = re.compile(r"[^A-Za-z0-9+/=]")  # a character outside base64
 
 
-def read_data_uri(text: str, most_bytes: int) -> bytes:
+def read_data_uri(text: str, max_bytes: int) -> bytes:
     """Return the bytes of a data URI, `data:[type][;parameters];base64,...`.
 
     `data:` and `base64` may be in capitals, and the base64 may have line breaks.
@@ -27,7 +27,7 @@ def read_data_uri(text: str, most_bytes: int) -> bytes:
         raise InvalidImage(
             f"{excerpt(text)} is a percent-encoded data URI; wanted base64: data:[type];base64,..."
         )
-    return read_base64(payload, most_bytes)
+    return read_base64(payload, max_bytes)
 
 
 def is_data_uri(text: str) -> bool:
@@ -35,7 +35,7 @@ def is_data_uri(text: str) -> bool:
     return text[:5].lower() == "data:"
 
 
-def read_base64(text: str, most_bytes: int) -> bytes:
+def read_base64(text: str, max_bytes: int) -> bytes:
     """Return the bytes that a text holds in padded base64 of the standard alphabet.
 
     Line breaks are skipped. The size is computed from the length of the text, so that a file that
@@ -49,8 +49,8 @@ def read_base64(text: str, most_bytes: int) -> bytes:
         raise EmptyInput()
     padding = len(digits) - len(digits.rstrip("="))
     size = len(digits) * 3 // 4 - padding
-    if size > most_bytes:
-        raise InvalidImage(f"the base64 holds {size} bytes; the limit is {most_bytes}")
+    if size > max_bytes:
+        raise InvalidImage(f"the base64 holds {size} bytes; the limit is {max_bytes}")
     try:
         return base64.b64decode(digits, validate=True)
     except ValueError as error:

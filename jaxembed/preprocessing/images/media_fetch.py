@@ -18,8 +18,8 @@ import h11
 from jaxembed.errors import MediaUrlError, ShuttingDown
 from jaxembed.preprocessing.images.media import excerpt
 from jaxembed.preprocessing.images.media_urls import (
-    FLAG,
     NETWORK_FLAG,
+    URLS_FLAG,
     WEB_PORTS,
     Address,
     AllowedHosts,
@@ -35,7 +35,7 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 REDIRECTS = (301, 302, 303, 307, 308)
 LONGEST_HEAD = 16 * 1024  # bytes of a status line and headers
-MOST_INFORMATIONAL = 8  # responses with a status of 1xx before the final one
+MAX_INFORMATIONAL = 8  # responses with a status of 1xx before the final one
 _READ_BYTES = 64 * 1024
 # A body may come in _PIECES pieces, and one more for each _BYTES_A_PIECE: parsing a piece of one
 # byte takes as long as parsing one of thousands, and blocks the event loop.
@@ -57,27 +57,27 @@ class MediaFetcher:
     name lookups and redirects included. At most `max_redirects` redirects are followed. `resolve`
     looks up names, in a thread. `allowed_address` decides which addresses may be connected to.
     `tls` None trusts the system's certificate authorities.
-
-    Raises ConfigError if an item of `hosts` is not a host.
     """
 
     def __init__(
         self,
         hosts: Sequence[str],
         *,
-        most_bytes: int = 20_000_000,
+        max_bytes: int = 20_000_000,
         timeout_s: float = 10.0,
-        most_redirects: int = 3,
+        max_redirects: int = 3,
         concurrency: int = 16,
         ports: Collection[int] = WEB_PORTS,
         resolve: Resolve = addresses_of,
         allowed_address: Callable[[Address], bool] = is_public_address,
         tls: ssl.SSLContext | None = None,
     ):
+        """The class describes the arguments. Raises ConfigError if an item of `hosts` is not a
+        host."""
         self._hosts = AllowedHosts(hosts, ports)
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._timeout_s = timeout_s
-        self._most_redirects = most_redirects
+        self._max_redirects = max_redirects
         self._concurrency = concurrency
         self._resolve = resolve
         self._allowed_address = allowed_address
@@ -91,19 +91,20 @@ class MediaFetcher:
         """Fetch the file at a URL, and return its bytes.
 
         Raises MediaUrlError if the URL is not allowed, or if its file does not arrive in time or
-        breaks a rule of `_read_response`; and ShuttingDown after aclose.
+        is refused by `_read_response`, such as one that is too large; and ShuttingDown after
+        aclose.
         """
         if self._is_closed:
             raise ShuttingDown("the server is stopping and fetches no more URLs")
-        source = label = excerpt(url)
+        source = label = excerpt(url)  # what messages call the client's URL, and the current one
         current = parse_media_url(url)
         self._hosts.check(current, source)
         try:
             async with asyncio.timeout(self._timeout_s), self._slots:
                 # Messages do not tell clients where redirects lead.
-                for _ in range(self._most_redirects + 1):
+                for _ in range(self._max_redirects + 1):
                     answer = await self._get(current, label)
-                    if isinstance(answer, bytes):
+                    if isinstance(answer, bytes):  # the file; else the location of a redirect
                         return answer
                     label = f"a redirect of {source}"
                     target = parse_media_url(answer, label, current)
@@ -111,7 +112,7 @@ class MediaFetcher:
                     if current.scheme == "https" and target.scheme != "https":
                         raise MediaUrlError(label, "it leads from https to http")
                     current = target
-                raise MediaUrlError(source, f"it has more than {self._most_redirects} redirects")
+                raise MediaUrlError(source, f"it has more than {self._max_redirects} redirects")
         except TimeoutError as error:
             raise MediaUrlError(
                 source, f"its file did not arrive within {self._timeout_s:g} s"
@@ -122,7 +123,7 @@ class MediaFetcher:
         if self._is_closed:
             return
         self._is_closed = True
-        for _ in range(self._concurrency):
+        for _ in range(self._concurrency):  # all slots are free when no fetch runs
             await self._slots.acquire()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -137,8 +138,10 @@ class MediaFetcher:
         else:
             loop = asyncio.get_running_loop()
             try:
-                texts = await loop.run_in_executor(self._threads, self._resolve, url.host, url.port)
-                addresses = [unmapped(ip_address(address)) for address in texts]
+                resolved = await loop.run_in_executor(
+                    self._threads, self._resolve, url.host, url.port
+                )
+                addresses = [unmapped(ip_address(address)) for address in resolved]
             except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
                 raise MediaUrlError(source, "its host has no address") from error
         if not addresses:
@@ -147,7 +150,7 @@ class MediaFetcher:
             raise MediaUrlError(
                 source,
                 f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
-                f"{FLAG} alone admits no other address",
+                f"{URLS_FLAG} alone admits no other address",
             )
         # Connect to the first address that accepts; each attempt has an equal share of the time.
         tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
@@ -160,10 +163,10 @@ class MediaFetcher:
             except OSError as error:  # TimeoutError is one
                 failure = error
         else:
-            rule = "no connection to its host could be made"
+            reason = "no connection to its host could be made"
             if isinstance(failure, ssl.SSLCertVerificationError):
-                rule = "its host has no certificate that is valid for its name"
-            raise MediaUrlError(source, rule) from failure
+                reason = "its host has no certificate that is valid for its name"
+            raise MediaUrlError(source, reason) from failure
         reader, writer = connection
         headers = [
             ("Host", url.authority),
@@ -175,11 +178,11 @@ class MediaFetcher:
         try:
             http = h11.Connection(h11.CLIENT, max_incomplete_event_size=LONGEST_HEAD)
             request = h11.Request(method="GET", target=url.target, headers=headers)
-            sent = (http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b"")
+            message = (http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b"")
             if writer.is_closing():
                 raise ConnectionResetError  # uvloop would raise RuntimeError at `write`
-            writer.write(sent)
-            return await _read_response(reader, http, self._most_bytes, source)
+            writer.write(message)
+            return await _read_response(reader, http, self._max_bytes, source)
         except (OSError, h11.ProtocolError) as error:
             raise MediaUrlError(
                 source, "its host broke off, or its answer is no HTTP or has a head too long"
@@ -189,7 +192,7 @@ class MediaFetcher:
 
 
 async def _read_response(
-    reader: asyncio.StreamReader, http: h11.Connection, most_bytes: int, source: str
+    reader: asyncio.StreamReader, http: h11.Connection, max_bytes: int, source: str
 ) -> bytes | str:
     """Read the response to a GET request. Returns the body (bytes) of a status of 200, or the
     location (str) of a redirect. A body without a length ends with the connection.
@@ -205,8 +208,8 @@ async def _read_response(
             http.receive_data(await reader.read(_READ_BYTES))
         return event
 
-    too_large = f"its file is larger than the limit of {most_bytes} bytes"
-    for _ in range(MOST_INFORMATIONAL + 1):
+    too_large = f"its file is larger than the limit of {max_bytes} bytes"
+    for _ in range(MAX_INFORMATIONAL + 1):
         if isinstance(response := await next_event(), h11.Response):
             break
     else:
@@ -223,14 +226,14 @@ async def _read_response(
         raise MediaUrlError(source, "the status of the answer is not 200")
     if b"content-encoding" in headers:
         raise MediaUrlError(source, "its file is compressed; wanted no Content-Encoding")
-    if int(headers.get(b"content-length", 0)) > most_bytes:
+    if int(headers.get(b"content-length", 0)) > max_bytes:
         raise MediaUrlError(source, too_large)
     body, pieces = bytearray(), 0
     while not isinstance(event := await next_event(), h11.EndOfMessage):
         if isinstance(event, h11.Data):
             body += event.data
             pieces += 1
-        if len(body) > most_bytes:
+        if len(body) > max_bytes:
             raise MediaUrlError(source, too_large)
         if pieces > _PIECES + len(body) // _BYTES_A_PIECE:
             raise MediaUrlError(source, "its file comes in too small pieces")

@@ -24,7 +24,7 @@ from jaxembed.preprocessing.images.media import excerpt
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
-FLAG = "--allow-media-urls"
+URLS_FLAG = "--allow-media-urls"
 NETWORK_FLAG = "--allow-media-network"
 WEB_PORTS = (80, 443)
 LONGEST_URL = 8192  # characters
@@ -130,7 +130,7 @@ class AllowedAddresses:
         if isinstance(address, IPv6Address) and address.scope_id:
             return False
         containing = [network for network in self._networks if address in network]
-        if address in _METADATA:
+        if address in _METADATA:  # allowed only by a network of this single address
             return any(network.num_addresses == 1 for network in containing)
         return bool(containing)
 
@@ -140,7 +140,7 @@ def is_public_address(address: Address) -> bool:
 
     Private, shared, loopback, link-local, multicast, reserved and unspecified addresses are not
     public, nor is IPv6 that embeds an IPv4 address (NAT64, 6to4, Teredo). IPv4 that is mapped into
-    IPv6 is judged as IPv4. A NAT64 prefix that an operator chose looks like other public addresses.
+    IPv6 is judged as IPv4. A NAT64 prefix that an operator chose is not recognized.
     """
     address = unmapped(address)
     if isinstance(address, IPv6Address) and (address not in _GLOBAL_V6 or address.scope_id):
@@ -198,6 +198,7 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
         raise MediaUrlError(source, "it has a blank, a control character or a backslash")
     try:
         parts = urlsplit(text if base is None else urljoin(base.text, text))
+        # percent-encode what is not ASCII
         path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     except ValueError as error:
         raise MediaUrlError(source, "it is no URL") from error
@@ -216,11 +217,11 @@ class AllowedHosts:
 
     A host is a name, an address, or `*.suffix` for all names below a suffix, without the suffix
     itself. `host:port` allows that port alone; a host without a port allows `ports`.
-
-    Raises ConfigError for any other text.
     """
 
     def __init__(self, hosts: Sequence[str], ports: Collection[int] = WEB_PORTS):
+        """Parse `hosts`, such as "example.com:8443" or "*.example.com". A host without a port
+        allows `ports`. Raises ConfigError for any other text."""
         self._ports = tuple(ports)
         self._rules: list[tuple[str, int | None]] = []  # name, address or *.suffix; port if given
         for text in hosts:
@@ -231,38 +232,40 @@ class AllowedHosts:
                 authority = f"[{ip_address(name)}]" if is_bare else name
                 host, port, address = _host_of(authority, name)
             except (MediaUrlError, ValueError) as error:
-                raise ConfigError(f"{FLAG} of {text!r} names no host; {wanted}") from error
+                raise ConfigError(f"{URLS_FLAG} of {text!r} names no host; {wanted}") from error
             if name != text and address is not None:
-                raise ConfigError(f"{FLAG} of {text!r} has an address as its suffix; {wanted}")
+                raise ConfigError(f"{URLS_FLAG} of {text!r} has an address as its suffix; {wanted}")
             self._rules.append((host if name == text else f"*.{host}", port))
 
     def check(self, url: MediaUrl, source: str) -> None:
         """Raise MediaUrlError, which names `source`, unless the URL's host and port are allowed."""
         if not self._rules:
             raise MediaUrlError(
-                source, f"this server fetches no URLs; {FLAG} names the hosts it may fetch from"
+                source,
+                f"this server fetches no URLs; {URLS_FLAG} names the hosts it may fetch from",
             )
         is_name = url.address is None
-        named_ports = [
+        named_ports = [  # of the rules for this host; None for a rule without a port
             port
             for pattern, port in self._rules
             if url.host == pattern
             or (is_name and pattern.startswith("*.") and url.host.endswith(pattern[1:]))
         ]
         if not named_ports:
-            raise MediaUrlError(source, f"its host is none of those that {FLAG} names")
+            raise MediaUrlError(source, f"its host is none of those that {URLS_FLAG} names")
         if url.port not in {p for port in named_ports for p in ([port] if port else self._ports)}:
             usual = " or ".join(map(str, self._ports))
             raise MediaUrlError(
-                source, f"its port is not {usual}, nor one that {FLAG} names with its host"
+                source, f"its port is not {usual}, nor one that {URLS_FLAG} names with its host"
             )
 
 
 def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | None]:
-    """Parse an authority, `host[:port]`. Returns the host, the port if there is one, and the
-    address if the host is one; else None for either.
+    """Parse an authority, `host[:port]`. Returns the host, the port (None if there is none), and
+    the address (None if the host is a name).
 
-    Raises MediaUrlError if the port is malformed or the host is no name or canonical address.
+    Raises MediaUrlError, which names `source`, if the port is malformed or the host is neither a
+    name nor a canonical address.
     """
     match = _AUTHORITY.fullmatch(authority.removesuffix(":"))  # RFC 3986: a port may be empty
     port = int(match["port"]) if match and match["port"] else None

@@ -20,15 +20,15 @@ import numpy as np
 
 from jaxembed.errors import ConfigError, InvalidImage
 from jaxembed.platform.extras import require
-from jaxembed.preprocessing.images.decode import LONGEST_SIDE, MOST_PIXELS
+from jaxembed.preprocessing.images.decode import LONGEST_SIDE, MAX_PIXELS
 
 PDF_DPI = 150  # an A4 page has 1240 by 1755 pixels
 PDF_TIMEOUT_S = 30.0  # for each page, and for opening a file
-MOST_PAGES = 10_000  # of a file
-MOST_PDF_BYTES = 10**9
+MAX_PAGES = 10_000  # of a file
+MAX_PDF_BYTES = 10**9
 # The limit for the memory of the rendering process, in bytes. PDFium puts images and groups of
 # transparent objects into bitmaps of 4 bytes a pixel: the limit allows ten of MAX_PIXELS.
-MOST_MEMORY = 4 * 10 * MOST_PIXELS
+MAX_MEMORY = 4 * 10 * MAX_PIXELS
 # Settings of glibc: keep the memory of images, in huge pages. Page faults would take a third of the
 # time of a scanned page if the memory were mapped anew. Thresholds in bytes.
 KEEPS_MEMORY = {
@@ -36,10 +36,10 @@ KEEPS_MEMORY = {
     ":glibc.malloc.hugetlb=1"
 }
 START_S = 60.0  # for starting the process, on a busy machine
-MOST_REPLY_BYTES = 65_536
+MAX_REPLY_BYTES = 65_536
 COPIED_BYTES = 16 * 2**20  # of a PDF file, copied at a time
 OPENING, RENDERING, CLOSING = "opening the file", "rendering the page", "closing the file"
-NONSENSE = "its answer makes no sense"
+MALFORMED_REPLY = "its answer makes no sense"
 _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
 
 
@@ -63,22 +63,22 @@ class PdfFile:
         require("pdf", "PDF files")
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
-        try:
+        try:  # the process of a closed file
             self._renderer: _Renderer | None = _idle.pop()
         except IndexError:
             self._renderer = _Renderer()
         try:
             self._renderer.load(file)
             self.pages = self._renderer.open(timeout_s)
-            if self.pages > MOST_PAGES:
+            if self.pages > MAX_PAGES:
                 raise InvalidImage(
-                    f"the PDF file has {self.pages} pages, of at most {MOST_PAGES}; divide it"
+                    f"the PDF file has {self.pages} pages, of at most {MAX_PAGES}; divide it"
                 )
         except BaseException:
             self.close()
             raise
 
-    def render(self, page: int, dpi: int, most_pixels: int = MOST_PIXELS) -> np.ndarray:
+    def render(self, page: int, dpi: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         """Render a page, counted from 0, on white, with annotations and forms. Returns RGB values,
         uint8 `[height, width, 3]`.
 
@@ -87,7 +87,7 @@ class PdfFile:
         """
         with self._lock:
             assert self._renderer is not None, "the file is closed"
-            return self._renderer.render(page, dpi, most_pixels, self.timeout_s)
+            return self._renderer.render(page, dpi, max_pixels, self.timeout_s)
 
     def close(self) -> None:
         """Close the file, and keep its process for the next one."""
@@ -115,10 +115,10 @@ class _Renderer:
 
     def __init__(self) -> None:
         try:
-            self._shared = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - kept
+            self._shared_file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the finalizer closes it
         except OSError as error:
             raise _unwritable(error.strerror) from error
-        weakref.finalize(self, self._shared.close)
+        weakref.finalize(self, self._shared_file.close)
         self._size = 0  # bytes of the PDF file
         self._colours: mmap.mmap | None = None  # reused for pages of the same size: faster
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,19 +126,19 @@ class _Renderer:
         self._end: Callable[[], object] = lambda: None  # ends the process
 
     def load(self, file: Any) -> None:
-        """Copy a PDF file into the shared file. Raises InvalidImage for more than MAX_PDF_BYTES,
-        and ConfigError without room on the disk."""
+        """Copy a PDF file, a binary file object, into the shared file. Raises InvalidImage for more
+        than MAX_PDF_BYTES, and ConfigError without room on the disk."""
         while chunk := file.read(COPIED_BYTES):
             self._size += len(chunk)
-            if self._size > MOST_PDF_BYTES:
+            if self._size > MAX_PDF_BYTES:
                 raise InvalidImage(
-                    f"the PDF file has more than {MOST_PDF_BYTES} bytes, the most that is read; "
+                    f"the PDF file has more than {MAX_PDF_BYTES} bytes, the most that is read; "
                     "divide it"
                 )
             remaining = memoryview(chunk)
             try:
-                while remaining:
-                    remaining = remaining[self._shared.write(remaining) :]
+                while remaining:  # `write` may write a part, as the file has no buffer
+                    remaining = remaining[self._shared_file.write(remaining) :]
             except OSError as error:
                 raise _unwritable(error.strerror) from error
 
@@ -150,35 +150,35 @@ class _Renderer:
         request = {"do": "open", "size": self._size, "colours_at": self._colours_at}
         pages = self._ask(request, timeout_s, OPENING).pages
         if pages < 1:
-            raise self._nonsense(OPENING)
+            raise self._malformed_reply(OPENING)
         return pages
 
-    def render(self, page: int, dpi: int, most_pixels: int, timeout_s: float) -> np.ndarray:
-        """Render a page as `PdfFile.render` does."""
+    def render(self, page: int, dpi: int, max_pixels: int, timeout_s: float) -> np.ndarray:
+        """Render a page as `PdfFile.render` does, in a new process if none runs."""
         if not self._is_running:
             self.open(timeout_s)
-        bounds = {"most_pixels": most_pixels, "longest_side": LONGEST_SIDE}
+        bounds = {"max_pixels": max_pixels, "longest_side": LONGEST_SIDE}
         request = {"do": "render", "page": page, "dpi": dpi, **bounds}
         reply = self._ask(request, timeout_s, RENDERING)
-        if min(reply.height, reply.width) < 1 or reply.height * reply.width > most_pixels:
-            raise self._nonsense(RENDERING)
+        if min(reply.height, reply.width) < 1 or reply.height * reply.width > max_pixels:
+            raise self._malformed_reply(RENDERING)
         shape = reply.height, reply.width, 3
         size = math.prod(shape)
         if self._colours is None or len(self._colours) != size:
             try:
-                self._colours = mmap.mmap(self._shared.fileno(), size, offset=self._colours_at)
+                self._colours = mmap.mmap(self._shared_file.fileno(), size, offset=self._colours_at)
             except ValueError as error:  # the file has fewer bytes
-                raise self._nonsense(RENDERING) from error
+                raise self._malformed_reply(RENDERING) from error
         return np.frombuffer(self._colours, np.uint8).reshape(shape).copy()
 
     def unload(self, timeout_s: float) -> None:
         """Close the PDF file, and empty the shared file."""
         if self._is_running:
-            with suppress(InvalidImage):  # `_ask` has killed the process
+            with suppress(InvalidImage):  # the process failed, and `_ask` has killed it
                 self._ask({"do": "close"}, timeout_s, CLOSING)
         self._size, self._colours = 0, None
-        self._shared.seek(0)
-        self._shared.truncate()
+        self._shared_file.seek(0)
+        self._shared_file.truncate()
 
     @property
     def _colours_at(self) -> int:
@@ -194,15 +194,17 @@ class _Renderer:
         """Start a rendering process with this process's search path for modules. Raises ConfigError
         if it does not start."""
         self._end()
-        error_offset = self._shared.seek(0, os.SEEK_END)  # the process writes here why it fails
+        error_offset = self._shared_file.seek(
+            0, os.SEEK_END
+        )  # the process writes here why it fails
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         try:
             self._process = subprocess.Popen(
                 # -P: the working directory is searched only if this process searches it
-                [sys.executable, "-P", "-m", _MODULE, str(MOST_MEMORY)],
+                [sys.executable, "-P", "-m", _MODULE, str(MAX_MEMORY)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._shared,
+                stderr=self._shared_file,
                 env=KEEPS_MEMORY | os.environ | {"PYTHONPATH": path},
             )
         except OSError as error:
@@ -212,10 +214,12 @@ class _Renderer:
         receiving = self._process.stdout, self._replies
         threading.Thread(target=_receive, args=receiving, name="pdf-replies", daemon=True).start()
         try:
-            self._exchange(b"", START_S)
+            self._exchange(b"", START_S)  # wait until it is ready
         except (TimeoutError, _ProcessLost) as error:
-            self._shared.seek(error_offset)
-            error_lines = self._shared.read(MOST_REPLY_BYTES).decode(errors="replace").splitlines()
+            self._shared_file.seek(error_offset)
+            error_lines = (
+                self._shared_file.read(MAX_REPLY_BYTES).decode(errors="replace").splitlines()
+            )
             raise ConfigError(
                 f"the process that renders pages of PDF files does not start: {error}"
                 + "".join(f", {line}" for line in error_lines[-1:])
@@ -242,8 +246,8 @@ class _Renderer:
         return reply
 
     def _exchange(self, request: bytes, timeout_s: float) -> _Reply:
-        """Send a line to the process, and wait for its reply. To wait for the first reply, send
-        nothing.
+        """Send `request`, a line of JSON, to the process, and wait for its reply. An empty one
+        only waits for the first reply.
 
         Raises TimeoutError, and _ProcessLost for a process that ended or a malformed reply. Any
         error kills the process.
@@ -263,7 +267,7 @@ class _Renderer:
             if isinstance(error, Empty):
                 raise TimeoutError(f"takes more than {timeout_s:g} seconds") from None
             if isinstance(error, msgspec.MsgspecError):
-                reason = NONSENSE
+                reason = MALFORMED_REPLY
                 if not line:
                     reason = f"exit status {process.returncode}"
                     with suppress(ValueError):  # no signal has ended the process
@@ -271,11 +275,11 @@ class _Renderer:
                 raise _ProcessLost(reason) from error
             raise
 
-    def _nonsense(self, doing: str) -> InvalidImage:
+    def _malformed_reply(self, doing: str) -> InvalidImage:
         """Kill the process, whose memory may be corrupted, and return the error for an impossible
         reply."""
         self._end()
-        return _crash(doing, NONSENSE)
+        return _crash(doing, MALFORMED_REPLY)
 
 
 class _ProcessLost(Exception):
@@ -286,7 +290,7 @@ def _crash(doing: str, how: str) -> InvalidImage:
     """Return the error for a crash in the step `doing`; `how` says how the process ended."""
     return InvalidImage(
         f"{doing} crashed ({how}): the file is damaged, or needs more than "
-        f"{MOST_MEMORY / 10**9:g} GB of memory; save it anew, or choose a lower --pdf-dpi"
+        f"{MAX_MEMORY / 10**9:g} GB of memory; save it anew, or choose a lower --pdf-dpi"
     )
 
 
@@ -294,7 +298,7 @@ def _receive(output: IO[bytes], replies: "SimpleQueue[bytes]") -> None:
     """Queue the lines that a process writes, until it ends or two replies wait, which is one too
     many. Queues an empty line at the end."""
     with output:
-        while replies.qsize() < 2 and (line := output.readline(MOST_REPLY_BYTES)):
+        while replies.qsize() < 2 and (line := output.readline(MAX_REPLY_BYTES)):
             replies.put(line)
     replies.put(b"")
 

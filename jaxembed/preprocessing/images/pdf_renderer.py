@@ -64,9 +64,9 @@ class _Renderer:
     """The open PDF file and the colours of its last page, both in the shared file."""
 
     def __init__(self, shared: int):
-        self._shared = shared  # file descriptor
+        self._shared_file = shared  # file descriptor
         self._document: Any = None
-        self._at = 0  # where colours begin in the shared file
+        self._colours_at = 0  # offset of the colours in the shared file
         self._pixels: Any = None  # reused for pages of the same size: saves page faults
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +85,10 @@ class _Renderer:
     def _open(self, size: int, colours_at: int) -> dict[str, int]:
         """Open the PDF file, the first `size` bytes of the shared file. Returns the number of its
         pages. `colours_at` is the offset of colours in the shared file. Raises InvalidImage."""
-        self._at = colours_at
-        # Fail on purpose, to set the error code: a failure without a code keeps the last one's.
+        self._colours_at = colours_at
+        # Fail on purpose, to set PDFium's error code: a failure that sets none keeps the last one.
         pypdfium2.raw.FPDF_LoadMemDocument(b"", 0, None)
-        data = self._mapped(0, size) if size else b""
+        data = self._mapped(at=0, size=size) if size else b""
         try:
             self._document = pypdfium2.PdfDocument(data)
             self._document.init_forms()  # before the pages: shows what forms are filled with
@@ -109,7 +109,7 @@ class _Renderer:
         self._document = self._pixels = None
         return {}
 
-    def _render(self, page: int, dpi: int, most_pixels: int, longest_side: int) -> dict[str, int]:
+    def _render(self, page: int, dpi: int, max_pixels: int, longest_side: int) -> dict[str, int]:
         """Write the colours of a page into the shared file. Returns its height and width in pixels.
         Raises InvalidImage if the page is damaged or too large."""
         try:
@@ -118,10 +118,10 @@ class _Renderer:
                 width, height = (math.ceil(side * scale) for side in opened.get_size())
                 if width < 1 or height < 1:
                     raise InvalidImage(f"the page has {height} rows and {width} columns of pixels")
-                if width * height > most_pixels:
+                if width * height > max_pixels:
                     raise InvalidImage(
                         f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi, "
-                        f"of at most {most_pixels}; choose a lower --pdf-dpi"
+                        f"of at most {max_pixels}; choose a lower --pdf-dpi"
                     )
                 if max(width, height) > longest_side:
                     raise InvalidImage(
@@ -138,17 +138,18 @@ class _Renderer:
         pypdfium2's `bitmap_maker`. Raises OSError if the disk is full."""
         size = width * height * COLOURS
         if self._pixels is None or len(self._pixels) != size:
-            # Make the file long enough.
+            # Make the shared file long enough.
             if hasattr(os, "posix_fallocate"):  # else writing to a full disk would crash
-                os.posix_fallocate(self._shared, self._at, size)
-            elif os.fstat(self._shared).st_size < self._at + size:  # never shorten a mapped file
-                os.ftruncate(self._shared, self._at + size)
-            self._pixels = self._mapped(self._at, size)
+                os.posix_fallocate(self._shared_file, self._colours_at, size)
+            elif os.fstat(self._shared_file).st_size < self._colours_at + size:
+                # only then: a mapped file must not become shorter
+                os.ftruncate(self._shared_file, self._colours_at + size)
+            self._pixels = self._mapped(self._colours_at, size)
         return pypdfium2.PdfBitmap.new_native(width, height, format, rev_byteorder, self._pixels)
 
     def _mapped(self, at: int, size: int) -> Any:
         """Map `size` bytes of the shared file, from the offset `at`, as an array of ctypes."""
-        return (ctypes.c_ubyte * size).from_buffer(mmap.mmap(self._shared, size, offset=at))
+        return (ctypes.c_ubyte * size).from_buffer(mmap.mmap(self._shared_file, size, offset=at))
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import numpy as np
 
 from jaxembed.data.spec import ImageRules
 from jaxembed.errors import InvalidImage
-from jaxembed.preprocessing.images.decode import MOST_PIXELS
+from jaxembed.preprocessing.images.decode import MAX_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 SCALES = 1e-6, 100.0  # bounds of the scale of an image that keeps its aspect ratio
 SCALE_STEP = 1e-5  # the search for the scale ends when its bounds are closer than this
-MOST_ASPECT = 200  # longer side / shorter side, where the rules have an area
+MAX_ASPECT = 200  # longer side / shorter side, where the rules have an area
 
 
 def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
@@ -46,7 +46,7 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     if rules.size is not None:
         return rules.size
     if rules.most_patches is not None:
-        # Whole patches, at the largest scale at which the image has at most `max_patches` of them.
+        # Whole patches, at the largest scale at which the image has at most `most_patches`.
         # A binary search finds the scale. At the lowest scale the image has one patch.
         low, high = SCALES
         grid = 1, 1
@@ -64,26 +64,26 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     short, long = sorted((height, width))
     longer = int(rules.shortest * long / short)  # rounded down
     high, wide = (rules.shortest, longer) if height <= width else (longer, rules.shortest)
-    if high * wide > MOST_PIXELS:
+    if high * wide > MAX_PIXELS:
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and would be resized to {wide} by {high}, "
-            f"more than {MOST_PIXELS} pixels; cut it"
+            f"more than {MAX_PIXELS} pixels; cut it"
         )
     return high, wide
 
 
 def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:
     """Return a height and width for an image of this height and width, in pixels: multiples of
-    `side`, with a product within `area`, a minimum and a maximum, and about the image's aspect
-    ratio.
+    `side`, with about the image's aspect ratio. Their product is within `area`, a minimum and a
+    maximum number of pixels.
 
-    This is smart_resize of transformers' Qwen2VLImageProcessor, which leaves the area for long and
-    narrow images. Raises InvalidImage for an aspect ratio over MAX_ASPECT.
+    This is smart_resize of transformers' Qwen2VLImageProcessor. For a long and narrow image the
+    product may be outside the area. Raises InvalidImage for an aspect ratio over MAX_ASPECT.
     """
-    if max(height, width) > MOST_ASPECT * min(height, width):
+    if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and the model takes none whose one side is "
-            f"over {MOST_ASPECT} times the other; cut it"
+            f"over {MAX_ASPECT} times the other; cut it"
         )
     min_pixels, max_pixels = area
     high, wide = (round(length / side) * side for length in (height, width))
@@ -98,46 +98,52 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
 
 def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
     """Cut RGB values, uint8 `[height, width, 3]`, into patches of `size` by `size` pixels, and
-    group them in tokens of `merge` by `merge` patches. Returns uint8 `[tokens, token_bytes]`,
-    ordered as in `prepare_image`. Height and width are multiples of `size * merge`."""
+    group them in tokens of `merge` by `merge` patches. Returns uint8 `[tokens, token_bytes]`: the
+    tokens row by row, and so the patches of a token, and the pixels of a patch with their three
+    colours. Height and width are multiples of `size * merge`."""
     height, width, channels = colours.shape
     side = size * merge
     grid = colours.reshape(height // side, merge, size, width // side, merge, size, channels)
+    # rows of tokens, tokens, rows of patches, patches, rows of pixels, pixels, colours
     return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, side * side * channels)
 
 
-def image_places(height: int, width: int, rules: ImageRules) -> np.ndarray:
-    """Return where the tokens of an image lie, int32 `[tokens, place_numbers]`, for rules that have
-    such numbers. `height` and `width` are those of the image in pixels.
+def image_positions(height: int, width: int, rules: ImageRules) -> np.ndarray:
+    """Return the position of each token of an image, int32 `[tokens, place_numbers]`, for rules
+    whose `place_numbers` is not 0. `height` and `width` are those of the image in pixels.
 
-    With an `area` in the rules the numbers are those of `page_places`. Else they are the row and
-    column of a patch and the numbers of rows and columns; tokens around the patches have zeros.
+    With an `area` in the rules the numbers are those of `mrope_positions`. Else there are four: the
+    token's row and column, and the image's numbers of rows and columns of tokens. Tokens around
+    the patches have zeros.
     """
     height, width = resized_size(height, width, rules)
     rows, columns = height // rules.token_side, width // rules.token_side
-    counts = len(rules.before), len(rules.after)
+    around = len(rules.before), len(rules.after)  # tokens before and after the patches
     if rules.area is not None:
-        return page_places(rows, columns, *counts)
+        return mrope_positions(rows, columns, *around)
     # For a backbone that interpolates its position embeddings.
-    places = np.empty((rows, columns, 4), np.int32)
-    places[..., 0] = np.arange(rows)[:, None]
-    places[..., 1] = np.arange(columns)
-    places[..., 2:] = rows, columns
-    return np.pad(places.reshape(-1, 4), (counts, (0, 0)))
+    positions = np.empty((rows, columns, 4), np.int32)
+    positions[..., 0] = np.arange(rows)[:, None]
+    positions[..., 1] = np.arange(columns)
+    positions[..., 2:] = rows, columns
+    return np.pad(positions.reshape(-1, 4), (around, (0, 0)))
 
 
-def page_places(rows: int, columns: int, before: int, after: int) -> np.ndarray:
-    """Return the places of an image's tokens and of the text tokens around it, for Qwen2-VL's
-    rotation of heads: int32 `[before + rows * columns + after, 3]`.
+def mrope_positions(rows: int, columns: int, before: int, after: int) -> np.ndarray:
+    """Return the positions of an image's tokens and of the text tokens around it, for Qwen2-VL's
+    rotation of heads: int32 `[before + rows * columns + after, 3]`. The image has `rows` by
+    `columns` tokens; `before` and `after` are the numbers of text tokens.
 
-    The three numbers, added to the position of a token in its sequence, are its time, row and
-    column (Wang et al. 2024, arXiv:2409.12191). For a text token all three are its place in the
-    text, where an image takes as many places as its longer side has tokens. The time of an image's
-    tokens is the place where the image begins, and rows and columns count from there.
+    The three numbers are relative: added to the index of a token in its sequence they give its
+    time, row and column (Wang et al. 2024, arXiv:2409.12191). For a text token all three are its
+    position in the text, where an image takes as many positions as its longer side has tokens. The
+    time of an image's tokens is the position where the image begins, and rows and columns count
+    from there.
     """
     row, column = (indices.reshape(-1) for indices in np.indices((rows, columns)))
+    # relative to the indices of the tokens
     image = np.stack([np.zeros_like(row), row, column], axis=1) - np.arange(rows * columns)[:, None]
-    places = np.zeros((before + rows * columns + after, 3), np.int32)
-    places[before : before + rows * columns] = image
-    places[before + rows * columns :] = max(rows, columns) - rows * columns
-    return places
+    positions = np.zeros((before + rows * columns + after, 3), np.int32)
+    positions[before : before + rows * columns] = image
+    positions[before + rows * columns :] = max(rows, columns) - rows * columns
+    return positions

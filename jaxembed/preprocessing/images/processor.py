@@ -8,16 +8,18 @@ import numpy as np
 
 from jaxembed.data.inputs import Image, Input
 from jaxembed.data.spec import ModelSpec
-from jaxembed.data.work import Encoding, work_of
+from jaxembed.data.work import Encoding, work_from_encodings
 from jaxembed.errors import InvalidInput
 from jaxembed.platform.extras import require
-from jaxembed.preprocessing.images.decode import MOST_BYTES, decode_image, image_size, picture_of
-from jaxembed.preprocessing.images.prepare import image_places, prepare_image, resized_size
-from jaxembed.preprocessing.job_threads import JobThreads, go_on_among_large, is_for_small
-from jaxembed.preprocessing.text import Rules, TextProcessor, Tokenized
+from jaxembed.preprocessing.images.decode import MAX_BYTES, decode_image, image_size, to_pillow
+from jaxembed.preprocessing.images.prepare import image_positions, prepare_image, resized_size
+from jaxembed.preprocessing.job_threads import JobThreads, is_for_small, restart_if_small
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 
-PICTURE_BYTES = 4  # of memory for each pixel of a Pillow image
-RESIZED_BYTES = 14  # for each pixel after resizing: a Pillow image, three copies and a reserve
+BYTES_A_PILLOW_PIXEL = 4  # of memory for each pixel of a Pillow image
+BYTES_A_RESIZED_PIXEL = (
+    14  # for each pixel after resizing: a Pillow image, three copies and a reserve
+)
 # The most memory that a small image takes while it is decoded and resized. Jobs of small images
 # never wait for large ones. An image of 1920 by 1080 pixels is small.
 SMALL_BYTES = 50_000_000
@@ -40,33 +42,34 @@ class ImageProcessor:
         self._rules = spec.image
         self.limit = spec.max_input_tokens
         self._workers = workers
-        self._budget = _MemoryBudget(MOST_BYTES)
+        self._budget = _MemoryBudget(MAX_BYTES)
         self.executor = JobThreads(workers, "decode")
 
-    def encode(self, inputs: Sequence[Input], rules: Rules) -> Tokenized:
-        """Decode and resize images in the calling thread, or start the job anew in a thread for
-        large images if it has one. The options have no effect on images.
+    def encode(self, inputs: Sequence[Input], rules: TokenizationOptions) -> Tokenized:
+        """Decode and resize images in the calling thread. If that is a thread for small images and
+        an image is large, the job starts anew in a thread for large images. `rules` has no effect.
 
         Raises InvalidImage for the first image at fault, and InvalidInput for any other kind of
         input.
         """
-        memory_bytes = [0] * len(inputs)  # 0 for an input at fault, which is refused below
+        memory_bytes = [0] * len(inputs)  # stays 0 for an input at fault
         for index, item in enumerate(inputs):
             with suppress(InvalidInput):
                 memory_bytes[index] = self._bytes(item) if isinstance(item, Image) else 0
         if max(memory_bytes, default=0) > SMALL_BYTES:
-            go_on_among_large()
+            restart_if_small()  # raises in a thread for small images
         encodings: list[Encoding] = []
         try:
             for item, size in zip(inputs, memory_bytes, strict=True):
                 if not isinstance(item, Image):
                     raise InvalidInput("the input is no image, and this is the tower of images")
+                # if the size is 0, `_bytes` raises the image's error
                 encodings.append(self._encode(item, size or self._bytes(item)))
         except InvalidInput as error:
             raise error.at(len(encodings)) from error
-        return Tokenized(work_of(encodings), 0)
+        return Tokenized(work_from_encodings(encodings), truncated=0)
 
-    def estimate(self, inputs: Sequence[Input], rules: Rules) -> tuple[int, int]:
+    def estimate(self, inputs: Sequence[Input], rules: TokenizationOptions) -> tuple[int, int]:
         """Return the number of sequences of the inputs, and the most tokens that they may have."""
         return len(inputs), len(inputs) * self.limit
 
@@ -74,7 +77,7 @@ class ImageProcessor:
     def job_bytes(self) -> int:
         """The memory in bytes of two threads that run `encode`: one for small images, and one for
         large images with its share of MAX_BYTES."""
-        return SMALL_BYTES + MOST_BYTES // self._workers
+        return SMALL_BYTES + MAX_BYTES // self._workers
 
     def _bytes(self, item: Image) -> int:
         """Return the peak memory in bytes of decoding and resizing an image. Raises InvalidImage
@@ -83,26 +86,26 @@ class ImageProcessor:
             height, width, decoding = image_size(item.data)
         else:
             height, width = item.data.shape[:2]
-            decoding = PICTURE_BYTES * height * width
-        high, wide = resized_size(height, width, self._rules)
-        between = PICTURE_BYTES * height * wide  # Pillow resizes the width first
-        return decoding + between + RESIZED_BYTES * high * wide
+            decoding = BYTES_A_PILLOW_PIXEL * height * width
+        new_height, new_width = resized_size(height, width, self._rules)
+        half_resized = BYTES_A_PILLOW_PIXEL * height * new_width  # Pillow resizes the width first
+        return decoding + half_resized + BYTES_A_RESIZED_PIXEL * new_height * new_width
 
     def _encode(self, item: Image, memory_bytes: int) -> Encoding:
-        """Encode an image whose decoding takes `memory_bytes`. A large image waits for that
-        memory."""
+        """Encode an image. Decoding and resizing it take `memory_bytes`, for which a thread for
+        large images waits."""
         data = item.data
         with self._budget.taken(0 if is_for_small() else memory_bytes):
-            image = decode_image(data) if isinstance(data, bytes) else picture_of(data)
+            image = decode_image(data) if isinstance(data, bytes) else to_pillow(data)
             patches = prepare_image(image, self._rules)
         before, after = self._rules.before, self._rules.after
         patch_ids = [self._rules.token_id] * len(patches)
         ids = np.array([*before, *patch_ids, *after], np.int32)
         place_numbers = self._rules.place_numbers
-        # for each token the numbers of its place, and then the bytes of its patches
+        # for each token the numbers of its position, and then the bytes of its patches as int32
         pixels = np.zeros((len(ids), place_numbers + patches.shape[1] // WORD.itemsize), np.int32)
         if place_numbers:
-            pixels[:, :place_numbers] = image_places(image.height, image.width, self._rules)
+            pixels[:, :place_numbers] = image_positions(image.height, image.width, self._rules)
         patch_rows = slice(len(before), len(before) + len(patches))
         pixels[patch_rows, place_numbers:] = np.ascontiguousarray(patches).view(WORD)
         return Encoding(ids, pixels=pixels)

@@ -22,9 +22,9 @@ from jaxembed.runtime.diagnostics.facts import (
     Examination,
     Facts,
     KernelFacts,
-    LaneFacts,
     LimitFacts,
     ProgramFacts,
+    QueueFacts,
     StageFacts,
     WindowFacts,
     name_of_route,
@@ -49,7 +49,7 @@ class ModelTotals:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Sample:
     """A sample of the counters of the machine and of all models."""
 
     at: float  # time.monotonic()
@@ -64,7 +64,7 @@ class Window:
     `seconds` is the time between these two, `delay_s` the largest of the samples.
     """
 
-    def __init__(self, moments: list[Moment]):
+    def __init__(self, moments: list[Sample]):
         self._first, self._last = moments[0], moments[-1]
         self.seconds = self._last.at - self._first.at
         self.delay_s = max(moment.delay_s for moment in moments)
@@ -100,17 +100,17 @@ class Window:
     def _at_start(self, model: str) -> ModelTotals:
         """Return a model's totals at the first sample; empty ones if it was loaded after that. A
         counter that decreased shows that the model was loaded again."""
-        begin, end = self._first.models.get(model), self._last.models[model]
-        if begin is None or any(end.counts[name] < count for name, count in begin.counts.items()):
+        first, last = self._first.models.get(model), self._last.models[model]
+        if first is None or any(last.counts[name] < count for name, count in first.counts.items()):
             return ModelTotals({}, {})
-        return begin
+        return first
 
 
 class History:
     """The samples of the last WINDOW_S seconds. Only the thread of the event loop may use it."""
 
     def __init__(self) -> None:
-        self._moments: deque[Moment] = deque()
+        self._moments: deque[Sample] = deque()
 
     def __len__(self) -> int:
         return len(self._moments)
@@ -127,8 +127,11 @@ class History:
         return Window([*self._moments, _sample(models, 0.0)])
 
 
-def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
-    """Take a sample. The routes of a model share its counters, but each has its own batches."""
+def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Sample:
+    """Copy the counters of all models now; `delay_s` is the delay of the event loop.
+
+    The routes of a model share its counters, but each has its own batches.
+    """
     totals: dict[str, ModelTotals] = {}
     for name, loaded in models.items():
         telemetry, refused = loaded.telemetry, loaded.admission.capacity.refused
@@ -149,7 +152,7 @@ def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Moment:
         counts |= {f"refused {limit}": float(refused[limit]) for limit in get_args(Limit)}
         for route, state in loaded.snapshot().items():
             totals[name_of_route(name, route)] = ModelTotals(counts, state.ran)
-    return Moment(time.monotonic(), machine_counts(), totals, delay_s)
+    return Sample(time.monotonic(), machine_counts(), totals, delay_s)
 
 
 def _sum_of(counter: Counter | Labelled[Counter]) -> float:
@@ -160,8 +163,8 @@ def _sum_of(counter: Counter | Labelled[Counter]) -> float:
 def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Examination]:
     """Collect the facts of each model and derive its findings.
 
-    `models` are the loaded models by served name. `window` holds the increase of the counters over
-    the last minute. Returns an examination for each route that takes texts, by `name_of_route`.
+    `models` are by served name. `window` has the increase of counters in the last minute. Returns
+    an examination for each route that takes texts, by `name_of_route`.
     """
     examinations = {}
     for name, loaded in models.items():
@@ -173,8 +176,8 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
 
 
 def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -> Facts:
-    """Collect the facts of one route of the model with the served name `model`. `window` holds the
-    increase of the counters over the last minute."""
+    """Collect the facts of one route of the model with the served name `model`. `window` has the
+    increase of counters in the last minute."""
     served, name = loaded.routes[route], name_of_route(model, route)
     state, grid = served.engine.snapshot(), served.plan.grid
     device = device_facts(served.plan, loaded.config)
@@ -192,7 +195,7 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
         compiles=int(window.total(name, "compiles")),
         cache_hits=int(window.total(name, "cache_hits")),
     )
-    ran, compiled, unused = window.ran(name), set(state.compiled), BucketUse()
+    ran, compiled, no_use = window.ran(name), set(state.compiled), BucketUse()
     buckets = [
         BucketFacts(
             rows=bucket.rows,
@@ -200,10 +203,10 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
             compiled=bucket in compiled,
             cost_ms=state.costs.get(bucket),
             cost_from=state.cost_sources.get(bucket),
-            runs=ran.get(bucket, unused).runs,
-            useful_tokens=ran.get(bucket, unused).useful_tokens,
-            device_ms=1000 * ran.get(bucket, unused).device_s,
-            runs_since_start=state.ran.get(bucket, unused).runs,
+            runs=ran.get(bucket, no_use).runs,
+            useful_tokens=ran.get(bucket, no_use).useful_tokens,
+            device_ms=1000 * ran.get(bucket, no_use).device_s,
+            runs_since_start=state.ran.get(bucket, no_use).runs,
         )
         for bucket in grid.buckets
     ]
@@ -217,8 +220,8 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
         programs=programs,
         buckets=buckets,
         lanes={
-            priority: LaneFacts(queue.inputs, queue.tokens, queue.oldest_s)
-            for priority, queue in state.lanes.items()
+            priority: QueueFacts(queue.inputs, queue.tokens, queue.oldest_s)
+            for priority, queue in state.queues.items()
         },
         admission=_admission(name, loaded, served, window),
         window=_window_facts(name, served, window),
@@ -261,7 +264,7 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
 def _admission(
     name: str, loaded: LoadedModel, served: LoadedRoute, window: Window
 ) -> AdmissionFacts:
-    """Collect the limits of a route and their use. `name` is its name in `window`."""
+    """Collect the limits of a route and their use. `name` is the route's name in `window`."""
     plan, config, capacity = served.plan, loaded.config, loaded.admission.capacity
     checkpoint_limit = served.spec.max_input_tokens
     positions = position_limit(served.spec) or checkpoint_limit
@@ -287,7 +290,7 @@ def _admission(
 
 
 def _window_facts(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
-    """Collect what a route did. `name` is its name in `window`."""
+    """Collect what a route did. `name` is the route's name in `window`."""
     seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.devices), 1)
     cpu_s, busy_s = window.machine("cpu") or 0.0, window.machine("busy")
     device_s = window.device_s

@@ -93,7 +93,7 @@ class BucketFacts(msgspec.Struct):
         return f"{self.rows}x{self.length}"
 
 
-class LaneFacts(msgspec.Struct):
+class QueueFacts(msgspec.Struct):
     """The inputs that wait in the queue with one priority."""
 
     inputs: int
@@ -169,7 +169,7 @@ class Facts(msgspec.Struct):
     machine: MachineFacts
     programs: ProgramFacts
     buckets: list[BucketFacts]
-    lanes: dict[str, LaneFacts]
+    lanes: dict[str, QueueFacts]
     admission: AdmissionFacts
     window: WindowFacts
     route: str = ""

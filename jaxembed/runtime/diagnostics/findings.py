@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from jaxembed.engine.autotune.kernels import NATIVE, UNSUITED
 from jaxembed.observability.metrics import ANSWER_STAGES
-from jaxembed.platform.cores import MOST_WAITED
+from jaxembed.platform.cores import MAX_WAITED
 from jaxembed.runtime.diagnostics.facts import (
     Bound,
     BucketFacts,
@@ -49,7 +49,7 @@ def findings_of(facts: Facts) -> list[Finding]:
     return [
         *_failures(facts),
         *_disturbances(facts),
-        *findings_before(facts),
+        *findings_without_traffic(facts),
         *_batches(facts),
         *_waits(facts),
         *_host_work(facts),
@@ -155,7 +155,7 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
             f"other programs kept {others:.1f} of the {machine.cores} cores busy that this process "
             f"may use, over {window.seconds:.0f} s"
         )
-    if programs.lost_share > MOST_WAITED:
+    if programs.lost_share > MAX_WAITED:
         lost = f"{programs.lost_share:.0%}"
         evidence.append(f"while buckets were timed, threads waited for a core {lost} of the time")
     if evidence and programs.drift > SLOWER:
@@ -169,7 +169,7 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def findings_before(facts: Setup) -> Iterator[Finding]:
+def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
     """Apply the rules that need no traffic.
 
     They find cores, native kernels and bfloat16 that the machine has and the model does not use,
@@ -226,11 +226,11 @@ def _batches(facts: Facts) -> Iterator[Finding]:
     admission, window = facts.admission, facts.window
     ran = [bucket for bucket in facts.buckets if bucket.runs]
     runs, tokens = sum(b.runs for b in ran), sum(b.runs * b.tokens for b in ran)
-    needed = 0
+    needed = 0  # tokens, if each batch had a bucket that fits
     for bucket in ran:
         useful = bucket.useful_tokens / bucket.runs
         fitting = needed_tokens(bucket, admission.least_batch_tokens)
-        # If the grid has a bucket of the needed size, the engine took a larger one that costs less.
+        # A smaller bucket of the grid holds such a batch, but the engine took one that costs less.
         has_smaller = any(
             other.compiled
             and useful <= other.tokens <= fitting
@@ -253,12 +253,13 @@ def _batches(facts: Facts) -> Iterator[Finding]:
     costs = [(b.tokens, b.cost_ms) for b in facts.buckets if b.cost_ms is not None]
     is_loaded = window.refused or window.device_share_of_all >= LOADED
     if admission.batch_tokens_asked and target_ms and costs and is_loaded:
-        tokens, cost_ms = max(costs)
+        largest, cost_ms = max(costs)
         if SMALL_BATCH * cost_ms <= target_ms:
             yield Finding(
                 "batches may hold few tokens",
-                f"--max-batch-tokens {admission.max_batch_tokens}: the largest bucket, of {tokens} "
-                f"tokens, takes {cost_ms:.1f} ms, where {target_ms:.0f} ms are the default's aim",
+                f"--max-batch-tokens {admission.max_batch_tokens}: the largest bucket, of "
+                f"{largest} tokens, takes {cost_ms:.1f} ms, where {target_ms:.0f} ms are the "
+                "default's aim",
                 "leave out --max-batch-tokens, or raise it",
             )
 
@@ -329,12 +330,12 @@ def _host_work(facts: Facts) -> Iterator[Finding]:
             '"base64"`), or run several servers',
         )
     if window.truncated >= max(FEWEST, CUT_SHARE * window.inputs):
-        limit, of_model = admission.max_input_tokens, admission.model_input_tokens
+        limit, model_limit = admission.max_input_tokens, admission.model_input_tokens
         remedy = 'split texts before they are sent; with "truncate": false they are refused instead'
-        if limit < of_model:
+        if limit < model_limit:
             remedy = (
-                f"the model takes {of_model}: raise --max-input-length, --max-batch-tokens or the "
-                "longest row of --buckets"
+                f"the model takes {model_limit}: raise --max-input-length, --max-batch-tokens or "
+                "the longest row of --buckets"
             )
         yield Finding(
             "texts are cut",

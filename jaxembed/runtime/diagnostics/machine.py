@@ -20,9 +20,9 @@ _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 def machine_facts() -> MachineFacts:
     """Read the cores and memory settings of this process."""
     # Linux puts the setting that is in force in brackets: "always [madvise] never".
-    in_force = [word for word in cores.text_of(HUGE_PAGES).split() if word.startswith("[")]
+    in_force = [word for word in cores.read_or_empty(HUGE_PAGES).split() if word.startswith("[")]
     huge_pages = in_force[0].strip("[]") if in_force else None
-    if cores.keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
+    if cores.read_keyed(cores.PROC / "self" / "status").get("THP_enabled:") == "0":
         huge_pages = "off for this process"
     return MachineFacts(
         cores=len(cores.usable_cores()),
@@ -60,4 +60,4 @@ def machine_counts() -> dict[str, float]:
 @cache
 def has_avx512_bf16() -> bool:
     """Return whether the CPU has the AVX-512 instructions that multiply bfloat16."""
-    return "avx512_bf16" in cores.text_of(cores.PROC / "cpuinfo")
+    return "avx512_bf16" in cores.read_or_empty(cores.PROC / "cpuinfo")

@@ -17,8 +17,8 @@ from jaxembed.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MOST_LINES = 4096  # maximum of waiting lines; further lines are lost
-MOST_AT_ONCE = 512  # maximum of lines in one write
+MAX_LINES = 4096  # maximum of waiting lines; further lines are lost
+MAX_AT_ONCE = 512  # maximum of lines in one write
 GATHER_S = 0.02  # to collect further lines, so that the thread wakes less often
 COMPLAIN_S = 60.0  # minimum time between two log lines about write errors
 LAST_LINES_S = 2.0  # to write the last lines; a pipe may have no reader
@@ -35,7 +35,7 @@ class AuditLog:
         self.written = self.lost = 0  # lines
         self._lines: deque[dict[str, Any]] = deque()
         self._woken = threading.Event()
-        self._is_closing = self._must_open = False
+        self._is_closing = self._must_open = False  # set by `close` and `reopen`
         self._is_torn = False  # whether the file ends in an incomplete line
         self._complained_at = float("-inf")
         try:
@@ -50,7 +50,7 @@ class AuditLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Queue a line for the thread to write; count it as lost if the queue is full."""
-        if len(self._lines) >= MOST_LINES:
+        if len(self._lines) >= MAX_LINES:
             self.lost += 1
             return
         self._lines.append(line)
@@ -68,6 +68,7 @@ class AuditLog:
         self._thread.join(LAST_LINES_S)
 
     def _run(self) -> None:
+        """Write queued lines, and open the file again if asked, until the log is closed."""
         while True:
             self._woken.wait()
             if not self._is_closing:
@@ -78,7 +79,7 @@ class AuditLog:
                 self._must_open = False
                 self._open_again()
             while self._lines:
-                count = min(len(self._lines), MOST_AT_ONCE)
+                count = min(len(self._lines), MAX_AT_ONCE)
                 self._append([self._lines.popleft() for _ in range(count)])
             if is_last:
                 return
@@ -93,6 +94,7 @@ class AuditLog:
                 written += os.write(self._file, data[written:])
         except OSError as error:
             failure = error
+        # the first line break ends the incomplete line
         complete = data[:written].count(b"\n") - (self._is_torn and written > 0)
         if written:
             self._is_torn = not data[:written].endswith(b"\n")
@@ -108,7 +110,7 @@ class AuditLog:
         except OSError as error:
             self._complain(error)
             return
-        if os.path.samestat(os.fstat(new_file), os.fstat(self._file)):
+        if os.path.samestat(os.fstat(new_file), os.fstat(self._file)):  # it was not moved away
             os.close(new_file)
             return
         old_file, self._file, self._is_torn = self._file, new_file, False
@@ -136,11 +138,11 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _opened(path: Path) -> int:
-    """Open a path for appending, and return its file descriptor. Raises OSError, also for a pipe
-    without a reader, instead of waiting for one."""
+    """Open a path for appending, and return its file descriptor. Raises OSError. A pipe without a
+    reader is an error too: O_NONBLOCK avoids waiting for a reader."""
     if path == STANDARD_OUTPUT:
         return os.dup(sys.stdout.fileno())
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)
-    file = os.open(path, flags, 0o600)
-    os.set_blocking(file, True)
-    return file
+    descriptor = os.open(path, flags, 0o600)
+    os.set_blocking(descriptor, True)
+    return descriptor

@@ -31,13 +31,13 @@ HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 NO_LIMITS = Limits()
 LARGEST_FILE = 16 * MIB  # bytes
 LARGEST_LIMIT = 2**53
-MOST_PROBLEMS = 10  # in a message
+MAX_PROBLEMS = 10  # in a message
 LONGEST_VALUE = 60  # maximum characters of a value in a message
 WANTED_TABLES = "wanted tables [[key]] with `name` and `sha256`, as `jaxembed key new` prints them"
 FILE_LOOK_S = 1.0  # between two checks whether the file has changed
-MOST_NAMED = 10  # maximum of keys in a log line
+MAX_NAMED = 10  # maximum of keys in a log line
 
-Mark = tuple[int, int, int, int]  # a version of the file: device, inode, bytes, time in ns
+FileVersion = tuple[int, int, int, int]  # a version of the file: device, inode, bytes, time in ns
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ApiKey:
         """Return whether the key has expired at the time `now`."""
         return self.expires_at is not None and now >= self.expires_at
 
-    def may_take(self, path: str) -> bool:
+    def may_use_route(self, path: str) -> bool:
         """Return whether the key may use the route at `path`."""
         return self.routes is None or any(
             path.startswith(route[:-1]) if route.endswith("*") else path == route
@@ -95,7 +95,7 @@ def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]
 
 def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
     """Parse the text of a key file, and return its keys by their digests. `file` is its name in
-    messages. `taken` and errors are as in `read_key_file`."""
+    messages, `taken` is as in `read_key_file`. Raises ConfigError."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -111,32 +111,33 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
     if not tables:
         problems.append("there is no key")
     keys: dict[bytes, ApiKey] = {}
-    names: dict[str, str] = {}
-    digests: dict[bytes, str] = {digest: flag for digest, flag in taken.items()}
+    place_by_name: dict[str, str] = {}
+    owner_by_digest: dict[bytes, str] = {digest: flag for digest, flag in taken.items()}
     for number, table in enumerate(tables, 1):
         place, name = f"[[key]] number {number}", table.get("name")
         if isinstance(name, str) and KEY_NAME.fullmatch(name):
             place = f"{place} ({name})"
         key, faults = _read_table(table)
         if key is not None:
-            if key.name in names:
-                other = names[key.name]
+            if key.name in place_by_name:
+                other = place_by_name[key.name]
                 faults.append(f"`name` is also that of {other}; each key needs one of its own")
-            if key.digest in digests:
-                other = digests[key.digest]
+            if key.digest in owner_by_digest:
+                other = owner_by_digest[key.digest]
                 faults.append(f"`sha256` is that of a key that {other} has already")
-            names[key.name], digests[key.digest] = place, place
+            place_by_name[key.name], owner_by_digest[key.digest] = place, place
             keys[key.digest] = key
         problems += [f"{place}: {problem}" for problem in faults]
     if problems:
-        more = len(problems) - MOST_PROBLEMS
-        shown = problems[:MOST_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        more = len(problems) - MAX_PROBLEMS
+        shown = problems[:MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
         raise ConfigError(f"{file}: {'; '.join(shown)}; {WANTED_TABLES}")
     return keys
 
 
 def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
-    """Return the key of a table, and the problems of the table. With problems the key is None."""
+    """Return the key that a table of the file describes, and the problems of the table. With
+    problems the key is None."""
     problems = [
         f"`{field[:LONGEST_VALUE]}` is unknown; wanted one of {', '.join(KEY_FIELDS)}"
         for field in table
@@ -154,7 +155,7 @@ def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
     if problems:
         return None, problems
     limits = Limits(*[values.get(field) for field in LIMIT_FIELDS])
-    expires = values.get("expires", (None, None))
+    expires = values.get("expires", (None, None))  # as in the file, and as a moment
     models, routes = values.get("models"), values.get("routes")
     return ApiKey(values["name"], values["sha256"], models, routes, limits, *expires), []
 
@@ -184,20 +185,20 @@ def _read_digest(value: Any) -> bytes:
 
 
 def _read_texts(
-    kind: Callable[[list[str]], Collection[str]],
+    collection: Callable[[list[str]], Collection[str]],
     wanted: str,
     is_right: Callable[[str], bool],
     value: Any,
 ) -> Collection[str]:
-    """Return a list of texts as `kind`. `is_right` checks each text, and `wanted` describes a valid
-    one. Raises ValueError."""
+    """Check that `value` is a list of texts, and return it as a `collection`, such as a tuple.
+    `is_right` checks each text; `wanted` describes a valid text in messages. Raises ValueError."""
     if not isinstance(value, list) or not value:
         received = "an empty list" if value == [] else _shown_value(value)
         raise ValueError(f"is {received}; wanted a list of {wanted}, or no such field for all")
     for text in value:
         if not isinstance(text, str) or not is_right(text):
             raise ValueError(f"holds {_shown_value(text)}; wanted {wanted}")
-    return kind(value)
+    return collection(value)
 
 
 def _read_limit(value: Any) -> int:
@@ -210,8 +211,8 @@ def _read_limit(value: Any) -> int:
 
 
 def _read_expiry(value: Any) -> tuple[date, datetime]:
-    """Return the value, and the moment when the key expires. Raises ValueError. A date is valid to
-    its end. Times without a zone are UTC."""
+    """Return the value as it is in the file, and the moment when the key expires. A key is valid to
+    the end of a date. Times without a zone are UTC. Raises ValueError."""
     if isinstance(value, datetime):
         return value, value if value.tzinfo else value.replace(tzinfo=UTC)
     if isinstance(value, date) and value < date.max:
@@ -260,8 +261,9 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ):
-        """Read the file. `taken` maps keys that it may not have to the flags that set them; `clock`
-        returns seconds. Raises ConfigError if the file is wrong."""
+        """Read the file. `taken` maps keys that the file may not have to the flags that set them.
+        Quotas use `clock`, which returns seconds; the expiry of keys uses `now`. Raises ConfigError
+        if the file is wrong."""
         self.path = path
         self.unknown = 0  # requests with a missing or unknown key
         self.done = self.failed = 0  # number of repeated reads, successful and failed
@@ -318,18 +320,18 @@ class Keyring:
                 self.is_current = False
                 logger.error("the keys in use stay as they are: %s", error)
                 return False
-            names = {key.name for key in self._keys.values()}
+            old_names = {key.name for key in self._keys.values()}
             self._use(keys)
             self.done += 1
             self.is_current = True
             self.read_at = time.time()
-            new = {key.name for key in keys.values()}
+            new_names = {key.name for key in keys.values()}
             logger.info(
                 "%s was read again: %d keys, new %s, gone %s",
                 self.path,
                 len(keys),
-                some_of(new - names),
-                some_of(names - new),
+                some_of(new_names - old_names),
+                some_of(old_names - new_names),
             )
             return True
 
@@ -348,20 +350,22 @@ class Keyring:
         self._keys = keys
 
     def _watch(self) -> None:
-        last_mark = self._mark
+        """Read the file again after `wake`, or when it has changed and then stayed the same from
+        one check to the next."""
+        last_version = self._mark
         while True:
             is_woken = self._woken.wait(FILE_LOOK_S)
             if self._closed:
                 return
             self._woken.clear()
-            mark = _mark_of(self.path)
-            if is_woken or (mark != self._mark and mark == last_mark):
-                self._mark = mark
+            version = _mark_of(self.path)
+            if is_woken or (version != self._mark and version == last_version):
+                self._mark = version
                 try:
                     self.read_again()
                 except Exception:
                     logger.exception("the key file could not be read. This is a bug in jaxembed")
-            last_mark = mark
+            last_version = version
 
     @property
     def quotas(self) -> Iterable[Quota]:
@@ -369,7 +373,7 @@ class Keyring:
         return list(self._quotas.values())
 
 
-def _mark_of(path: Path) -> Mark | None:
+def _mark_of(path: Path) -> FileVersion | None:
     """Return what identifies this version of the file; None if the file cannot be found."""
     try:
         status = os.stat(path)
@@ -378,7 +382,7 @@ def _mark_of(path: Path) -> Mark | None:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def some_of(names: Collection[str], most: int = MOST_NAMED) -> str:
+def some_of(names: Collection[str], most: int = MAX_NAMED) -> str:
     """Return names for a message: at most `most` of them, sorted, and how many more there are."""
     shown = sorted(names)[:most]
     more = len(names) - len(shown)

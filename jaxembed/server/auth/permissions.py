@@ -12,17 +12,17 @@ from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.registry.models import UNSPECIFIED
 
 LONGEST_NAME = 200  # maximum characters in a message or the audit log
-MOST_LISTED_NAMES = 20  # in a message
+MAX_LISTED_NAMES = 20  # in a message
 
 
 def open_account(quota: Quota | None) -> None:
     """Count what the current request uses, for the quota of its key and for the audit log."""
-    cast(BoundedBody, request.body).held.account = Account(quota)
+    cast(BoundedBody, request.body).reservation.account = Account(quota)
 
 
 def note_model(name: str) -> None:
     """Have the audit log name a model that the current request manages and does not run."""
-    account = cast(BoundedBody, request.body).held.account
+    account = cast(BoundedBody, request.body).reservation.account
     if account is not None:
         account.models.add(name[:LONGEST_NAME])
 
@@ -32,7 +32,7 @@ def use_key(key: ApiKey, quota: Quota) -> None:
     Forbidden if the key may not use the route, and QuotaExceeded."""
     g.key, g.quota = key, quota
     open_account(quota)
-    if not key.may_take(request.path):
+    if not key.may_use_route(request.path):
         raise refusal("route", f"may not use {request.path[:LONGEST_NAME]}", key.routes or ())
     if request.method == "POST":
         quota.count_request()
@@ -56,5 +56,5 @@ def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
     """Count a refusal for the request's key, and return the error. The message says `what` the key
     may not do and what is `allowed`."""
     g.quota.refuse(reason)
-    listed = some_of(allowed, MOST_LISTED_NAMES)
+    listed = some_of(allowed, MAX_LISTED_NAMES)
     return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")

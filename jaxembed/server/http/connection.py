@@ -4,13 +4,13 @@ with limits on the memory and the work that a client can cause.
 All uses of other libraries' private parts are in this file, so pyproject.toml admits only tested
 versions of Hypercorn, Quart and h2. On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks
 for a request and write its response in two pieces; this file needs two tasks and one piece. Each of
-these parts can go once its library changes:
+these parts can go once its library does this itself:
 
-- `use_connections`: Hypercorn has a setting for the class of connections.
+- `use_connections`: a setting for the class of connections.
 - `protocol_send`, `_write_held`: Hypercorn writes the head and the body of a response in one piece
   (saves 5 % of the processor time of a `/ping`, give or take 5 %).
-- `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is one of the loop (8 %), and
-  runs before the first request of HTTP/2 too.
+- `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is a timer of the event loop
+  (saves 8 %), and runs before the first request of HTTP/2 too.
 - `_read_data`: Hypercorn closes what its client has closed, also while it waits to send a response.
   It ends a connection and its waiting tasks when data causes an error. h2 refuses a frame that is
   too long when its head arrives, so that `_data` is not needed.
@@ -57,7 +57,7 @@ from quart.wrappers.base import BaseRequestWebsocket
 from quart.wrappers.response import DataBody
 from werkzeug.routing import MapAdapter
 
-from jaxembed.engine.admission import Held
+from jaxembed.engine.admission import Reservation
 from jaxembed.errors import InvalidInput, Overloaded
 from jaxembed.memory import KIB, MIB
 from jaxembed.observability.tracing import Trace, Tracer, as_current, current_trace
@@ -69,28 +69,28 @@ logger = logging.getLogger(__name__)
 CONNECTION_BYTES = 4 * MIB
 SMALL_ANSWER = 8 * KIB  # bytes; smaller responses need no reservation, so a full server sends them
 FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
-MOST_SENT = 256 * KIB  # bytes of a response in one piece
+MAX_SENT = 256 * KIB  # bytes of a response in one piece
 SEND_S = 60  # for a client to take one piece of a response
 SEND_TIMEOUT_S = 600  # for a client to take a whole response
 CLOSE_TIMEOUT_S = 60  # for a client to take the last bytes before the connection is closed
-MOST_HELD = 64 * KIB  # bytes of a response that are joined before a write
+MAX_HELD = 64 * KIB  # bytes of a response that are joined before a write
 CLIENT_GONE = "client_disconnected"  # the error of a trace whose client disconnected
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
-MOST_FRAMES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
+MAX_FRAME_BYTES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
 # Streams of one connection that have bytes to send. A client that resets streams and reads nothing
 # can have more of them than the limit of open streams; Hypercorn fails at a thousand.
-MOST_STREAMS = 200
+MAX_STREAMS = 200
 # Bytes of the table that compresses response headers: the default of RFC 9113, even if the client
 # allows more, because each response searches the whole table.
-MOST_TABLE = 4 * KIB
+MAX_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
 
 COPIES = 3  # bytes of memory per byte of a body, raw and decoded; up to 5 with emojis
-MOST_UNREAD = 64 * KIB  # bytes of a body that may be unread before the sender waits
-MOST_DISCARDED = 256 * MIB  # bytes of a discarded body that are still read
+MAX_UNREAD = 64 * KIB  # bytes of a body that may be unread before the sender waits
+MAX_DISCARDED = 256 * MIB  # bytes of a discarded body that are still read
 
 
 class BoundedBody:
@@ -101,58 +101,60 @@ class BoundedBody:
     RequestTooLarge if the memory could not be reserved.
     """
 
-    def __init__(self, held: Held):
-        self.held = held
+    def __init__(self, reservation: Reservation):
+        self.reservation = reservation
         self.is_received = False  # whether the whole body has arrived
         self._unread = bytearray()
-        self._refusal: Exception | None = None
+        self._refusal: Exception | None = None  # why no memory could be reserved
         self._has_news = asyncio.Event()  # bytes, the end or a refusal
         self._has_room = asyncio.Event()
-        self._is_complete = asyncio.Event()
+        self._is_over = asyncio.Event()  # all has arrived, or the rest is not waited for
         self._discarded: int | None = None  # bytes discarded; None before `discard`
         self._is_answered = asyncio.Event()
 
     async def receive(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        """Keep the body's pieces from ASGI's `receive`; return when the client disconnects."""
+        """Take messages from ASGI's `receive` and keep the body's pieces. Returns when the client
+        disconnects."""
         while (message := await receive())["type"] == "http.request":
             if data := message.get("body"):
                 await self.put(data)
             if not message.get("more_body"):
                 self.is_received = True
-                self._is_complete.set()
+                self._is_over.set()
                 self._has_news.set()
 
     async def put(self, data: bytes) -> None:
-        """Keep a piece of the body, and wait while too many bytes are unread.
+        """Keep a piece of the body, and wait while MAX_UNREAD bytes or more are unread.
 
-        If its memory cannot be reserved, discard the body; the reader raises the error. After too
-        many discarded bytes, wait for the response.
+        If memory cannot be reserved, discard the body; iterating then raises the error. Once more
+        than MAX_DISCARDED bytes are discarded, wait until the request is answered.
         """
         if self._discarded is None:
             try:
-                self.held.charge(COPIES * len(data))
+                self.reservation.charge(COPIES * len(data))
             except (Overloaded, InvalidInput) as error:
                 self._refusal = error
                 self.discard()
             else:
                 self._unread += data
             self._has_news.set()
-        while self._discarded is None and len(self._unread) >= MOST_UNREAD:
+        while self._discarded is None and len(self._unread) >= MAX_UNREAD:
             self._has_room.clear()
             await self._has_room.wait()
         if self._discarded is not None:
             self._discarded += len(data)
-            if self._discarded > MOST_DISCARDED:
-                self._is_complete.set()
+            if self._discarded > MAX_DISCARDED:
+                self._is_over.set()
                 await self._is_answered.wait()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the bytes as they arrive, until the body is complete."""
         while True:
-            if not self._is_complete.is_set():
+            if not self._is_over.is_set():
                 await self._has_news.wait()
             if self._refusal is not None:
                 raise self._refusal
-            if not self._unread and self._is_complete.is_set():
+            if not self._unread and self._is_over.is_set():
                 return
             data = bytes(self._unread)
             self._unread.clear()
@@ -166,10 +168,10 @@ class BoundedBody:
             self._discarded = 0
             self._has_room.set()
             if self._unread:
-                self.held.charge(-COPIES * len(self._unread))
+                self.reservation.charge(-COPIES * len(self._unread))
                 self._unread.clear()
 
-    def end_answer(self) -> None:
+    def mark_answered(self) -> None:
         """Mark the request as answered, and discard the rest of its body, because the message that
         the client disconnects is queued behind it."""
         if self._discarded is None:
@@ -177,14 +179,14 @@ class BoundedBody:
         self._is_answered.set()
 
     async def end(self, pause_s: float) -> None:
-        """Wait until a discarded body has arrived, or its maximum of bytes is discarded, or the
-        client pauses for `pause_s` seconds."""
+        """Wait until a discarded body has arrived, or more than MAX_DISCARDED bytes are discarded,
+        or the client sends nothing for `pause_s` seconds."""
         last_count = None
-        while self._discarded != last_count and not self._is_complete.is_set():
+        while self._discarded != last_count and not self._is_over.is_set():
             last_count = self._discarded
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
-                    await self._is_complete.wait()
+                    await self._is_over.wait()
 
 
 class Http2(H2Protocol):
@@ -198,29 +200,30 @@ class Http2(H2Protocol):
         super().__init__(*arguments)
         del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
         receive = self.connection.receive_data
-        # lazily, because the check of an event needs the effects of the events before it
+        # `filter` is lazy: the check of an event needs the effects of the events before it
         self.connection.receive_data = lambda data: filter(  # pyright: ignore[reportAttributeAccessIssue]
             self._is_for_hypercorn, receive(data)
         )
 
     async def handle(self, event: Event) -> None:
-        """Handle an event; received bytes in slices, between which other tasks run."""
+        """Handle an event. Received bytes are handled in slices, between which other tasks run."""
         if not isinstance(event, RawData):
             await super().handle(event)
             return
-        for start in range(0, len(event.data), MOST_FRAMES):
-            await super().handle(RawData(event.data[start : start + MOST_FRAMES]))
+        for start in range(0, len(event.data), MAX_FRAME_BYTES):
+            await super().handle(RawData(event.data[start : start + MAX_FRAME_BYTES]))
             await asyncio.sleep(0)  # let other tasks run
 
     def _is_for_hypercorn(self, event: H2Event) -> bool:
-        """Return whether Hypercorn handles the event. If it does not, the event is handled here."""
+        """Return whether Hypercorn shall handle the event. Ignore or answer the other events here:
+        priorities, requests that are too many or malformed, and unneeded parts of bodies."""
         match event:
             case PriorityUpdated():
                 return False
-            case RemoteSettingsChanged() if self.connection.encoder.header_table_size > MOST_TABLE:
-                self.connection.encoder.header_table_size = MOST_TABLE
+            case RemoteSettingsChanged() if self.connection.encoder.header_table_size > MAX_TABLE:
+                self.connection.encoder.header_table_size = MAX_TABLE
             case RequestReceived() if (
-                self.context.terminated.is_set() or len(self.stream_buffers) >= MOST_STREAMS
+                self.context.terminated.is_set() or len(self.stream_buffers) >= MAX_STREAMS
             ):  # the client may send it again elsewhere or later
                 self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
@@ -272,7 +275,7 @@ class Connection(TCPServer):
         self.idle_task: Any = self.idle  # Hypercorn's name for the timer
         self._held: list[bytes] = []  # bytes to write soon, in one piece
         self._bytes_held = 0
-        self._reading: asyncio.Task | None = None
+        self._reading: asyncio.Task | None = None  # runs `_read_data`
         self._is_lost = False  # whether `abort` has cancelled the reading task
 
     async def run(self) -> None:
@@ -287,7 +290,7 @@ class Connection(TCPServer):
         """Send an event's bytes, and wait until the transport has room for more.
 
         Small pieces are joined and written before the loop's next turn. If the client does not read
-        for SEND_S seconds, abort the connection.
+        for SEND_S seconds or is gone, abort the connection.
         """
         if not isinstance(event, RawData):
             await super().protocol_send(event)
@@ -297,7 +300,7 @@ class Connection(TCPServer):
                 self.loop.call_soon(self._write_held)
             self._held.append(event.data)
             self._bytes_held += len(event.data)
-            if self._bytes_held >= MOST_HELD:
+            if self._bytes_held >= MAX_HELD:
                 self._write_held()
         try:
             if not self.writer.transport.get_write_buffer_size():
@@ -361,7 +364,7 @@ class Connection(TCPServer):
                 await self.protocol.handle(RawData(data))
             await self.protocol.handle(Closed())
         except asyncio.CancelledError:
-            if not self._is_lost:
+            if not self._is_lost:  # not cancelled by `abort`
                 raise
             reading.uncancel()
             await self.protocol.handle(Closed())
@@ -395,8 +398,8 @@ class IdleTimer:
         return self._timer is not None
 
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
-        """Restart the timer. When it expires, it spawns `action` in `tasks`, Hypercorn's
-        TaskGroup."""
+        """Restart the timer, unless `end` was called. When it expires, it runs `action` in `tasks`,
+        Hypercorn's TaskGroup."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -427,6 +430,7 @@ class Http1(H11Protocol):
             raise H2ProtocolAssumedError(preface + self.connection.trailing_data[0])
 
     async def _create_stream(self, request: h11.Request) -> None:
+        """Remove the header Upgrade, so that Hypercorn opens no websocket."""
         if b"upgrade" in [name for name, _ in request.headers]:
             request = h11.Request(
                 method=request.method,
@@ -460,24 +464,26 @@ class Exchange(ASGIHTTPConnection):
     _body: BoundedBody
 
     async def __call__(self, receive: Any, send: Any) -> None:
+        """Handle the request while a second task receives its body. That task ends when the client
+        disconnects, and then cancels this one."""
         task = asyncio.current_task()
         assert task is not None
-        with self.app.capacity.request() as held:
+        with self.app.capacity.request() as reservation:
             if not self.scope["path"].startswith("/"):
-                # an absolute URL or a query alone; `*` and other texts match no route
+                # an absolute URL, or a query without a path; `*` and other texts match no route
                 target = self.scope["raw_path"].decode("ascii")
                 _, is_url, rest = target.partition("://")
                 self.scope["path"] = "/" + unquote(rest.partition("/")[2] if is_url else target)
             request = self._create_request_from_scope(send)
-            body = self._body = BoundedBody(held)
+            body = self._body = BoundedBody(reservation)
             request.body = body  # pyright: ignore[reportAttributeAccessIssue]
-            watch = asyncio.create_task(body.receive(receive))
+            receiving = asyncio.create_task(body.receive(receive))
 
             def give_up(done: asyncio.Task) -> None:
-                if not done.cancelled():
+                if not done.cancelled():  # the client disconnected, or receiving failed
                     task.cancel()
 
-            watch.add_done_callback(give_up)
+            receiving.add_done_callback(give_up)
             self.app.unanswered.add(task)
             task.add_done_callback(self.app.unanswered.discard)
             try:
@@ -487,15 +493,15 @@ class Exchange(ASGIHTTPConnection):
                 else:
                     await self.handle_request(request, send)
             except asyncio.CancelledError:
-                if not watch.done() or watch.cancelled():
-                    raise
+                if not receiving.done() or receiving.cancelled():
+                    raise  # the server cancelled the task
                 task.uncancel()
-                watch.result()
+                receiving.result()  # raises if receiving failed
             finally:
-                watch.remove_done_callback(give_up)
-                body.end_answer()
-                if body.is_received:  # else the task must take the rest, for which Hypercorn waits
-                    watch.cancel()
+                receiving.remove_done_callback(give_up)
+                body.mark_answered()
+                if body.is_received:  # else it must take the rest, for which Hypercorn waits
+                    receiving.cancel()
 
     async def _trace(self, tracer: Tracer, trace: Trace, request: Request, send: Any) -> None:
         """Handle a sampled request, and end its trace."""
@@ -509,8 +515,8 @@ class Exchange(ASGIHTTPConnection):
             tracer.end(trace, None if request.url_rule is None else request.url_rule.rule)
 
     async def handle_request(self, request: Request, send: Any) -> None:
-        """Handle the request and send its response. A request that the server's `expire` cancelled
-        gets a 503. If the client does not take the response in time, abort the connection."""
+        """Handle the request and send its response. If `Server.expire` cancels it, send a 503. If
+        the client does not take the response in SEND_TIMEOUT_S, abort the connection."""
         try:
             response = await self.app.handle_request(request)
         except asyncio.CancelledError:
@@ -530,13 +536,14 @@ class Exchange(ASGIHTTPConnection):
                 connection.abort()
 
     async def _send(self, send: Any, response: Response) -> None:
-        """Send the response in pieces; an empty 503 if there is no memory for its body."""
+        """Send the response in pieces. If its body is not streamed and no memory can be reserved
+        for the body, send an empty 503 instead."""
         status, headers = response.status_code, encode_headers(response.headers)
         body, data = response.response, b""
         if isinstance(body, DataBody):
             data = body.data
             try:
-                self._body.held.cover(len(data) if len(data) > SMALL_ANSWER else 0)
+                self._body.reservation.cover(len(data) if len(data) > SMALL_ANSWER else 0)
             except (Overloaded, InvalidInput):  # no memory for the response
                 status, data = 503, b""
                 request_ids = [header for header in headers if header[0] == b"x-request-id"]
@@ -549,10 +556,10 @@ class Exchange(ASGIHTTPConnection):
                 async for part in parts:
                     await _send_part(send, part)
         start = 0
-        while len(data) - start > MOST_SENT:
-            await _send_part(send, data[start : start + MOST_SENT])
-            start += MOST_SENT
-        self._body.end_answer()
+        while len(data) - start > MAX_SENT:
+            await _send_part(send, data[start : start + MAX_SENT])
+            start += MAX_SENT
+        self._body.mark_answered()
         await _send_part(send, data[start:], more=False)
 
 

@@ -18,7 +18,7 @@ from jaxembed.runtime.postprocess import to_bytes
 JSON = "application/json"
 OCTETS = "application/octet-stream"
 SLICE_FLOATS = 32 * 1024  # of one slice; orjson encodes them in about 0.7 ms
-MOST_JOINED = MIB  # bytes from which on a response is streamed, without its length
+MAX_JOINED = MIB  # bytes from which on a response is streamed, without its length
 OBJECT_WIDTH = 8  # floats that take as long to encode as an object of two fields
 
 
@@ -86,14 +86,14 @@ async def json_answer(
 async def json_list_response(
     count: int, width: int, items: Callable[[int, int], list], rest: dict
 ) -> Response:
-    """Return the response `{"object": "list", "data": [<items>], <rest>}`. The first three
-    arguments are those of `json_items`."""
-    if count * width <= SLICE_FLOATS:
+    """Return the response `{"object": "list", "data": [<items>], <rest>}`. `count`, `width` and
+    `items` are those of `json_items`; `rest` has at least one field."""
+    if count * width <= SLICE_FLOATS:  # small enough to encode at once
         whole = {"object": "list", "data": items(0, count), **rest}
         body = orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(body, content_type=JSON)
-    data = {"data": json_items(count, width, items)}
-    return await json_stream(json_answer(data, rest, first=b'{"object":"list",'))
+    lists = {"data": json_items(count, width, items)}
+    return await json_stream(json_answer(lists, rest, first=b'{"object":"list",'))
 
 
 async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator[bytes]:
@@ -119,13 +119,13 @@ def json_response(body: bytes, status: int = 200) -> Response:
 
 
 async def json_stream(parts: AsyncIterator[bytes]) -> Response:
-    """Return a response that consists of the parts. Small parts are joined; large ones are
-    streamed, each made when the client reads it."""
+    """Return a response whose body is the parts. Less than MAX_JOINED bytes are joined. A longer
+    body is streamed: each further part is made when the client reads it."""
     joined, size = [], 0
     async for part in parts:
         joined.append(part)
         size += len(part)
-        if size >= MOST_JOINED:
+        if size >= MAX_JOINED:
             return Response(_rest(b"".join(joined), parts), content_type=JSON)
     return json_response(b"".join(joined))
 

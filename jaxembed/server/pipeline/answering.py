@@ -13,7 +13,13 @@ import numpy as np
 
 from jaxembed.data.inputs import Image, Input, Text
 from jaxembed.errors import InvalidChunk, InvalidInput
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions, ScoreOptions, Scores
+from jaxembed.runtime.options import (
+    Embeddings,
+    EncodeOptions,
+    RequestedOptions,
+    ScoreOptions,
+    Scores,
+)
 from jaxembed.runtime.requests import Answer, Request
 from jaxembed.runtime.similarity import compare_first, compare_outputs
 from jaxembed.runtime.tasks import Intent
@@ -42,25 +48,31 @@ def usage_of(answer: Embeddings | Scores) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def accept(meter: Meter, inputs: RequestInputs | RequestChunks, asked: Asked) -> Intent:
-    """Count the request as accepted, and return what it means for its model. Raises WrongTask and
-    InvalidInput, as `Tasks.intent`."""
+def accept(
+    meter: Meter, inputs: RequestInputs | RequestChunks, requested: RequestedOptions
+) -> Intent:
+    """Record the size of a request for embeddings, count it as accepted, and return its intent:
+    what it asks for, resolved for its model. Raises WrongTask and InvalidInput, as
+    `Tasks.intent`."""
     meter.accept(inputs)
     if meter.adapter is not None:
-        asked = replace(asked, options=replace(asked.options, adapter=meter.adapter))
-    return meter.loaded.tasks.intent(asked, with_images=ImageSource in map(type, inputs.items))
+        requested = replace(requested, options=replace(requested.options, adapter=meter.adapter))
+    return meter.loaded.tasks.intent(requested, with_images=ImageSource in map(type, inputs.items))
 
 
 async def embed_inputs(
     meter: Meter, inputs: RequestInputs | RequestChunks, intent: Intent
 ) -> Embeddings:
-    """Return the embeddings of each input, or of each chunk of the texts. Raises what
-    `Dispatcher.answer` does; an InvalidChunk has the chunk's path in the body."""
+    """Return the embeddings of each input, or of each chunk of the texts. `intent` is what `accept`
+    returns. Raises what `Dispatcher.answer` does; an InvalidChunk has the chunk's path in the
+    body."""
     if isinstance(inputs, RequestChunks):
         try:
             return await _answer(meter, meter.loaded.tasks.request_chunks(inputs.items, intent))
         except InvalidChunk as error:
-            raise error.at(None, inputs.chunk_place(error.index or 0, error.chunk)) from error
+            raise error.at(
+                index=None, field=inputs.chunk_place(error.index or 0, error.chunk)
+            ) from error
     items = inputs.items
     if ImageSource in map(type, items):
         items = await _read_images(meter, inputs)
@@ -88,11 +100,11 @@ async def compare_texts(
     else:
         query = tasks.embed(items[:1], tasks.for_role("query", options))
         documents = tasks.embed(items[1:], tasks.for_role("document", options))
-        first = await _answer(meter, query)
+        query_answer = await _answer(meter, query)
         try:
-            answer = Embeddings.joined([first, await _answer(meter, documents)])
+            answer = Embeddings.joined([query_answer, await _answer(meter, documents)])
         except InvalidInput as error:
-            raise error.at(1 + (error.index or 0)) from error
+            raise error.at(1 + (error.index or 0)) from error  # after the query
     if output == "dense":
         return answer, compare_first(answer)
     # Comparing other outputs would block the event loop for milliseconds.
@@ -114,8 +126,8 @@ async def score_documents(
     *,
     field: str,
 ) -> Scores:
-    """Return the logits of the query with each document; for an embedding model, their
-    similarities.
+    """Return the logits of the query with each document, or the similarities of their embeddings if
+    the model embeds.
 
     `field` is the body's field with the documents. Raises WrongTask, InvalidInput with the wrong
     field, and what `Dispatcher.answer` does.
@@ -133,13 +145,13 @@ async def score_documents(
     contents = [item.text if isinstance(item, Text) else cast(Image, item) for item in items]
     if meter.loaded.spec.task != "embed":
         return await _answer(meter, tasks.rerank(query, contents, options))
-    query_request, others, weights = tasks.compare(query, contents, options)
+    query_request, documents_request, weights = tasks.compare(query, contents, options)
     try:
         of_query = await _answer(meter, query_request)
     except InvalidInput as error:
-        raise error.at(None, error.field or "query") from error
+        raise error.at(index=None, field=error.field or "query") from error
     try:
-        of_documents = await _answer(meter, others)
+        of_documents = await _answer(meter, documents_request)
     except InvalidInput as error:
         raise error.at(error.index, error.field or field) from error
     runner = meter.loaded.runner
@@ -149,11 +161,11 @@ async def score_documents(
 async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
     """Run the request on its model, and return the answer."""
     meter.route = request.route
-    return await meter.loaded.answer(request, meter.held)
+    return await meter.loaded.answer(request, meter.reservation)
 
 
 async def _read_images(meter: Meter, inputs: RequestInputs) -> Sequence[Input]:
     """Return the inputs with the bytes of their images, and keep these bytes in the meter."""
-    items = await read_images(inputs.items, meter.held)
+    items = await read_images(inputs.items, meter.reservation)
     meter.images = [item.data for item in items if isinstance(item, Image)]
     return items

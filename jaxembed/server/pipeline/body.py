@@ -12,30 +12,37 @@ from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
 from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Priority, Text, Tokens
-from jaxembed.engine.admission import Held
+from jaxembed.engine.admission import Reservation
 from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, MediaUrlError, RequestTooLarge
-from jaxembed.preprocessing.images.decode import MOST_PIXELS, ImageFacts, image_facts
+from jaxembed.preprocessing.images.decode import MAX_PIXELS, ImageFacts, image_facts
 from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 from jaxembed.runtime.requests import INPUT_BYTES
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.http.encoding import JSON
 from jaxembed.server.meter import Meter, Method, RequestSize
-from jaxembed.server.pipeline.decoding import TokenId, decode, mixed
+from jaxembed.server.pipeline.decoding import TokenId, decode, mixed_items_error
 from jaxembed.server.service import current_service
 
-MOST_IMAGE_BYTES = 20_000_000  # of one image
-AT_A_TIME = 4  # images of one request that are read at the same time
+MAX_IMAGE_BYTES = 20_000_000  # of one image
+CONCURRENT_IMAGES = 4  # images of one request that are read at the same time
 # Pixels of all images of a request together. 20 images cannot have more. Decoding 49 million pixels
 # of a lossless WebP took 1.3 s of CPU time.
-MOST_PIXELS_A_REQUEST = 20 * MOST_PIXELS
+MAX_PIXELS_A_REQUEST = 20 * MAX_PIXELS
 DECODED_AT_ONCE = 16 * 1024  # characters of base64 decoded on the event loop, in about 20 us
 MEDIA_FLAG = "--allow-media-urls"
-MOST_CONTENT = 2048  # parts of one input
+MAX_CONTENT = 2048  # parts of one input
 
 # Fields with lists of values, not of inputs; the maximum exceeds the number of valid values.
-LISTS = ("outputs", "output_dtype", "embedding_type", "encoding_type", "embedding_types", "weights")
-MOST_LISTED = 32
+VALUE_LISTS = (
+    "outputs",
+    "output_dtype",
+    "embedding_type",
+    "encoding_type",
+    "embedding_types",
+    "weights",
+)
+MAX_VALUES = 32
 
 PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
@@ -125,10 +132,10 @@ class Content(msgspec.Struct):
 
 
 def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
-    """Return the text or image of an input that must be one, at `place` in the body. Texts alone
-    are joined as lines. Raises InvalidInput for no part, and for an image beside others."""
+    """Return the parts of one input, at the path `place`, as one text or image. Texts are joined as
+    lines. Raises InvalidInput for no part, and for an image with other parts."""
     sources = [part.source for part in parts]
-    texts = [one for one in sources if isinstance(one, str)]
+    texts = [source for source in sources if isinstance(source, str)]
     if sources and len(texts) == len(sources):
         return "\n".join(texts)
     if len(sources) != 1:
@@ -140,21 +147,23 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
     return sources[0]
 
 
-async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[Input]:
-    """Return the inputs with the bytes of their images. The memory is reserved for the request
-    first.
+async def read_images(
+    items: Sequence[Input | ImageSource], reservation: Reservation
+) -> list[Input]:
+    """Return the inputs, with each ImageSource replaced by an Image that has its bytes. The memory
+    is reserved for the request before the bytes are read.
 
     Raises InvalidInput for an image that cannot be read and for too many pixels, RequestTooLarge
     and Overloaded.
     """
-    permits = asyncio.Semaphore(AT_A_TIME)
+    permits = asyncio.Semaphore(CONCURRENT_IMAGES)
 
     async def read(index: int, item: Input | ImageSource) -> Input:
         if not isinstance(item, ImageSource):
             return item
         async with permits:
             try:
-                return await _read(item, held)
+                return await _read(item, reservation)
             except InvalidInput as error:
                 raise error.at(index) from error
 
@@ -165,12 +174,12 @@ async def read_images(items: Sequence[Input | ImageSource], held: Held) -> list[
         raise errors.exceptions[0] from None
     inputs = [task.result() for task in tasks]
     images = [i.data for i in inputs if isinstance(i, Image) and isinstance(i.data, bytes)]
-    if len(images) * MOST_PIXELS > MOST_PIXELS_A_REQUEST:
+    if len(images) * MAX_PIXELS > MAX_PIXELS_A_REQUEST:
         total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
-        if total > MOST_PIXELS_A_REQUEST:
+        if total > MAX_PIXELS_A_REQUEST:
             raise InvalidInput(
                 f"the {len(images)} images have {total} pixels together, of at most "
-                f"{MOST_PIXELS_A_REQUEST} in a request; send them in several"
+                f"{MAX_PIXELS_A_REQUEST} in a request; send them in several"
             )
     return inputs
 
@@ -184,27 +193,27 @@ def _pixels(image: bytes) -> int:
     return facts.height * facts.width
 
 
-async def _read(item: ImageSource, held: Held) -> Image:
+async def _read(item: ImageSource, reservation: Reservation) -> Image:
     """Read an image from its data URI, base64 or URL. Raises as `read_images`."""
     text = item.text
     if is_data_uri(text) or (item.bare and "://" not in text[:16]):
-        held.charge(len(text) * 3 // 4)
+        reservation.charge(len(text) * 3 // 4)  # 4 characters of base64 are 3 bytes
         read = read_data_uri if is_data_uri(text) else read_base64
         if len(text) <= DECODED_AT_ONCE:
-            return Image(read(text, MOST_IMAGE_BYTES))
-        return Image(await asyncio.to_thread(read, text, MOST_IMAGE_BYTES))
+            return Image(read(text, MAX_IMAGE_BYTES))
+        return Image(await asyncio.to_thread(read, text, MAX_IMAGE_BYTES))
     fetcher = current_service().fetcher
     if fetcher is None:
         raise MediaUrlError(
             excerpt(text), f"wanted a data URI; for URLs name their hosts by {MEDIA_FLAG} HOST"
         )
-    held.charge(MOST_IMAGE_BYTES)  # the maximum, until the size is known
+    reservation.charge(MAX_IMAGE_BYTES)  # the maximum, until the size is known
     try:
         data = await fetcher.fetch(text)
     except BaseException:
-        held.charge(-MOST_IMAGE_BYTES)
+        reservation.charge(-MAX_IMAGE_BYTES)
         raise
-    held.charge(len(data) - MOST_IMAGE_BYTES)
+    reservation.charge(len(data) - MAX_IMAGE_BYTES)
     return Image(data)
 
 
@@ -273,14 +282,14 @@ async def read_body_as(meter: Meter, kind: type[T]) -> T:
 async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray:
     """Read the body of the current request, at most `limit` bytes.
 
-    Raises UnsupportedMediaType unless its declared type is JSON, or missing if it
+    Raises UnsupportedMediaType if its declared type is not JSON, or is missing unless the body
     `may_be_undeclared`; BadJson if it is compressed; RequestTimeout; RequestEntityTooLarge above
     the limit; and RequestTooLarge and Overloaded if there is no memory.
     """
     mimetype = request.mimetype
     if mimetype or not may_be_undeclared:
-        suffixed = mimetype.startswith("application/") and mimetype.endswith("+json")
-        if mimetype != JSON and not suffixed:
+        is_json_like = mimetype.startswith("application/") and mimetype.endswith("+json")
+        if mimetype != JSON and not is_json_like:
             raise UnsupportedMediaType
         if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
             raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
@@ -308,14 +317,14 @@ async def discard_body() -> None:
 
 
 def check_count(place: str, count: int) -> None:
-    """Check the length of the list at `place` in the body, which has at least `count` items. Raises
-    BadField and what `check_batch` does."""
+    """Check that the list at the path `place` in the body may have `count` items. They are parts of
+    an input, values, inputs, or texts of one input. Raises BadField and what `check_batch` does."""
     if place.endswith("].content"):
-        if count > MOST_CONTENT:
+        if count > MAX_CONTENT:
             raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
-    elif place.rsplit(".", 1)[-1] in LISTS:
-        check_listed(place, count)
-    elif not place.endswith("]"):
+    elif place.rsplit(".", 1)[-1] in VALUE_LISTS:
+        check_value_list(place, count)
+    elif not place.endswith("]"):  # a list of inputs
         check_batch(count)
     elif count > 2:
         raise BadField(
@@ -334,8 +343,8 @@ def read_inputs(
     """Convert the value of the body's `field` to inputs.
 
     The value is one text, one sequence of token ids (`[1, 2, 3]`), an object with a text or an
-    image, or a list of these. With `are_images` texts are URLs. Raises EmptyInput, BadField if a
-    list mixes token ids with others, and what `check_batch` does.
+    image, or a list of these. With `are_images` texts are URLs of images. Raises EmptyInput,
+    BadField if a list mixes token ids with others, and what `check_batch` does.
     """
     method: Method = "batch"
     if isinstance(raw, str | TypedInput):
@@ -343,11 +352,12 @@ def read_inputs(
     elif not raw or isinstance(raw[0], int):
         if not raw:
             raise EmptyInput(field)
+        # an array has only integers
         for i, item in enumerate(() if isinstance(raw, array) else raw):
             if not isinstance(item, int):
                 objects = dict.fromkeys((MediaObject, TypedInput), "object")
                 got = {str: "str", **objects}.get(type(item), "array")
-                raise mixed(field, i, "a token id, as the items before it", got)
+                raise mixed_items_error(field, i, "a token id, as the items before it", got)
         ids = cast(Sequence[int], raw)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
     else:
@@ -356,7 +366,7 @@ def read_inputs(
     characters = 0
     for i, item in enumerate(raw):
         if isinstance(item, int):
-            raise mixed(field, i, "a text or a list of token ids", "int")
+            raise mixed_items_error(field, i, "a text or a list of token ids", "int")
         source: Any = item  # most items are texts
         if not isinstance(item, str) and isinstance(item, (MediaObject, TypedInput)):
             source = item.source
@@ -375,8 +385,9 @@ def read_inputs(
 def read_texts_and_pairs(
     groups: Sequence[Sequence[str]], field: str, method: Method
 ) -> RequestTexts:
-    """Convert groups of one or two texts to inputs. One text of a pair may be empty. Raises
-    EmptyInput (also without groups), BadField, and what `check_batch` does."""
+    """Convert groups of one or two texts to inputs. One text of a pair may be empty. With the
+    method "single", `field` is itself the only group. Raises EmptyInput (also without groups),
+    BadField, and what `check_batch` does."""
     if not groups:
         raise EmptyInput(field)
     check_batch(len(groups))
@@ -395,8 +406,8 @@ def read_texts_and_pairs(
 
 
 def priority_of(asked: AnyPriority | None) -> Priority | None:
-    """Return the priority in the body, else in the header, else None. A number in the body has no
-    effect. Raises InvalidInput."""
+    """Return the request's priority: `asked`, the body's, else the header's, else None. A number in
+    the body has no effect. Raises InvalidInput for another value of the header."""
     if asked is not None and not isinstance(asked, int):
         return asked
     headers = request.headers.getlist(PRIORITY)
@@ -428,15 +439,15 @@ def check_batch(count: int) -> None:
         )
 
 
-def check_listed(place: str, count: int) -> None:
+def check_value_list(place: str, count: int) -> None:
     """Raise BadField if a list with at least `count` values, which are not inputs, is too long."""
-    if count > MOST_LISTED:
+    if count > MAX_VALUES:
         raise BadField(
-            f"Expected at most {MOST_LISTED} items, got {count} - at `$.{place}`",
+            f"Expected at most {MAX_VALUES} items, got {count} - at `$.{place}`",
             field=place,
         )
 
 
 def too_many_parts(count: int) -> str:
     """Return the error message for an input with `count` parts."""
-    return f"Expected at most {MOST_CONTENT} parts of an input, got {count}"
+    return f"Expected at most {MAX_CONTENT} parts of an input, got {count}"

@@ -43,7 +43,7 @@ _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Raised if a path leads nowhere, because the body is not JSON or has another value there.
 _UNREADABLE = (*_UNDECODABLE, IndexError)
-_OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
+_OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)  # group 1: the first byte of a value
 
 
 async def decode(
@@ -54,9 +54,9 @@ async def decode(
 ) -> _Kind:
     """Decode JSON as `kind`, a Struct.
 
-    Above `at_once` bytes, `check` checks the lists, and a list of token ids becomes an `array`.
-    Raises BadJson, BadField with a path such as `$.dimensions`, and InvalidInput of `check` or of
-    the Struct.
+    More than `at_once` bytes are decoded in slices. Then `check` is called for each list, and lists
+    of token ids may become an `array`. Raises BadJson, BadField with a path such as `$.dimensions`,
+    and the InvalidInput that `check` or the Struct raises.
     """
     if len(data) > at_once:
         return await _decode_part(memoryview(data), kind, "$", check)
@@ -66,7 +66,7 @@ async def decode(
         raise _refusal(error, data, named=kind) from error
 
 
-def mixed(field: str, i: int, wanted: str, got: str) -> BadField:
+def mixed_items_error(field: str, i: int, wanted: str, got: str) -> BadField:
     """Return the error for item `i` of a list, which differs in kind from the items before. `got`
     is msgspec's name for its kind."""
     return BadField(f"Expected {wanted}, got `{got}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")
@@ -83,6 +83,7 @@ class _Forms:
 
 @cache
 def _forms(kind: Any) -> _Forms:
+    """Return the lists and objects that the type `kind` accepts."""
     struct = item = None
     free = False
     for member in _members(kind):
@@ -98,7 +99,8 @@ def _forms(kind: Any) -> _Forms:
 
 @cache
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Return the types of a union without annotations; of any other type, the type alone."""
+    """Return the member types of a union, without their annotations but for TokenId's. Of any other
+    type, return the type alone."""
     if get_origin(kind) in (Union, UnionType):
         return tuple(leaf for member in get_args(kind) for leaf in _members(member))
     if get_origin(kind) is Annotated and kind != TokenId:
@@ -108,41 +110,43 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 @cache
 def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-    """Return a Struct like `kind` whose lists and objects stay raw JSON, and these fields'
-    types."""
-    raw = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
+    """Return a Struct like `kind` that leaves lists and objects as raw JSON, and the types of these
+    fields by name. In this Struct, optional fields without a value are UNSET."""
+    raw_types = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
     skimmed = []
     for field in fields(kind):
-        form = msgspec.Raw if field.name in raw else field.type
-        unset = (Union[form, msgspec.UnsetType], msgspec.UNSET)  # noqa: UP007, not for Literal
-        skimmed.append((field.name, form) if field.required else (field.name, *unset))
+        skim_type = msgspec.Raw if field.name in raw_types else field.type
+        unset = (Union[skim_type, msgspec.UnsetType], msgspec.UNSET)  # noqa: UP007, not for Literal
+        skimmed.append((field.name, skim_type) if field.required else (field.name, *unset))
     forbids = kind.__struct_config__.forbid_unknown_fields
     skim = msgspec.defstruct(kind.__name__, skimmed, kw_only=True, forbid_unknown_fields=forbids)
-    return skim, raw
+    return skim, raw_types
 
 
 async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCount) -> Any:
-    """Decode one value of a large body; `place` is its path, such as `$.inputs`."""
+    """Decode one value of a large body as the type `kind`, a list or an object part by part.
+    `place` is its path in the body, such as `$.inputs`. Raises as `decode`."""
     await asyncio.sleep(0)
-    forms = _forms(kind)
+    accepted = _forms(kind)
     opener = _OPENER.match(part)
     assert opener is not None
     match opener[1]:
-        case b"[" if forms.item is not None:
-            return await _decode_list(part[opener.start(1) :], forms.item, place, check)
-        case b"{" if forms.struct is not None:
-            skim, raw = _skim(forms.struct)
-            values = asdict(_decode_slice(part, skim, place, named=forms.struct))
+        case b"[" if accepted.item is not None:
+            return await _decode_list(part[opener.start(1) :], accepted.item, place, check)
+        case b"{" if accepted.struct is not None:
+            skim, raw = _skim(accepted.struct)
+            values = asdict(_decode_slice(part, skim, place, named=accepted.struct))
             values = {name: v for name, v in values.items() if v is not msgspec.UNSET}
             for name, value in values.items():
                 if name in raw:
                     path = f"{place}.{name}"
                     values[name] = await _decode_part(memoryview(value), raw[name], path, check)
             try:
-                return forms.struct(**values)
-            except ValueError as error:  # from the Struct's own checks; reported as msgspec does
+                return accepted.struct(**values)
+            except ValueError as error:  # the Struct's own checks; msgspec would report it so
                 raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
-        case b"[" | b"{" if forms.free and len(part) > AT_ONCE:
+        # JSON of any shape is not divided
+        case b"[" | b"{" if accepted.free and len(part) > AT_ONCE:
             raise BadField(
                 f"Expected at most {AT_ONCE} bytes of JSON, got {len(part)} - at `{place}`",
                 field=_field(place),
@@ -153,8 +157,9 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
 async def _decode_list(
     part: memoryview, item: Any, place: str, check: CheckCount
 ) -> list[Any] | array:
-    """Decode a list in slices. `item` is the items' type. Token ids become an array."""
-    opener = _OPENER.match(part, 1)
+    """Decode a list in slices. `item` is the type of its items, `place` its path in the body. If
+    the first item is a token id, all must be, and the result is an array. Raises as `decode`."""
+    opener = _OPENER.match(part, 1)  # from 1 on: after the list's bracket
     assert opener is not None
     if opener[1] == b"]":
         return []
@@ -162,18 +167,18 @@ async def _decode_list(
     items: list[Any] | array = array("I") if are_ids else []
     for piece, count in _slices(part):
         await asyncio.sleep(0)
-        if not count:
+        if not count:  # no item ended in this window
             continue
         first = len(items)
         if isinstance(items, array):
             items.fromlist(_decode_token_ids(piece, item, place, first))
             continue
         check(_field(place), first + count)
-        if count == 1 and len(piece) > WINDOW:
+        if count == 1 and len(piece) > WINDOW:  # one long item: decode it part by part
             items.append(await _decode_part(piece, item, f"{place}[{first}]", check))
             continue
         values = _decode_slice(b"".join((b"[", piece, b"]")), list[item], place, first=first)
-        if _forms(item).item == TokenId:
+        if _forms(item).item == TokenId:  # the items may be lists of token ids
             for i, ids in enumerate(values):
                 if isinstance(ids, list) and len(ids) > LONG_IDS:
                     values[i] = array("I", ids)
@@ -187,46 +192,50 @@ def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
     The list must be valid JSON. An item longer than WINDOW is a slice by itself. For a window in
     which no item ends, yield an empty slice, so that the caller can pause.
     """
-    start = 0  # of the window
-    begin = 1  # of the slice
+    window_start = 0
+    slice_start = 1  # after the list's bracket
     depth, quoted = 0, False
-    while start < len(part):
-        window = bytes(part[start : start + WINDOW])
+    while window_start < len(part):
+        window = bytes(part[window_start : window_start + WINDOW])
+        # blank escaped quotes; an escape that the window's end cuts belongs to the next window
         window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-        window = window.removesuffix(b"\\")  # which belongs to the next window
+        window = window.removesuffix(b"\\")
         ends, depth, quoted = _item_ends(window, depth, quoted)
-        ends += start
-        start += len(window)
-        if len(ends) and ends[0] - begin > WINDOW:
-            yield part[begin : ends[0]], 1
-            begin, ends = ends[0] + 1, ends[1:]
+        ends += window_start  # now offsets in `part`
+        window_start += len(window)
+        if len(ends) and ends[0] - slice_start > WINDOW:
+            yield part[slice_start : ends[0]], 1
+            slice_start, ends = ends[0] + 1, ends[1:]
         if len(ends):
-            yield part[begin : ends[-1]], len(ends)
-            begin = ends[-1] + 1
+            yield part[slice_start : ends[-1]], len(ends)
+            slice_start = ends[-1] + 1
         else:
             yield part[:0], 0
 
 
 def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int, bool]:
-    """Find where the items of a list end: at a comma or at the list's closing bracket.
+    """Find where the items of a list end in a window: at a comma or the list's closing bracket.
 
-    `depth` is the number of open brackets before the window, and `quoted` whether a string is open.
-    Returns the offsets of the ends in the window, and `depth` and `quoted` after the window. The
-    window has no escaped quotes.
+    `depth` is the number of open brackets before the window, and `quoted` whether a string is open
+    there. The window must have no escaped quotes. Returns the offsets in the window at which items
+    end, and `depth` and `quoted` after the window.
     """
-    places = np.flatnonzero(np.frombuffer(window.translate(_STRUCTURAL), bool))
-    if not len(places):
-        return places, depth, quoted
-    marks = np.frombuffer(window, np.uint8)[places]
-    inside = np.logical_xor.accumulate(marks == _QUOTE) ^ quoted
-    depths = np.cumsum(_STEPS.take(marks) * ~inside, dtype=np.int32) + np.int32(depth)
-    ends = ~inside & (((marks == _COMMA) & (depths == 1)) | (depths == 0))
-    return places[ends], int(depths[-1]), bool(inside[-1])
+    offsets = np.flatnonzero(np.frombuffer(window.translate(_STRUCTURAL), bool))
+    if not len(offsets):
+        return offsets, depth, quoted
+    chars = np.frombuffer(window, np.uint8)[offsets]
+    is_in_string = np.logical_xor.accumulate(chars == _QUOTE) ^ quoted
+    depths = np.cumsum(_STEPS.take(chars) * ~is_in_string, dtype=np.int32) + np.int32(depth)
+    is_end = ~is_in_string & (((chars == _COMMA) & (depths == 1)) | (depths == 0))
+    return offsets[is_end], int(depths[-1]), bool(is_in_string[-1])
 
 
 def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> list[int]:
-    """Decode items of a list that began with a token id. Raises BadField. The arguments are those
-    of `_decode_slice`."""
+    """Decode a slice of a list whose first item is a token id, so that all must be token ids.
+
+    `piece` is the slice without brackets, `item` the type of the list's items; `place` and `first`
+    are as in `_decode_slice`. Raises BadField.
+    """
     data = b"".join((b"[", piece, b"]"))
     try:
         with _collector_paused():
@@ -234,15 +243,15 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
     except msgspec.ValidationError as error:
         other = re.search(r"got `(str|array|object)` - at `\$\[(\d+)\]`$", str(error))
         forms = _forms(item)
-        is_taken = {
+        is_accepted = {
             "str": str in _members(item),
             "array": forms.item is not None,
             "object": forms.struct is not None,
         }
-        if other and is_taken[other[1]]:
+        if other and is_accepted[other[1]]:
             i, wanted = first + int(other[2]), "a token id, as the items before it"
-            raise mixed(_field(place), i, wanted, other[1]) from error
-    return _decode_slice(data, list[item], place, first=first)  # raises, with all that it accepts
+            raise mixed_items_error(_field(place), i, wanted, other[1]) from error
+    return _decode_slice(data, list[item], place, first=first)  # raises, naming all accepted types
 
 
 def _decode_slice(
@@ -253,10 +262,11 @@ def _decode_slice(
     first: int = 0,
     named: type | None = None,
 ) -> Any:
-    """Decode the value at `place`, or items of the list at `place` from the index `first` on.
+    """Decode `data`, a value or a slice of a longer list, as `kind`.
 
-    If `named` is the Struct that has the field, an error lists the names that the field accepts.
-    Raises BadJson and BadField.
+    The other arguments are for messages: `place` is the path in the body of the value or the longer
+    list, and `first` the index of the slice's first item in that list. `named` is a Struct: for a
+    wrong value of a field of it, the message lists the values allowed. Raises BadJson and BadField.
     """
     try:
         with _collector_paused():
@@ -267,8 +277,8 @@ def _decode_slice(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector, which rescans growing values for half of the time or
-    more."""
+    """Pause the cyclic garbage collector. It would rescan the growing values, for half of the
+    decoding time or more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -288,39 +298,39 @@ def _refusal(
 ) -> BadJson | BadField:
     """Convert an error of decoding `data` to an error for clients.
 
-    It has the path from the top of the body. For a number out of range, it has the number. The
-    other arguments are those of `_decode_slice`.
+    The message has the path from the top of the body, and for a number out of range that number.
+    The other arguments are those of `_decode_slice`.
     """
-    words, path = str(error), ""
+    message, path = str(error), ""
     if isinstance(error, UnicodeDecodeError):
         return BadJson("the body is not valid UTF-8")
     if isinstance(error, RecursionError):
         return BadJson("the body nests too deeply")
     if not isinstance(error, msgspec.ValidationError):
         if not memoryview(data).nbytes:
-            words = "the body is empty"
-        elif "truncated" in words:
-            words = "the body ends too early, or holds a lone surrogate"
-        elif "hex escape" in words:
-            words = f"an escape is cut short, or holds a lone surrogate: {words}"
-        return BadJson(words)
-    if suffix := re.search(r" - at `\$([^`]*)`$", words):
-        words, path = words[: suffix.start()], suffix[1]
-    if words.startswith(("Expected `int` <=", "Expected `int` >=")):
+            message = "the body is empty"
+        elif "truncated" in message:
+            message = "the body ends too early, or holds a lone surrogate"
+        elif "hex escape" in message:
+            message = f"an escape is cut short, or holds a lone surrogate: {message}"
+        return BadJson(message)
+    if suffix := re.search(r" - at `\$([^`]*)`$", message):
+        message, path = message[: suffix.start()], suffix[1]
+    if message.startswith(("Expected `int` <=", "Expected `int` >=")):
         with suppress(*_UNREADABLE):
-            words += f", got {_shown_at(path, data)}"
-    if first:
+            message += f", got {_shown_at(path, data)}"
+    if first:  # msgspec counts from the start of the slice
         path = re.sub(r"^\[(\d+)\]", lambda index: f"[{first + int(index[1])}]", path)
     place += path
     if place == "$":
-        return BadField(words)
+        return BadField(message)
     field = _field(place)
-    # msgspec's errors for an unknown name, and for a value of another type
-    may_list_names = words.startswith(("Invalid enum value", "Expected"))
-    hints = get_type_hints(named) if named and may_list_names else {}
-    names = _literals(hints.get(field.partition("[")[0]))
-    allowed = f"; wanted one of {', '.join(map(repr, names))}" if names else ""
-    return BadField(f"{words} - at `{place}`{allowed}", field=field)
+    # msgspec's errors for a value that is not listed, and for a value of another type
+    may_list_values = message.startswith(("Invalid enum value", "Expected"))
+    hints = get_type_hints(named) if named and may_list_values else {}
+    allowed_values = _literals(hints.get(field.partition("[")[0]))
+    allowed = f"; wanted one of {', '.join(map(repr, allowed_values))}" if allowed_values else ""
+    return BadField(f"{message} - at `{place}`{allowed}", field=field)
 
 
 def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> str:

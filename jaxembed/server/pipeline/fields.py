@@ -52,13 +52,13 @@ VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float1
 NOTHING = (None, "", [], {})  # values that ask for nothing, in every field
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity: `harmless` may hold lists
+@dataclass(frozen=True, eq=False)  # hashed by identity: `accepted_values` may hold lists
 class Unserved:
-    """Why a field is refused. `harmless` are the values, besides NOTHING, that ask for what the
-    server does anyway."""
+    """Why a field is refused. `accepted_values` are the values, besides NOTHING, that ask for what
+    the server does anyway."""
 
     reason: str
-    harmless: tuple = ()
+    accepted_values: tuple = ()
 
 
 _TEXTS = Unserved("this route takes texts alone", ("text",))
@@ -153,21 +153,22 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     relevant_spans: Annotated[Any, Unserved("a document is one", ({"mode": "disabled"},))] = None
 
     def __post_init__(self) -> None:
-        fields, read_values = unserved(type(self))
+        """Raise InvalidInput for a refused field whose value asks for something."""
+        fields, read_values = refused_fields(type(self))
         values = read_values(self)
         if values.count(None) == len(values):
-            return
+            return  # nearly all requests
         for (name, rule), value in zip(fields.items(), values, strict=True):
-            if value not in NOTHING and value not in rule.harmless:
+            if value not in NOTHING and value not in rule.accepted_values:
                 raise InvalidInput(
                     f"`{name}` of {_shown(value)} is not supported: {rule.reason}", field=name
                 )
 
 
 @lru_cache
-def unserved(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
-    """Return the refused fields of a body, and a function that reads all their values from it. The
-    function takes about 1 us."""
+def refused_fields(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
+    """Return the refused fields of a type of body, and a function that returns the values of these
+    fields in a body, in the same order, in about 1 us."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {
         name: rule
@@ -184,13 +185,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def agreed(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
-    """Return the value of each group of fields that mean the same to different clients.
+def merged_values(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
+    """Return one value for each group of fields. A group has different clients' names of one field.
 
-    A value is None if all fields of its group are unset. Empty values and 0 count as unset. Raises
-    InvalidInput if fields of a group differ.
+    The value is None if all fields of the group are unset. Empty values and 0 count as unset, False
+    does not. Raises InvalidInput if the fields of a group have different values.
     """
-    agreed_values = []
+    merged = []
     for group in groups:
         sent = {
             name: value
@@ -203,8 +204,8 @@ def agreed(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
             raise InvalidInput(
                 f"{shown} contradict each other; send one of them", field=next(iter(sent))
             )
-        agreed_values.append(values[0] if values else None)
-    return agreed_values
+        merged.append(values[0] if values else None)
+    return merged
 
 
 class VectorsRequest(ModelRequest, kw_only=True):
@@ -228,7 +229,8 @@ class FormattedRequest(VectorsRequest, kw_only=True):
     encoding_format: Format | None = None
 
     def __post_init__(self) -> None:
-        """Move base64 to `encoding_format`. Raises InvalidInput if that is float."""
+        """Replace base64 in the dtype fields by `encoding_format` base64. Raises InvalidInput if
+        `encoding_format` is float, and for the fields that the base class refuses."""
         super().__post_init__()
         for field in ("embedding_type", "encoding_type"):
             if getattr(self, field) in BASE64:
@@ -242,14 +244,14 @@ class FormattedRequest(VectorsRequest, kw_only=True):
                 setattr(self, field, None)
 
 
-def asked_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
+def requested_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
     """Return the dtype that a body names, or None. Raises InvalidInput for an unknown dtype,
     several dtypes, or fields that contradict each other."""
     dtypes: dict[str, EmbeddingDtype] = {}
     for field in ("output_dtype", "embedding_type", "encoding_type"):
         if (value := getattr(body, field)) not in NOTHING:
-            is_one = isinstance(value, list) and len(value) == 1
-            dtypes[field] = embedding_dtype(value[0] if is_one else value, field)
+            is_single = isinstance(value, list) and len(value) == 1
+            dtypes[field] = embedding_dtype(value[0] if is_single else value, field)
     if body.embed_dtype:
         value = body.embed_dtype
         dtypes["embed_dtype"] = embedding_dtype(VLLM_DTYPES.get(value, value), "embed_dtype")

@@ -43,7 +43,7 @@ REFUSAL: dict[Task, str] = {  # TEI's messages
 
 
 @dataclass(eq=False)
-class Residence:
+class LoadedInstance:
     """A model in memory, and the number of leases on it. Each request on it has a lease. Only the
     thread of the event loop may call its methods."""
 
@@ -71,7 +71,7 @@ class KnownModel:
     """A model that the server knows, in memory or not."""
 
     id: str  # the directory or hub id from which it is loaded
-    residence: Residence | None = None  # None: not in memory
+    instance: LoadedInstance | None = None  # None: not in memory
     spec: ModelSpec | None = None  # None before the first load
     takes_images: bool = False  # False before the first load
     pinned: bool = False  # never evicted to make room
@@ -81,8 +81,8 @@ class KnownModel:
     @property
     def loaded(self) -> LoadedModel:
         """The model, which must be in memory."""
-        assert self.residence is not None
-        return self.residence.loaded
+        assert self.instance is not None
+        return self.instance.loaded
 
     @property
     def task(self) -> Task | None:
@@ -106,33 +106,35 @@ class Models:
         capacity: Capacity | None = None,
         loadable: Callable[[], Mapping[str, str]] | None = None,
     ):
-        names = served_names([loaded.name for loaded in models], aliases or {})
-        self.lasting = [  # the startup models
+        names_by_model = served_names([loaded.name for loaded in models], aliases or {})
+        self.startup_models = [
             KnownModel(
-                loaded.name, Residence(loaded), loaded.spec, loaded.takes_images, pinned=True
+                loaded.name, LoadedInstance(loaded), loaded.spec, loaded.takes_images, pinned=True
             )
             for loaded in models
         ]
         self._by_name = {
-            name: known for known, owned in zip(self.lasting, names, strict=True) for name in owned
+            name: known
+            for known, model_names in zip(self.startup_models, names_by_model, strict=True)
+            for name in model_names
         }
         self._loadable = loadable
-        self.changes = loadable is not None  # whether models are loaded and evicted
-        self._own: dict[str, str] = {}  # ids of loadable models by the names that no alias may take
+        self.can_load = loadable is not None  # whether models are loaded and evicted
+        self._own: dict[str, str] = {}  # model ids by the loadable models' own names
         self.capacity = capacity or models[0].admission.capacity
         self.telemetry = Telemetry()  # of requests without a known model
-        self.telemetry.show_compiles(compile_events())
+        self.telemetry.set_compile_events(compile_events())
         self.draining = False  # whether all further requests are refused
         self.discover()
 
     @property
     def known(self) -> list[KnownModel]:
         """Every model, once."""
-        return list(dict.fromkeys([*self.lasting, *self._by_name.values()]))
+        return list(dict.fromkeys([*self.startup_models, *self._by_name.values()]))
 
     def __iter__(self) -> Iterator[LoadedModel]:
         """Iterate over the models in memory."""
-        return iter([known.loaded for known in self.known if known.residence is not None])
+        return iter([known.loaded for known in self.known if known.instance is not None])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -143,9 +145,10 @@ class Models:
         return self.named(name, None)
 
     def named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
-        """Return `self[name]`. With `permitted`, UnknownModel lists only permitted names."""
+        """Return the model served under `name`, or the model of the adapter with that name. Raises
+        UnknownModel, which lists only the names in `permitted`; all of them for None."""
         known = self._by_name.get(self._split(name)[0])
-        if known is None and self.changes:
+        if known is None and self.can_load:
             self.discover()
             known = self._by_name.get(self._split(name)[0])
         if known is None:
@@ -158,12 +161,12 @@ class Models:
         return known
 
     def discover(self) -> None:
-        """Update the loadable models. A name in use keeps its model, and a removed model stays
-        while it is in memory or loading."""
+        """Update the loadable models: call `loadable` again. A name in use keeps its model, and a
+        removed model stays while it is in memory or loading."""
         loadable = self._loadable() if self._loadable is not None else {}
         for name in self._own.keys() - loadable.keys():
             known = self._by_name[name]
-            if known.residence is None and not known.is_loading:  # else keep it for now
+            if known.instance is None and not known.is_loading:  # else keep it for now
                 del self._by_name[name], self._own[name]
         by_id = {known.id: known for known in self.known}
         for name, model in loadable.items():
@@ -177,23 +180,24 @@ class Models:
         """Serve the model `name` under `alias` too, in place of any other model. Return the model.
 
         Raises UnknownModel, and InvalidInput for an alias that is a loadable model's own name, is
-        too long, or has a colon, which would precede an adapter.
+        empty, reserved or too long, or has a colon, which would precede an adapter.
         """
         known = self[name]
-        is_name = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
-        if not is_name or ":" in alias or alias in self._own or alias == UNSPECIFIED:
+        is_valid = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
+        if not is_valid or ":" in alias or alias in self._own or alias == UNSPECIFIED:
             raise InvalidInput(
                 f"{alias[:LONGEST_ALIAS]!r} cannot be moved: wanted a name that is no loadable "
                 f"model's own, of at most {LONGEST_ALIAS} characters, without a colon",
                 field="alias",
             )
-        self._by_name.pop(alias, None)  # the model's first name is shown in responses
+        # last in order, because responses show a model's first name
+        self._by_name.pop(alias, None)
         self._by_name[alias] = known
         return known
 
     def drop_alias(self, alias: str) -> KnownModel:
         """Stop serving a model under `alias`, and return the model. Raises UnknownModel, and
-        InvalidInput for a model's own or only name."""
+        InvalidInput for an adapter, a loadable model's own name, or the only name of a model."""
         known = self[alias]
         if alias not in self._by_name or alias in self._own or len(self.names_of(known)) == 1:
             raise InvalidInput(
@@ -209,7 +213,8 @@ class Models:
         return self._split(name)[1] if name and name not in self._by_name else None
 
     def _split(self, name: str) -> tuple[str, str | None]:
-        """Divide a name into the served name and the adapter. An unknown name stays whole."""
+        """Divide a name into the served name and the adapter. A name without an adapter and an
+        unknown name are returned whole, with None."""
         model, colon, adapter = name.rpartition(":")
         known = None if name in self._by_name or not colon else self._by_name.get(model)
         if known is None:
@@ -232,8 +237,8 @@ class Models:
         return tuple([name for name in names if permitted is None or name in permitted])
 
     def names_of(self, known: KnownModel, permitted: Collection[str] | None = None) -> list[str]:
-        """Return the served names of a model that are permitted; all of them for None. There are
-        none if all were moved to other models."""
+        """Return the served names of a model that are in `permitted`; all of them for None. The
+        list is also empty if all names were moved to other models."""
         return [
             name
             for name, served in self._by_name.items()
@@ -241,9 +246,10 @@ class Models:
         ]
 
     def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
-        """Return the first model in memory that has a permitted name. Raises Forbidden if no model
-        has a permitted name, and ModelUnavailable if none is in memory."""
-        for loaded in self.among(permitted):
+        """Return the first model in memory that has a permitted name; None permits all. Raises
+        Forbidden if no model has a permitted name, and ModelUnavailable if none of those is in
+        memory."""
+        for loaded in self.loaded_among(permitted):
             return loaded
         if permitted is not None and not self.names_among(permitted):
             raise Forbidden(NONE_PERMITTED)
@@ -252,20 +258,20 @@ class Models:
             f"{', '.join(self.names_among(permitted))}"
         )
 
-    def among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
+    def loaded_among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
         """Return the models in memory that have a permitted name; all of them for None."""
         if permitted is None:
             return list(self)
         named = [known for known in self.known if self.names_of(known, permitted)]
-        return [known.loaded for known in named if known.residence is not None]
+        return [known.loaded for known in named if known.instance is not None]
 
     def name_of(self, loaded: LoadedModel, permitted: Collection[str] | None = None) -> str:
-        """Return the name of a model for responses. It is the first served name that is permitted,
-        else the first served name, else the id if all names were moved."""
+        """Return the name of a model for responses: its first served name in `permitted`, else its
+        first served name, else its id if all names were moved to other models."""
         names = [
             name
             for name, known in self._by_name.items()
-            if known.residence is not None and known.residence.loaded is loaded
+            if known.instance is not None and known.instance.loaded is loaded
         ]
         shown = [name for name in names if permitted is None or name in permitted]
         return next(iter(shown or names), loaded.name)
@@ -274,19 +280,22 @@ class Models:
         """Return the models in memory by their names in responses."""
         return {self.name_of(loaded): loaded for loaded in self}
 
-    def meant(self, name: str | None, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """Return the candidates for a request.
+    def candidates(
+        self, name: str | None, permitted: Collection[str] | None = None
+    ) -> list[KnownModel]:
+        """Return the models that a request may mean, the candidates of `find`.
 
-        With a `name`, this is the model served under it. Else these are the startup models that
-        have a permitted name; without startup models, the only model there is. A given `name` must
-        be permitted. Raises UnknownModel, InvalidInput if a name is needed, Forbidden if no model
-        is permitted, and ModelUnavailable if there is no model.
+        `permitted` has the names that the API key may use; None means all. With a `name`, the
+        candidate is the model served under it; the caller has checked that it is permitted.
+        Without one, the candidates are the startup models that have a permitted name, or if there
+        are no startup models, the only model that has one. Raises UnknownModel, InvalidInput if a
+        name is needed, Forbidden if no model is permitted, and ModelUnavailable if there is none.
         """
         if name and is_name(name):
             return [self.named(name, permitted)]
-        known = [k for k in self.lasting or self.known if self.names_of(k, permitted)]
-        if (self.lasting and known) or len(known) == 1:
-            return known
+        named = [k for k in self.startup_models or self.known if self.names_of(k, permitted)]
+        if (self.startup_models and named) or len(named) == 1:
+            return named
         names = self.names_among(permitted)
         if not names and permitted is None:
             raise ModelUnavailable("there is no model yet; put one into --model-repository")
@@ -298,7 +307,7 @@ class Models:
         """Return the models with a permitted name that rerank. These are the startup models that
         are listed as rerankers; if there is none, all other rerankers, loaded or not."""
         named = [k for k in self.known if self.names_of(k, permitted)]
-        listed = [k for k in named if k in self.lasting and _fit(k, "rerank") in (0, 1)]
+        listed = [k for k in named if k in self.startup_models and _fit(k, "rerank") in (0, 1)]
         return listed or [k for k in named if k.task == "rerank"]
 
     def find(
@@ -310,11 +319,12 @@ class Models:
     ) -> KnownModel:
         """Return the model served under `name`, or without a name the best candidate.
 
-        `fit` ranks the candidates: a classifier precedes a reranker that classifies, and any
-        reranker precedes an embedding model. A model that was never loaded counts as best; without
-        a task, all do. Of the best, those that give the `outputs` remain, if any does. `permitted`
-        is as in `first`. Raises UnknownModel, WrongTask if no candidate can do the task,
-        InvalidInput if several remain, Forbidden and ModelUnavailable.
+        `fit` ranks the candidates, 0 first: a classifier precedes a reranker that classifies, and
+        any reranker precedes an embedding model. A model that was never loaded ranks first; without
+        a task, all do. Of the best, those that give the requested `outputs` remain, if any does.
+        `permitted` has the names that the API key may use; None means all. Raises UnknownModel,
+        WrongTask if no candidate can do the task, InvalidInput if several remain, Forbidden and
+        ModelUnavailable.
         """
         known = None if permitted is not None else self._by_name.get(name or "")
         if (
@@ -322,16 +332,16 @@ class Models:
             and name != UNSPECIFIED
             and (task is None or known.spec is None or fit(known.spec, task) is not None)
         ):
-            return known  # nearly all requests
+            return known  # a shortcut for nearly all requests
         is_unnamed = task == "rerank" and not is_name(name)
-        candidates = (is_unnamed and self.rerankers(permitted)) or self.meant(name, permitted)
+        candidates = (is_unnamed and self.rerankers(permitted)) or self.candidates(name, permitted)
         fits = {known: rank for known in candidates if (rank := _fit(known, task)) is not None}
         if task is not None and not fits:
             described = []
             for one in candidates:
-                assert one.spec is not None  # else it would fit
+                assert one.spec is not None  # a model without a spec fits
                 names = self.names_of(one, permitted)
-                shown = f"`{names[0]}`" if names else "the model"  # if only adapters may be used
+                shown = f"`{names[0]}`" if names else "the model"  # the key may use only adapters
                 described.append(f"{shown} is {KIND[one.spec.task]} ({TASK_ROUTES[one.spec.task]})")
             raise WrongTask(f"{REFUSAL[task]}: {', '.join(described)}")
         best = [known for known, rank in fits.items() if rank == min(fits.values())]
@@ -343,17 +353,17 @@ class Models:
         chosen = suitable or best
         if len(chosen) > 1:
             names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
-            lack = "" if suitable else f"; none of them gives {' and '.join(outputs)}"
-            raise InvalidInput(f"`model` must say which: {', '.join(names)}{lack}", field="model")
+            suffix = "" if suitable else f"; none of them gives {' and '.join(outputs)}"
+            raise InvalidInput(f"`model` must say which: {', '.join(names)}{suffix}", field="model")
         return chosen[0]
 
     def exposition(self) -> bytes:
         """Return the metrics of all models in memory in the Prometheus text format. If models are
         loaded and evicted, each series has the label `model`, even of a single model."""
         telemetries = {name: model.telemetry for name, model in self.by_name().items()}
-        if self.changes:
+        if self.can_load:
             telemetries[NO_MODEL] = self.telemetry
-        return exposition(telemetries, label_one=self.changes)
+        return exposition(telemetries, label_one=self.can_load)
 
     @property
     def healthy(self) -> bool:
@@ -394,18 +404,19 @@ def _fit(known: KnownModel, task: Task | None) -> int | None:
 def served_names(
     models: Sequence[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """Return the served names of each model id. Raises ConfigError if two models share a name."""
-    names = [tuple(dict.fromkeys(aliases.get(model) or (model,))) for model in models]
+    """Return the served names of each id in `models`: its aliases, else the id itself. Raises
+    ConfigError if two models share a name."""
+    names_by_model = [tuple(dict.fromkeys(aliases.get(model) or (model,))) for model in models]
     taken: dict[str, str] = {}
-    for model, owned in zip(models, names, strict=True):
-        for name in owned:
+    for model, model_names in zip(models, names_by_model, strict=True):
+        for name in model_names:
             if name in taken:
                 raise ConfigError(
                     f"{taken[name]} and {model} would both be served as {name}; "
                     "give each a name of its own with --served-model-name NAME=MODEL"
                 )
             taken[name] = model
-    return names
+    return names_by_model
 
 
 class Catalog:
@@ -424,18 +435,18 @@ class Catalog:
                 "named with --loadable"
             )
         self._ids: dict[str, str] = {}
-        for given in ids:
-            name, equals, model = given.partition("=")
-            if not equals or "/" in name:  # no NAME: paths and URLs may contain "="
-                name = model = given
+        for entry in ids:
+            name, separator, model = entry.partition("=")
+            if not separator or "/" in name:  # no NAME: paths and URLs may contain "="
+                name = model = entry
             elif not name.strip() or not model:
-                raise ConfigError(f"--loadable {given}: wanted MODEL or NAME=MODEL")
+                raise ConfigError(f"--loadable {entry}: wanted MODEL or NAME=MODEL")
             if self._ids.setdefault(name, model) != model:
                 raise ConfigError(f"--loadable names two models {name}; give each its own name")
         self._repository = repository
-        if twice := self._ids.keys() & self._folders().keys():
+        if clashes := self._ids.keys() & self._folders().keys():
             raise ConfigError(
-                f"--loadable {min(twice)} is also the name of a folder in {repository}; rename it"
+                f"--loadable {min(clashes)} is also the name of a folder in {repository}; rename it"
             )
 
     def __call__(self) -> Mapping[str, str]:
@@ -443,6 +454,7 @@ class Catalog:
         return self._ids | self._folders()
 
     def _folders(self) -> dict[str, str]:
+        """Return the paths of the repository's folders by name; none if it cannot be read."""
         if self._repository is None:
             return {}
         try:

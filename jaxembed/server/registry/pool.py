@@ -32,7 +32,7 @@ from jaxembed.errors import (
     ShuttingDown,
 )
 from jaxembed.runtime.model import LoadedModel
-from jaxembed.server.registry.models import KnownModel, Models, Residence, is_name
+from jaxembed.server.registry.models import KnownModel, LoadedInstance, Models, is_name
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class ModelPool:
         self._undescribed: dict[KnownModel, float] = {}  # when `describe` failed
         self._limits = limits or PoolLimits()
         self._load_lock = asyncio.Lock()  # held while a model is loaded
-        self._loading: dict[KnownModel, asyncio.Task[Residence]] = {}
-        self._leaving: dict[Residence, asyncio.Task[None]] = {}
+        self._loading: dict[KnownModel, asyncio.Task[LoadedInstance]] = {}
+        self._leaving: dict[LoadedInstance, asyncio.Task[None]] = {}
         self._waiting: dict[KnownModel, int] = {}  # requests that wait for a model to be loaded
         self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when and why
 
@@ -77,7 +77,7 @@ class ModelPool:
         """Return the state of a model in Triton's terms, and the reason if it is not available."""
         if known in self._loading:
             return "LOADING", ""
-        if known.residence is not None:
+        if known.instance is not None:
             return "READY", ""
         if self._evictions_of(known):
             return "UNLOADING", ""
@@ -91,7 +91,7 @@ class ModelPool:
         task: Task | None,
         permitted: Collection[str] | None = None,
         outputs: Collection[OutputName] = (),
-    ) -> Residence:
+    ) -> LoadedInstance:
         """Find the model of a request, load it if needed, and return it with a lease on it.
 
         The arguments are those of `Models.find`. Raises what `find` does, ModelUnavailable if the
@@ -100,26 +100,26 @@ class ModelPool:
         if task == "rerank" and not is_name(name):
             await self._look_for_rerankers(permitted)
         known = self.models.find(name, task, permitted, outputs)
-        if known.residence is None:
+        if known.instance is None:
             await self._wait_until_loaded(known, name, permitted)
             # its tasks and adapters are known only now
             known = self.models.find(name, task, permitted, outputs)
-        residence = known.residence
-        if residence is None:  # the name moved meanwhile to a model that is not in memory
+        instance = known.instance
+        if instance is None:  # the name moved meanwhile to a model that is not in memory
             return await self.lease(name, task, permitted, outputs)
-        residence.leases += 1
-        return residence
+        instance.leases += 1
+        return instance
 
     async def _look_for_rerankers(self, permitted: Collection[str] | None) -> None:
-        """Read the tasks of models that were never loaded, unless a reranker is known. One of them
-        may be a reranker, which precedes embedding models."""
+        """Unless a reranker is known, read the tasks of models that were never loaded, because a
+        reranker among them would precede embedding models. Failures are logged."""
         if self._describe is None or self.models.rerankers(permitted):
             return
         self.models.discover()
         async with self._describe_lock:
             for known in self.models.known:
-                since_s = time.monotonic() - self._undescribed.get(known, -FAILURE_S)
-                if known.task is not None or since_s < FAILURE_S:
+                elapsed_s = time.monotonic() - self._undescribed.get(known, -FAILURE_S)
+                if known.task is not None or elapsed_s < FAILURE_S:
                     continue
                 call = _in_thread(self._describe, known.id)
                 try:
@@ -132,18 +132,18 @@ class ModelPool:
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None
     ) -> list[ModelSpec]:
-        """Return the specs of a request's candidates. Loads those without a spec. Raises as
-        `lease`."""
-        meant = self.models.meant(name, permitted)
-        for known in meant:
+        """Return the specs of the models that a request may mean, as `Models.candidates` finds
+        them. Loads those without a spec. Raises as `lease`."""
+        candidates = self.models.candidates(name, permitted)
+        for known in candidates:
             if known.spec is None:
                 await self._wait_until_loaded(known, name, permitted)
-        return [known.spec for known in meant if known.spec is not None]
+        return [known.spec for known in candidates if known.spec is not None]
 
     async def load(self, known: KnownModel, *, pinned: bool | None = None) -> None:
         """Load a model unless it is in memory, even if it failed before. There is no timeout. A
         `pinned` model is never evicted to make room; None changes nothing. Raises JaxembedError."""
-        if known.residence is None:
+        if known.instance is None:
             await asyncio.shield(self._start_loading(known))
         if pinned is not None:
             known.pinned = pinned
@@ -153,7 +153,7 @@ class ModelPool:
         answered first. Later requests load the model again."""
         if (task := self._loading.get(known)) is not None:
             await asyncio.wait({task})
-        if known.residence is not None:
+        if known.instance is not None:
             self._evict(known)
         if leaving := self._evictions_of(known):
             await asyncio.wait(leaving)
@@ -170,20 +170,20 @@ class ModelPool:
         self.models.name_alias(alias, name)
         logger.info("%s is served as %s from now on", name, alias)
         for known in old_models:
-            if not names_of(known) and known.residence is not None:
+            if not names_of(known) and known.instance is not None:
                 self._evict(known)
 
     def sweep(self) -> None:
         """Evict the models that were unused for the keep-alive time.
 
-        Evict one more if models exceed the memory limit: the memory of a model's runs is known only
-        when its programs are compiled.
+        Evict one more if models exceed the memory limit. They can, because the memory that a model
+        needs to run is known only when its programs are compiled.
         """
         keep_alive_s, max_bytes = self._limits.keep_alive_s, self._limits.bytes
         oldest_at = -math.inf if keep_alive_s is None else time.monotonic() - keep_alive_s
         for known in self._evictable():
-            assert known.residence is not None
-            if not known.residence.leases and known.residence.used_at < oldest_at:
+            assert known.instance is not None
+            if not known.instance.leases and known.instance.used_at < oldest_at:
                 self._evict(known)
         too_much = max_bytes is not None and self._taken_bytes > max_bytes
         if too_much and not self._leaving and len(self.models) > 1 and self._evictable():
@@ -194,8 +194,8 @@ class ModelPool:
     ) -> None:
         """Wait until a model is in memory, loading it if needed, for at most the load timeout.
 
-        Errors have the requested name: the key may not know others. Raises ModelUnavailable and
-        ShuttingDown.
+        Errors show the `requested` name, because the API key may not know others. Raises
+        ModelUnavailable, also if a load failed in the last FAILURE_S seconds, and ShuttingDown.
         """
         name = requested or next(iter(self.models.names_of(known, permitted)), known.id)
         failed_at, reason = self._failed.get(known, (-FAILURE_S, None))
@@ -217,39 +217,40 @@ class ModelPool:
         finally:
             self._waiting[known] -= 1
 
-    def _start_loading(self, known: KnownModel) -> asyncio.Task[Residence]:
+    def _start_loading(self, known: KnownModel) -> asyncio.Task[LoadedInstance]:
         """Return the task that loads a model. All requests for the model share it."""
 
-        def end(task: asyncio.Task[Residence]) -> None:
+        def end(task: asyncio.Task[LoadedInstance]) -> None:
             known.is_loading = False
             del self._loading[known]
             if not task.cancelled():
-                task.exception()  # retrieved, because maybe nobody awaits the task
+                task.exception()  # else asyncio warns if nobody awaits the task
 
         if known not in self._loading:
-            self._loading[known] = asyncio.create_task(self._load_next(known))
+            self._loading[known] = asyncio.create_task(self._load_in_turn(known))
             self._loading[known].add_done_callback(end)
             known.is_loading = True
         return self._loading[known]
 
-    async def _load_next(self, known: KnownModel) -> Residence:
-        """Load a model when no other is loading, and keep a failure. Raises JaxembedError."""
+    async def _load_in_turn(self, known: KnownModel) -> LoadedInstance:
+        """Load a model when no other is loading, and return it. Keep a failure in `_failed`. Raises
+        JaxembedError."""
         async with self._load_lock:
-            if known.residence is not None:
-                return known.residence
+            if known.instance is not None:
+                return known.instance
             started_at = time.monotonic()
             try:
                 loaded = await self._load_with_retry(known)
             except Exception as error:
-                is_ours = isinstance(error, JaxembedError)
-                failure = error if is_ours else BackendError(_reason(error))
+                is_expected = isinstance(error, JaxembedError)
+                failure = error if is_expected else BackendError(_reason(error))
                 logger.error("%s cannot be loaded: %s", self._name(known), failure)
                 if not isinstance(failure, NoRoom):  # there may be room at any moment
                     self._failed[known] = time.monotonic(), failure
                 await _in_thread(_collect)
                 raise failure from error
             self._failed.pop(known, None)
-            known.residence, known.spec = Residence(loaded), loaded.spec
+            known.instance, known.spec = LoadedInstance(loaded), loaded.spec
             known.takes_images = loaded.takes_images
             logger.info(
                 "%s is in memory after %.1f s: %d MB, all models %d MB",
@@ -258,7 +259,7 @@ class ModelPool:
                 loaded.resident_bytes // memory.MIB,
                 self._taken_bytes // memory.MIB,
             )
-            return known.residence
+            return known.instance
 
     async def _load_with_retry(self, known: KnownModel) -> LoadedModel:
         """Load a model in a thread. If the device has no memory for it, evict the least recently
@@ -266,12 +267,12 @@ class ModelPool:
         assert self._load is not None
         loop = asyncio.get_running_loop()
 
-        def reserve(count: int) -> None:
+        def reserve(num_bytes: int) -> None:  # called in the loading thread
             if loop.is_closed():
                 raise _shutting_down()
-            room = asyncio.run_coroutine_threadsafe(self._make_room(known, count), loop)
+            making_room = asyncio.run_coroutine_threadsafe(self._make_room(known, num_bytes), loop)
             try:
-                room.result()
+                making_room.result()
             except concurrent.futures.CancelledError:  # the event loop has ended
                 raise _shutting_down() from None
 
@@ -283,19 +284,19 @@ class ModelPool:
         await asyncio.shield(self._evict(self._evictable()[0]))
         return await _in_thread(self._load, known.id, reserve)
 
-    async def _make_room(self, known: KnownModel, count: int) -> None:
-        """Evict models until there is room for `count` bytes. Raises NoRoom, without evicting
+    async def _make_room(self, known: KnownModel, num_bytes: int) -> None:
+        """Evict models until there is room for `num_bytes`. Raises NoRoom, without evicting
         further ones, if pinned models leave too little memory."""
         max_bytes = self._limits.bytes
-        while max_bytes is not None and self._taken_bytes + count > max_bytes:
+        while max_bytes is not None and self._taken_bytes + num_bytes > max_bytes:
             pinned = sum(
-                other.residence.loaded.resident_bytes
+                other.instance.loaded.resident_bytes
                 for other in self.models.known
-                if other.residence is not None and other.pinned
+                if other.instance is not None and other.pinned
             )
-            if pinned + count > max_bytes:
+            if pinned + num_bytes > max_bytes:
                 raise NoRoom(
-                    f"it takes {count // memory.MIB} MB, and models may take "
+                    f"it takes {num_bytes // memory.MIB} MB, and models may take "
                     f"{max_bytes // memory.MIB} MB, of which {pinned // memory.MIB} MB are pinned; "
                     "raise --model-memory, or unload others"
                 )
@@ -303,7 +304,7 @@ class ModelPool:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
             elif self._evictable():
                 await asyncio.shield(self._evict(self._evictable()[0]))
-            else:  # requests that wait for the other models have not begun yet
+            else:  # requests wait for the models left to evict; let them take their leases
                 await asyncio.sleep(0.01)
 
     @property
@@ -313,34 +314,34 @@ class ModelPool:
         return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
 
     def _evictable(self) -> list[KnownModel]:
-        """Return the models that may be evicted: those without leases first, the least recently
-        used of each first."""
-        may_go = {
-            known.residence: known
+        """Return the models that may be evicted: first those without leases, then those with
+        leases, each from the least recently used on. Models that requests wait for are left out."""
+        by_instance = {
+            known.instance: known
             for known in self.models.known
-            if known.residence is not None and not known.pinned and not self._waiting.get(known)
+            if known.instance is not None and not known.pinned and not self._waiting.get(known)
         }
-        oldest = sorted(may_go, key=lambda residence: (residence.leases > 0, residence.used_at))
-        return [may_go[residence] for residence in oldest]
+        oldest = sorted(by_instance, key=lambda instance: (instance.leases > 0, instance.used_at))
+        return [by_instance[instance] for instance in oldest]
 
     def _evict(self, known: KnownModel) -> asyncio.Task[None]:
         """Evict a model: new requests no longer find it in memory. Returns the task that frees it
         when all leases are returned."""
-        assert known.residence is not None
-        residence, known.residence = known.residence, None
-        task = asyncio.create_task(self._free(residence, self._name(known)))
-        self._leaving[residence] = task
-        task.add_done_callback(lambda _: self._leaving.pop(residence))
+        assert known.instance is not None
+        instance, known.instance = known.instance, None
+        task = asyncio.create_task(self._free(instance, self._name(known)))
+        self._leaving[instance] = task
+        task.add_done_callback(lambda _: self._leaving.pop(instance))
         return task
 
     def _evictions_of(self, known: KnownModel) -> list[asyncio.Task[None]]:
         """Return the tasks that free a model; several if it was evicted more than once."""
         return [task for gone, task in self._leaving.items() if gone.loaded.name == known.id]
 
-    async def _free(self, residence: Residence, name: str) -> None:
+    async def _free(self, instance: LoadedInstance, name: str) -> None:
         """Close a model when its leases are returned, and free its memory."""
-        await residence.idle()
-        await _in_thread(residence.loaded.close, UNUSED_CLOSE_S)
+        await instance.idle()
+        await _in_thread(instance.loaded.close, UNUSED_CLOSE_S)
         await _in_thread(_collect)
         logger.info("%s is no longer in memory", name)
 
@@ -358,7 +359,7 @@ def _shutting_down() -> ShuttingDown:
 
 async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
     """Make a call in a new thread, and return its result or raise its error. The end of the process
-    does not wait for the thread, which may wait for this event loop."""
+    does not wait for the thread, because the thread may wait for this event loop."""
     done: concurrent.futures.Future[Returned] = concurrent.futures.Future()
     done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the call
 
@@ -366,11 +367,12 @@ async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Retur
         try:
             done.set_result(call(*arguments))
         except BaseException as error:
+            # others, such as a Rust panic, become a BackendError
             is_usual = isinstance(error, (Exception, asyncio.CancelledError, *INTERRUPTS))
             failure = error if is_usual else BackendError(_reason(error))
             if not isinstance(error, JaxembedError):
                 logger.exception("a model could not be loaded or freed")
-            # tracebacks would keep the parts that were loaded
+            # the tracebacks would keep the parts of the model in memory
             chained: BaseException | None = error
             while chained is not None:
                 chained.__traceback__ = None

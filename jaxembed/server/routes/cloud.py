@@ -48,14 +48,16 @@ INSTANCES_AT_ONCE = 64  # of a /vertex request; starting one blocks the event lo
 AnyEmbedRequest = EmbedRequest | EmbedSparseRequest | EmbedMultiRequest
 AnyRequest = AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
-EMBEDS: dict[OutputName, type[AnyEmbedRequest]] = {  # the body by the primary output of the model
+EMBED_REQUESTS: dict[
+    OutputName, type[AnyEmbedRequest]
+] = {  # the body by the primary output of the model
     "dense": EmbedRequest,
     "sparse": EmbedSparseRequest,
     "multi_vector": EmbedMultiRequest,
 }
 
 
-class Asked(msgspec.Struct):
+class RouteFields(msgspec.Struct):
     """The fields that say which route handles a body. To rerank, TEI's clients send `texts` and
     Jina's clients send `documents`."""
 
@@ -83,8 +85,8 @@ async def rerank_texts() -> Response:
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
-            body = await _decode_rerank(data, await decode(data, Asked, check_count))
-        return await answer_any(meter, body, octets=False)
+            body = await _decode_rerank(data, await decode(data, RouteFields, check_count))
+        return await answer_any(meter, body, raw_bytes=False)
 
 
 @blueprint.post("/")
@@ -94,7 +96,7 @@ async def root() -> Response:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
             body = await decode_any(data, meter.service.pool)
-        return await answer_any(meter, body, octets=wants_octets())
+        return await answer_any(meter, body, raw_bytes=wants_octets())
 
 
 @blueprint.post("/invocations")
@@ -106,8 +108,8 @@ async def invocations() -> Response:
 @blueprint.post("/vertex")
 async def vertex() -> Response:
     """Run all instances concurrently and answer them in order. Raises the error of the first
-    instance that fails, and BatchTooLarge if the instances, or their inputs together, are too
-    many."""
+    instance, in their order, that fails, and BatchTooLarge if the instances, or their inputs
+    together, are too many."""
     with current_meter() as outer:
         instances = (await read_body_as(outer, VertexRequest)).instances
     check_batch(len(instances))
@@ -118,7 +120,7 @@ async def vertex() -> Response:
         requests.append(await decode_any(instance, outer.service.pool, AT_ONCE // len(instances)))
         input_count += _input_count(requests[-1])
         check_batch(input_count)
-    meters = [Meter(outer.service, outer.held) for _ in requests]
+    meters = [Meter(outer.service, outer.reservation) for _ in requests]
     gate = asyncio.Semaphore(INSTANCES_AT_ONCE)
 
     async def answer(meter: Meter, body: AnyRequest) -> bytes:
@@ -126,7 +128,7 @@ async def vertex() -> Response:
         async with gate:
             await asyncio.sleep(0)  # let other requests run
             with meter:
-                response = await answer_any(meter, body, octets=False)
+                response = await answer_any(meter, body, raw_bytes=False)
                 return await response.get_data(as_text=False)
 
     results = await asyncio.gather(*map(answer, meters, requests), return_exceptions=True)
@@ -147,40 +149,41 @@ async def decode_any(
     A body of more than `at_once` bytes is decoded in slices, between which other tasks run. Raises
     the errors of InvalidInput, Forbidden, and as `ModelPool.specs_of`.
     """
-    asked = await decode(data, Asked, check_count, at_once)
-    if asked.query is not msgspec.UNSET:
-        return await _decode_rerank(data, asked, at_once)
-    specs = await pool.specs_of(asked.model, check_name(asked.model))
+    fields = await decode(data, RouteFields, check_count, at_once)
+    if fields.query is not msgspec.UNSET:
+        return await _decode_rerank(data, fields, at_once)
+    specs = await pool.specs_of(fields.model, check_name(fields.model))
     primaries: set[OutputName] = {spec.primary for spec in specs if spec.task == "embed"}
     if not primaries:
         return await decode(data, PredictRequest, check_count, at_once)
-    kind = EmbedRequest if len(primaries) > 1 else EMBEDS[primaries.pop()]
+    kind = EmbedRequest if len(primaries) > 1 else EMBED_REQUESTS[primaries.pop()]
     return await decode(data, kind, check_count, at_once)
 
 
 async def _decode_rerank(
-    data: bytes | bytearray | msgspec.Raw, asked: Asked, at_once: int = AT_ONCE
+    data: bytes | bytearray | msgspec.Raw, fields: RouteFields, at_once: int = AT_ONCE
 ) -> RerankRequest | DocumentsRequest:
-    """Decode a body for /rerank in TEI's form or in Jina's; `asked` has the fields that differ.
+    """Decode a body for /rerank in TEI's form or in Jina's, as the `fields` say.
     Raises BadField for another form, and the errors of InvalidInput."""
-    if asked.texts is not msgspec.UNSET:
+    if fields.texts is not msgspec.UNSET:
         return await decode(data, RerankRequest, check_count, at_once)
-    if asked.documents is not msgspec.UNSET:
+    if fields.documents is not msgspec.UNSET:
         return await decode(data, DocumentsRequest, check_count, at_once)
     raise BadField(
         "Object missing required field `texts` (or `documents`, in Jina's form)", field="texts"
     )
 
 
-async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Response:
-    """Answer a body as its route does. `octets` gives vectors as raw bytes instead of JSON."""
+async def answer_any(meter: Meter, body: AnyRequest, *, raw_bytes: bool) -> Response:
+    """Answer a body as its route does. With `raw_bytes`, routes that can give vectors as raw
+    bytes do so."""
     match body:
         case EmbedRequest():
-            return await answer_embed(meter, body, octets=octets)
+            return await answer_embed(meter, body, raw_bytes=raw_bytes)
         case EmbedSparseRequest():
             return await answer_sparse(meter, body)
         case EmbedMultiRequest():
-            return await answer_multi(meter, body, octets=octets)
+            return await answer_multi(meter, body, raw_bytes=raw_bytes)
         case RerankRequest():
             return await answer_rerank(meter, body)
         case DocumentsRequest():
@@ -191,7 +194,7 @@ async def answer_any(meter: Meter, body: AnyRequest, *, octets: bool) -> Respons
 
 def _input_count(body: AnyRequest) -> int:
     """Return the number of inputs of a body. A text, a pair or a list of token ids is one input."""
-    match body:
+    match body:  # a list of token ids, and a pair of /predict, match no pattern
         case (
             RerankRequest(texts=inputs)
             | DocumentsRequest(documents=inputs)

@@ -10,7 +10,7 @@ from quart import Blueprint, Response, g
 
 from jaxembed.preprocessing.tokenizer import Side
 from jaxembed.quantise import embedding_dtype, quantise
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions, Scores
+from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, Scores
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import (
@@ -23,7 +23,7 @@ from jaxembed.server.http.encoding import (
 from jaxembed.server.meter import current_meter
 from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
-    MOST_CONTENT,
+    MAX_CONTENT,
     AnyPriority,
     ImageSource,
     ImageUrl,
@@ -44,7 +44,7 @@ CohereTruncate = Literal["NONE", "START", "END"]
 
 Ranges = dict[EmbeddingType, np.ndarray | None]  # float32 [2, dim]; None: the type needs none
 
-CUT_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}  # else right
+TRUNCATION_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}  # else right
 
 _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
@@ -69,7 +69,7 @@ class ContentInput(msgspec.Struct, gc=False):
     content: list[ContentPart]
 
     def __post_init__(self) -> None:
-        if len(self.content) > MOST_CONTENT:
+        if len(self.content) > MAX_CONTENT:
             raise ValueError(too_many_parts(len(self.content)))
         for k, part in enumerate(self.content):
             field = "text" if part.type == "text" else "image_url"
@@ -87,7 +87,7 @@ class ContentInput(msgspec.Struct, gc=False):
     @property
     def source(self) -> str | ImageSource:
         """The text of the input, or its image."""
-        (part,) = self.content
+        (part,) = self.content  # texts were joined
         url = part.image_url
         if url is None:
             return part.text or ""
@@ -198,25 +198,26 @@ async def _embed(version: ApiVersion) -> Response:
         sources, field = _sources(body)
         await meter.find(body.model, "embed", DENSE)
         inputs = read_inputs(sources, field)
+        # the `input_type` image names no purpose of texts
         of_images = body.input_type == "image" and ImageSource in map(type, sources)
         options = EncodeOptions(
             prompt_name=body.prompt_name,
             truncate=None if body.truncate is None else body.truncate != "NONE",
-            truncation_side=CUT_SIDES.get(body.truncate, "right"),
+            truncation_side=TRUNCATION_SIDES.get(body.truncate, "right"),
             dimensions=body.output_dimension or None,
             normalize=body.normalize is not False,
             priority=priority_of(body.priority),
             bare_ids=meter.service.config.accept_bare_token_ids,
         )
-        asked = Asked(  # for dense vectors, the only output of this route
+        requested = RequestedOptions(  # dense is the only output
             options,
-            () if of_images else purposes_of(body),
+            purposes=() if of_images else purposes_of(body),
             types=tuple(
                 embedding_dtype(item) for item in body.embedding_types or () if item != "base64"
             ),
             dimensions_field="output_dimension",
         )
-        intent = accept(meter, inputs, asked)
+        intent = accept(meter, inputs, requested)
         answer = await embed_inputs(meter, inputs, intent)
         texts = [item for item in sources if isinstance(item, str)]
         rest: dict[str, Any] = {"meta": _meta_of(answer, version)}
@@ -224,7 +225,7 @@ async def _embed(version: ApiVersion) -> Response:
             rest["images"] = [asdict(item) for item in facts]
 
         async def encode() -> Response:
-            # the types in the order of the body, each with the ranges that it needs
+            # the types of the body, each with the ranges that it needs
             ranges: Ranges = {
                 name: None if name == "base64" else intent.types[name]
                 for name in body.embedding_types or ()
@@ -261,15 +262,16 @@ async def _parts(
     version: ApiVersion,
 ) -> AsyncIterator[bytes]:
     """Yield the JSON of the response in slices: EmbeddingsFloats for version 1 without types, else
-    EmbeddingsByType. `rest` has the fields `meta` and `images`."""
+    EmbeddingsByType. `rest` has the fields `meta` and `images`; `ranges` has the types of the body
+    with their calibration ranges."""
     is_bare = version == "1" and not ranges
     kind = "embeddings_floats" if is_bare else "embeddings_by_type"
     rest = {"response_type": kind, "id": g.request_id, **rest}
-    shown = json_items(len(texts), object_width(texts), lambda start, stop: texts[start:stop])
-    lists = {"texts": shown}
+    text_items = json_items(len(texts), object_width(texts), lambda start, stop: texts[start:stop])
+    lists = {"texts": text_items}
     if is_bare:
-        lists = {"embeddings": _vectors(answer.dense, "float", None), "texts": shown}
-    else:
+        lists = {"embeddings": _vectors(answer.dense, "float", None), "texts": text_items}
+    else:  # `embeddings` is an object with a list for each type
         yield b'{"embeddings":{'
         types: Ranges = ranges or {"float": None}
         async for part in json_lists(
@@ -286,7 +288,7 @@ def _vectors(
 ) -> AsyncIterator[bytes]:
     """Return an iterator over the items of a JSON list, in slices: the vectors in the type `name`.
     Each slice is encoded when it is written, so that no copy of all vectors is in memory. `dense`
-    is float32 `[inputs, dim]`."""
+    is float32 `[inputs, dim]`; `ranges` are the type's calibration ranges, if any."""
 
     def items(start: int, stop: int) -> np.ndarray | list[str]:
         rows = dense[start:stop]
@@ -298,7 +300,7 @@ def _vectors(
 
 
 def _meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:
-    """Return the fields of CohereMeta. Cohere bills the tokens of a request to embed, and a request
+    """Return the fields of CohereMeta. Cohere bills a request to embed by its tokens, and a request
     to rerank as one search."""
     tokens = int(answer.num_tokens.sum())
     is_search = isinstance(answer, Scores)

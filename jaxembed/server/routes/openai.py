@@ -15,7 +15,7 @@ from jaxembed.data.inputs import ChunkedText, ChunkSize, OffsetUnit, Text, Token
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.preprocessing.windows import join_texts
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
+from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.errors import BadField
@@ -34,7 +34,7 @@ from jaxembed.server.pipeline.body import (
     RequestChunks,
     RequestInputs,
     check_batch,
-    check_listed,
+    check_value_list,
     only_part,
     priority_of,
     read_body_as,
@@ -50,9 +50,9 @@ from jaxembed.server.pipeline.fields import (
     WINDOWS,
     FormattedRequest,
     TermNames,
-    agreed,
-    asked_dtype,
+    merged_values,
     purposes_of,
+    requested_dtype,
     with_choices,
 )
 
@@ -199,6 +199,7 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     if body.return_multivector:
         asked_outputs.add("multi_vector")
     output_names: list[OutputName] = [name for name in REPRESENTATIONS if name in asked_outputs]
+    # chunks have dense vectors only
     await meter.find(body.model, "embed", DENSE if in_chunks or not output_names else output_names)
     if body.messages:
         inputs = _read_messages(body.messages)
@@ -208,10 +209,10 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     if in_chunks:
         inputs = _read_chunks(body, inputs)
     if body.outputs:
-        check_listed("outputs", len(body.outputs))
-    # OpenAI normalises vectors, so they are normalised unless the body says otherwise.
-    truncate, dimensions, normalize = agreed(body, TRUNCATE, DIMENSIONS, NORMALIZE)
-    asked = Asked(
+        check_value_list("outputs", len(body.outputs))  # raises for too many
+    # As in OpenAI's API, vectors are normalised unless the body says otherwise.
+    truncate, dimensions, normalize = merged_values(body, TRUNCATE, DIMENSIONS, NORMALIZE)
+    requested = RequestedOptions(
         EncodeOptions(
             prompt_name=body.prompt_name,
             max_active_dims=body.max_active_dims,
@@ -225,10 +226,10 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
         outputs=tuple(body.outputs or ()),
         multi_vector=bool(body.return_multivector),
         tokens=bool(body.return_tokens),
-        dtype=asked_dtype(body),
+        dtype=requested_dtype(body),
         dimensions_field="dimensions" if body.dimensions else "output_dimension",
     )
-    intent = accept(meter, inputs, asked)
+    intent = accept(meter, inputs, requested)
     outputs = intent.options.outputs
     if outputs != DENSE and wants_octets():
         shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)
@@ -274,12 +275,15 @@ def _read_messages(messages: Sequence[Message]) -> RequestInputs:
     source = content if isinstance(content, str) else only_part(content, place)
     if not source:
         raise EmptyInput(place)
-    size = len(source) if isinstance(source, str) else 0
-    return RequestInputs("single", size, place, [text_or_image(source)])
+    characters = len(source) if isinstance(source, str) else 0
+    return RequestInputs(
+        method="single", characters=characters, field=place, items=[text_or_image(source)]
+    )
 
 
 def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunks:
-    """Read the texts of a body and their chunks.
+    """Return the texts of a body, divided as `late_chunking`, `chunk_size` or `chunks` says. With
+    `late_chunking` the inputs are the chunks of one text.
 
     Raises InvalidInput for an input that is no text, and for `chunks` without one or more pairs of
     integers for each text; BatchTooLarge and RequestTooLarge for too many chunks.
@@ -296,24 +300,24 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
     unit = body.offset_unit or "code-points"
     if body.late_chunking:
         return RequestChunks(
-            "single",
-            inputs.characters,
-            inputs.field,
-            [join_texts(texts)],
-            lambda _, chunk: inputs.place(chunk),
+            method="single",
+            characters=inputs.characters,
+            field=inputs.field,
+            items=[join_texts(texts)],
+            chunk_place=lambda _, chunk: inputs.place(chunk),
         )
     if body.chunk_size is not None:
         size = ChunkSize(body.chunk_size, body.chunk_overlap or 0)
         items = [ChunkedText(text, size, unit) for text in texts]
         return RequestChunks(
-            inputs.method,
-            inputs.characters,
-            inputs.field,
-            items,
-            lambda text, _: inputs.place(text),
+            method=inputs.method,
+            characters=inputs.characters,
+            field=inputs.field,
+            items=items,
+            chunk_place=lambda text, _: inputs.place(text),
         )
     chunks = body.chunks or []
-    is_flat = isinstance(next(iter(chunks[0]), None), int)  # the pairs of one text
+    is_flat = isinstance(next(iter(chunks[0]), None), int)  # pairs, not lists of pairs
     lists = [chunks] if is_flat else chunks
 
     def place_of(text: int, chunk: int) -> str:
@@ -358,22 +362,22 @@ async def _respond(
     if wants_octets():
         response = await octet_response(answer.dense)
     else:
-        encoder, names, places = ENCODERS[body.encoding_format], None, None
+        encoder, term_names, spans = ENCODERS[body.encoding_format], None, None
         if body.return_tokens:
-            names = meter.loaded.tokenized_by(meter.route).term_names
+            term_names = meter.loaded.text_processor_of(meter.route).term_names
         if chunked is not None and not body.late_chunking:
             # of each chunk the index of its input, its start and its end
             input_indices = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
-            places = np.column_stack([input_indices, chunked.bounds])
+            spans = np.column_stack([input_indices, chunked.bounds])
 
         def items(start: int, stop: int) -> list[dict]:
             objects = [
-                {"object": "embedding", **_fields_of(answer, i, encoder, names), "index": i}
+                {"object": "embedding", **_fields_of(answer, i, encoder, term_names), "index": i}
                 for i in range(start, stop)
             ]
-            if places is not None:
-                for item, place in zip(objects, places[start:stop].tolist(), strict=True):
-                    item.update(zip(("input_index", "start", "end"), place, strict=True))
+            if spans is not None:
+                for item, span in zip(objects, spans[start:stop].tolist(), strict=True):
+                    item.update(zip(("input_index", "start", "end"), span, strict=True))
             return objects
 
         count = len(next(iter(answer.values.values())))
@@ -385,7 +389,7 @@ async def _respond(
 
 
 def _width_of(answer: Embeddings) -> int:
-    """Estimate how many numbers the outputs of one input have, on average."""
+    """Estimate how many numbers the outputs of one input have, on average (2 for a term)."""
     count, width = max(len(answer.num_tokens), 1), 0
     if "dense" in answer.values:
         width += answer.values["dense"].shape[1]
@@ -404,7 +408,7 @@ def _fields_of(
 ) -> dict[str, Any]:
     """Return the fields of EmbeddingObject with the outputs of the input or chunk number `index`.
 
-    `encoder` makes numbers or base64 of vectors. `names` gives the text of each term or token id;
+    `encoder` converts vectors to numbers or base64. `names` returns the texts of term or token ids;
     None leaves `tokens` out. Clients expect an `embedding`: without a dense output it is null, or
     empty as base64, which OpenAI's client for Node decodes.
     """

@@ -20,7 +20,7 @@ from jaxembed.data.inputs import Priority
 from jaxembed.server.errors import REPOSITORY, Dialect, dialect_of
 from jaxembed.server.http.encoding import JSON, OCTETS, json_response
 from jaxembed.server.pipeline.body import PRIORITY
-from jaxembed.server.pipeline.fields import ModelRequest, unserved
+from jaxembed.server.pipeline.fields import ModelRequest, refused_fields
 from jaxembed.server.routes import (
     cloud,
     cohere,
@@ -103,7 +103,7 @@ class Route:
     summary: str
     request: Any = None
     response: Any = None
-    octets: bool = False  # whether it also answers raw bytes
+    raw_bytes: bool = False  # whether it also answers raw bytes
     query: tuple[str, ...] = ()  # names of query parameters
 
 
@@ -112,14 +112,14 @@ RERANKS = (tei.RerankRequest, rerank.DocumentsRequest)
 RANKINGS = (list[tei.Rank], rerank.JinaResponse)
 LABELS = (list[rerank.Prediction], list[list[rerank.Prediction]])
 TERMS = list[list[tei.Term]]
-ANY_REQUEST = (*cloud.EMBEDS.values(), *RERANKS, tei.PredictRequest)
+ANY_REQUEST = (*cloud.EMBED_REQUESTS.values(), *RERANKS, tei.PredictRequest)
 ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS)
 UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
 
 # fmt: off
 ROUTES = (
     Route("openai.embeddings", "Embed, as OpenAI", openai.EmbeddingsRequest,
-          openai.EmbeddingsResponse, octets=True),
+          openai.EmbeddingsResponse, raw_bytes=True),
     Route("voyage.contextualized_embeddings",
           "A vector of each chunk of documents, as Voyage", voyage.ContextualizedRequest,
           voyage.ContextualizedResponse),
@@ -128,14 +128,14 @@ ROUTES = (
     Route("ops.list_models", "The served names", response=ops.ModelList),
     Route("ops.list_models_unprefixed", "The served names, as Infinity", response=ops.ModelList),
     Route("ops.model", "One served name", response=ops.ServedModel),
-    Route("tei.embed", "One vector per input", tei.EmbedRequest, VECTORS, octets=True),
+    Route("tei.embed", "One vector per input", tei.EmbedRequest, VECTORS, raw_bytes=True),
     Route("tei.embed_all", "One vector per token", tei.EmbedAllRequest, list[VECTORS]),
     Route("tei.similarities", "Similarities", tei.SimilarityRequest, list[float]),
     Route("tei.tokenize", "Tokens", tei.TokenizeRequest, list[list[tei.Token]]),
     Route("tei.decode_ids", "Text of token ids", tei.DecodeRequest, list[str]),
     Route("tei.embed_sparse", "Weights of terms", tei.EmbedSparseRequest, TERMS),
     Route("tei.embed_multi", "Vectors to compare token by token", tei.EmbedMultiRequest,
-          list[VECTORS], octets=True),
+          list[VECTORS], raw_bytes=True),
     Route("openai.multi_vector", "Vectors to compare token by token, as Jina",
           openai.EmbeddingsRequest, openai.EmbeddingsResponse),
     Route("hosted.rerank_texts", "Texts by how well they answer a query; also takes Jina's body",
@@ -152,9 +152,9 @@ ROUTES = (
           (cohere.EmbeddingsFloats, cohere.EmbeddingsByType)),
     Route("rerank.classify", "Labels with scores, as Infinity", rerank.ClassifyRequest,
           rerank.ClassifyResponse),
-    Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, octets=True),
+    Route("hosted.root", "What the body asks for", ANY_REQUEST, ANY_RESPONSE, raw_bytes=True),
     Route("hosted.invocations", "What the body asks for, for SageMaker", ANY_REQUEST,
-          ANY_RESPONSE, octets=True),
+          ANY_RESPONSE, raw_bytes=True),
     Route("hosted.vertex", "What each instance asks for, for Vertex AI", cloud.VertexRequest,
           cloud.VertexResponse),
     Route("ops.info", "A model and its limits; with `verbose` what its speed depends on",
@@ -192,8 +192,8 @@ def document(rules: Iterable[Rule]) -> dict:
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    # Leave out the fields that a body may only have with values that have no effect.
-    fields, _ = unserved(ModelRequest)
+    # Leave out fields that are declared only to refuse values with an effect.
+    fields, _ = refused_fields(ModelRequest)
     for schema in components.values():
         properties = schema.get("properties", {})
         for name in fields:
@@ -202,14 +202,14 @@ def document(rules: Iterable[Rule]) -> dict:
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
     # Each endpoint's paths and methods in the order of its decorators. Python applies the last
     # decorator first, so the rules are in reverse order.
-    operations: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    path_methods: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for rule in reversed(list(rules)):
         path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}:
-            operations[rule.endpoint].append((path, method.lower()))
+            path_methods[rule.endpoint].append((path, method.lower()))
     paths: dict[str, dict] = {}
     for route in ROUTES:
-        for path, method in operations[route.endpoint]:
+        for path, method in path_methods[route.endpoint]:
             paths.setdefault(path, {})[method] = _operation(route, path, method, schemas)
     return {
         "openapi": "3.0.3",
@@ -236,11 +236,12 @@ def as_openapi_3_0(schema: Any) -> Any:
     choices = schema.get("anyOf")
     if not isinstance(choices, list) or {"type": "null"} not in choices:
         return schema
-    rest = [choice for choice in choices if choice != {"type": "null"}]
+    types = [choice for choice in choices if choice != {"type": "null"}]
     del schema["anyOf"]
-    if len(rest) == 1 and "$ref" not in rest[0]:
-        return {**rest[0], **schema, "nullable": True}
-    return {**schema, "anyOf": rest, "nullable": True}
+    # OpenAPI 3.0 ignores keywords beside $ref
+    if len(types) == 1 and "$ref" not in types[0]:
+        return {**types[0], **schema, "nullable": True}
+    return {**schema, "anyOf": types, "nullable": True}
 
 
 def _kinds(body: Any) -> tuple:
@@ -257,7 +258,8 @@ def _schema(body: Any, schemas: dict[str, dict]) -> dict:
 
 
 def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
-    """Build the OpenAPI operation of a route for one path and method."""
+    """Build the OpenAPI operation of a route for one path and method. `schemas` are those of
+    `_schema`."""
     text = {"type": "string"}
     parameters: list[dict] = [
         {"name": name, "in": "path", "required": True, "schema": text}
@@ -267,6 +269,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
         {"name": name, "in": "query", "schema": text, "allowEmptyValue": True}
         for name in route.query
     ]
+    # only requests that wait have a priority
     is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
     if route.request is not None and is_queued:
         choices = text | {"enum": list(get_args(Priority))}
@@ -276,7 +279,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
         content[route.response] = {"schema": text}
     elif route.response is not None:
         content[JSON] = _schema(route.response, schemas)
-    if route.octets:
+    if route.raw_bytes:
         content[OCTETS] = {"schema": text | {"format": "binary"}}
     name = path.strip("/").replace("/", "_").replace("{", "").replace("}", "") or "root"
     error = ERRORS[dialect_of(path)]

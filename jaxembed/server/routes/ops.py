@@ -22,13 +22,13 @@ from jaxembed.server.http.connection import CONNECTION_BYTES
 from jaxembed.server.http.encoding import json_response
 from jaxembed.server.metrics import access_registry, process_registry
 from jaxembed.server.registry.models import Models
-from jaxembed.server.routes.playground import lead_browsers
+from jaxembed.server.routes.playground import redirect_to_playground
 from jaxembed.server.service import current_service
 
 blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
 
-EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # TEI's names of poolings, where they differ from those of sentence-transformers.
 TEI_POOLING_NAMES = {"lasttoken": "last_token"}
 MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
@@ -98,7 +98,7 @@ async def probe() -> Response:
     """Answer 200 if every model is healthy, and redirect browsers to the playground if it is on.
     Raises Unhealthy otherwise."""
     _check_health()
-    return lead_browsers() or Response(b"")
+    return redirect_to_playground() or Response(b"")
 
 
 @blueprint.get("/ping")
@@ -180,12 +180,12 @@ async def info() -> Response:
     models, name = service.models, request.args.get("model")
     permitted = check_name(name)
     if name:
-        residence = models.named(name, permitted).residence
-        if residence is None:
+        instance = models.named(name, permitted).instance
+        if instance is None:
             raise ModelUnavailable(
                 f"{name} is not in memory; it is loaded when a request asks for it"
             )
-        loaded = residence.loaded
+        loaded = instance.loaded
     else:
         loaded = models.first(permitted)
     spec = loaded.spec
@@ -196,7 +196,7 @@ async def info() -> Response:
         id2label = {str(i): label for i, label in enumerate(spec.labels)}
         label2id = {label: i for i, label in enumerate(spec.labels)}
         model_type = {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
-    visible = {models.name_of(model, permitted): model for model in models.among(permitted)}
+    visible = {models.name_of(model, permitted): model for model in models.loaded_among(permitted)}
     details = loaded.describe()
     # The most memory that clients can make the process use, without that of connections.
     tokenizing = sum(model.tokenizing_bytes for model in models)
@@ -245,7 +245,7 @@ async def metrics() -> Response:
     if service.keyring is not None or service.audit is not None:
         series += text_format(access_registry(service.keyring, service.audit))
     series += generate_latest(process_registry())
-    return Response(series, content_type=EXPOSITION)
+    return Response(series, content_type=METRICS_CONTENT_TYPE)
 
 
 def _check_health() -> None:
@@ -254,17 +254,18 @@ def _check_health() -> None:
 
 
 def _describe_name(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
-    """Describe a served name. None as `permitted` permits all names. Raises UnknownModel."""
+    """Describe the model or adapter served as `name`. `permitted` are the names that the request
+    may use; None permits all. Raises UnknownModel."""
     known, adapter = models.named(name, permitted), models.adapter_of(name)
-    described = ServedModel(id=name, created=0, loaded=known.residence is not None)
+    described = ServedModel(id=name, created=0, loaded=known.instance is not None)
     if known.spec is not None:
         described.task, described.capabilities = known.spec.task, tasks_of(known.spec)
         if known.spec.task == "embed":
             described.outputs = known.spec.representations
         if known.takes_images:
             described.capabilities += ("image_embed",)
-    if known.residence is not None:
-        loaded = known.residence.loaded
+    if known.instance is not None:
+        loaded = known.instance.loaded
         waiting = loaded.waiting
         described.max_model_len = loaded.max_input_tokens
         described.stats = QueueStats(waiting, waiting / loaded.config.max_concurrent_requests)

@@ -30,7 +30,7 @@ async def playground() -> Response:
     Raises PlaygroundOff."""
     if not is_on(current_service().config):
         raise PlaygroundOff("there is no page here; start the server with --playground to have it")
-    # the script never parses texts as HTML
+    # the script never parses texts as HTML; the browser forbids it
     return page_response(_page(), "require-trusted-types-for 'script'", "trusted-types 'none'")
 
 
@@ -40,7 +40,7 @@ def is_on(config: ServerConfig) -> bool:
     return is_loopback(config.host) if config.playground is None else config.playground
 
 
-def lead_browsers() -> Response | None:
+def redirect_to_playground() -> Response | None:
     """Return a redirect to the page for a browser; None if the page is off or the client is no
     browser. A client whose `Accept` header names text/html counts as a browser."""
     if not is_on(current_service().config):
@@ -59,15 +59,16 @@ def _page() -> bytes:
 
 @cache
 def _policy(body: bytes, files: bool, *directives: str) -> str:
-    """Return the Content-Security-Policy of a page. The arguments are those of `page_response`."""
+    """Return the Content-Security-Policy of a page, with digests of its scripts and styles. The
+    arguments are those of `page_response`."""
     sources = {"script": "", "style": "", "img": " data:"}
     for kind, text in _INLINE.findall(body):
         digest = b64encode(sha256(text).digest()).decode()
         sources[kind.decode()] += f" 'sha256-{digest}'"
-    own = " 'self'" * files
+    own_files = " 'self'" * files
     policy = (
         "default-src 'none'",
-        *(f"{kind}-src{own}{listed}" for kind, listed in sources.items()),
+        *(f"{kind}-src{own_files}{allowed}" for kind, allowed in sources.items()),
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

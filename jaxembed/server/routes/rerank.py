@@ -17,7 +17,7 @@ import numpy as np
 from quart import Blueprint, Response, g
 
 from jaxembed.errors import InvalidInput, NoInputs
-from jaxembed.preprocessing.windows import MOST_WINDOWS
+from jaxembed.preprocessing.windows import MAX_WINDOWS
 from jaxembed.runtime.options import Chunk, ScoreOptions, Scores
 from jaxembed.runtime.postprocess import Ties, rank
 from jaxembed.server.http.encoding import (
@@ -37,7 +37,7 @@ from jaxembed.server.pipeline.body import (
     read_body_as,
     read_texts_and_pairs,
 )
-from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, agreed
+from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, merged_values
 
 blueprint = Blueprint("rerank", __name__)
 
@@ -190,7 +190,7 @@ async def rerank_documents(
             "`return_documents` is for texts, and some documents are images; leave it out",
             field="return_documents",
         )
-    (truncate,) = agreed(body, TRUNCATE)
+    (truncate,) = merged_values(body, TRUNCATE)
     options = ranking_options(body, truncate=truncate, priority=priority_of(body.priority))
     await meter.find(body.model, "rerank")
     answer = await score_documents(meter, body.query, sources, options, field="documents")
@@ -202,13 +202,13 @@ async def rerank_documents(
         return fields
 
     results = partial(
-        json_ranks,
+        json_ranking,
         answer,
         result,
         texts if body.return_documents else None,
         raw_scores=bool(body.raw_scores),
         ties="first",
-        top_n=most_results(body),
+        top_n=max_results(body),
     )
     return answer, results
 
@@ -233,17 +233,17 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
     return ScoreOptions(
         instruction=body.instruction or None,
         max_document_tokens=body.max_tokens_per_doc or None,
-        max_chunks=chunks or (MOST_WINDOWS if body.long_documents == "chunk" else 1),
+        max_chunks=chunks or (MAX_WINDOWS if body.long_documents == "chunk" else 1),
         overlap_tokens=body.overlap_tokens,
         weights=tuple(body.weights) if body.weights else None,
         **more,
     )
 
 
-def most_results(body: RankingRequest) -> int | None:
+def max_results(body: RankingRequest) -> int | None:
     """Return the maximum number of results to answer; None is all. Raises InvalidInput if `top_n`
     and `top_k` differ."""
-    (limit,) = agreed(body, ("top_n", "top_k"))
+    (limit,) = merged_values(body, ("top_n", "top_k"))
     return limit
 
 
@@ -253,7 +253,7 @@ def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
 
 
-async def json_ranks(
+async def json_ranking(
     answer: Scores,
     item: Callable[[int, Any], dict],
     texts: Sequence[str] | None = None,
@@ -278,8 +278,8 @@ async def json_ranks(
 
 
 async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
-    """Yield the items of a JSON list in slices: for each input its labels with scores, best first.
-    `ties` says which of equal scores comes first."""
+    """Yield the inside of a JSON list, without its brackets, in slices: for each input its labels
+    with scores, best first. `ties` says which of equal logits comes first."""
     scores, labels = answer.shown(raw_scores), answer.labels
 
     def items(start: int, stop: int) -> list[list[dict]]:
@@ -324,10 +324,10 @@ async def classify() -> Response:
         body = await read_body_as(meter, ClassifyRequest)
         await meter.find(body.model, "classify")
         if isinstance(body.input, str):
-            inputs = read_texts_and_pairs([[body.input]], "input", "single")
+            inputs = read_texts_and_pairs([[body.input]], "input", method="single")
         else:
             groups = [[item] if isinstance(item, str) else item for item in body.input]
-            inputs = read_texts_and_pairs(groups, "input", "batch")
+            inputs = read_texts_and_pairs(groups, "input", method="batch")
         options = ScoreOptions(truncate=body.truncate, priority=priority_of(body.priority))
         answer = await score_inputs(meter, inputs, options)
         rest = {

@@ -18,7 +18,7 @@ from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.quantise import EmbeddingDtype
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions, ScoreOptions
+from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, ScoreOptions
 from jaxembed.runtime.postprocess import to_bytes
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
@@ -49,15 +49,15 @@ from jaxembed.server.pipeline.body import (
     read_inputs,
     read_texts_and_pairs,
 )
-from jaxembed.server.pipeline.decoding import TokenId, mixed
+from jaxembed.server.pipeline.decoding import TokenId, mixed_items_error
 from jaxembed.server.pipeline.fields import (
     DENSE,
     ModelRequest,
     TermNames,
     Unserved,
     VectorsRequest,
-    asked_dtype,
     purposes_of,
+    requested_dtype,
     with_dtype,
 )
 from jaxembed.server.routes.rerank import (
@@ -65,8 +65,8 @@ from jaxembed.server.routes.rerank import (
     RankingRequest,
     chunk_of,
     json_predictions,
-    json_ranks,
-    most_results,
+    json_ranking,
+    max_results,
     ranking_options,
 )
 
@@ -82,14 +82,14 @@ SIDES: dict[Direction | None, Literal["left", "right"]] = {
 }
 
 
-OTHER_ROUTES: dict[OutputName, str] = {  # for models without a dense output
+ROUTES_BY_OUTPUT: dict[OutputName, str] = {  # for models without a dense output
     "sparse": "/embed_sparse",
     "multi_vector": "/embed_multi",
 }
 
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
 SLICE_TERMS = 2048  # terms that are encoded before the event loop runs other tasks
-MOST_COUNTS = 4096  # characters of a header; clients and proxies refuse long ones
+MAX_SHAPE_CHARACTERS = 4096  # characters of a header; clients and proxies refuse long ones
 
 # TEI's message, and one in its words for /embed_multi, which it lacks.
 REFUSALS: dict[OutputName, str] = {
@@ -219,7 +219,7 @@ async def embed() -> Response:
     """Answer with one vector per input."""
     with current_meter() as meter:
         return await answer_embed(
-            meter, await read_body_as(meter, EmbedRequest), octets=wants_octets()
+            meter, await read_body_as(meter, EmbedRequest), raw_bytes=wants_octets()
         )
 
 
@@ -238,7 +238,7 @@ async def embed_all() -> Response:
             normalize=False,
             priority=priority_of(body.priority),
         )
-        intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
+        intent = accept(meter, inputs, RequestedOptions(options, dtype=requested_dtype(body)))
         answer = await embed_inputs(meter, inputs, intent)
         response = await meter.answer(answer, json_stream(json_matrices(answer.tokens)))
         return with_dtype(response, intent)
@@ -278,12 +278,12 @@ async def tokenize() -> Response:
         check_batch(len(texts))
         if "" in texts:
             raise EmptyInput("inputs", texts.index(""))
-        loaded = await meter.find(body.model, None)
+        loaded = await meter.find(body.model, task=None)
         tokens = await loaded.tokenize_async(
             texts,
             add_special_tokens=body.add_special_tokens is not False,
             prompt_name=body.prompt_name,
-            held=meter.held,
+            reservation=meter.reservation,
         )
         parts = []
         for pieces in tokens:
@@ -300,12 +300,12 @@ async def decode_ids() -> Response:
         if not body.ids or (isinstance(body.ids, list) and [] in body.ids):
             raise EmptyInput("ids")
         items = read_inputs(body.ids, field="ids").items
-        loaded = await meter.find(body.model, None)
+        loaded = await meter.find(body.model, task=None)
         texts = await loaded.decode_async(
             [item.ids for item in items if isinstance(item, Tokens)],
             skip_special_tokens=body.skip_special_tokens is not False,
             prompt_name=body.prompt_name,
-            held=meter.held,
+            reservation=meter.reservation,
         )
         return json_response(orjson.dumps(texts))
 
@@ -317,23 +317,24 @@ async def predict() -> Response:
         return await answer_predict(meter, await read_body_as(meter, PredictRequest))
 
 
-async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Response:
-    """Answer a body of /embed, from any route. With `octets` the vectors are raw bytes, else JSON.
+async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> Response:
+    """Answer a body of /embed, from any route. With `raw_bytes` the vectors are raw bytes, else
+    JSON.
 
-    Raises InvalidInput, WrongTask, which names another route, for a model without a dense output,
-    and as `Meter.find` and `embed_inputs`.
+    Raises InvalidInput, and as `Meter.find` and `embed_inputs`; for a model without a dense output
+    WrongTask, which names the route to use.
     """
 
     loaded = await meter.find(body.model, "embed", DENSE)
     inputs = read_inputs(body.inputs, field="inputs")
     primary, dimensions = loaded.spec.primary, body.dimensions
-    if primary in OTHER_ROUTES:
+    if primary in ROUTES_BY_OUTPUT:
         raise WrongTask(
             f"{loaded.name} gives no dense output, only {primary}, which "
-            f"{OTHER_ROUTES[primary]} answers"
+            f"{ROUTES_BY_OUTPUT[primary]} answers"
         )
     max_dimensions = loaded.spec.dim
-    if dimensions == 0:  # TEI's message, as the next one; /v1/embeddings accepts 0
+    if dimensions == 0:  # both messages are TEI's; /v1/embeddings accepts 0
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
         )
@@ -351,16 +352,16 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, octets: bool) -> Res
         normalize=body.normalize is not False,
         priority=priority_of(body.priority),
     )
-    intent = accept(meter, inputs, Asked(options, dtype=asked_dtype(body)))
+    intent = accept(meter, inputs, RequestedOptions(options, dtype=requested_dtype(body)))
     answer = await embed_inputs(meter, inputs, intent)
     dense = answer.dense
-    encoded = octet_response(dense) if octets else json_stream(json_matrix(dense))
+    encoded = octet_response(dense) if raw_bytes else json_stream(json_matrix(dense))
     return with_dtype(await meter.answer(answer, encoded), intent)
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
     """Answer a body of /rerank in TEI's form: best first, and of equal scores the last text first,
-    as TEI does. Raises NoInputs, and as `Meter.find` and `score_documents`."""
+    as TEI does. Raises NoInputs, and as `ranking_options`, `Meter.find` and `score_documents`."""
     texts = body.texts
     if not texts:
         raise NoInputs("texts")
@@ -370,7 +371,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         truncation_side=SIDES[body.truncation_direction],
         priority=priority_of(body.priority),
     )
-    top_n = most_results(body)
+    top_n = max_results(body)
     await meter.find(body.model, "rerank")
     answer = await score_documents(meter, body.query, texts, options, field="texts")
 
@@ -378,7 +379,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         text = {"text": texts[i]} if body.return_text else {}
         return {"index": i, **text, "score": score, **chunk_of(answer, i)}
 
-    ranks = json_ranks(
+    ranks = json_ranking(
         answer,
         item,
         texts if body.return_text else None,
@@ -395,13 +396,13 @@ async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
     await meter.find(body.model, "classify")
     raw = body.inputs
     texts = [raw] if isinstance(raw, str) else [item for item in raw if isinstance(item, str)]
-    if isinstance(raw, str) or len(texts) == len(raw):
-        inputs = read_texts_and_pairs([texts], "inputs", "single")
+    if isinstance(raw, str) or len(texts) == len(raw):  # a flat list is one input
+        inputs = read_texts_and_pairs([texts], "inputs", method="single")
     elif texts:
         first = next(i for i, item in enumerate(raw) if isinstance(item, str))
-        raise mixed("inputs", first, "a list of one or two texts", "str")
+        raise mixed_items_error("inputs", first, "a list of one or two texts", "str")
     else:
-        inputs = read_texts_and_pairs(raw, "inputs", "batch")
+        inputs = read_texts_and_pairs(raw, "inputs", method="batch")
     options = ScoreOptions(
         truncate=body.truncate,
         truncation_side=SIDES[body.truncation_direction],
@@ -459,7 +460,7 @@ async def embed_multi() -> Response:
     """Answer with the vectors of each input's tokens, for models that compare token by token."""
     with current_meter() as meter:
         body = await read_body_as(meter, EmbedMultiRequest)
-        return await answer_multi(meter, body, octets=wants_octets())
+        return await answer_multi(meter, body, raw_bytes=wants_octets())
 
 
 async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
@@ -467,18 +468,18 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
     output, and as `Meter.find` and `embed_inputs`."""
     intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
     answer = await embed_inputs(meter, inputs, intent)
-    names = meter.loaded.tokenized_by(meter.route).term_names if body.return_tokens else None
+    names = meter.loaded.text_processor_of(meter.route).term_names if body.return_tokens else None
     return await meter.answer(answer, json_stream(_terms(answer, names)))
 
 
-async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, octets: bool) -> Response:
-    """Answer a body of /embed_multi, from any route; with `octets` as raw bytes. Raises as
+async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, raw_bytes: bool) -> Response:
+    """Answer a body of /embed_multi, from any route; with `raw_bytes` as raw bytes. Raises as
     `answer_sparse`, and InvalidInput if the header of raw bytes is too long."""
     intent, inputs = await _accept(
-        meter, body, "multi_vector", asked_dtype(body), dimensions=body.dimensions or None
+        meter, body, "multi_vector", requested_dtype(body), dimensions=body.dimensions or None
     )
     answer = await embed_inputs(meter, inputs, intent)
-    return with_dtype(await meter.answer(answer, _matrices(answer, octets=octets)), intent)
+    return with_dtype(await meter.answer(answer, _matrices(answer, raw_bytes=raw_bytes)), intent)
 
 
 async def _accept(
@@ -488,8 +489,9 @@ async def _accept(
     dtype: EmbeddingDtype | None = None,
     **options: Any,
 ) -> tuple[Intent, RequestInputs]:
-    """Find the model of a body and read its inputs. Returns what is asked of the model, and the
-    inputs. `output` is the one output to compute. Raises WrongTask for a model without it."""
+    """Find the model of a body. Returns what the body asks for, resolved for the model, and its
+    inputs. `output` is the one output to compute, in `dtype` if given; `options` are further
+    EncodeOptions. Raises WrongTask for a model without the output."""
     loaded = await meter.find(body.model, "embed", {output})
     inputs = read_inputs(body.inputs, field="inputs")
     if output not in loaded.spec.representations:
@@ -502,51 +504,54 @@ async def _accept(
         priority=priority_of(body.priority),
         **options,
     )
-    return accept(meter, inputs, Asked(encode_options, purposes_of(body), dtype=dtype)), inputs
+    return accept(
+        meter, inputs, RequestedOptions(encode_options, purposes_of(body), dtype=dtype)
+    ), inputs
 
 
 async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
     """Yield a JSON list with a list of Terms for each input, in slices, between which other tasks
-    run. `names` gives the terms themselves; None leaves them out."""
-    sparse, parts, count = answer.sparse, [b"["], 0
-    for number, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
-        parts.append(b",[" if number else b"[")
+    run. `names` returns the terms with given indices; None leaves the terms out."""
+    # `pending` counts the terms and inputs in `parts`
+    sparse, parts, pending = answer.sparse, [b"["], 0
+    for row, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
+        parts.append(b",[" if row else b"[")
         for start in range(0, len(indices), SLICE_TERMS):
             part = slice(start, start + SLICE_TERMS)
             parts += [b"," * bool(start), _json_terms(indices[part], values[part], names)]
-            count += len(indices[part])
-            if count >= SLICE_TERMS:
+            pending += len(indices[part])
+            if pending >= SLICE_TERMS:
                 yield b"".join(parts)
-                parts, count = [], 0
+                parts, pending = [], 0
                 await asyncio.sleep(0)
         parts.append(b"]")
-        count += 1
+        pending += 1
     yield b"".join([*parts, b"]"])
 
 
 def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None) -> bytes:
-    """Encode the items of a list of one or more Terms, without making a dict for each."""
-    numbers = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
-    pairs = zip(indices.tolist(), numbers, strict=True)
+    """Return the JSON of one or more Terms, joined by commas, without making a dict for each."""
+    weights = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
+    pairs = zip(indices.tolist(), weights, strict=True)
     if names is None:
         return b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs])
-    shown = zip(pairs, names(indices.tolist()), strict=True)
-    terms = [b'{"index":%d,"value":%b,"token":%b}' % (*p, orjson.dumps(name)) for p, name in shown]
+    named = zip(pairs, names(indices.tolist()), strict=True)
+    terms = [b'{"index":%d,"value":%b,"token":%b}' % (*p, orjson.dumps(name)) for p, name in named]
     return b",".join(terms)
 
 
-async def _matrices(answer: Embeddings, *, octets: bool) -> Response:
-    """Encode the vectors of each input as JSON, or with `octets` as raw bytes, row after row. The
-    header x-embedding-shape of raw bytes has the number of rows of each input, and the width:
-    `3,5;128`. Raises InvalidInput if it is too long."""
+async def _matrices(answer: Embeddings, *, raw_bytes: bool) -> Response:
+    """Encode the vectors of each input as JSON, or with `raw_bytes` as raw bytes, row after row.
+    The header x-embedding-shape of raw bytes has the number of rows of each input, and the width:
+    `3,5;128`. Raises InvalidInput if the header is too long."""
     vectors = answer.multi_vector
-    if not octets:
+    if not raw_bytes:
         return await json_stream(json_matrices(vectors))
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
-    if len(counts) > MOST_COUNTS:
+    if len(counts) > MAX_SHAPE_CHARACTERS:
         raise InvalidInput(
             f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and at "
-            f"most {MOST_COUNTS} are sent; send fewer inputs, or accept JSON",
+            f"most {MAX_SHAPE_CHARACTERS} are sent; send fewer inputs, or accept JSON",
             field="inputs",
         )
     response = Response(to_bytes(vectors.values), content_type=OCTETS)

@@ -67,11 +67,11 @@ class AliasRequest(msgspec.Struct):
 
 @blueprint.post("/v2/repository/index")
 async def index() -> Response:
-    """List every model under every name, and its state."""
+    """List every model, or with `ready` those in memory, under each of its names."""
     body, pool = await _body(IndexRequest), current_service().pool
     models = pool.models
-    if models.changes:
-        models.discover()
+    if models.can_load:
+        models.discover()  # those added or removed since
     listed = [
         _indexed(pool, name, known) for known in models.known for name in models.names_of(known)
     ]
@@ -98,7 +98,7 @@ async def unload(name: str) -> Response:
     """Evict a model and wait until its memory is freed; the next request loads it again. Raises as
     `_known`, and BadField."""
     body, pool = await _body(LoadRequest), current_service().pool
-    _flag(body.parameters, "unload_dependents")  # Triton's clients send it; no model has any
+    _flag(body.parameters, "unload_dependents")  # refuses others; no model has dependents
     known = _known(pool.models, name)
     await pool.unload(known)
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -150,14 +150,14 @@ def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
     """Describe a model under one of its names."""
     state, reason = pool.state(known)
     version = known.spec.content_hash[:VERSION_DIGITS] if known.spec else ""
-    taken = known.residence.loaded.resident_bytes if known.residence else 0
+    taken = known.instance.loaded.resident_bytes if known.instance else 0
     return IndexedModel(name, version, state, reason, known.pinned, taken)
 
 
 def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
-    """Return the parameter `flag`, None if it is not sent. Raises BadField unless it is a boolean,
-    and for any other parameter, such as Triton's `config`: the server's flags say how to load a
-    model."""
+    """Return the parameter named `flag`; None if it is not sent. Raises BadField unless its value
+    is a boolean, and for any other parameter, such as Triton's `config`: the server's flags say how
+    to load a model."""
     for parameter, value in parameters.items():
         if parameter != flag:
             raise BadField(f"`parameters.{parameter}` is not served; wanted only `{flag}`")

@@ -19,7 +19,7 @@ from jaxembed.data.spec import IMAGE_ROUTE
 from jaxembed.errors import EmptyInput, InvalidInput
 from jaxembed.preprocessing.prompts import role_of
 from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
-from jaxembed.runtime.options import Asked, Embeddings, EncodeOptions
+from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
     json_answer,
@@ -49,9 +49,9 @@ from jaxembed.server.pipeline.fields import (
     Format,
     FormattedRequest,
     VectorsRequest,
-    agreed,
-    asked_dtype,
+    merged_values,
     purposes_of,
+    requested_dtype,
     with_choices,
 )
 
@@ -160,8 +160,8 @@ async def contextualized_embeddings() -> Response:
     with current_meter() as meter:
         body = await read_body_as(meter, ContextualizedRequest)
         await meter.find(body.model, "embed", DENSE)
-        texts = _read_documents(body)
-        truncate, dimensions = agreed(body, TRUNCATE, DIMENSIONS)
+        documents = _read_documents(body)
+        truncate, dimensions = merged_values(body, TRUNCATE, DIMENSIONS)
         options = EncodeOptions(
             prompt_name=body.prompt_name,
             truncate=truncate,
@@ -170,17 +170,17 @@ async def contextualized_embeddings() -> Response:
             priority=priority_of(body.priority),
             bare_ids=meter.service.config.accept_bare_token_ids,
         )
-        asked = Asked(
+        requested = RequestedOptions(
             options,
             purposes_of(body),
             outputs=(),
-            dtype=asked_dtype(body),
+            dtype=requested_dtype(body),
             dimensions_field="dimensions" if body.dimensions else "output_dimension",
         )
-        intent = accept(meter, texts, asked)
-        answer = await embed_inputs(meter, texts, intent)
+        intent = accept(meter, documents, requested)
+        answer = await embed_inputs(meter, documents, intent)
         return await meter.answer(
-            answer, _respond_with_chunks(meter, body, texts.items, intent, answer)
+            answer, _respond_with_chunks(meter, body, documents.items, intent, answer)
         )
 
 
@@ -189,12 +189,12 @@ async def embed_multimodal() -> Response:
     """Answer with one vector per input."""
     with current_meter() as meter:
         body = await read_body_as(meter, MultimodalRequest)
-        dtype, field = asked_dtype(body), "output_dimension"
+        dtype, field = requested_dtype(body), "output_dimension"
         await meter.find(body.model, "embed", DENSE)
         places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
         sources = map(only_part, (item.content for item in body.inputs), places)
         inputs = read_inputs(list(sources), "inputs")
-        options = EncodeOptions(  # for dense vectors, the only output of this route
+        options = EncodeOptions(  # dense is the only output
             prompt_name=body.prompt_name,
             truncate=body.truncation,
             dimensions=body.output_dimension or None,
@@ -202,8 +202,10 @@ async def embed_multimodal() -> Response:
             priority=priority_of(body.priority),
             bare_ids=meter.service.config.accept_bare_token_ids,
         )
-        asked = Asked(options, purposes_of(body), dtype=dtype, dimensions_field=field)
-        intent = accept(meter, inputs, asked)
+        requested = RequestedOptions(
+            options, purposes_of(body), dtype=dtype, dimensions_field=field
+        )
+        intent = accept(meter, inputs, requested)
         answer = await embed_inputs(meter, inputs, intent)
         return await meter.answer(answer, _respond_by_input(meter, body, intent, answer))
 
@@ -216,7 +218,7 @@ def _read_documents(body: ContextualizedRequest) -> RequestChunks:
     check_batch(sum(1 if isinstance(document, str) else len(document) for document in body.inputs))
     documents = [_chunks(body, index) for index in range(len(body.inputs))]
     is_nested = [isinstance(document, list) for document in body.inputs]
-    size = None  # of chunks; None: the documents come in chunks
+    size = None  # of chunks to make; None: the documents come in chunks
     if body.enable_auto_chunking:
         tokens = DEFAULT_CHUNK if body.chunk_size is None else body.chunk_size
         size = ChunkSize(tokens, body.chunk_overlap or 0)
@@ -230,17 +232,17 @@ def _read_documents(body: ContextualizedRequest) -> RequestChunks:
         join_texts(chunks) if size is None else ChunkedText(chunks[0], size) for chunks in documents
     ]
     return RequestChunks(
-        "batch",
-        sum(len(chunk) for chunks in documents for chunk in chunks),
-        "inputs",
-        items,
-        lambda text, chunk: f"inputs[{text}]" + f"[{chunk}]" * is_nested[text],
+        method="batch",
+        characters=sum(len(chunk) for chunks in documents for chunk in chunks),
+        field="inputs",
+        items=items,
+        chunk_place=lambda text, chunk: f"inputs[{text}]" + f"[{chunk}]" * is_nested[text],
     )
 
 
 def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
-    """Return the chunks of the document number `index`, or its one string. Raises as
-    `_read_documents`."""
+    """Return the chunks of the document number `index`. A string is one chunk. Raises InvalidInput
+    and EmptyInput."""
     document, place = body.inputs[index], f"inputs[{index}]"
     is_query = body.input_type is not None and role_of(body.input_type) == "query"
     if isinstance(document, str) and not (body.enable_auto_chunking or is_query):
@@ -270,8 +272,8 @@ async def _respond_with_chunks(
     intent: Intent,
     answer: Embeddings,
 ) -> Response:
-    """Encode the answer as ContextualizedResponse. Chunks that the server made include their texts.
-    `texts` are the documents."""
+    """Encode the answer as ContextualizedResponse. With `enable_auto_chunking` chunks have their
+    texts. `texts` are the documents."""
     chunked = answer.chunked or NO_CHUNKS
     encoder = ENCODERS[body.encoding_format]
 
@@ -320,12 +322,13 @@ async def _respond_by_input(
             for i in range(start, stop)
         ]
 
-    total, facts = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
-    image = meter.loaded.engines.get(IMAGE_ROUTE)
-    image_tokens = 0 if image is None else len(facts) * image.spec.max_input_tokens
+    total, headers = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
+    route = meter.loaded.engines.get(IMAGE_ROUTE)
+    # an image has all tokens of its route
+    image_tokens = 0 if route is None else len(headers) * route.spec.max_input_tokens
     usage = {
         "text_tokens": total - image_tokens,
-        "image_pixels": sum(header.width * header.height for header in facts),
+        "image_pixels": sum(header.width * header.height for header in headers),
         "video_pixels": 0,
         "total_tokens": total,
     }

@@ -8,7 +8,7 @@ from jaxembed.models import native
 from jaxembed.platform.cores import host_id
 from jaxembed.runtime.diagnostics.examine import device_facts, kernel_facts
 from jaxembed.runtime.diagnostics.facts import LocalExamination, LocalFacts
-from jaxembed.runtime.diagnostics.findings import findings_before
+from jaxembed.runtime.diagnostics.findings import findings_without_traffic
 from jaxembed.runtime.diagnostics.machine import machine_facts
 from jaxembed.runtime.routes import plan_engine
 
@@ -22,7 +22,7 @@ def examine_here(
     CheckpointError for a damaged spec.
     """
     plan = plan_engine(spec, config, cache_dir).plan
-    programs = cache_dir / "programs" / host_id()
+    folder = cache_dir / "programs" / host_id()
     facts = LocalFacts(
         model=name,
         device=device_facts(plan, config),
@@ -30,9 +30,9 @@ def examine_here(
         machine=machine_facts(),
         compiler=native.find_compiler(),
         cache_dir=str(cache_dir),
-        kept_programs=sum(1 for _ in programs.glob("*-cache")),
+        kept_programs=sum(1 for _ in folder.glob("*-cache")),
         max_input_tokens=plan.max_input_tokens,
         max_batch_tokens=plan.max_batch_tokens,
         buckets=[str(bucket) for bucket in plan.grid.buckets],
     )
-    return LocalExamination(list(findings_before(facts)), facts)
+    return LocalExamination(list(findings_without_traffic(facts)), facts)

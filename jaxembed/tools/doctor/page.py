@@ -29,7 +29,7 @@ BOUNDS: dict[Bound, str] = {
     "compiling": "the compiler: the model is not ready",
 }
 WIDTH = 100  # characters of a line
-MOST_BUCKETS = 6  # buckets that are shown: those that took the most time
+MAX_BUCKETS = 6  # buckets that are shown: those that took the most time
 
 
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
@@ -106,16 +106,16 @@ def answers_of_state(facts: Facts) -> dict[str, list[str]]:
     """Answer what a model runs on and whether it is ready. Return lines by question."""
     device, machine, programs = facts.device, facts.machine, facts.programs
     state = "ready" if programs.ready else "not ready"
-    up = [f"{state}, {'healthy' if programs.healthy else 'unhealthy'}"]
+    lines = [f"{state}, {'healthy' if programs.healthy else 'unhealthy'}"]
     if device.longest_call_s > 1.0 or device.stuck:
-        up.append(
+        lines.append(
             f"a device call has lasted {device.longest_call_s:.0f} s; {device.stuck} devices hang"
         )
     quota = f", a quota of {machine.quota_cores:g}" if machine.quota_cores else ""
     sources = [bucket.cost_from for bucket in facts.buckets]
     costs = ", ".join(f"{sources.count(name)} {name}" for name in get_args(CostSource))
     return {
-        "Is it up and ready?": up,
+        "Is it up and ready?": lines,
         "What does it run on?": [
             _device_line(device),
             f"{machine.cores} of {machine.machine_cores} cores{quota}; "
@@ -162,10 +162,10 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
         f"{bucket.name}: {bucket.runs} batches, {bucket.fill or 0.0:.0%} full, "
         f"{bucket.padding_tokens / bucket.runs:.0f} tokens of padding each, "
         f"{bucket.cost_ms or 0.0:.1f} ms ({bucket.cost_from})"
-        for bucket in ran[:MOST_BUCKETS]
+        for bucket in ran[:MAX_BUCKETS]
     ]
-    if len(ran) > MOST_BUCKETS:
-        buckets.append(f"and {len(ran) - MOST_BUCKETS} more buckets")
+    if len(ran) > MAX_BUCKETS:
+        buckets.append(f"and {len(ran) - MAX_BUCKETS} more buckets")
     if ran:
         buckets.append(
             "`jaxembed tune URL` finds the buckets of least cost for the lengths of this traffic"
@@ -212,9 +212,9 @@ def _memory_line(machine: MachineFacts) -> str:
 
 def _kernel_lines(kernels: KernelFacts) -> list[str]:
     """Return lines that say which kernel computes which row lengths, and why others do not."""
-    lengths: dict[str, list[str]] = {}
+    rows_of: dict[str, list[str]] = {}
     for length, name in kernels.used.items():
-        lengths.setdefault(name, []).append(length)
-    lines = [f"{name} for rows of {', '.join(rows)} tokens" for name, rows in lengths.items()]
+        rows_of.setdefault(name, []).append(length)
+    lines = [f"{name} for rows of {', '.join(rows)} tokens" for name, rows in rows_of.items()]
     lines += [f"not {name}: {reason}" for name, reason in kernels.not_used.items()]
     return lines or ["none: nothing runs on a device"]

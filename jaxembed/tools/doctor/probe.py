@@ -64,7 +64,7 @@ def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
     route_field = {"prompt_name": facts.route} if facts.route else {}
     data = msgspec.json.encode(body | {"model": facts.model} | route_field)
     headers = _headers(key) | {"Content-Type": "application/json"}
-    probe = Probe([], 0, None)
+    probe = Probe(milliseconds=[], failed=0, error=None)
     for _ in range(PROBES):
         started_at = time.perf_counter()
         try:

@@ -18,12 +18,12 @@ from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import ModelSpec
 from jaxembed.engine.autotune.timing import SEGMENT, full_planes, milliseconds
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.build import Plan, make_plan, seats_of
+from jaxembed.engine.build import Plan, make_plan, workers_of
 from jaxembed.engine.replica import Outputs, Replica
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.errors import ConfigError, WrongTask
 from jaxembed.models import program
-from jaxembed.preprocessing.text import Rules, TextProcessor
+from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.runtime.tasks import KIND
 
 PAIRS = 7  # pairs of timings: one with long sequences, one with short ones
@@ -54,7 +54,8 @@ class Workbench:
         self.temporary_bytes = replica.temporary_bytes
         self.free = replica.free
         self._replica = replica
-        self._permits = DeviceTurn.for_platform(replica.devices[0].platform).permits
+        # number of runs of a bucket at the same time
+        self._permits = DeviceScheduler.for_platform(replica.devices[0].platform).permits
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -79,7 +80,7 @@ class Workbench:
         *,
         in_float32: bool = False,
     ) -> Outputs:
-        """Run a batch as `Replica.run` does, and count its tokens."""
+        """Run a batch as `Replica.run` does. Count its tokens, unless it repeats a run."""
         self.tokens_run += 0 if in_float32 else bucket.tokens
         return self._replica.run(bucket, planes, outputs, in_float32=in_float32)
 
@@ -95,13 +96,14 @@ class Workbench:
         sequences. The times differ only with kernels that skip other sequences of a row.
         """
         whole = full_planes(bucket, bucket.length, self.planes)
-        times = [
+        extra_ms = [
             milliseconds(cast(Replica, self), bucket, self._permits, planes=whole)
             - milliseconds(cast(Replica, self), bucket, self._permits)
             for _ in range(PAIRS)
         ]
+        # of tokens: those in whole rows, less those in short sequences
         pairs = bucket.rows * bucket.length * max(bucket.length - SEGMENT, 1)
-        return max(median(times), 0.0) / pairs
+        return max(median(extra_ms), 0.0) / pairs
 
     def _time(self, bucket: Bucket) -> float:
         """Time a compiled bucket. Return the median of all its timings in milliseconds."""
@@ -121,6 +123,7 @@ class CostTable:
 
     def __init__(self, costs: Mapping[Bucket, BucketCost]):
         self._measured_ms = {bucket: cost.ms for bucket, cost in costs.items()}
+        # by row length: tokens of the measured buckets, ascending, and their milliseconds
         self._curves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for length in sorted({bucket.length for bucket in costs}):
             points = sorted((b.tokens, cost.ms) for b, cost in costs.items() if b.length == length)
@@ -145,26 +148,26 @@ class CostTable:
 
     def _on_curve(self, length: int, tokens: int) -> float:
         """Estimate the milliseconds of a batch of `tokens` tokens in rows of a measured length."""
-        points, ms = self._curves[length]
-        if len(points) == 1 or tokens < points[0]:
-            return float(ms[0] * tokens / points[0])
-        if tokens > points[-1]:
-            slope = (ms[-1] - ms[-2]) / (points[-1] - points[-2])
-            return float(ms[-1] + max(slope, ms[-1] / points[-1]) * (tokens - points[-1]))
-        return float(np.interp(tokens, points, ms))
+        measured, ms = self._curves[length]
+        if len(measured) == 1 or tokens < measured[0]:
+            return float(ms[0] * tokens / measured[0])
+        if tokens > measured[-1]:
+            slope = (ms[-1] - ms[-2]) / (measured[-1] - measured[-2])
+            return float(ms[-1] + max(slope, ms[-1] / measured[-1]) * (tokens - measured[-1]))
+        return float(np.interp(tokens, measured, ms))
 
 
-def probes(lengths: Sequence[int], most_tokens: int, shards: int) -> list[Bucket]:
+def probes(lengths: Sequence[int], max_tokens: int, shards: int) -> list[Bucket]:
     """Choose a few buckets to measure, from which the costs of the rest are interpolated.
 
     For each row length these are one row, and batches of a sixteenth, a quarter and all of
-    `most_tokens` tokens. The number of rows is a multiple of `shards`, the devices of a batch.
+    `max_tokens` tokens. Rows are a multiple of `shards`, the number of devices of a batch.
     """
-    steps = (0, most_tokens // 16, most_tokens // 4, most_tokens)
-    pairs = (
+    steps = (0, max_tokens // 16, max_tokens // 4, max_tokens)
+    shapes = (
         (max(tokens // (length * shards), 1), length) for length in lengths for tokens in steps
     )
-    return list(dict.fromkeys(Bucket(rows * shards, length) for rows, length in pairs))
+    return list(dict.fromkeys(Bucket(rows * shards, length) for rows, length in shapes))
 
 
 @dataclass(frozen=True)
@@ -191,8 +194,12 @@ class MeasuredModel:
                 f"{self.name} is {KIND['rerank']}: texts do not say how long its pairs are; give "
                 "lengths in a .json file or the URL of a server"
             )
-        rules = Rules(self.processor.prompt(None, None), truncate=True, side="right")
-        encodings = self.processor.encode([Text(text) for text in texts], rules).work.encodings
+        tokenization = TokenizationOptions(
+            self.processor.prompt(None, None), truncate=True, side="right"
+        )
+        encodings = self.processor.encode(
+            [Text(text) for text in texts], tokenization
+        ).work.encodings
         return [encoding.length for encoding in encodings]
 
     def close(self) -> None:
@@ -209,7 +216,7 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
     if config.null_model:
         raise ConfigError("--null-model runs on no device, so there is nothing to tune")
     if config.parallel == "replicas":
-        config = replace(config, devices=1)
+        config = replace(config, devices=1)  # all have the same grid
     path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:
@@ -222,6 +229,6 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
     processor = TextProcessor(
         checkpoint.tokenizer_path(path), spec, plan.max_input_tokens, text, TOKENIZERS
     )
-    seat = seats_of(plan, forward, checkpoint.stream_params(path, spec, forward.order))[0]
-    assert isinstance(seat.runner, Replica)
-    return MeasuredModel(source.name, spec, plan, config, Workbench(seat.runner), processor)
+    worker = workers_of(plan, forward, checkpoint.stream_params(path, spec, forward.order))[0]
+    assert isinstance(worker.runner, Replica)
+    return MeasuredModel(source.name, spec, plan, config, Workbench(worker.runner), processor)

@@ -17,7 +17,7 @@ SAMPLE = 20_000  # texts to tokenize; with these the quantiles are exact to abou
 TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
 LONGEST = 2**19  # tokens; no model takes longer inputs
 SERIES = "jaxembed_input_tokens"
-MOST_INPUTS = 2**40  # inputs of one length; their sum must fit an int64
+MAX_INPUTS = 2**40  # inputs of one length; their sum must fit an int64
 LENGTHS_FORM = (
     'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
     "texts go into a .txt or .jsonl file"
@@ -69,8 +69,7 @@ class Lengths:
         """Draw `count` lengths in tokens from the distribution, in random order.
 
         Sampling is stratified: the sorted inputs are divided into `count` equal parts, and one
-        length is drawn from each. So even a small sample has nearly the mean and the tail of the
-        distribution.
+        length is drawn from each. So even a small sample has nearly the mean and the tail.
         """
         shares = (np.arange(count) + random.random(count)) / count
         lengths = np.searchsorted(np.cumsum(self.counts), shares * self.total, side="right")
@@ -95,15 +94,15 @@ def of_texts(
 ) -> Lengths:
     """Measure the lengths in tokens of up to SAMPLE texts, sampled uniformly.
 
-    `count_tokens` returns the number of tokens of each text that it is given. `source` names the
-    texts in messages. Raises ConfigError if there is no text.
+    `count_tokens` returns the number of tokens of each text. `source` names the texts in
+    messages. Raises ConfigError if there is no text.
     """
     random, sample = Random(0), []
-    for number, text in enumerate(texts):  # reservoir sampling: algorithm R (Vitter 1985)
-        if number < SAMPLE:
+    for index, text in enumerate(texts):  # reservoir sampling: algorithm R (Vitter 1985)
+        if index < SAMPLE:
             sample.append(text)
-        elif (place := random.randrange(number + 1)) < SAMPLE:
-            sample[place] = text
+        elif (replaced := random.randrange(index + 1)) < SAMPLE:
+            sample[replaced] = text
     lengths: list[int] = []
     for first in range(0, len(sample), TEXTS_COUNTED_AT_ONCE):
         lengths += count_tokens(sample[first : first + TEXTS_COUNTED_AT_ONCE])
@@ -131,7 +130,7 @@ def of_file(path: Path) -> Lengths:
             raise ConfigError(
                 f"{path}: {shown(length)} is no length in tokens; wanted {LENGTHS_FORM}"
             )
-        if type(count) is not int or not 0 <= count <= MOST_INPUTS:
+        if type(count) is not int or not 0 <= count <= MAX_INPUTS:
             raise ConfigError(
                 f"{path}: {shown(count)} is no count of inputs of {length} tokens; "
                 f"wanted {LENGTHS_FORM}"
@@ -162,20 +161,21 @@ def of_server(url: str, model: str | None = None) -> Lengths:
             f"{url} serves {', '.join(names)}{model_name}; say which with --served-model-name"
         )
     pairs = []  # of length and count
-    below, below_count = 0, 0
+    below, below_count = 0, 0  # of the bucket before, with all shorter inputs
     for sample in samples:
         if (names and sample.labels["model"] != model) or sample.labels["le"] == "+Inf":
             continue
-        bound, upto = int(float(sample.labels["le"])), int(sample.value)
-        places, count = bound - below, upto - below_count
-        for k in range(places):  # the inputs of a bucket are spread evenly over its lengths
-            pairs.append((below + 1 + k, count * (k + 1) // places - count * k // places))
-        below, below_count = bound, upto
+        bound, bound_count = int(float(sample.labels["le"])), int(sample.value)
+        width, count = bound - below, bound_count - below_count
+        for k in range(width):  # the inputs of a bucket are spread evenly over its lengths
+            pairs.append((below + 1 + k, count * (k + 1) // width - count * k // width))
+        below, below_count = bound, bound_count
     return _lengths(pairs, url)
 
 
 def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
-    """Make a distribution from pairs of length and count. Raises ConfigError without inputs."""
+    """Make a distribution from pairs of length and count. A length over LONGEST counts as LONGEST.
+    Raises ConfigError if there are no inputs."""
     counts = np.zeros(min(max((n for n, _ in pairs), default=0), LONGEST) + 1, np.int64)
     for length, count in pairs:
         counts[min(length, LONGEST)] += count

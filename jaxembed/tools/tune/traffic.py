@@ -16,15 +16,15 @@ from typing import cast
 import numpy as np
 
 from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.engine.autotune.costs import BucketCosts, often_enough
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.engine.autotune.costs import BucketCosts, repeat_timings
 from jaxembed.engine.batch import HOST_MS, choose_bucket, place
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.engine.engine import Engine, Seat
-from jaxembed.engine.lanes import WINDOW_BUCKETS
+from jaxembed.engine.engine import Engine, Worker
+from jaxembed.engine.future import QueuedSequence, WorkFuture
+from jaxembed.engine.queue import WINDOW_BUCKETS
 from jaxembed.engine.replica import Replica
-from jaxembed.engine.ticket import Entry, Ticket
-from jaxembed.engine.turn import DeviceTurn
+from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.tools.tune.cost import Workbench
 from jaxembed.tools.tune.lengths import Lengths
@@ -32,9 +32,9 @@ from jaxembed.tools.tune.lengths import Lengths
 REQUEST_SIZES = (4, 16, 64)  # texts
 REQUESTS = 6  # requests of each size; fewer if texts are long
 LONE = 64  # number of lone texts
-LEAST_TEXTS, MOST_TEXTS = 64, 8192  # at full load
-TICKET = 32  # sequences in each request at full load
-TURNS = 4  # runs of each grid in a round; a shared machine changes from second to second
+MIN_TEXTS, MAX_TEXTS = 64, 8192  # at full load
+SEQUENCES_A_REQUEST = 32  # sequences in each request at full load
+RUNS_A_ROUND = 4  # runs of each grid in a round; a shared machine changes from second to second
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,12 @@ class Traffic:
         return [encoding.length for encoding in self.lone]
 
     @cached_property
-    def queues(self) -> list[list[Entry]]:
+    def queues(self) -> list[list[QueuedSequence]]:
         """The sequences that wait at full load, then those of each request."""
-        return [Ticket(work_of(each), {"dense": 1}).entries for each in (self.full, *self.requests)]
+        return [
+            WorkFuture(work_from_encodings(each), {"dense": 1}).sequences
+            for each in (self.full, *self.requests)
+        ]
 
 
 def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -> Traffic:
@@ -74,10 +77,10 @@ def traffic_of(lengths: Lengths, vocab_size: int, full_tokens: int, seed: int) -
             for length in lengths.draw(count, random)
         ]
 
-    texts = int(np.clip(full_tokens / lengths.mean, LEAST_TEXTS, MOST_TEXTS))
+    full_texts = int(np.clip(full_tokens / lengths.mean, MIN_TEXTS, MAX_TEXTS))
     share = full_tokens / len(REQUEST_SIZES) / lengths.mean  # texts for the requests of one size
     sizes = [n for n in REQUEST_SIZES for _ in range(int(np.clip(share / n, 1, REQUESTS)))]
-    return Traffic(draw(LONE), [draw(size) for size in sizes], draw(texts))
+    return Traffic(lone=draw(LONE), requests=[draw(size) for size in sizes], full=draw(full_texts))
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,18 @@ def figures(
 def predict_figures(
     traffic: Traffic,
     cost: Mapping[Bucket, float],
-    most: int | None = None,
+    max_sequences: int | None = None,
     pair_ms: float = 0.0,
 ) -> Figures:
     """Predict the figures of a grid by composing batches as the engine does and adding their costs.
 
     `cost` holds the milliseconds of each bucket of the grid. A sequence costs `pair_ms` more for
-    each pair of its tokens. A batch has at most `most` sequences. The host's time is counted for
-    each batch, not for each request.
+    each pair of its tokens. A batch has at most `max_sequences` sequences. The host's time is
+    counted for each batch, not for each request.
     """
-    (full_ms, padded), *requests = [_drain(queue, cost, most, pair_ms) for queue in traffic.queues]
+    (full_ms, padded), *requests = [
+        _drain(queue, cost, max_sequences, pair_ms) for queue in traffic.queues
+    ]
     alone = {
         length: HOST_MS + min(ms for bucket, ms in cost.items() if bucket.length >= length)
         for length in set(traffic.lone_lengths)
@@ -144,28 +149,32 @@ def predict_figures(
 
 
 def _drain(
-    waiting: Sequence[Entry], cost: Mapping[Bucket, float], max_count: int | None, pair_ms: float
+    waiting: Sequence[QueuedSequence],
+    cost: Mapping[Bucket, float],
+    max_count: int | None,
+    pair_ms: float,
 ) -> tuple[float, int]:
-    """Compose batches until nothing waits. Return the milliseconds and tokens of their buckets."""
+    """Compose batches of up to `max_count` sequences until none waits. Return the milliseconds and
+    the tokens of their buckets."""
     enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
-        # the first entries that have enough tokens together, or all if they have fewer
+        # choose from the first entries that have enough tokens together, or from all
         sums = accumulate(entry.length for entry in waiting)
         count = next((n for n, tokens in enumerate(sums, 1) if tokens >= enough), len(waiting))
         window = waiting[:count][:max_count]
         bucket = choose_bucket(window, cost)
-        batch = place(bucket, window[:1], window[1:], most=max_count)
+        batch = place(bucket, window[:1], window[1:], max_sequences=max_count)
         ms += cost[bucket] + HOST_MS
         padded += bucket.tokens
-        batch_entries = set(batch.entries)
-        rest = [entry for entry in window if entry not in batch_entries]
+        placed = set(batch.sequences)
+        rest = [entry for entry in window if entry not in placed]
         waiting = [*rest, *waiting[len(window) :]]
     return ms, padded
 
 
 @contextmanager
-def engine_of_all(
+def trial_engine(
     workbench: Workbench,
     grids: Sequence[BucketGrid],
     widths: Mapping[OutputName, int],
@@ -175,17 +184,20 @@ def engine_of_all(
     """Yield an engine that has the buckets of all grids under trial, each compiled and timed.
 
     The grids share one engine because two engines differ in speed: the memory of their threads is
-    at other addresses. The engine takes the costs of buckets from the workbench.
+    at other addresses. The engine has the costs of the workbench.
     """
     union = BucketGrid(tuple({bucket for grid in grids for bucket in grid.buckets}))
     for bucket in union.buckets:
         workbench.compile(bucket)
     engine = Engine(
-        [Seat(cast(Replica, workbench), DeviceTurn.for_platform(platform))],
+        [Worker(cast(Replica, workbench), DeviceScheduler.for_platform(platform))],
         union,
         widths,
         Telemetry(union.max_length),
-        BucketCosts(1.0, {b: often_enough([c.ms]) for b, c in workbench.costs.items()}),
+        BucketCosts(
+            default_ms=1.0,
+            timings={b: repeat_timings([c.ms]) for b, c in workbench.costs.items()},
+        ),
         name="the grids tried",
         max_batch_requests=max_batch_requests,
         full_warmup=True,
@@ -206,30 +218,32 @@ class GridTrial:
     engine: Engine
     grid: BucketGrid
 
-    def run(self, traffic: Traffic, turns: "Turns") -> None:
+    def run(self, traffic: Traffic, turns: "RoundTimes") -> None:
         """Run each load of the traffic once, and add the times to `turns`."""
         self.engine.restrict(self.grid.buckets)
-        turns.lone += [self._run_ms([text], 1) for text in traffic.lone]
+        turns.lone += [self._run_ms([text], size=1) for text in traffic.lone]
         turns.requests += [self._run_ms(request, len(request)) for request in traffic.requests]
-        padded = self.workbench.tokens_run
-        turns.full_ms += self._run_ms(traffic.full, TICKET)
-        turns.padded += self.workbench.tokens_run - padded
+        before = self.workbench.tokens_run
+        turns.full_ms += self._run_ms(traffic.full, SEQUENCES_A_REQUEST)
+        turns.padded += self.workbench.tokens_run - before
         turns.full_tokens += traffic.full_tokens
 
     def _run_ms(self, encodings: Sequence[Encoding], size: int) -> float:
         """Submit sequences in requests of `size`. Return the milliseconds until all are run."""
         start = time.perf_counter()
-        tickets = [  # as bulk: after interactive texts the engine would keep batches short
-            self.engine.submit(work_of(encodings[first : first + size]), priority="bulk")
+        futures = [  # as bulk: after interactive texts the engine would keep batches short
+            self.engine.submit(
+                work_from_encodings(encodings[first : first + size]), priority="bulk"
+            )
             for first in range(0, len(encodings), size)
         ]
-        for ticket in tickets:
-            ticket.result()
+        for future in futures:
+            future.result()
         return (time.perf_counter() - start) * 1000
 
 
 @dataclass
-class Turns:
+class RoundTimes:
     """The times of one grid in a round, for all its runs together, as `figures` takes them."""
 
     full_tokens: int = 0  # useful tokens at full load
@@ -255,21 +269,22 @@ class Comparison:
 
 
 def compare(before: GridTrial, after: GridTrial, traffic: Traffic, rounds: int) -> Comparison:
-    """Run traffic with both grids, after a warm-up run of each.
+    """Run traffic with the present grid and the proposed one, after a warm-up run of each.
 
-    In each round each grid runs TURNS times; the grid that runs first alternates.
+    Returns the figures of each round. In a round each grid runs RUNS_A_ROUND times; the grid
+    that runs first alternates.
     """
-    runs: dict[GridTrial, list[Figures]] = {before: [], after: []}
-    for trial in runs:
-        trial.run(traffic, Turns())
+    figures_of: dict[GridTrial, list[Figures]] = {before: [], after: []}  # by round
+    for trial in figures_of:
+        trial.run(traffic, RoundTimes())
     for _ in range(rounds):
-        turns_of = {trial: Turns() for trial in runs}
-        for number in range(TURNS):
+        times_of = {trial: RoundTimes() for trial in figures_of}
+        for number in range(RUNS_A_ROUND):
             for trial in [before, after][:: 1 if number % 2 else -1]:
-                trial.run(traffic, turns_of[trial])
-        for trial, turns in turns_of.items():
-            runs[trial].append(figures(**vars(turns)))
-    return Comparison(runs[before], runs[after])
+                trial.run(traffic, times_of[trial])
+        for trial, times in times_of.items():
+            figures_of[trial].append(figures(**vars(times)))
+    return Comparison(figures_of[before], figures_of[after])
 
 
 def median(runs: Sequence[Figures]) -> Figures:

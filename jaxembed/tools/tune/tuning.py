@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxembed.data.work import Encoding
-from jaxembed.engine.bucket import MOST_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, BucketGrid
+from jaxembed.engine.bucket import MAX_DEFAULT_BUCKETS, SHORTEST_ROW, Bucket, BucketGrid
 from jaxembed.engine.build import package_versions, tuned_for
 from jaxembed.errors import ConfigError
 from jaxembed.models import native
@@ -32,30 +32,30 @@ from jaxembed.tools.tune.traffic import (
     GridTrial,
     Traffic,
     compare,
-    engine_of_all,
     median,
     predict_figures,
     traffic_of,
+    trial_engine,
 )
 
 logger = logging.getLogger(__name__)
 
 BATCHES = 32  # full batches at full load in the trial; the last, partial ones then count little
 SEARCHED_TEXTS = 100  # texts at full load in the search: fewer, because it tries many grids
-LEAST_BATCHES = 8  # minimum of full batches at full load in the search
+MIN_BATCHES = 8  # minimum of full batches at full load in the search
 REPEATS = 4  # maximum number of searches; after each, the buckets that it chose are measured
 PROBING = 0.35  # share of the given time after which no more probes are measured
 MEASURING = 0.6  # share of the given time after which the trial starts
 SEARCH_S = 15.0  # time limit of one search
 LAST_TIMINGS = 3  # minimum of further timings of every bucket before the last search
 QUICK_MS = 500.0  # only a bucket faster than this is used to measure what long sequences cost
-MOST_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
+MAX_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
 ROOM = 4  # the longest candidate row, in multiples of the mean input
 STRAYS = 4  # lone texts of rare lengths that the search adds to the sampled ones
 SLOWER = 1.05  # limit of a bucket's time relative to the slowest in use: the next request waits
 BETTER = 0.01  # a grid needs this gain in the objective to replace the grid in use
 NO_SLOWER = 0.005  # a loss up to this in the median round may be noise between equal grids
-MOST_ROUNDS = 0.75  # share of the rounds in which the grid must be better
+MIN_BETTER_SHARE = 0.75  # share of the rounds in which the grid must be better
 NOISY = 1.25  # the machine is busy if a grid's fastest round is this many times its slowest
 NOISE = 1.05  # a load may take this many times as long in one round without a penalty
 
@@ -76,9 +76,9 @@ def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
     return float(logs @ LOAD_WEIGHTS + PENALTY * beyond.sum())
 
 
-def row_counts(most: int) -> list[int]:
-    """Return row counts to try, up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
-    return sorted({n for k in range(20) for n in (2**k, 3 * 2**k) if n <= most})
+def row_counts(max_rows: int) -> list[int]:
+    """Return row counts to try, up to `max_rows`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
+    return sorted({n for k in range(20) for n in (2**k, 3 * 2**k) if n <= max_rows})
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Search:
     required: Bucket  # holds the longest input, and is always chosen
     affords: Callable[[Iterable[Bucket]], bool]  # whether these buckets are within the budget
     deadline: float  # time.monotonic() at which the search returns its best set
-    most: int | None = None  # maximum of sequences in a batch; None: no limit
+    max_sequences: int | None = None  # maximum of sequences in a batch; None: no limit
     pair_ms: float = 0.0  # as `predict_figures` takes it
     _scores: dict[frozenset[Bucket], float] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class Search:
         """Return the predicted objective of a set of buckets. Lower is better."""
         if buckets not in self._scores:
             cost = {bucket: self.table.ms(bucket) for bucket in sorted(buckets)}
-            figures = predict_figures(self.traffic, cost, self.most, self.pair_ms)
+            figures = predict_figures(self.traffic, cost, self.max_sequences, self.pair_ms)
             self._scores[buckets] = objective(figures, self.before)
         return self._scores[buckets]
 
@@ -120,13 +120,14 @@ class Search:
         A bucket's gain mostly shrinks as others are added. So a heap holds the last known gains,
         and a gain is computed again only when it leads the heap (lazy greedy search).
         """
+        # pairs of minus the gain and the bucket; no gain is known yet
         gains = [(-np.inf, bucket) for bucket in self.candidates if bucket not in chosen]
         while gains and time.monotonic() < self.deadline:
             _, bucket = heapq.heappop(gains)
             grown = chosen | {bucket}
             gain = self.score(chosen) - self.score(grown) if self.affords(grown) else 0.0
             if gain < WORTH:
-                continue
+                continue  # drop the bucket
             if gains and gain < -gains[0][0]:
                 heapq.heappush(gains, (-gain, bucket))
             else:
@@ -156,12 +157,12 @@ class Search:
         """Return the candidates next to a bucket: for its row length and the two adjacent ones, the
         two whose number of tokens is closest to that of the bucket."""
         lengths = sorted({b.length for b in self.candidates})
-        place = lengths.index(bucket.length) if bucket.length in lengths else -1
+        index = lengths.index(bucket.length) if bucket.length in lengths else -1
         neighbours = []
-        for length in lengths[max(place - 1, 0) : place + 2]:
-            rows = [b for b in self.candidates if b.length == length and b != bucket]
-            rows.sort(key=lambda b: abs(np.log(b.tokens / bucket.tokens)))
-            neighbours += rows[:2]
+        for length in lengths[max(index - 1, 0) : index + 2]:
+            similar = [b for b in self.candidates if b.length == length and b != bucket]
+            similar.sort(key=lambda b: abs(np.log(b.tokens / bucket.tokens)))
+            neighbours += similar[:2]
         return neighbours
 
 
@@ -173,7 +174,7 @@ class Budget:
     """Limits on a grid and on the time for finding it."""
 
     seconds: float = 120.0  # approximate time to find the grid; the trial is always finished
-    most_buckets: int = MOST_DEFAULT_BUCKETS
+    max_buckets: int = MAX_DEFAULT_BUCKETS
     # time to compile all buckets one after the other, with an empty cache; None: no limit
     compile_s: float | None = None
     rounds: int = 5  # rounds of the trial
@@ -219,12 +220,12 @@ class Tuning:
 
     @property
     def is_better(self) -> bool:
-        """Whether the trial confirms the new grid: no slower in the median round, and better there
-        and in most rounds if each bucket that it saves counts as a gain of WORTH."""
+        """Whether the trial confirms the new grid: no slower in the median round; and better in the
+        median and in most rounds if each bucket that it saves counts as a gain of WORTH."""
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
         gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
-        agreed = np.mean(gains + saved > 0) >= MOST_ROUNDS
+        agreed = np.mean(gains + saved > 0) >= MIN_BETTER_SHARE
         return bool(agreed and np.median(gains) > -NO_SLOWER and np.median(gains) + saved > BETTER)
 
     @property
@@ -238,31 +239,31 @@ class Tuning:
 
         Raises ConfigError if the file cannot be written.
         """
-        side, plan = self.after if self.is_better else self.before, self.model.plan
-        largest = max(bucket.tokens for bucket in side.grid.buckets)
-        costs = plan.cost_file
-        assert costs is not None  # the null model, which has none, cannot be tuned
-        timings = {bucket: self.model.workbench.timings[bucket] for bucket in side.grid.buckets}
-        file = {
-            "buckets": [[bucket.rows, bucket.length] for bucket in side.grid.buckets],
+        result, plan = self.after if self.is_better else self.before, self.model.plan
+        largest = max(bucket.tokens for bucket in result.grid.buckets)
+        cost_file = plan.cost_file
+        assert cost_file is not None  # the null model, which has none, cannot be tuned
+        timings = {bucket: self.model.workbench.timings[bucket] for bucket in result.grid.buckets}
+        data = {
+            "buckets": [[bucket.rows, bucket.length] for bucket in result.grid.buckets],
             # no less than before, so that the queue may hold as many tokens
             "max_batch_tokens": max(largest // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
                 **tuned_for(self.model.spec, plan.devices, plan.dtype),
                 # so that a server need not time the buckets
-                "costs": {"identity": costs.identity, "timings": costs.encode(timings)},
+                "costs": {"identity": cost_file.identity, "timings": cost_file.encode(timings)},
                 "versions": package_versions(),
                 "max_input_tokens": plan.max_input_tokens,
                 "lengths": self.lengths.describe(),
                 "before": self.before.measured.describe(),
-                "after": side.measured.describe(),
+                "after": result.measured.describe(),
             },
         }
         text = re.sub(
             r"\[\s+([\d., \s]+?)\s+\]",
-            lambda numbers: f"[{' '.join(numbers[1].split())}]",  # on one line
-            json.dumps(file, indent=1),
+            lambda numbers: f"[{' '.join(numbers[1].split())}]",  # a list on one line
+            json.dumps(data, indent=1),
         )
         try:
             with replacing(path) as partial:
@@ -307,9 +308,9 @@ class _Tuner:
         self.deadline = started_at + MEASURING * budget.seconds
         self.probes_until = started_at + PROBING * budget.seconds
         self.on_progress = on_progress
-        self.most = model.config.max_batch_requests
-        self.most_tokens = max(bucket.tokens for bucket in self.grid.buckets)
-        low, high = LEAST_BATCHES * self.most_tokens, BATCHES * self.most_tokens
+        self.max_sequences = model.config.max_batch_requests
+        self.max_tokens = max(bucket.tokens for bucket in self.grid.buckets)
+        low, high = MIN_BATCHES * self.max_tokens, BATCHES * self.max_tokens
         tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, low, high))
         traffic = self._traffic(tokens, seed=0)
         # and lone texts of rare lengths, so that no such text needs a row of the limit
@@ -321,21 +322,21 @@ class _Tuner:
 
     def find(self) -> BucketGrid:
         """Measure buckets and search. Return the grid of least predicted cost, fully measured."""
-        self._measure(self.grid.buckets, "the grid in use", math.inf)
+        self._measure(self.grid.buckets, "the grid in use", until=math.inf)
         costs = self.workbench.costs
-        rows = [b for b in self.grid.buckets if b.length <= self._covering_length]
-        quick = [b for b in rows if costs[b].ms < QUICK_MS] or [min(rows)]
+        usable = [b for b in self.grid.buckets if b.length <= self._covering_length]
+        quick = [b for b in usable if costs[b].ms < QUICK_MS] or [min(usable)]
         self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
         slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
         self.slowest_ms = SLOWER * slowest
-        useful = self._lengths()
-        sparse = [*useful[:: max(len(useful) // 8, 1)], useful[-1]]
-        shards, max_tokens = self.plan.shards, MOST_TOKENS * self.most_tokens
-        around = self._allowed(probes(sparse, 2 * self.most_tokens, shards))
-        self._measure(around, "probes", self.probes_until)
+        lengths = self._lengths()
+        sparse = [*lengths[:: max(len(lengths) // 8, 1)], lengths[-1]]
+        shards, max_tokens = self.plan.shards, MAX_TOKENS * self.max_tokens
+        probed = self._allowed(probes(sparse, 2 * self.max_tokens, shards))
+        self._measure(probed, "probes", self.probes_until)
         candidates = [  # every row length with every row count
             Bucket(rows * shards, length)
-            for length in useful
+            for length in lengths
             for rows in row_counts(max(max_tokens // (length * shards), 1))
         ]
         for _ in range(REPEATS):
@@ -344,10 +345,10 @@ class _Tuner:
             if not unmeasured or time.monotonic() > self.deadline:
                 break
             self._measure(sorted(unmeasured), "what the search chose", self.deadline)
-        timings = 0
-        while timings < LAST_TIMINGS or time.monotonic() < self.deadline:
-            timings += 1
-            self.on_progress("timing every bucket again", timings, max(timings, LAST_TIMINGS))
+        rounds = 0
+        while rounds < LAST_TIMINGS or time.monotonic() < self.deadline:
+            rounds += 1
+            self.on_progress("timing every bucket again", rounds, max(rounds, LAST_TIMINGS))
             self.workbench.time_again(self.workbench.costs)
         chosen = self._search(self._allowed(self.workbench.costs))
         return BucketGrid(tuple(sorted(chosen)))
@@ -357,18 +358,18 @@ class _Tuner:
 
         Returns the results of both, and their comparison.
         """
-        self.on_progress("trying the grid found beside the one in use", 1, 1)
-        traffic = self._traffic(BATCHES * self.most_tokens, seed=1)
+        self.on_progress("trying the grid found beside the one in use", 1, 1)  # one step
+        traffic = self._traffic(BATCHES * self.max_tokens, seed=1)
         grids, widths = (self.grid, candidate), self.model.spec.widths
         bench = self.workbench
-        with engine_of_all(bench, grids, widths, self.plan.platform, self.most) as engine:
+        with trial_engine(bench, grids, widths, self.plan.platform, self.max_sequences) as engine:
             before, after = (GridTrial(bench, engine, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
-        sides = [
-            GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(runs))
-            for grid, runs in ((self.grid, comparison.before), (candidate, comparison.after))
+        results = [
+            GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(rounds))
+            for grid, rounds in ((self.grid, comparison.before), (candidate, comparison.after))
         ]
-        return sides[0], sides[1], comparison
+        return results[0], results[1], comparison
 
     def _traffic(self, tokens: int, seed: int) -> Traffic:
         vocabulary = int(self.model.spec.config["vocab_size"])
@@ -376,7 +377,7 @@ class _Tuner:
 
     def _predicted(self, grid: BucketGrid, traffic: Traffic) -> Figures:
         cost = {bucket: self.workbench.costs[bucket].ms for bucket in grid.buckets}
-        return predict_figures(traffic, cost, self.most, self.pair_ms)
+        return predict_figures(traffic, cost, self.max_sequences, self.pair_ms)
 
     def _lengths(self) -> list[int]:
         """Return the row lengths of candidates: the usual ones up to the longest input or ROOM
@@ -385,9 +386,9 @@ class _Tuner:
         kernels, limit = self.plan.kernels, self.plan.max_input_tokens
         if kernels.taken:  # kernels were tried only with these rows
             return sorted(in_use)
-        joined = self.most_tokens // self.plan.shards
-        fitting = row_lengths(max(limit, joined) if kernels.joins else limit)
-        if kernels.native:  # they have no attention for other lengths, which are slower
+        batch_tokens = self.max_tokens // self.plan.shards
+        fitting = row_lengths(max(limit, batch_tokens) if kernels.joins else limit)
+        if kernels.native:  # native attention needs multiples of TILE; others are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), limit)
         max_length = max(longest, ROOM * self.lengths.mean)
@@ -404,7 +405,8 @@ class _Tuner:
         return [bucket for bucket in buckets if table.ms(bucket) <= self.slowest_ms]
 
     def _search(self, candidates: list[Bucket]) -> frozenset[Bucket]:
-        self.on_progress("searching", 1, 1)
+        """Search the candidates for the best buckets, by the costs measured so far."""
+        self.on_progress("searching", 1, 1)  # one step
         search = Search(
             CostTable(self.workbench.costs),
             self.traffic,
@@ -413,15 +415,15 @@ class _Tuner:
             min(b for b in self.grid.buckets if b.length == self._covering_length),
             self._affords,
             time.monotonic() + SEARCH_S,
-            self.most,
+            self.max_sequences,
             self.pair_ms,
         )
         return search.run()
 
     def _affords(self, buckets: Iterable[Bucket]) -> bool:
-        """Return whether buckets are within the budget. Unmeasured ones count as the median."""
+        """Return whether the budget allows buckets. Unmeasured ones compile in the median time."""
         chosen = list(buckets)
-        if len(chosen) > self.budget.most_buckets:
+        if len(chosen) > self.budget.max_buckets:
             return False
         if self.budget.compile_s is None:
             return True

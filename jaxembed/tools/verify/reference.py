@@ -74,8 +74,8 @@ def run_reference(
     """Compute the results of the groups, one input at a time, so that nothing is padded.
 
     `folder` holds the checkpoint. Inputs are truncated to the limit of the model, or to `limit`
-    tokens if that is less. `template` says whether the model is a language model that is prompted
-    with a template. Raises ConfigError if the installed version is too old.
+    tokens if that is less. `template`: whether the model is prompted with a template. Raises
+    ConfigError if the installed version is too old.
     """
     # an optional package that only this function needs
     import sentence_transformers  # pyright: ignore[reportMissingImports]
@@ -83,12 +83,12 @@ def run_reference(
     version = sentence_transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise ConfigError(f"sentence-transformers is {version}; pip install '{REQUIREMENT}'")
-    kind = (
+    model_class = (
         sentence_transformers.SentenceTransformer
         if task == "embed"
         else sentence_transformers.CrossEncoder
     )
-    model = kind(
+    model = model_class(
         str(folder), device="cpu", local_files_only=True, model_kwargs={"dtype": "float32"}
     )
     model.eval().float().requires_grad_(False)

@@ -16,8 +16,8 @@ HEADER = (
     "| float32 | served |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
-MOST_SHOWN_TEXT = 50  # characters of an input
-MOST_SHOWN_IDS = 12  # token ids of an input
+MAX_SHOWN_TEXT = 50  # characters of an input
+MAX_SHOWN_IDS = 12  # token ids of an input
 
 MEASURE = {
     "embed": "cosine distance",
@@ -50,8 +50,8 @@ def report_lines(result: Verification) -> Iterator[str]:
         yield f"  {_describe_input(result.groups[group], number)}"
         for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
             ids = results[group].ids[number]
-            more = " ..." if len(ids) > MOST_SHOWN_IDS else ""
-            excerpt = " ".join(map(str, ids[:MOST_SHOWN_IDS])) + more
+            more = " ..." if len(ids) > MAX_SHOWN_IDS else ""
+            excerpt = " ".join(map(str, ids[:MAX_SHOWN_IDS])) + more
             yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
     else:
         yield f"tokens: the same for all {count} inputs"
@@ -105,5 +105,5 @@ def _describe_input(group: InputGroup, number: int) -> str:
     """Describe an input of a group: the group, the number, and the start of the text."""
     item = group.inputs[number]
     text = item if isinstance(item, str) else item[1]
-    excerpt = repr(text) if len(text) <= MOST_SHOWN_TEXT else f"{text[:MOST_SHOWN_TEXT]!r} ..."
+    excerpt = repr(text) if len(text) <= MAX_SHOWN_TEXT else f"{text[:MAX_SHOWN_TEXT]!r} ..."
     return f"{group.name}, {number + 1} of {len(group.inputs)}: {excerpt}"

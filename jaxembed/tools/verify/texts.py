@@ -71,17 +71,17 @@ def long_texts(limit: int) -> list[str]:
 def input_groups(spec: ModelSpec, limit: int, more: Sequence[str]) -> list[InputGroup]:
     """Form the groups of inputs for a model that takes inputs of up to `limit` tokens.
 
-    `more` are the user's texts, which are added to TEXTS. A reranker gets groups of pairs.
+    `more` are the user's texts, which are added to TEXTS. A reranker gets pairs, a classifier both.
     """
     # no long texts with a template: sentence-transformers would truncate the template at its end
     long = long_texts(limit) if spec.template is None else []
     texts = tuple(dict.fromkeys([*TEXTS, *long, *more]))
-    some = tuple(dict.fromkeys([*TEXTS[::EVERY_NTH], *long[:1]]))
+    fewer = tuple(dict.fromkeys([*TEXTS[::EVERY_NTH], *long[:1]]))
     if spec.task == "embed":
-        prompted = [InputGroup(f"prompt {name!r}", some, name) for name in sorted(spec.prompts)]
+        prompted = [InputGroup(f"prompt {name!r}", fewer, name) for name in sorted(spec.prompts)]
         return [InputGroup("texts", texts), *prompted]
     pairs = [
         InputGroup(f"pairs with {query!r}", tuple((query, text) for text in documents))
-        for query, documents in zip(QUERIES, (texts, some), strict=True)
+        for query, documents in zip(QUERIES, (texts, fewer), strict=True)
     ]
     return [InputGroup("texts", texts), *pairs] if spec.task == "classify" else pairs

@@ -19,7 +19,7 @@ from jaxembed.data.inputs import Pair, Text
 from jaxembed.data.spec import DType, ModelSpec, Routes, Task
 from jaxembed.embedder import Embedder
 from jaxembed.errors import ConfigError
-from jaxembed.preprocessing.text import Rules
+from jaxembed.preprocessing.text import TokenizationOptions
 from jaxembed.runtime.model import LoadedModel
 from jaxembed.runtime.summary import summary
 from jaxembed.tools.verify.reference import Computed, ReferenceRun, check_installed, run_apart
@@ -28,7 +28,7 @@ from jaxembed.tools.verify.texts import InputGroup, input_groups
 logger = logging.getLogger(__name__)
 
 # The default limit of an input. An input of 8,192 tokens takes minutes on a CPU in float32.
-MOST_INPUT_TOKENS = 2048
+MAX_INPUT_TOKENS = 2048
 
 RunReference = Callable[..., ReferenceRun]
 
@@ -44,7 +44,7 @@ COSINE_BOUNDS: dict[DType, float] = {"float32": 1e-5, "bfloat16": 5e-3, "float16
 RELATIVE_BOUNDS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 NEIGHBOURS = 10
-MOST_RANKED = 1000  # texts; the matrix of their similarities grows with their square
+MAX_RANKED = 1000  # texts; the matrix of their similarities grows with their square
 TIE = 1e-6  # similarities and logits that differ by less than this count as equal
 
 
@@ -87,7 +87,7 @@ def agreement(
     if task == "embed":
         distances = np.concatenate([cosine_distances(*pair) for pair in pairs])
         lengths = np.concatenate([length_differences(*pair) for pair in pairs])
-        rank = shared_neighbours(*pairs[0])
+        rank = shared_neighbours(*pairs[0])  # the first group has all texts
     else:
         # relative to the largest logit: each logit is a sum of terms of about that size
         differences = [
@@ -104,9 +104,9 @@ def locate(index: int, groups: Sequence[InputGroup]) -> tuple[int, int]:
 
     Raises IndexError if there are fewer inputs.
     """
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         if index < len(group.inputs):
-            return number, index
+            return group_index, index
         index -= len(group.inputs)
     raise IndexError(index)
 
@@ -136,14 +136,13 @@ def length_differences(
 def shared_neighbours(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> float:
-    """Return the smallest share, over all texts, of the NEIGHBOURS nearest that the reference has.
-
-    A text that is less similar than the reference's last neighbour by at most TIE counts too.
+    """Return the smallest share, over all texts, of a text's NEIGHBOURS nearest texts that are also
+    nearest in the reference, or less similar there than the last of them by at most TIE.
     """
     count = min(NEIGHBOURS, len(got) - 1)
     if count < 1:
         return 1.0
-    ours, theirs = (_similarities(vectors[:MOST_RANKED]) for vectors in (got, expected))
+    ours, theirs = (_similarities(vectors[:MAX_RANKED]) for vectors in (got, expected))
     nearest = np.argsort(-ours, axis=1, kind="stable")[:, :count]
     # the similarity of the reference's last neighbour
     lowest = -np.sort(-theirs, axis=1)[:, count - 1 : count]
@@ -158,7 +157,7 @@ def same_order(
     Pairs whose logits differ by less than TIE in the reference are left out.
     """
     ours, theirs = (
-        np.subtract.outer(logits[:MOST_RANKED, 0], logits[:MOST_RANKED, 0])
+        np.subtract.outer(logits[:MAX_RANKED, 0], logits[:MAX_RANKED, 0])
         for logits in (got, expected)
     )
     ordered = np.abs(theirs) > TIE
@@ -197,14 +196,14 @@ class Verification:
 
     @cached_property
     def different(self) -> list[tuple[int, int]]:
-        """The inputs whose token ids differ from the reference: index of the group, and in it."""
+        """The inputs whose token ids differ from the reference: index of the group, index in it."""
         return [
-            (group, number)
+            (group, index)
             for group, (ours, theirs) in enumerate(
                 zip(self.got, self.reference.results, strict=True)
             )
-            for number, ids in enumerate(ours.ids)
-            if ids != theirs.ids[number]
+            for index, ids in enumerate(ours.ids)
+            if ids != theirs.ids[index]
         ]
 
     @property
@@ -234,8 +233,8 @@ def verify_model(
     check_rules(spec, folder)
     limit, config = _limited(spec, config)
     groups = input_groups(spec, limit, texts)
-    at_most = config.max_input_tokens
-    reference = run_reference(folder, spec.task, spec.template is not None, at_most, groups)
+    max_tokens = config.max_input_tokens
+    reference = run_reference(folder, spec.task, spec.template is not None, max_tokens, groups)
     logger.info("sentence-transformers is done after %.0f s", time.monotonic() - started)
 
     def load(config: EngineConfig) -> Embedder:
@@ -251,7 +250,7 @@ def verify_model(
         )
     agreements = [
         agreement(dtype, spec.task, results[dtype], reference.results)
-        for dtype in sorted(results, key=lambda dtype: dtype != "float32")
+        for dtype in sorted(results, key=lambda dtype: dtype != "float32")  # float32 first
     ]
     return Verification(
         name=source.name,
@@ -267,7 +266,7 @@ def verify_model(
 
 
 def comparable_spec(routes: Routes) -> ModelSpec:
-    """Return the spec of a model that can be compared.
+    """Return the spec of the only route of a model that can be compared.
 
     Raises ConfigError for a model that has several routes, or gives neither vectors of whole texts
     nor scores.
@@ -319,7 +318,7 @@ def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
             f"--max-input-length {flag} is more than the {spec.max_input_tokens} tokens at which "
             "the checkpoint says to cut, and the reference does"
         )
-    limit = flag or min(default, MOST_INPUT_TOKENS)
+    limit = flag or min(default, MAX_INPUT_TOKENS)
     if spec.is_static and flag is not None:
         raise ConfigError(
             f"--max-input-length {flag}: the reference cuts static embeddings only as the "
@@ -341,9 +340,11 @@ def _run(
     try:
         for group in groups:
             processor = embedder.model.main.text_processor
-            rules = Rules(processor.prompt(None, group.prompt_name), truncate=True, side="right")
+            tokenization = TokenizationOptions(
+                processor.prompt(None, group.prompt_name), truncate=True, side="right"
+            )
             inputs = [Text(i) if isinstance(i, str) else Pair(*i) for i in group.inputs]
-            ids = [e.ids.tolist() for e in processor.encode(inputs, rules).work.encodings]
+            ids = [e.ids.tolist() for e in processor.encode(inputs, tokenization).work.encodings]
             if embedder.spec.task == "embed":
                 texts = [text for text in group.inputs if isinstance(text, str)]
                 outputs = embedder.encode(texts, prompt_name=group.prompt_name)
@@ -356,7 +357,7 @@ def _run(
         facts = {name: getattr(embedder, name) for name in ("dtype", "device", "spec")}
     finally:
         embedder.close()
-    del embedder
+    del embedder  # frees the memory for the next model
     gc.collect()
     logger.info("jaxembed in %s is done after %.0f s", facts["dtype"], time.monotonic() - started)
     return results, facts

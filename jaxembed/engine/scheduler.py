@@ -16,18 +16,18 @@ from jaxembed.platform.cores import usable_cores
 
 
 @dataclass(eq=False)
-class Share:
-    """The virtual time of one model on a device. Only DeviceTurn writes it, under its lock."""
+class VirtualTime:
+    """The virtual time of one model on a device. Only DeviceScheduler writes it, under its lock."""
 
     end: float = 0.0  # virtual time in seconds at which the model's last program ends
 
 
 @dataclass(eq=False)
-class Claim:
+class Waiter:
     """A thread that waits for the device or holds it."""
 
     urgency: Callable[[], float]  # the highest goes first
-    share: Share | None  # of the model that is charged for the program; None: no model is charged
+    share: VirtualTime | None  # of the model that is charged; None: no model is charged
     permits: int = 1  # number of permits that it needs
     granted: threading.Event = field(default_factory=threading.Event)
     mixed: bool = False  # whether a program of another model ran on the device at the same time
@@ -41,7 +41,7 @@ class Claim:
         return self.urgency() == -math.inf
 
 
-class DeviceTurn:
+class DeviceScheduler:
     """A lock on a device that goes to the waiting thread with the highest urgency.
 
     `permits` is the number of programs that may be in flight. With two, an accelerator has the next
@@ -65,19 +65,19 @@ class DeviceTurn:
         self._now = now
         self._shared_s = 0.0  # device time so far of a program that has always been in flight
         self._changed_at = self._served_at = now()
-        self._waiting: list[Claim] = []
-        self._holding: list[Claim] = []
+        self._waiting: list[Waiter] = []
+        self._holding: list[Waiter] = []
         self._lock = threading.Lock()
 
     @classmethod
-    def for_platform(cls, platform: str) -> "DeviceTurn":
+    def for_platform(cls, platform: str) -> "DeviceScheduler":
         """Make a scheduler with two permits, or one permit on a CPU with a single usable core."""
         return cls(permits=1 if platform == "cpu" and len(usable_cores()) == 1 else 2)
 
     @contextmanager
     def hold(
-        self, urgency: Callable[[], float], share: Share | None = None, *, whole: bool = False
-    ) -> Iterator[Claim]:
+        self, urgency: Callable[[], float], share: VirtualTime | None = None, *, whole: bool = False
+    ) -> Iterator[Waiter]:
         """Wait for the device and hold it during the block. Yields the waiter of this thread.
 
         The thread with the highest `urgency()` goes first, and among equals the first to come.
@@ -86,32 +86,32 @@ class DeviceTurn:
         the device meanwhile. With `whole` the thread gets all permits at once: two threads that
         each hold a permit and wait for another would deadlock.
         """
-        claim = Claim(urgency, share, self.permits if whole else 1)
+        waiter = Waiter(urgency, share, permits=self.permits if whole else 1)
         with self._lock:
-            self._waiting.append(claim)
+            self._waiting.append(waiter)
             self._grant()
-        claim.granted.wait()
+        waiter.granted.wait()
         granted_at = self._now()
         try:
-            yield claim
+            yield waiter
         finally:
             with self._lock:
                 now = self._advance()
-                claim.took_s += self._shared_s
-                self._holding.remove(claim)
-                if claim.share is not None and claim.expected_s is not None:
+                waiter.took_s += self._shared_s
+                self._holding.remove(waiter)
+                if waiter.share is not None and waiter.expected_s is not None:
                     self._served_at = now
                     # the measured time includes programs of other models, or a hang
-                    if claim.mixed or claim.overdue:
-                        claim.took_s = min(now - granted_at, claim.expected_s)
-                    claim.share.end += claim.took_s - claim.expected_s
+                    if waiter.mixed or waiter.overdue:
+                        waiter.took_s = min(now - granted_at, waiter.expected_s)
+                    waiter.share.end += waiter.took_s - waiter.expected_s
                 self._grant()
 
     @property
     def stuck(self) -> bool:
         """Whether a program on the device is overdue. Then nothing should start until it ends."""
         # a copy of the list, because this takes no lock
-        return any(claim.overdue for claim in tuple(self._holding))
+        return any(waiter.overdue for waiter in tuple(self._holding))
 
     @property
     def idle_s(self) -> float:
@@ -121,24 +121,24 @@ class DeviceTurn:
             busy = busy or any(not c.idle for c in self._waiting)
             return 0.0 if busy else self._now() - self._served_at
 
-    def begin(self, share: Share) -> float:
+    def begin(self, share: VirtualTime) -> float:
         """Return the virtual time at which the next program of a model begins."""
         return max(self.clock, share.end)
 
-    def charge(self, claim: Claim, expected_s: float) -> None:
+    def charge(self, waiter: Waiter, expected_s: float) -> None:
         """Charge the expected device time of a program that starts, in seconds, to its model.
 
         It is charged before it ends, because the model's next program may begin before that.
-        `claim` must have a share.
+        `waiter` must have a share.
         """
-        assert claim.share is not None
+        assert waiter.share is not None
         with self._lock:
-            begin = self.begin(claim.share)
+            begin = self.begin(waiter.share)
             # the clock does not pass the waiting programs, so that they lose no device time
-            ends = [c.share.end for c in self._waiting if c.share and not c.idle]
-            self.clock = max(self.clock, min([begin, *ends]))
-            claim.share.end = begin + expected_s
-            claim.expected_s = expected_s
+            begins = [c.share.end for c in self._waiting if c.share and not c.idle]
+            self.clock = max(self.clock, min([begin, *begins]))
+            waiter.share.end = begin + expected_s
+            waiter.expected_s = expected_s
             self._grant()
 
     def _grant(self) -> None:
@@ -149,27 +149,28 @@ class DeviceTurn:
         permits than are free, the others wait, too; an idle waiter is skipped instead.
         """
         while self._waiting and (free := self._free):
+            # before a holder is charged, the urgencies of its model are too high
             if any(c.share is not None and c.expected_s is None for c in self._holding):
                 return
             ready = [c for c in self._waiting if c.permits <= free or not c.idle]
             if not ready:
                 return
-            claim = ready[0] if len(ready) == 1 else max(ready, key=methodcaller("urgency"))
-            if claim.permits > free:
+            waiter = ready[0] if len(ready) == 1 else max(ready, key=methodcaller("urgency"))
+            if waiter.permits > free:
                 return
             self._advance()
-            self._waiting.remove(claim)
-            self._holding.append(claim)
-            claim.took_s = -self._shared_s
-            if any(holder.share is not claim.share for holder in self._holding):
+            self._waiting.remove(waiter)
+            self._holding.append(waiter)
+            waiter.took_s = -self._shared_s  # `hold` adds the value at the end
+            if any(holder.share is not waiter.share for holder in self._holding):
                 for holder in self._holding:
                     holder.mixed = True
-            claim.granted.set()
+            waiter.granted.set()
 
     def _advance(self) -> float:
         """Divide the time since the last change equally among the programs in flight.
 
-        Returns the current time in seconds.
+        Adds a program's part to `_shared_s`, and returns the current time in seconds.
         """
         now = self._now()
         if self._holding:
@@ -180,4 +181,4 @@ class DeviceTurn:
     @property
     def _free(self) -> int:
         """The number of permits that no thread holds."""
-        return self.permits - sum(claim.permits for claim in self._holding)
+        return self.permits - sum(waiter.permits for waiter in self._holding)

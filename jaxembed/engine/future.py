@@ -18,22 +18,22 @@ import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import Ragged, Work, WorkResult, empty_result
-from jaxembed.engine.bucket import least_row
+from jaxembed.engine.bucket import min_row
 from jaxembed.errors import Cancelled, NotFinite
-from jaxembed.observability.tracing import TicketTrace
+from jaxembed.observability.tracing import FutureTrace
 
 logger = logging.getLogger(__name__)
 
 # The key of a sequence of at most this many tokens holds the tokens instead of a digest. That takes
 # a tenth of the time.
-MOST_KEY_TOKENS = 32
+MAX_KEY_TOKENS = 32
 
 Index = Sequence[int] | np.ndarray  # indices of sequences in a request
 Key = tuple[bytes, int, int, int, int]  # equal for sequences that have the same answer
 Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of arrays for others
 
 
-class Ticket:
+class WorkFuture:
     """The future of one request. It is complete when every sequence is answered or has failed.
 
     `result` waits for that. Engine threads write the answers into `values`, outputs by name.
@@ -45,67 +45,71 @@ class Ticket:
         work: Work,
         widths: Mapping[OutputName, int],
         wake: Callable[[], object] | None = None,
-        trace: TicketTrace | None = None,
+        trace: FutureTrace | None = None,
     ):
         """Make the sequences to queue, and the empty answer, of a request.
 
         `widths` are the numbers of columns of the model's outputs. `wake` is called once, from the
-        thread that completes the future; not if it was cancelled before. `trace` belongs to a
+        thread that completes the future; a cancelled future does not call it. `trace` belongs to a
         traced request.
         """
         ids, types, bounds = work.planes["ids"], work.planes.get("types"), work.bounds
         pixels = work.planes.get("pixels")
         spans = bounds.tolist()
         count = len(work.lengths)
-        fillers = repeat(0, count) if work.fillers is None else work.fillers.tolist()
-        columns = zip(work.lengths.tolist(), work.slots.tolist(), fillers, strict=True)
+        augmentation_tokens = (
+            repeat(0, count)
+            if work.augmentation_tokens is None
+            else work.augmentation_tokens.tolist()
+        )
+        sizes = zip(work.lengths.tolist(), work.slots.tolist(), augmentation_tokens, strict=True)
         self.work = work
         self.trace = trace
         self.values = empty_result(work, widths)
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.inputs, self.tokens = count, work.tokens  # of `entries`, duplicates included
-        self.withdrawn = 0  # number of inputs that `withdraw` removed
+        self.inputs, self.tokens = count, work.tokens  # of `sequences`, duplicates included
+        self.cached_inputs = 0  # number of inputs that `withdraw` removed
         self.interactive = False  # whether it was queued with the priority "interactive"
         self.cancelled = False
         self._failures: dict[int, Exception] = {}
-        self._settled = np.zeros(count, bool)  # whether a sequence is answered or has failed
-        self._open = count  # number of sequences that are not
+        self._resolved = np.zeros(count, bool)  # whether a sequence is answered or has failed
+        self._open = count  # number of sequences that are not resolved
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
-        # equal sequences are queued once
-        entry_of: dict[Key, Entry] = {}
-        start = first = 0
-        for index, (length, slots, filling) in enumerate(columns):
-            end = start + length
-            is_whole = slots == 1 and spans[first] == [0, length]
-            entry = Entry(
+        # equal sequences are queued once, with the indices of all
+        sequence_of: dict[Key, QueuedSequence] = {}
+        token = slot = 0
+        for index, (length, slots, augmented) in enumerate(sizes):
+            end = token + length
+            is_whole = slots == 1 and spans[slot] == [0, length]  # pools all tokens
+            sequence = QueuedSequence(
                 self,
                 index,
-                ids[start:end],
-                None if types is None else types[start:end],
-                None if is_whole else bounds[first : first + slots],
-                filling,
-                None if pixels is None else pixels[start:end],
+                ids[token:end],
+                None if types is None else types[token:end],
+                None if is_whole else bounds[slot : slot + slots],
+                augmented,
+                None if pixels is None else pixels[token:end],
             )
-            start, first = end, first + slots
-            first_equal = entry_of.setdefault(entry.key, entry)
-            if first_equal is not entry:
-                first_equal.claims[self].append(index)
-        self.entries = list(entry_of.values())
+            token, slot = end, slot + slots
+            first_equal = sequence_of.setdefault(sequence.key, sequence)
+            if first_equal is not sequence:
+                first_equal.futures[self].append(index)
+        self.sequences = list(sequence_of.values())
 
-    def withdraw(self, entries: "Iterable[Entry]") -> None:
+    def withdraw(self, sequences: "Iterable[QueuedSequence]") -> None:
         """Remove some sequences before the future is queued. The caller must answer them."""
-        removed = set(entries)
+        removed = set(sequences)
         if removed:
-            self.entries = [entry for entry in self.entries if entry not in removed]
-            for entry in removed:
-                inputs = len(entry.claims[self])
+            self.sequences = [sequence for sequence in self.sequences if sequence not in removed]
+            for sequence in removed:
+                inputs = len(sequence.futures[self])
                 self.inputs -= inputs
-                self.withdrawn += inputs
-                self.tokens -= inputs * entry.length
+                self.cached_inputs += inputs
+                self.tokens -= inputs * sequence.length
 
     def answer(self, index: Index, values: Values) -> None:
         """Write the answers of the sequences at the indices `index`, which are all different.
@@ -114,23 +118,23 @@ class Ticket:
         SparseRows for a sparse output, and a list with the array of each sequence for each output
         per token.
         """
-        places = index  # indices of the slots of these sequences among all slots of the request
+        slot_indices = index  # of these sequences, among all slots of the request
         if self.work.has_spans:
             slots = self.work.slots
-            places = flat_ranges((np.cumsum(slots) - slots)[index], slots[index])
-        for name, column in self.values.items():
-            if isinstance(column, Ragged):
+            slot_indices = concatenated_ranges((np.cumsum(slots) - slots)[index], slots[index])
+        for name, result in self.values.items():
+            if isinstance(result, Ragged):
                 for i, rows in zip(index, values[name], strict=True):
-                    column[i][:] = rows
+                    result[i][:] = rows
             else:
-                column[places] = values[name]
-        self._settle(index)
+                result[slot_indices] = values[name]
+        self._resolve(index)
 
     def fail(self, index: list[int], error: Exception) -> None:
         """Fail the sequences at the indices `index`, except those that have an answer already."""
         with self._lock:
-            self._failures.update((i, error) for i in index if not self._settled[i])
-        self._settle(index)
+            self._failures.update((i, error) for i in index if not self._resolved[i])
+        self._resolve(index)
 
     def cancel(self) -> bool:
         """Mark the future as cancelled by its client. Returns False if it was already complete."""
@@ -141,12 +145,12 @@ class Ticket:
             self._done.set()
             return True
 
-    def _settle(self, index: Index) -> None:
-        """Mark sequences as answered or failed; after the last one, complete and call `wake`."""
+    def _resolve(self, index: Index) -> None:
+        """Mark the sequences at `index` as answered or failed; after the last one, call `wake`."""
         with self._lock:
-            was_settled = self._settled[index]
-            new_count = len(was_settled) - int(np.count_nonzero(was_settled))
-            self._settled[index] = True
+            was_resolved = self._resolved[index]
+            new_count = len(was_resolved) - int(np.count_nonzero(was_resolved))
+            self._resolved[index] = True
             self._open -= new_count
             completes = new_count > 0 and self._open == 0 and not self.cancelled
         if completes:
@@ -172,25 +176,26 @@ class Ticket:
         return self.values
 
 
-class Entry:
+class QueuedSequence:
     """A sequence that waits for a place in a batch.
 
-    `claims` has the indices of the sequence in the request of each future that needs it. `taken` is
-    set when the sequence is in a batch; then no other future may be added. `ids` and `types` are
+    `futures` has the indices of the sequence in the request of each future that needs it. `taken`
+    is set when the sequence is in a batch; then no other future may be added. `ids` and `types` are
     int32 `[length]`, views of the columns of the work; `types` is None if all are zero. `spans` is
     int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is the number of the
-    tokens' adapter. The last `fillers` tokens are augmentation tokens of a query. `pixels` is int32
-    `[length, words]`, or None for text. `least_row` is the shortest row length that holds it.
+    tokens' adapter. The last `augmentation_tokens` tokens are augmentation tokens of a query.
+    `pixels` is int32 `[length, words]`, or None for text. `min_row` is the shortest row length that
+    holds it.
     """
 
     __slots__ = (
         "adapter",
-        "claims",
-        "fillers",
+        "augmentation_tokens",
+        "futures",
         "ids",
         "key",
-        "least_row",
         "length",
+        "min_row",
         "pixels",
         "slots",
         "spans",
@@ -200,42 +205,42 @@ class Entry:
 
     def __init__(
         self,
-        ticket: Ticket,
+        future: WorkFuture,
         index: int,
         ids: np.ndarray,
         types: np.ndarray | None,
         spans: np.ndarray | None,
-        fillers: int = 0,
+        augmentation_tokens: int = 0,
         pixels: np.ndarray | None = None,
     ):
-        self.claims: dict[Ticket, list[int]] = {ticket: [index]}
+        self.futures: dict[WorkFuture, list[int]] = {future: [index]}
         self.ids = ids
         self.types = types
         self.spans = spans
         self.length = length = len(ids)
         self.slots = slots = 1 if spans is None else len(spans)
-        self.least_row = length if slots == 1 else least_row(length, slots)
-        self.adapter = adapter = ticket.work.adapter
-        self.fillers = fillers
+        self.min_row = length if slots == 1 else min_row(length, slots)
+        self.adapter = adapter = future.work.adapter
+        self.augmentation_tokens = augmentation_tokens
         self.pixels = pixels
         self.taken = False
         # The key of a short sequence holds its tokens. Other keys have a digest, so that the tokens
         # are not in memory twice. The digest is cryptographic, so no client can make two sequences
         # with the same key. The number of spans tells where the types end and the spans begin.
         planes = [plane for plane in (types, spans, pixels) if plane is not None]
-        if length <= MOST_KEY_TOKENS and not planes:
+        if length <= MAX_KEY_TOKENS and not planes:
             content = ids.tobytes()
         else:
             digest = blake2b(ids.data, digest_size=16)
             for plane in planes:
                 digest.update(plane.tobytes())
             content = digest.digest()
-        self.key: Key = content, length, 0 if spans is None else slots, adapter, fillers
+        self.key: Key = content, length, 0 if spans is None else slots, adapter, augmentation_tokens
 
     @property
     def outputs(self) -> set[OutputName]:
         """The names of all outputs that its futures need."""
-        return set().union(*(ticket.work.outputs for ticket in self.claims))
+        return set().union(*(future.work.outputs for future in self.futures))
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,7 @@ class Answers:
     views of the output of the whole batch: copy what is kept.
     """
 
-    entries: Sequence[Entry]
+    sequences: Sequence[QueuedSequence]
     values: Values = field(default_factory=dict)
     error: Exception | None = None
 
@@ -257,54 +262,55 @@ class Answers:
 
         Both are int arrays `[sequences]`. None if each sequence has one slot.
         """
-        if all(entry.slots == 1 for entry in self.entries):
+        if all(sequence.slots == 1 for sequence in self.sequences):
             return None
-        counts = np.array([entry.slots for entry in self.entries])
+        counts = np.array([sequence.slots for sequence in self.sequences])
         return np.cumsum(counts) - counts, counts
 
     def values_of(self, chosen: Sequence[int], outputs: Iterable[OutputName]) -> Values:
-        """Return the values of these outputs for the sequences at indices `chosen`, in order."""
-        places: Sequence[int] | np.ndarray = chosen
+        """Return the values of these outputs for the sequences at positions `chosen`, in order."""
+        slots: Sequence[int] | np.ndarray = chosen
         if self.slots is not None:
-            first, counts = self.slots
-            places = flat_ranges(first[chosen], counts[chosen])
-        of_all: dict[OutputName, Any] = {name: self.values[name] for name in outputs}
+            first_slots, counts = self.slots
+            slots = concatenated_ranges(first_slots[chosen], counts[chosen])
+        named: dict[OutputName, Any] = {name: self.values[name] for name in outputs}
         return {
-            name: values[places] if OUTPUTS[name].per == "slot" else [values[k] for k in chosen]
-            for name, values in of_all.items()
+            name: values[slots] if OUTPUTS[name].per == "slot" else [values[k] for k in chosen]
+            for name, values in named.items()
         }
 
-    def settle(self, started_at: float, seconds: float) -> None:
+    def resolve(self, started_at: float, seconds: float) -> None:
         """Write the answers, or the error, into the futures of all sequences.
 
         `started_at` is the time.monotonic() at which the batch started, and `seconds` its duration.
         """
-        by_ticket: dict[Ticket, tuple[list[int], list[int]]] = {}
-        for k, entry in enumerate(self.entries):
-            for ticket, index in entry.claims.items():
-                chosen, places = by_ticket.setdefault(ticket, ([], []))
+        # future -> positions in `self.sequences`, indices in the request
+        by_future: dict[WorkFuture, tuple[list[int], list[int]]] = {}
+        for k, sequence in enumerate(self.sequences):
+            for future, index in sequence.futures.items():
+                chosen, indices = by_future.setdefault(future, ([], []))
                 chosen += [k] * len(index)
-                places += index
-        for ticket, (chosen, places) in by_ticket.items():
-            at = np.array(places)
-            ticket.queue_s[at] = started_at - ticket.queued_at
-            ticket.inference_s[at] = seconds
+                indices += index
+        for future, (chosen, indices) in by_future.items():
+            where = np.array(indices)
+            future.queue_s[where] = started_at - future.queued_at
+            future.inference_s[where] = seconds
             if self.error is None:
-                ticket.answer(at, self.values_of(chosen, ticket.work.outputs))
+                future.answer(where, self.values_of(chosen, future.work.outputs))
             elif isinstance(self.error, NotFinite):  # the error of a single input: name the input
-                ticket.fail(places, NotFinite(f"input {min(places)}: {self.error}"))
+                future.fail(indices, NotFinite(f"input {min(indices)}: {self.error}"))
             else:
-                ticket.fail(places, self.error)
+                future.fail(indices, self.error)
 
 
-def fail_entries(entries: Iterable[Entry], error: Exception) -> None:
+def fail_sequences(sequences: Iterable[QueuedSequence], error: Exception) -> None:
     """Fail the sequences in every future that needs them."""
-    for entry in entries:
-        for ticket, index in entry.claims.items():
-            ticket.fail(index, error)
+    for sequence in sequences:
+        for future, index in sequence.futures.items():
+            future.fail(index, error)
 
 
-def flat_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def concatenated_ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the integers `first[k]`, ..., `first[k] + counts[k] - 1` for each k, concatenated."""
     offsets = np.cumsum(counts) - counts
     return np.repeat(first - offsets, counts) + np.arange(int(counts.sum()))

@@ -1,21 +1,21 @@
-"""A ticket completes once, whoever fills it."""
+"""A future completes once, whoever fills it."""
 
 import threading
 
 import numpy as np
 import pytest
 
-from jaxembed.data.work import Encoding, work_of
-from jaxembed.engine.ticket import Ticket
+from jaxembed.data.work import Encoding, work_from_encodings
+from jaxembed.engine.future import WorkFuture
 from jaxembed.errors import BackendError, Cancelled, NotFinite
 
 
-def ticket_of(lengths, outputs=frozenset({"dense"}), spans=None) -> tuple[Ticket, list[int]]:
-    """A ticket, and a list that grows by one each time it wakes its waiter."""
+def future_of(lengths, outputs=frozenset({"dense"}), spans=None) -> tuple[WorkFuture, list[int]]:
+    """A future, and a list that grows by one each time it wakes its waiter."""
     woken: list[int] = []
     encodings = [Encoding(np.ones(n, np.int32), spans=spans) for n in lengths]
-    work = work_of(encodings, outputs)
-    return Ticket(work, {"dense": 2, "tokens": 4}, lambda: woken.append(1)), woken
+    work = work_from_encodings(encodings, outputs)
+    return WorkFuture(work, {"dense": 2, "tokens": 4}, lambda: woken.append(1)), woken
 
 
 def rows(*values: float) -> np.ndarray:
@@ -23,21 +23,21 @@ def rows(*values: float) -> np.ndarray:
 
 
 def test_a_ticket_wakes_once_when_the_last_answer_is_in():
-    ticket, woken = ticket_of([1, 1, 1])
-    ticket.answer([2, 0], {"dense": rows(2, 0)})
+    future, woken = future_of([1, 1, 1])
+    future.answer([2, 0], {"dense": rows(2, 0)})
     assert woken == []
     with pytest.raises(TimeoutError, match=r"no answer within 0\.0 s"):
-        ticket.result(timeout_s=0.0)
-    ticket.answer([1], {"dense": rows(1)})
+        future.result(timeout_s=0.0)
+    future.answer([1], {"dense": rows(1)})
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.result(timeout_s=0.0)["dense"], rows(0, 1, 2))
+    np.testing.assert_array_equal(future.result(timeout_s=0.0)["dense"], rows(0, 1, 2))
 
 
 def test_arrays_of_tokens_are_copied_out_of_the_bucket():
     hidden = [np.ones((3, 4), np.float32), np.full((2, 4), 2.0, np.float32)]
-    ticket, _ = ticket_of([2, 3], frozenset({"tokens"}))
-    ticket.answer([1, 0], {"tokens": hidden})
-    tokens = ticket.result(timeout_s=0.0)["tokens"]
+    future, _ = future_of([2, 3], frozenset({"tokens"}))
+    future.answer([1, 0], {"tokens": hidden})
+    tokens = future.result(timeout_s=0.0)["tokens"]
     assert len(tokens) == 2
     for got, wanted in zip(tokens, hidden[::-1], strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -45,60 +45,60 @@ def test_arrays_of_tokens_are_copied_out_of_the_bucket():
 
 
 def test_the_spans_of_a_sequence_are_answered_together():
-    ticket, woken = ticket_of([4, 4, 4], spans=((0, 2), (1, 4)))
-    ticket.answer([2], {"dense": rows(4, 5)})
-    ticket.answer([1, 0], {"dense": rows(2, 3, 0, 1)})
+    future, woken = future_of([4, 4, 4], spans=((0, 2), (1, 4)))
+    future.answer([2], {"dense": rows(4, 5)})
+    future.answer([1, 0], {"dense": rows(2, 3, 0, 1)})
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.result(timeout_s=0.0)["dense"], rows(0, 1, 2, 3, 4, 5))
+    np.testing.assert_array_equal(future.result(timeout_s=0.0)["dense"], rows(0, 1, 2, 3, 4, 5))
 
 
 def test_the_first_failure_in_input_order_is_raised_when_all_are_settled():
-    ticket, woken = ticket_of([1, 1, 1, 1])
-    ticket.fail([3], BackendError("late"))
-    ticket.fail([1, 2], NotFinite("first"))
+    future, woken = future_of([1, 1, 1, 1])
+    future.fail([3], BackendError("late"))
+    future.fail([1, 2], NotFinite("first"))
     assert woken == []
-    ticket.answer([0], {"dense": rows(0)})
+    future.answer([0], {"dense": rows(0)})
     assert woken == [1]
     with pytest.raises(NotFinite, match="first"):
-        ticket.result()
+        future.result()
 
 
 def test_a_cancelled_ticket_is_never_woken_and_raises():
-    ticket, woken = ticket_of([1, 1])
-    assert ticket.cancel()
-    assert not ticket.cancel()
-    ticket.answer([0, 1], {"dense": rows(0, 1)})
+    future, woken = future_of([1, 1])
+    assert future.cancel()
+    assert not future.cancel()
+    future.answer([0, 1], {"dense": rows(0, 1)})
     assert woken == []
     with pytest.raises(Cancelled):
-        ticket.result(timeout_s=0.0)
+        future.result(timeout_s=0.0)
 
 
 def test_cancelling_after_completion_changes_nothing():
-    ticket, woken = ticket_of([1])
-    ticket.answer([0], {"dense": rows(4)})
-    assert not ticket.cancel()
+    future, woken = future_of([1])
+    future.answer([0], {"dense": rows(4)})
+    assert not future.cancel()
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.result()["dense"], rows(4))
+    np.testing.assert_array_equal(future.result()["dense"], rows(4))
 
 
 def test_answers_from_many_threads_complete_a_ticket_once():
     count, workers = 64, 4
-    ticket, woken = ticket_of([1] * count)
+    future, woken = future_of([1] * count)
     barrier = threading.Barrier(workers)
 
     def fill(k: int) -> None:
         barrier.wait()
         for i in range(k, count, workers):
-            ticket.answer([i], {"dense": rows(i)})
+            future.answer([i], {"dense": rows(i)})
 
     threads = [threading.Thread(target=fill, args=(k,)) for k in range(workers)]
     for thread in threads:
         thread.start()
-    ticket.result(timeout_s=60.0)
+    future.result(timeout_s=60.0)
     for thread in threads:
         thread.join()
     assert woken == [1]
-    np.testing.assert_array_equal(ticket.values["dense"], rows(*range(count)))
+    np.testing.assert_array_equal(future.values["dense"], rows(*range(count)))
 
 
 def test_sequences_share_a_key_only_if_they_have_the_same_answer():
@@ -106,6 +106,8 @@ def test_sequences_share_a_key_only_if_they_have_the_same_answer():
     ids, shared = np.arange(4, dtype=np.int32), ((0, 4), (1, 3))
     typed = Encoding(ids, np.array([0, 1, 0, 2], np.int32), shared)
     spanned = Encoding(ids, spans=((0, 1), (0, 2), *shared))
-    tickets = [Ticket(work_of([one]), {"dense": 1}) for one in (typed, spanned, typed)]
-    keys = [ticket.entries[0].key for ticket in tickets]
+    futures = [
+        WorkFuture(work_from_encodings([one]), {"dense": 1}) for one in (typed, spanned, typed)
+    ]
+    keys = [future.sequences[0].key for future in futures]
     assert keys[0] == keys[2] != keys[1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jaxembed.data.inputs import Priority
 from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.ticket import Entry, Key, Ticket
+from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
 
 # A request without a priority is interactive if it has at most INTERACTIVE_INPUTS inputs, and at
 # most INTERACTIVE_SHARE of the tokens of the largest bucket. So it takes a small part of a batch.
@@ -29,9 +29,7 @@ INTERLEAVED = 512  # tokens of a request before those of the next one: some doze
 # Sequences are considered for a batch up to this multiple of the largest bucket's tokens. That is
 # enough to find sequences that fill rows well.
 WINDOW_BUCKETS = 4
-MOST_WINDOW_ENTRIES = (
-    4096  # largest number of considered sequences, which bounds the time in a long queue
-)
+MAX_WINDOW_ENTRIES = 4096  # considered sequences: this bounds the time in a long queue
 EXPECTED_S = 5.0  # seconds after an interactive request during which another one is expected
 
 
@@ -39,17 +37,17 @@ EXPECTED_S = 5.0  # seconds after an interactive request during which another on
 class Flow:
     """The waiting sequences of one request.
 
-    `entries` are in reverse order, so that the next sequence is last. `parked` are the sequences
+    `sequences` are in reverse order, so that the next sequence is last. `parked` are the sequences
     that fit in no bucket compiled so far. `inputs` and `tokens` count duplicates as often as they
     occur.
     """
 
-    ticket: Ticket
-    lane: "Lane"
+    future: WorkFuture
+    queue: "PriorityQueue"
     number: int
     start: float  # virtual time of the queue, in tokens, at which the next sequence begins
-    entries: list[Entry]
-    parked: list[Entry]
+    sequences: list[QueuedSequence]
+    parked: list[QueuedSequence]
     inputs: int
     tokens: int
     window_size: int = 0  # number of next sequences that are considered for a batch
@@ -57,7 +55,7 @@ class Flow:
 
 
 @dataclass(eq=False, repr=False)
-class Lane:
+class PriorityQueue:
     """The queue of the requests of one priority, by start-time fair queueing over tokens.
 
     The algorithm is by Goyal, Vin and Cheng (1996). `clock` is the virtual time of the latest
@@ -70,63 +68,68 @@ class Lane:
     clock: float = 0.0  # in tokens
     inputs: int = 0
     tokens: int = 0
-    order: list[tuple[float, int, Flow]] = field(default_factory=list)  # flows with entries, sorted
-    _window_size: int = 0  # number of flows, from the first on, that are considered for a batch
+    # flows with sequences, sorted by start and number
+    order: list[tuple[float, int, Flow]] = field(default_factory=list)
+    window_flows: int = 0  # number of flows, from the first on, that are considered for a batch
 
-    def look(self, enough: int) -> dict[Entry, None]:
+    def peek(self, enough: int) -> dict[QueuedSequence, None]:
         """Return the next sequences in fair order, as the keys of a dict, without taking them.
 
-        It stops at `enough` tokens or MOST_WINDOW_ENTRIES sequences, however long the queue is.
-        `settle` must be called afterwards.
+        It stops at `enough` tokens or MAX_WINDOW_ENTRIES sequences, however long the queue is.
+        `requeue` must be called afterwards.
         """
-        window: dict[Entry, None] = {}
-        order, later = self.order, []  # `later` is a heap of flows with sequences left
+        window: dict[QueuedSequence, None] = {}
+        # the earliest flow comes next, from `order` or from `resumed`, a heap of flows left before
+        order, resumed = self.order, []
         tokens, position = 0, 0
-        while tokens < enough and len(window) < MOST_WINDOW_ENTRIES:
-            if position < len(order) and not (later and later[0] < order[position]):
+        while tokens < enough and len(window) < MAX_WINDOW_ENTRIES:
+            if position < len(order) and not (resumed and resumed[0] < order[position]):
                 begin, number, flow = order[position]
                 position += 1
-            elif later:
-                begin, number, flow = heapq.heappop(later)
+            elif resumed:
+                begin, number, flow = heapq.heappop(resumed)
             else:
                 break
             next_begin = order[position][0] if position < len(order) else math.inf
-            until = INTERLEAVED + (min(next_begin, later[0][0]) if later else next_begin)
-            entries, count = flow.entries, flow.window_size
-            max_count = count + MOST_WINDOW_ENTRIES - len(window)
-            while count < min(len(entries), max_count) and begin <= until and tokens < enough:
+            # the flow is left INTERLEAVED tokens after the next flow's begin
+            until = INTERLEAVED + (min(next_begin, resumed[0][0]) if resumed else next_begin)
+            sequences, count = flow.sequences, flow.window_size
+            max_size = count + MAX_WINDOW_ENTRIES - len(window)
+            while count < min(len(sequences), max_size) and begin <= until and tokens < enough:
                 count += 1
-                entry = entries[-count]
-                if entry.taken:
+                sequence = sequences[-count]
+                if sequence.taken:
                     flow.has_gaps = True
                     continue
-                window[entry] = None
-                tokens += entry.length
-                begin += entry.length
+                window[sequence] = None
+                tokens += sequence.length
+                begin += sequence.length
             flow.window_size = count
-            if count < len(entries):
-                heapq.heappush(later, (begin, number, flow))
-        self._window_size = position
+            if count < len(sequences):
+                heapq.heappush(resumed, (begin, number, flow))
+        self.window_flows = position
         return window
 
-    def settle(self, served: Mapping[Flow, int]) -> None:
+    def requeue(self, served: Mapping[Flow, int]) -> None:
         """Move the flows that a batch serves to their new places in the order.
 
         `served` is the number of tokens in the batch by flow, for the flows of both queues.
         """
-        window = self.order[: self._window_size]
+        window = self.order[: self.window_flows]
         unserved = []
         for item in window:
             flow = item[2]
             if flow.has_gaps or flow in served:  # sequences of its window were taken
                 first = -flow.window_size
-                flow.entries[first:] = [entry for entry in flow.entries[first:] if not entry.taken]
+                flow.sequences[first:] = [
+                    sequence for sequence in flow.sequences[first:] if not sequence.taken
+                ]
                 flow.has_gaps = False
-            if flow not in served and flow.entries:
+            if flow not in served and flow.sequences:
                 unserved.append(item)
-        self.order[: self._window_size] = unserved
+        self.order[: self.window_flows] = unserved
         for flow, tokens in served.items():
-            if flow.lane is self:
+            if flow.queue is self:
                 if not flow.window_size:  # its sequence was taken with another request
                     self.remove(flow)
                 flow.start += tokens
@@ -135,20 +138,20 @@ class Lane:
                     self.insert(flow)
         for _, _, flow in window:
             flow.window_size = 0
-        self._window_size = 0
+        self.window_flows = 0
 
     def insert(self, flow: Flow) -> None:
         """Insert a flow into the order by its start; do nothing if it has no sequences."""
-        if flow.entries:
+        if flow.sequences:
             insort(self.order, (flow.start, flow.number, flow))
 
     def remove(self, flow: Flow) -> None:
         """Remove a flow from the order; do nothing if it has no sequences."""
-        if flow.entries:
+        if flow.sequences:
             del self.order[bisect_left(self.order, (flow.start, flow.number))]
 
 
-class Lanes:
+class RequestQueue:
     """The queue of an engine: all waiting requests, in a queue for each priority.
 
     A sequence that several requests need waits once, with a place in each of these requests. It is
@@ -157,30 +160,32 @@ class Lanes:
 
     def __init__(self, largest: int):
         """Make an empty queue; `largest` is the number of tokens of the largest bucket."""
-        self.lanes: dict[Priority, Lane] = {name: Lane(SHARES[name]) for name in SHARES}
-        self._interactive, self._bulk = self.lanes["interactive"], self.lanes["bulk"]
+        self.queues: dict[Priority, PriorityQueue] = {
+            name: PriorityQueue(SHARES[name]) for name in SHARES
+        }
+        self._interactive, self._bulk = self.queues["interactive"], self.queues["bulk"]
         self._max_interactive_tokens = max(INTERACTIVE_SHARE * largest, 1)
-        self._flows: dict[Ticket, Flow] = {}  # oldest first
-        self._waiting: dict[Key, Entry] = {}
-        self._longest = 0  # length of the longest row of a compiled bucket
-        self._number = 0  # of the latest flow
+        self._flows: dict[WorkFuture, Flow] = {}  # oldest first
+        self._waiting: dict[Key, QueuedSequence] = {}
+        self._longest_row = 0  # length of the longest row of a compiled bucket
+        self._number = 0  # of the latest flow; it orders flows with equal starts
         self._clock = 0.0  # in milliseconds of device time
         self._interactive_at = -math.inf  # time.monotonic() of the latest interactive request
 
     @property
     def inputs(self) -> int:
         """The number of waiting inputs; duplicates count as often as they occur."""
-        return sum(lane.inputs for lane in self.lanes.values())
+        return sum(queue.inputs for queue in self.queues.values())
 
     @property
     def tokens(self) -> int:
         """The number of tokens of the waiting inputs."""
-        return sum(lane.tokens for lane in self.lanes.values())
+        return sum(queue.tokens for queue in self.queues.values())
 
     @property
     def runnable(self) -> bool:
         """Whether a sequence waits that fits in a compiled bucket."""
-        return any(lane.order for lane in self.lanes.values())
+        return any(queue.order for queue in self.queues.values())
 
     @property
     def has_interactive(self) -> bool:
@@ -199,91 +204,92 @@ class Lanes:
     @property
     def needed_length(self) -> int | None:
         """The row length that the oldest sequence without a compiled bucket needs, or None."""
-        return next((f.parked[0].least_row for f in self._flows.values() if f.parked), None)
+        return next((f.parked[0].min_row for f in self._flows.values() if f.parked), None)
 
-    def oldest_s(self, lane: Lane, now: float) -> float:
+    def oldest_s(self, queue: PriorityQueue, now: float) -> float:
         """Return the seconds that the oldest request of a queue has waited; 0 if none waits.
 
         `now` is time.monotonic().
         """
-        flows = self._flows.values() if lane.inputs else ()
-        return next((now - f.ticket.queued_at for f in flows if f.lane is lane), 0.0)
+        flows = self._flows.values() if queue.inputs else ()
+        return next((now - f.future.queued_at for f in flows if f.queue is queue), 0.0)
 
-    def add(self, ticket: Ticket, priority: Priority | None = None) -> None:
+    def add(self, future: WorkFuture, priority: Priority | None = None) -> None:
         """Queue the sequences of a request's future.
 
-        Without a `priority`, the size of the request decides on the priority queue. A sequence that
-        waits already will answer this future, too. The future's list of sequences is emptied,
-        because sequences and future refer to each other.
+        Without a `priority`, the size of the request decides on the priority queue. If an equal
+        sequence waits already, it answers this future, too. The future's list of sequences is
+        emptied, because sequences and future refer to each other.
         """
         if priority is None:
-            work = ticket.work
+            work = future.work
             is_small = (
                 len(work.lengths) <= INTERACTIVE_INPUTS
                 and len(work.planes["ids"]) <= self._max_interactive_tokens
             )
             priority = "interactive" if is_small else "bulk"
-        lane = self.lanes[priority]
-        if ticket.trace is not None:
-            ticket.trace.queued_at, ticket.trace.trace.lane = ticket.queued_at, priority
-        ticket.interactive = lane is self._interactive
-        if ticket.interactive:
-            self._interactive_at = ticket.queued_at
-        entries = []
-        for entry in ticket.entries:
-            waiting = self._waiting.setdefault(entry.key, entry)
-            if waiting is not entry:  # an equal sequence waits already
-                waiting.claims[ticket] = entry.claims[ticket]
-            entries.append(waiting)
-        ticket.entries = []
-        ready = [entry for entry in entries if entry.least_row <= self._longest]
-        parked = [entry for entry in entries if entry.least_row > self._longest]
+        queue = self.queues[priority]
+        if future.trace is not None:
+            future.trace.queued_at, future.trace.trace.priority = future.queued_at, priority
+        future.interactive = queue is self._interactive
+        if future.interactive:
+            self._interactive_at = future.queued_at
+        sequences = []
+        for sequence in future.sequences:
+            queued = self._waiting.setdefault(sequence.key, sequence)
+            if queued is not sequence:  # an equal sequence waits already
+                queued.futures[future] = sequence.futures[future]
+            sequences.append(queued)
+        future.sequences = []
+        # parked until a bucket that holds them is compiled
+        ready = [sequence for sequence in sequences if sequence.min_row <= self._longest_row]
+        parked = [sequence for sequence in sequences if sequence.min_row > self._longest_row]
         self._number += 1
-        inputs, tokens = ticket.inputs, ticket.tokens
-        flow = Flow(ticket, lane, self._number, lane.clock, ready[::-1], parked, inputs, tokens)
-        self._flows[ticket] = flow
-        lane.inputs += inputs
-        lane.tokens += tokens
-        lane.insert(flow)
+        inputs, tokens = future.inputs, future.tokens
+        flow = Flow(future, queue, self._number, queue.clock, ready[::-1], parked, inputs, tokens)
+        self._flows[future] = flow
+        queue.inputs += inputs
+        queue.tokens += tokens
+        queue.insert(flow)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, future: WorkFuture) -> None:
         """Remove a future from the queue, with its sequences unless another future needs them."""
-        flow = self._flows.pop(ticket, None)
+        flow = self._flows.pop(future, None)
         if flow is None:
             return
-        flow.lane.remove(flow)
-        flow.lane.inputs -= flow.inputs
-        flow.lane.tokens -= flow.tokens
-        for entry in (*flow.entries, *flow.parked):
-            if not entry.taken:
-                del entry.claims[ticket]
-                if not entry.claims:
-                    del self._waiting[entry.key]
+        flow.queue.remove(flow)
+        flow.queue.inputs -= flow.inputs
+        flow.queue.tokens -= flow.tokens
+        for sequence in (*flow.sequences, *flow.parked):
+            if not sequence.taken:
+                del sequence.futures[future]
+                if not sequence.futures:
+                    del self._waiting[sequence.key]
 
-    def lengthen(self, longest: int) -> None:
+    def set_longest_row(self, longest: int) -> None:
         """Set the longest row of the compiled buckets, and queue parked sequences that fit now."""
-        self._longest = longest
+        self._longest_row = longest
         for flow in self._flows.values():
-            ready = [entry for entry in flow.parked if entry.least_row <= longest]
+            ready = [sequence for sequence in flow.parked if sequence.min_row <= longest]
             if ready:
-                flow.lane.remove(flow)
-                if not flow.entries:  # time without work earns no credit
-                    flow.start = max(flow.start, flow.lane.clock)
-                flow.parked = [entry for entry in flow.parked if entry.least_row > longest]
-                flow.entries[:0] = ready[::-1]
-                flow.lane.insert(flow)
+                flow.queue.remove(flow)
+                if not flow.sequences:  # time without work earns no credit
+                    flow.start = max(flow.start, flow.queue.clock)
+                flow.parked = [sequence for sequence in flow.parked if sequence.min_row > longest]
+                flow.sequences[:0] = ready[::-1]
+                flow.queue.insert(flow)
 
-    def clear(self) -> Iterable[Entry]:
+    def clear(self) -> Iterable[QueuedSequence]:
         """Remove all waiting sequences and return them."""
         waiting = self._waiting.values()
         self._flows, self._waiting = {}, {}
-        for lane in self.lanes.values():
-            lane.inputs = lane.tokens = lane._window_size = 0
-            lane.order = []
+        for queue in self.queues.values():
+            queue.inputs = queue.tokens = queue.window_flows = 0
+            queue.order = []
         return waiting
 
     def take(
-        self, cost: Mapping[Bucket, float], now: float, most: int | None = None
+        self, cost: Mapping[Bucket, float], now: float, max_sequences: int | None = None
     ) -> Batch | None:
         """Take the next batch out of the queue; None if no waiting sequence fits in a bucket.
 
@@ -292,50 +298,50 @@ class Lanes:
         the room that is left. After the first sequence, interactive sequences are placed before
         bulk sequences.
 
-        `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and `most` is
-        the largest number of sequences in the batch; None means no limit.
+        `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and
+        `max_sequences` is the largest number of sequences in the batch; None means no limit.
         """
-        while leads := [lane for lane in self.lanes.values() if lane.order]:
+        while leads := [queue for queue in self.queues.values() if queue.order]:
             # virtual times at which their next batches begin; time without work earns no credit
-            begins = [max(self._clock, lane.end) for lane in leads]
+            begins = [max(self._clock, queue.end) for queue in leads]
             begin = min(begins)
             lead = leads[begins.index(begin)]
             enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
-            window = list(lead.look(enough))[:most]
+            window = list(lead.peek(enough))[:max_sequences]
             if not window:  # all its sequences were taken with other requests
-                lead.settle({})
+                lead.requeue({})
                 continue
             other = self._bulk if lead is self._interactive else self._interactive
             # short runs, if bulk leads while an interactive request may come soon
             brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
             bucket = choose_bucket(window, cost, brief)
             leading = set(window)
-            other_window = other.look(WINDOW_BUCKETS * bucket.tokens) if other.order else ()
-            others = [entry for entry in other_window if entry not in leading]
+            other_window = other.peek(WINDOW_BUCKETS * bucket.tokens) if other.order else ()
+            others = [sequence for sequence in other_window if sequence not in leading]
             first, rest = window[:1], window[1:]
             groups = (rest, others) if lead is self._interactive else (others, rest)
-            batch = place(bucket, first, *groups, most=most)
+            batch = place(bucket, first, *groups, max_sequences=max_sequences)
             self._clock = begin
             lead.end = begin + cost[bucket] / lead.share
             # subtract the batch from the counts of every request that it answers
             served: dict[Flow, int] = {}
-            for entry in batch.entries:
-                entry.taken = True
-                for ticket, index in entry.claims.items():
-                    flow, count = self._flows[ticket], len(index)
+            for sequence in batch.sequences:
+                sequence.taken = True
+                for future, index in sequence.futures.items():
+                    flow, count = self._flows[future], len(index)
                     flow.inputs -= count
-                    flow.tokens -= count * entry.length
-                    flow.lane.inputs -= count
-                    flow.lane.tokens -= count * entry.length
-                    served[flow] = served.get(flow, 0) + entry.length
-            for lane in self.lanes.values():
-                if lane.order:
-                    lane.settle(served)
+                    flow.tokens -= count * sequence.length
+                    flow.queue.inputs -= count
+                    flow.queue.tokens -= count * sequence.length
+                    served[flow] = served.get(flow, 0) + sequence.length
+            for queue in self.queues.values():
+                if queue.order:
+                    queue.requeue(served)
             for flow in served:
                 if not flow.inputs:
-                    del self._flows[flow.ticket]
+                    del self._flows[flow.future]
             # last, so that `clear` still returns them if the lines above raise an error
-            for entry in batch.entries:
-                del self._waiting[entry.key]
+            for sequence in batch.sequences:
+                del self._waiting[sequence.key]
             return batch
         return None

@@ -6,28 +6,28 @@ import threading
 import pytest
 from fakes import until
 
-from jaxembed.engine.turn import Claim, DeviceTurn, Share
+from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 
 
 class Waiters:
     """Threads that wait for a turn and note the order in which they get it."""
 
-    def __init__(self, turn: DeviceTurn):
-        self.turn = turn
+    def __init__(self, scheduler: DeviceScheduler):
+        self.scheduler = scheduler
         self.order: list[str] = []
         self.threads: list[threading.Thread] = []
 
     def add(self, name: str, urgency, whole: bool = False) -> None:
         """Start one and return when it is in line."""
-        asked = len(self.turn._waiting) + 1
+        asked = len(self.scheduler._waiting) + 1
 
         def work() -> None:
-            with self.turn.hold(urgency, whole=whole):
+            with self.scheduler.hold(urgency, whole=whole):
                 self.order.append(name)
 
         self.threads.append(threading.Thread(target=work))
         self.threads[-1].start()
-        until(lambda: len(self.turn._waiting) == asked)
+        until(lambda: len(self.scheduler._waiting) == asked)
 
     def join(self) -> list[str]:
         for thread in self.threads:
@@ -37,19 +37,19 @@ class Waiters:
 
 
 def test_two_programs_are_in_flight_but_on_a_single_core(monkeypatch):
-    monkeypatch.setattr("jaxembed.engine.turn.usable_cores", lambda: {0, 1})
-    assert DeviceTurn.for_platform("cpu").permits == 2
-    monkeypatch.setattr("jaxembed.engine.turn.usable_cores", lambda: {1})  # of two, perhaps
-    assert DeviceTurn.for_platform("cpu").permits == 1
-    assert DeviceTurn.for_platform("gpu").permits == 2
-    assert DeviceTurn.for_platform("tpu").permits == 2
+    monkeypatch.setattr("jaxembed.engine.scheduler.usable_cores", lambda: {0, 1})
+    assert DeviceScheduler.for_platform("cpu").permits == 2
+    monkeypatch.setattr("jaxembed.engine.scheduler.usable_cores", lambda: {1})  # of two, perhaps
+    assert DeviceScheduler.for_platform("cpu").permits == 1
+    assert DeviceScheduler.for_platform("gpu").permits == 2
+    assert DeviceScheduler.for_platform("tpu").permits == 2
 
 
 def test_the_most_urgent_goes_first_and_ties_go_by_arrival():
     """Urgency is asked when the turn is free, not at arrival."""
-    turn, now = DeviceTurn(), {"a": 9.0, "b": 5.0, "c": 5.0, "d": 1.0, "e": 0.0}
-    waiters = Waiters(turn)
-    with turn.hold(lambda: 0.0):
+    scheduler, now = DeviceScheduler(), {"a": 9.0, "b": 5.0, "c": 5.0, "d": 1.0, "e": 0.0}
+    waiters = Waiters(scheduler)
+    with scheduler.hold(lambda: 0.0):
         for name in now:
             waiters.add(name, lambda name=name: now[name])
         now |= {"a": 1.0, "d": 9.0}
@@ -58,16 +58,16 @@ def test_the_most_urgent_goes_first_and_ties_go_by_arrival():
 
 def test_urgencies_that_move_at_every_look_hold_nobody_up():
     """Each look finds another one first: waiters that looked for themselves would all wait on."""
-    turn, looks = DeviceTurn(), iter(range(10**6))
-    waiters = Waiters(turn)
-    with turn.hold(lambda: 0.0):
+    scheduler, looks = DeviceScheduler(), iter(range(10**6))
+    waiters = Waiters(scheduler)
+    with scheduler.hold(lambda: 0.0):
         for name in "abcd":
             waiters.add(name, lambda: float(next(looks) * 7 % 5))
     assert sorted(waiters.join()) == ["a", "b", "c", "d"]
 
 
 def test_a_device_stays_stuck_while_another_program_on_it_ends():
-    turn = DeviceTurn(2)
+    scheduler = DeviceScheduler(2)
 
     class Ending:
         """Gives the turn back just when it is looked at."""
@@ -77,14 +77,14 @@ def test_a_device_stays_stuck_while_another_program_on_it_ends():
             holding.remove(self)
             return False
 
-    holding: list = turn._holding
-    holding += [Ending(), Claim(lambda: 0.0, None, overdue=True)]
-    assert turn.stuck
+    holding: list = scheduler._holding
+    holding += [Ending(), Waiter(lambda: 0.0, None, overdue=True)]
+    assert scheduler.stuck
 
 
 @pytest.mark.parametrize("permits", [1, 2, 3])
 def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
-    turn, lock = DeviceTurn(permits), threading.Lock()
+    scheduler, lock = DeviceScheduler(permits), threading.Lock()
     inside, most, passed = 0, 0, 0
     barrier = threading.Barrier(8)
 
@@ -94,7 +94,7 @@ def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
         for n in range(50):
             whole = n % 5 == 0
             programs = permits if whole else 1
-            with turn.hold(lambda n=n: float((n * k) % 7), whole=whole):
+            with scheduler.hold(lambda n=n: float((n * k) % 7), whole=whole):
                 with lock:
                     inside += programs
                     most = max(most, inside)
@@ -113,9 +113,9 @@ def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
 
 
 def test_who_takes_the_whole_turn_waits_for_all_and_nobody_passes_it():
-    turn = DeviceTurn(2)
-    waiters = Waiters(turn)
-    with turn.hold(lambda: 0.0):
+    scheduler = DeviceScheduler(2)
+    waiters = Waiters(scheduler)
+    with scheduler.hold(lambda: 0.0):
         waiters.add("whole", lambda: 9.0, whole=True)
         waiters.add("other", lambda: 1.0)  # one permit is free
         assert waiters.order == []
@@ -124,12 +124,12 @@ def test_who_takes_the_whole_turn_waits_for_all_and_nobody_passes_it():
 
 def test_who_is_idle_and_waits_for_the_whole_turn_holds_nobody_up():
     """Not even who is idle as well: what it waits for may come while it is in line."""
-    turn = DeviceTurn(2)
-    waiters = Waiters(turn)
-    with turn.hold(lambda: 0.0):
+    scheduler = DeviceScheduler(2)
+    waiters = Waiters(scheduler)
+    with scheduler.hold(lambda: 0.0):
         waiters.add("whole", lambda: -math.inf, whole=True)
         for urgency in (1.0, -math.inf):
-            with turn.hold(lambda urgency=urgency: urgency):
+            with scheduler.hold(lambda urgency=urgency: urgency):
                 assert waiters.order == []
     assert waiters.join() == ["whole"]
 
@@ -140,51 +140,51 @@ class Clock:
     def __init__(self):
         self.now = 1000.0
 
-    def turn(self, permits: int = 1) -> DeviceTurn:
-        return DeviceTurn(permits, now=lambda: self.now)
+    def scheduler(self, permits: int = 1) -> DeviceScheduler:
+        return DeviceScheduler(permits, now=lambda: self.now)
 
 
 def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():
-    clock, share = Clock(), Share()
-    turn = clock.turn()
-    with turn.hold(lambda: 0.0, share) as claim:
-        turn.charge(claim, 5.0)
-        assert turn.begin(share) == 5.0  # where the next one of this model would begin
+    clock, share = Clock(), VirtualTime()
+    scheduler = clock.scheduler()
+    with scheduler.hold(lambda: 0.0, share) as waiter:
+        scheduler.charge(waiter, 5.0)
+        assert scheduler.begin(share) == 5.0  # where the next one of this model would begin
         clock.now += 7.0
-    assert claim.took_s == 7.0
-    assert (turn.clock, turn.begin(share)) == (0.0, 7.0)
+    assert waiter.took_s == 7.0
+    assert (scheduler.clock, scheduler.begin(share)) == (0.0, 7.0)
 
 
 def test_beside_a_program_of_another_model_the_wait_for_it_is_not_counted():
-    clock, long, short, quick = Clock(), Share(), Share(), Share()
-    turn = clock.turn(2)
-    with turn.hold(lambda: 0.0, long) as first:
-        turn.charge(first, 100.0)
-        with turn.hold(lambda: 0.0, short) as second:
-            turn.charge(second, 4.0)
+    clock, long, short, quick = Clock(), VirtualTime(), VirtualTime(), VirtualTime()
+    scheduler = clock.scheduler(2)
+    with scheduler.hold(lambda: 0.0, long) as first:
+        scheduler.charge(first, 100.0)
+        with scheduler.hold(lambda: 0.0, short) as second:
+            scheduler.charge(second, 4.0)
             clock.now += 104.0
-        with turn.hold(lambda: 0.0, quick) as third:
-            turn.charge(third, 4.0)
+        with scheduler.hold(lambda: 0.0, quick) as third:
+            scheduler.charge(third, 4.0)
             clock.now += 1.0  # it may fail at once
         clock.now += 3.0
     assert first.mixed
     assert second.mixed
     assert (long.end, short.end, quick.end) == (100.0, 4.0, 1.0)
-    with turn.hold(lambda: 0.0, long) as alone:
-        turn.charge(alone, 100.0)
+    with scheduler.hold(lambda: 0.0, long) as alone:
+        scheduler.charge(alone, 100.0)
         clock.now += 108.0
     assert not alone.mixed
     assert long.end == 208.0
 
 
 def test_programs_of_one_model_that_run_at_once_share_the_device_equally():
-    clock, share = Clock(), Share()
-    turn = clock.turn(2)
-    with turn.hold(lambda: 0.0, share) as first:
-        turn.charge(first, 5.0)
+    clock, share = Clock(), VirtualTime()
+    scheduler = clock.scheduler(2)
+    with scheduler.hold(lambda: 0.0, share) as first:
+        scheduler.charge(first, 5.0)
         clock.now += 1.0
-        with turn.hold(lambda: 0.0, share) as second:
-            turn.charge(second, 5.0)
+        with scheduler.hold(lambda: 0.0, share) as second:
+            scheduler.charge(second, 5.0)
             clock.now += 6.0
         clock.now += 2.0
     assert (first.took_s, second.took_s) == (1.0 + 3.0 + 2.0, 3.0)
@@ -193,54 +193,54 @@ def test_programs_of_one_model_that_run_at_once_share_the_device_equally():
 
 
 def test_a_device_is_idle_from_the_end_of_its_last_program_on():
-    clock, share = Clock(), Share()
-    turn = clock.turn(2)
+    clock, share = Clock(), VirtualTime()
+    scheduler = clock.scheduler(2)
     clock.now += 3.0
-    assert turn.idle_s == 3.0
-    with turn.hold(lambda: 0.0, share) as claim:
-        turn.charge(claim, 1.0)
+    assert scheduler.idle_s == 3.0
+    with scheduler.hold(lambda: 0.0, share) as waiter:
+        scheduler.charge(waiter, 1.0)
         clock.now += 5.0
-        assert turn.idle_s == 0.0
-    assert turn.idle_s == 0.0
+        assert scheduler.idle_s == 0.0
+    assert scheduler.idle_s == 0.0
     clock.now += 2.0
-    assert turn.idle_s == 2.0
-    with turn.hold(lambda: -math.inf, whole=True):  # a bucket is timed
+    assert scheduler.idle_s == 2.0
+    with scheduler.hold(lambda: -math.inf, whole=True):  # a bucket is timed
         clock.now += 1.0
-    assert turn.idle_s == 3.0
+    assert scheduler.idle_s == 3.0
 
 
 def test_the_clock_never_steps_back_and_who_rested_begins_now():
-    clock, ahead, rested = Clock(), Share(end=50.0), Share()
-    turn = clock.turn(2)
+    clock, ahead, rested = Clock(), VirtualTime(end=50.0), VirtualTime()
+    scheduler = clock.scheduler(2)
     for share, end in ((ahead, 60.0), (rested, 60.0), (rested, 70.0), (ahead, 70.0)):
-        before = turn.clock
-        with turn.hold(lambda: 0.0, share) as claim:
-            turn.charge(claim, 10.0)
+        before = scheduler.clock
+        with scheduler.hold(lambda: 0.0, share) as waiter:
+            scheduler.charge(waiter, 10.0)
             clock.now += 10.0
         assert share.end == end
-        assert turn.clock >= before >= 0
-    assert turn.clock == 60.0
+        assert scheduler.clock >= before >= 0
+    assert scheduler.clock == 60.0
 
 
 def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
     """Chosen before, it would be the same model again: what it just took was not counted yet."""
-    turn, shares = DeviceTurn(2), {"long": Share(), "short": Share()}
+    scheduler, shares = DeviceScheduler(2), {"long": VirtualTime(), "short": VirtualTime()}
     order: list[str] = []
     charged = threading.Barrier(2)
 
     def work(model: str) -> None:
         share = shares[model]
-        with turn.hold(lambda: -turn.begin(share), share) as claim:
+        with scheduler.hold(lambda: -scheduler.begin(share), share) as waiter:
             order.append(model)
-            turn.charge(claim, 100.0 if model == "long" else 4.0)
+            scheduler.charge(waiter, 100.0 if model == "long" else 4.0)
             if len(order) <= 2:
                 charged.wait(60)  # the first two hold the device together
 
     threads = [threading.Thread(target=work, args=(m,)) for m in ("long", "long", "short")]
-    with turn.hold(lambda: 0.0), turn.hold(lambda: 0.0):
+    with scheduler.hold(lambda: 0.0), scheduler.hold(lambda: 0.0):
         for k, thread in enumerate(threads):
             thread.start()
-            until(lambda k=k: len(turn._waiting) == k + 1)
+            until(lambda k=k: len(scheduler._waiting) == k + 1)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -248,27 +248,27 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
 
 
 def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
-    clock, shares, had = Clock(), {"hasty": Share(), "patient": Share()}, []
-    turn = clock.turn()
+    clock, shares, had = Clock(), {"hasty": VirtualTime(), "patient": VirtualTime()}, []
+    scheduler = clock.scheduler()
     ahead = {"hasty": 25.0, "patient": 0.0}
     stop = threading.Event()
 
     def work(model: str) -> None:
         share = shares[model]
         while not stop.is_set():
-            with turn.hold(lambda: ahead[model] - turn.begin(share), share) as claim:
+            with scheduler.hold(lambda: ahead[model] - scheduler.begin(share), share) as waiter:
                 had.append(model)
                 if len(had) == 100:
                     stop.set()
-                turn.charge(claim, 10.0)
-                until(lambda: stop.is_set() or len(turn._waiting) == 3)
+                scheduler.charge(waiter, 10.0)
+                until(lambda: stop.is_set() or len(scheduler._waiting) == 3)
                 clock.now += 10.0
 
     threads = [threading.Thread(target=work, args=(model,)) for model in [*shares, *shares]]
-    with turn.hold(lambda: 0.0):
+    with scheduler.hold(lambda: 0.0):
         for k, thread in enumerate(threads):
             thread.start()
-            until(lambda k=k: len(turn._waiting) == k + 1)
+            until(lambda k=k: len(scheduler._waiting) == k + 1)
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
