@@ -64,7 +64,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
 def _outline(source: Path, options: Options, route: str) -> Outline:
     """Describe one route of a model; the route of a model without a Router is ""."""
     if options.splade:
-        # modules.json, or without one the class, must be that of a masked language model
+        # modules.json must be that of a sparse encoder; without one, the class that of a masked LM
         kinds = heads.kinds_of(source, route)
         if kinds and not {"splade", "static_terms"} & {*kinds}:
             raise UnsupportedModel(

@@ -41,7 +41,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of piece
 
 NUMBER_COMMA_PENALTY = 100  # subtracted from a score, as in transformers' AlbertConverter
 
-NUM_COMPARED_TEXTS = 200  # number of texts
+NUM_COMPARED_TEXTS = 200
 PIECES_PER_SIDE = 10  # pieces on each side of the middle one of a random text
 
 # The first texts: normalization, spaces, case, accents, numbers, unknown characters, bytes. None

@@ -510,7 +510,8 @@ class Engine:
             return math.inf if self._closing else -math.inf
 
     def _take_batch(self) -> Batch | None:
-        """Take the next batch out of the queue; None if no waiting sequence fits in a bucket."""
+        """Take the next batch out of the queue; None if no waiting sequence fits in a bucket, or
+        after an internal error, which fails all waiting sequences."""
         with self._lock:
             try:
                 return self._queue.take(self._costs.usable, time.monotonic(), self._max_sequences)

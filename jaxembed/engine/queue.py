@@ -29,7 +29,7 @@ INTERLEAVED = 512  # tokens of a request before those of the next one: some doze
 # Sequences are considered for a batch up to this multiple of the largest bucket's tokens. That is
 # enough to find sequences that fill rows well.
 WINDOW_BUCKETS = 4
-MAX_WINDOW_ENTRIES = 4096  # considered sequences: this bounds the time in a long queue
+MAX_WINDOW_SEQUENCES = 4096  # considered sequences: this bounds the time in a long queue
 EXPECTED_S = 5.0  # seconds after an interactive request during which another one is expected
 
 
@@ -75,14 +75,14 @@ class PriorityQueue:
     def peek(self, enough: int) -> dict[QueuedSequence, None]:
         """Return the next sequences in fair order, as the keys of a dict, without taking them.
 
-        It stops at `enough` tokens or MAX_WINDOW_ENTRIES sequences, however long the queue is.
+        It stops at `enough` tokens or MAX_WINDOW_SEQUENCES sequences, however long the queue is.
         `requeue` must be called afterwards.
         """
         window: dict[QueuedSequence, None] = {}
         # the earliest flow comes next, from `order` or from `resumed`, a heap of flows left before
         order, resumed = self.order, []
         tokens, position = 0, 0
-        while tokens < enough and len(window) < MAX_WINDOW_ENTRIES:
+        while tokens < enough and len(window) < MAX_WINDOW_SEQUENCES:
             if position < len(order) and not (resumed and resumed[0] < order[position]):
                 begin, number, flow = order[position]
                 position += 1
@@ -94,7 +94,7 @@ class PriorityQueue:
             # the flow is left INTERLEAVED tokens after the next flow's begin
             until = INTERLEAVED + (min(next_begin, resumed[0][0]) if resumed else next_begin)
             sequences, count = flow.sequences, flow.window_size
-            max_size = count + MAX_WINDOW_ENTRIES - len(window)
+            max_size = count + MAX_WINDOW_SEQUENCES - len(window)
             while count < min(len(sequences), max_size) and begin <= until and tokens < enough:
                 count += 1
                 sequence = sequences[-count]

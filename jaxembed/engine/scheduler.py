@@ -129,7 +129,7 @@ class DeviceScheduler:
         """Charge the expected device time of a program that starts, in seconds, to its model.
 
         It is charged before it ends, because the model's next program may begin before that.
-        `waiter` must have a share.
+        `waiter.share` must not be None.
         """
         assert waiter.share is not None
         with self._lock:

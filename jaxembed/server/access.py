@@ -232,7 +232,7 @@ def _asks_open_route() -> bool:
 
 
 def is_open(path: str) -> bool:
-    """Return whether the route of a path is open: it needs no key, and is not traced or audited."""
+    """Return whether reading a path needs no key, and is not traced or audited."""
     return path in OPEN_ROUTES or path.startswith("/docs/")
 
 

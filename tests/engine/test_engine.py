@@ -25,7 +25,7 @@ from fakes import (
 
 from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
-from jaxembed.engine.queue import MAX_WINDOW_ENTRIES, PriorityQueue
+from jaxembed.engine.queue import MAX_WINDOW_SEQUENCES, PriorityQueue
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
@@ -145,7 +145,7 @@ def test_cancelled_work_leaves_the_queue_and_never_runs(start, runner):
 def test_a_request_behind_very_many_cancelled_ones_still_runs(start, runner):
     engine = start(runner)
     first = blocked(engine, runner)
-    gone = engine.ask([encoding(50, k) for k in range(MAX_WINDOW_ENTRIES + 10)])
+    gone = engine.ask([encoding(50, k) for k in range(MAX_WINDOW_SEQUENCES + 10)])
     kept = engine.ask([encoding(60)])
     engine.cancel(gone)
     runner.gate.set()
@@ -205,7 +205,7 @@ def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner
 def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
     runner.slow_to_compile[LONG] = threading.Event()
     engine = start(runner, ready=False)
-    long = engine.ask([encoding(*[9] * 16, k) for k in range(MAX_WINDOW_ENTRIES + 1)])
+    long = engine.ask([encoding(*[9] * 16, k) for k in range(MAX_WINDOW_SEQUENCES + 1)])
     assert sums(engine.ask([encoding(5)])) == [5.0]
     engine.cancel(long)
     runner.slow_to_compile[LONG].set()

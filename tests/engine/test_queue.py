@@ -13,7 +13,7 @@ from jaxembed.engine import queue as queue_module
 from jaxembed.engine.batch import BRIEF_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import QueuedSequence, WorkFuture
-from jaxembed.engine.queue import INTERACTIVE_INPUTS, MAX_WINDOW_ENTRIES, RequestQueue
+from jaxembed.engine.queue import INTERACTIVE_INPUTS, MAX_WINDOW_SEQUENCES, RequestQueue
 
 ONE, FULL = Bucket(1, 16), Bucket(64, 16)
 COST = {ONE: 2.0, FULL: 40.0}  # milliseconds
@@ -288,7 +288,7 @@ def test_composing_a_batch_costs_the_same_however_much_waits(futures, monkeypatc
         before = looks
         queue.next()
         assert looks - before <= 2 * 4 * FULL.tokens  # seen, and looked at again if it is kept
-    assert max(1, 4 * FULL.tokens) <= MAX_WINDOW_ENTRIES
+    assert max(1, 4 * FULL.tokens) <= MAX_WINDOW_SEQUENCES
 
 
 def test_all_that_waits_can_be_told_that_it_fails():

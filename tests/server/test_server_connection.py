@@ -25,7 +25,7 @@ from hypercorn.typing import ConnectionState
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.http import encoding
-from jaxembed.server.http.connection import MAX_FRAME_BYTES, MAX_HELD, MAX_TABLE, Connection, Http2
+from jaxembed.server.http.connection import MAX_HELD, MAX_TABLE, SLICE_BYTES, Connection, Http2
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -298,7 +298,7 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
-    monkeypatch.setattr("jaxembed.server.http.connection.MAX_FRAME_BYTES", 5)
+    monkeypatch.setattr("jaxembed.server.http.connection.SLICE_BYTES", 5)
     head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):
@@ -345,7 +345,7 @@ async def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
         writer.write(h2_client().data_to_send() + settings * 10_000)
         while sum(handled) < 10_000 * len(settings):
             assert await reader.read(65536)
-    assert max(handled) <= MAX_FRAME_BYTES
+    assert max(handled) <= SLICE_BYTES
 
 
 class Running(list):

@@ -146,8 +146,8 @@ def choose_native(
     """Choose the native kernels that a model uses on a CPU, for rows of any length.
 
     `option` is the value of --kernels. A compiled library is saved in `cache_dir`. `results`
-    returns earlier trial results; None means that the calls are tried now. If no native kernel can
-    be used, the choice has only the reasons.
+    returns the trial results, saved or new; None means that the calls are tried now. If no native
+    kernel can be used, the choice has only the reasons.
     """
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()

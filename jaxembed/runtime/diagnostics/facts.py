@@ -16,7 +16,7 @@ class DeviceFacts(msgspec.Struct):
     """The devices that a model computes on, its dtype, and their failures."""
 
     name: str
-    platform: str  # "cpu", "gpu", "tpu", or "null" for the null model
+    platform: str  # "cpu", "gpu", "tpu", "host" for static models, or "null"
     count: int
     dtype: str
     dtype_reason: str  # why this dtype was chosen, as text for people

@@ -78,7 +78,7 @@ CLIENT_GONE = "client_disconnected"  # the error of a trace whose client disconn
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
-MAX_FRAME_BYTES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
+SLICE_BYTES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
 # Streams of one connection that have bytes to send. A client that resets streams and reads nothing
 # can have more of them than the limit of open streams; Hypercorn fails at a thousand.
 MAX_STREAMS = 200
@@ -210,8 +210,8 @@ class Http2(H2Protocol):
         if not isinstance(event, RawData):
             await super().handle(event)
             return
-        for start in range(0, len(event.data), MAX_FRAME_BYTES):
-            await super().handle(RawData(event.data[start : start + MAX_FRAME_BYTES]))
+        for start in range(0, len(event.data), SLICE_BYTES):
+            await super().handle(RawData(event.data[start : start + SLICE_BYTES]))
             await asyncio.sleep(0)  # let other tasks run
 
     def _is_for_hypercorn(self, event: H2Event) -> bool:
@@ -564,6 +564,6 @@ class Exchange(ASGIHTTPConnection):
 
 
 async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:
-    """Send a piece of the body. `more` pieces may follow. Raises TimeoutError."""
+    """Send a piece of the body; `more` says whether further pieces follow. Raises TimeoutError."""
     async with asyncio.timeout(SEND_S):
         await send({"type": "http.response.body", "body": part, "more_body": more})

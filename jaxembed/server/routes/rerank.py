@@ -179,7 +179,7 @@ async def rerank_documents(
     iterator over the best Results, as items of a JSON list in slices. With `as_strings` the
     document of a Result is its text.
 
-    Raises the errors of InvalidInput, and as `Meter.find` and `score_documents`.
+    Raises InvalidInput, and as `Meter.find` and `score_documents`.
     """
     if not body.documents:
         raise NoInputs("documents")
