@@ -1,25 +1,20 @@
-"""Writes the generated sections of the documents: the layers and the map of modules in
-architecture.md, and the tables of published models in known-models.md.
+"""Generates sections of the site from the code: the layers and the map of modules of
+architecture.md, and the tables of published models of known-models.md. conf.py puts them in.
 
 The layers are those of pyproject.toml, the map is the first sentence of each module's docstring,
 and the models are those of jaxembed/tools/known_models.json.
-
-    python docs/modules.py
 """
 
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxembed.cli.models import size
 from jaxembed.tools.known_models import VERIFIED, Kind, KnownModel, known_models
 
 ROOT = Path(__file__).parent.parent
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
-MODELS = ROOT / "docs" / "known-models.md"
-PAGES = (ARCHITECTURE, MODELS)
 TREES = ("jaxembed", "converters", "benchmarks")
 KINDS: dict[Kind, str] = {
     "embedder": "Embedders",
@@ -46,28 +41,8 @@ HEAD = (
 MAX_LANGUAGES = 3  # that a cell names
 
 
-def main() -> None:
-    for page in PAGES:
-        page.write_text(written(page))
-
-
-def written(page: Path) -> str:
-    """The page with its generated sections as they are now."""
-    sections = (
-        {"layers": _layers, "modules": _modules}
-        if page == ARCHITECTURE
-        else {"models": _models, "sources": _sources}
-    )
-    text = page.read_text()
-    for name, lines in sections.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, rest = text.split(begin)
-        text = "\n".join([f"{before}{begin}", *lines(), "", f"{end}{rest.split(end)[1]}"])
-    return text
-
-
 def _layers() -> Iterator[str]:
-    """A numbered list, from top to bottom."""
+    """Yield a numbered list, from top to bottom."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
     for number, layer in enumerate(layers, 1):
@@ -76,7 +51,7 @@ def _layers() -> Iterator[str]:
 
 
 def _modules() -> Iterator[str]:
-    """A heading and a table for each package."""
+    """Yield a heading and a table for each package."""
     for tree in TREES:
         for package in sorted(path.parent for path in (ROOT / tree).rglob("__init__.py")):
             yield from _package(package)
@@ -93,7 +68,7 @@ def _package(folder: Path) -> Iterator[str]:
 
 
 def _docstring(module: Path) -> str:
-    """The first paragraph, on one line. Raises ValueError where there is none."""
+    """Return the first paragraph on one line. Raise ValueError if there is none."""
     text = ast.get_docstring(ast.parse(module.read_text()))
     if text is None:
         raise ValueError(f"{module} has no docstring")
@@ -101,7 +76,7 @@ def _docstring(module: Path) -> str:
 
 
 def _models() -> Iterator[str]:
-    """A heading and a table for each kind of model."""
+    """Yield a heading and a table for each kind of model."""
     for kind, title in KINDS.items():
         models = [model for model in known_models().models if model.kind == kind]
         yield f"### {title}\n"
@@ -137,12 +112,13 @@ def _code(text: str) -> str:
 
 
 def _sources_of(model: KnownModel) -> str:
-    """The sources of a model's facts; the one that states the most comes first, without them."""
+    """Return the sources of a model's facts. The first one, which states the most, has no facts."""
     main, *others = sorted(model.sources, key=lambda source: -len(model.sources[source]))
     return "; ".join([main, *(f"{one}: {', '.join(model.sources[one])}" for one in others)])
 
 
 def _sources() -> Iterator[str]:
+    """Yield a table of the sources and one of what was verified."""
     for title, meanings in (("source", known_models().sources), ("verified", VERIFIED)):
         yield f"| {title} | is |\n|---|---|"
         for name, meaning in meanings.items():
@@ -150,5 +126,9 @@ def _sources() -> Iterator[str]:
         yield ""
 
 
-if __name__ == "__main__":
-    main()
+SECTIONS: dict[str, Callable[[], Iterator[str]]] = {  # the lines of each section, by its name
+    "layers": _layers,
+    "modules": _modules,
+    "models": _models,
+    "sources": _sources,
+}
