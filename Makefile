@@ -45,7 +45,11 @@ page: $(VENV)/page.stamp  ## the page at /playground in a Chromium; screenshots:
 		echo "no Chromium could be installed: the page is not tried"; fi
 	$(BIN)/pytest tests/page $(ARGS)
 
-check: $(VENV)/dev.stamp  ## lint, types, import layers
+# the words of .ci/withdrawn.txt are those that a standard term has replaced
+WORDS = git ls-files -z -- . ':!tests' ':!*.svg' ':!*.json' ':!constraints' ':!CHANGELOG.md' ':!.ci/withdrawn.txt'
+
+check: $(VENV)/dev.stamp  ## lint, types, spelling, import layers
+	$(WORDS) | xargs -0 $(BIN)/codespell --dictionary - --dictionary .ci/withdrawn.txt
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

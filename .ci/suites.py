@@ -26,6 +26,7 @@ TABLE: dict[str, list[str]] = {
     "constraints/tested.txt": list(TARGETS),
     ".ci/**": list(TARGETS),
     ".ci/base": [],
+    ".ci/withdrawn.txt": [],
     "Makefile": list(TARGETS),
     "hatch_build.py": ["wheel"],
     "Dockerfile*": ["deploy"],

@@ -44,7 +44,7 @@ ENCODE, JOB = "encode", "job"
 UNMEASURED = 4096  # texts, before the rounds
 NULL_WIDTH = 32  # so that ten million rows take 2 GB of disk
 NULL_GROUP = 65_536  # rows of a row group of the input
-SETTLED = 0.1  # the share of the rows before which memory may grow
+GROWTH_SHARE = 0.1  # the share of the rows before which memory may grow
 MB, MILLION = 10**6, 10**6
 SAMPLE_S = 1.0
 
@@ -261,8 +261,8 @@ class Memory:
     def describe(self, total: int) -> dict[str, float | None]:
         """The memory after the first tenth of the rows, in MB; the slope is None where too little
         was noted."""
-        settled = [(rows, held) for rows, held in self.samples if rows >= SETTLED * total]
-        rows, held = np.array(settled, float).T
+        steady = [(rows, held) for rows, held in self.samples if rows >= GROWTH_SHARE * total]
+        rows, held = np.array(steady, float).T
         several = len(set(rows)) > 1
         slope = np.polyfit(rows / MILLION, held / MB, 1)[0] if several else None
         return {

@@ -57,7 +57,7 @@ from jaxembed.engine.replica import NullReplica, Runner
 from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.observability.metrics import Telemetry
 
-TICKET = 32  # sequences in one request
+REQUEST_SEQUENCES = 32  # sequences in one request
 COPIES = 3  # times that the lengths of a mix are repeated
 SUSTAINED_S = 0.5  # time for which one bucket runs repeatedly, in each round
 LONE_RUNS = 7  # runs of one sequence, in each round
@@ -260,7 +260,7 @@ def measure(
     for mix in mixes:
         runs: dict[tuple[str, int], list[Run]] = {key: [] for key in grids}
         for engine in engines.values():
-            embed_all(engine, mix.encodings[: TICKET * 4])
+            embed_all(engine, mix.encodings[: REQUEST_SEQUENCES * 4])
         entries = WorkFuture(work_from_encodings(mix.encodings), {"dense": 1}).sequences
         long_buckets = {
             b for e in engines.values() for b in e.grid.buckets if b.length >= mix.lengths.max()
@@ -393,10 +393,10 @@ def embed_all(engine: Engine, encodings: Sequence[Encoding], waiting: int | None
     """
     start = time.perf_counter()
     futures: deque[WorkFuture] = deque()
-    for k in range(0, len(encodings), TICKET):
-        if len(futures) * TICKET >= (waiting or len(encodings)):
+    for k in range(0, len(encodings), REQUEST_SEQUENCES):
+        if len(futures) * REQUEST_SEQUENCES >= (waiting or len(encodings)):
             futures.popleft().result()
-        futures.append(engine.submit(work_from_encodings(encodings[k : k + TICKET])))
+        futures.append(engine.submit(work_from_encodings(encodings[k : k + REQUEST_SEQUENCES])))
     for future in futures:
         future.result()
     return time.perf_counter() - start

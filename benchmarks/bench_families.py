@@ -61,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--dtype", choices=get_args(DType))
     parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
     parser.add_argument("--repeat", type=int, default=15, help="rounds")
-    parser.add_argument("--cache-dir", type=Path, help="of verdicts on kernels")
+    parser.add_argument("--cache-dir", type=Path, help="for the results of kernel trials")
     report.add_arguments(parser)
     return parser.parse_args(argv)
 

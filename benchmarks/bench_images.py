@@ -142,7 +142,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--buckets", default="4x400,8x64,8x50", help="of the tower alone")
     parser.add_argument("--repeat", type=int, default=9, help="rounds of these buckets")
     parser.add_argument("--kernels", default="auto", help="as of `jaxembed serve`")
-    parser.add_argument("--cache-dir", type=Path, help="of verdicts on kernels")
+    parser.add_argument("--cache-dir", type=Path, help="for the results of kernel trials")
     report.add_arguments(parser)
     return parser.parse_args(argv)
 

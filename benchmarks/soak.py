@@ -1,7 +1,7 @@
 """Checks whether a server's memory stays constant over many requests.
 
 A server in a process of its own answers single queries over 32 connections; every twentieth request
-is a bulk of 32 texts, and half of them ask for floats, half for base64. Memory settles after some
+is a bulk of 32 texts, and half of them ask for floats, half for base64. Memory is steady after some
 thousand requests, so the result is the slope of the second half, in bytes a request.
 
     python -m benchmarks.soak                                # all-MiniLM-L6-v2, 200,000 requests
