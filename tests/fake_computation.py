@@ -1,6 +1,6 @@
 """A Computation without a model; as a program it runs a job, for tests that kill it."""
 
-import argparse
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -68,14 +68,9 @@ def table(out: Path) -> pa.Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out")
-    parser.add_argument("inputs", nargs="+")
-    parser.add_argument("--part-rows", type=int, required=True)
-    parser.add_argument("--wait-s", type=float, required=True)
-    args = parser.parse_args()
-    rows = Rows(args.inputs, id_column="id", keep=("n",), part_rows=args.part_rows)
-    run_job(DigestRows(wait_s=args.wait_s), rows, args.out)
+    out, inputs, part_rows, wait_s = sys.argv[1:]
+    rows = Rows([inputs], id_column="id", keep=("n",), part_rows=int(part_rows))
+    run_job(DigestRows(wait_s=float(wait_s)), rows, out)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ PLACES = {"/srv/tmp": "<folder>"}
 @pytest.mark.parametrize(
     ("name", "value", "kept"),
     [
-        ("date", "Thu, 26 Nov 2026 00:22:53 GMT", "<date>"),
-        ("x-queue-time", "12", "<ms>"),
         ("x-ratelimit-reset-tokens", "6m0s", "<duration>"),
         ("retry-after", "27", "<seconds>"),
         ("retry-after", "5", "5"),
@@ -23,8 +21,6 @@ PLACES = {"/srv/tmp": "<folder>"}
         ("x-request-id", "mine-1", "mine-1"),
         ("content-length", "3", LENGTH),
         ("content-length", "4", "4"),
-        ("allow", "POST, GET", "GET, POST"),
-        ("x-compute-tokens", "12", "12"),
     ],
 )
 def test_times_and_ids_of_headers_are_masked(name, value, kept):
@@ -35,14 +31,8 @@ def test_times_and_ids_of_headers_are_masked(name, value, kept):
     ("target", "body", "kept"),
     [
         ("/a", f'{{"id":"rerank-{ID}","a":0.5}}', '{"id":"rerank-<request id>","a":0.5}'),
-        ("/a", '{"created":1795652573}', '{"created":<seconds>}'),
         ("/a", '{"created":0,"unix":1795652573.25}', '{"created":0,"unix":<seconds>}'),
         ("/a", "/srv/tmp/a; try again in 7 s", "<folder>/a; try again in <seconds>"),
-        (
-            "/info?verbose",
-            '{"jaxembed":{"doctor":{"a":{"b":[1]}}}}',
-            '{"jaxembed":{"doctor":{"a":{"b":null}}}}',
-        ),
         ("/metrics", '# TYPE a gauge\na{x="1",y="2"} 3.0\nb 4\n', "# TYPE a gauge\na x y\nb"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from itertools import product
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ from benchmarks import (
     bench_bulk,
     bench_engine,
     bench_families,
+    bench_host,
+    bench_http,
     bench_images,
     bench_maxsim,
     bench_memory,
@@ -25,6 +28,7 @@ from benchmarks import (
     load,
     report,
     servers,
+    soak,
     subject,
     workloads,
 )
@@ -46,6 +50,19 @@ def last_line(capsys) -> dict:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def write_sts(folder, rows: str) -> None:
+    (folder / "stsb").mkdir()
+    (folder / "stsb" / "stsb-en-test.csv").write_text(rows)
+
+
+def worker_of_peers(folder, name: str, program: str):
+    """Write a program, and the Python of an environment that runs it."""
+    (folder / name).write_text(program)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    return folder / name
+
+
 # -- arithmetic
 
 
@@ -54,26 +71,17 @@ def test_the_same_seed_gives_the_same_workload(name):
     first, second, other = (
         workloads.workload(name, 20, limit=64, vocab_size=100, seed=seed) for seed in (1, 1, 2)
     )
-    for a, b in zip(first.encodings, second.encodings, strict=True):
-        assert np.array_equal(a.ids, b.ids)
-    ids = [np.concatenate([e.ids for e in mix.encodings]) for mix in (first, other)]
-    assert not np.array_equal(*ids)
+    ids, again, others = ([e.ids.tolist() for e in mix.encodings] for mix in (first, second, other))
+    assert ids == again != others
     assert first.lengths.max() <= 64
     assert first.source == "synthetic lengths"
-    assert all(e.ids.min() >= workloads.FIRST_ID and e.ids.max() < 100 for e in first.encodings)
+    assert {workloads.FIRST_ID <= one < 100 for row in ids for one in row} == {True}
 
 
 def test_real_texts_are_tokenized_and_cut(tmp_path, tiny_checkpoint):
-    (tmp_path / "stsb").mkdir()
-    (tmp_path / "stsb" / "stsb-en-test.csv").write_text('"a cat, a dog",the cat sat on the mat,2\n')
-    mix = workloads.workload(
-        "sts",
-        2,
-        limit=6,
-        vocab_size=100,
-        data=tmp_path,
-        tokenizer=tiny_checkpoint / "tokenizer.json",
-    )
+    write_sts(tmp_path, '"a cat, a dog",the cat sat on the mat,2\n')
+    tokenizer = tiny_checkpoint / "tokenizer.json"
+    mix = workloads.workload("sts", 2, limit=6, vocab_size=100, data=tmp_path, tokenizer=tokenizer)
     assert mix.source == "STS-B sentences"
     assert mix.lengths.tolist() == [6, 6]
 
@@ -98,13 +106,10 @@ def test_useful_flops_are_products_and_attention():
 
 def test_the_ceiling_computes_every_product_whole():
     model = subject.random_subject("tiny")
-    product = bench_model.products(model, "float32", 16, jax.local_devices()[0])
-    assert np.isfinite(product())
-    (compiled,) = (
-        cell.cell_contents
-        for cell in product.__closure__
-        if isinstance(cell.cell_contents, jax.stages.Compiled)
-    )
+    ceiling = bench_model.products(model, "float32", 16, jax.local_devices()[0])
+    assert np.isfinite(ceiling())
+    held = [cell.cell_contents for cell in ceiling.__closure__]
+    (compiled,) = (one for one in held if isinstance(one, jax.stages.Compiled))
     wanted = 2 * 16 * sum(rows * columns for rows, columns in subject.kernels(model.program))
     assert wanted <= compiled.cost_analysis()["flops"] < 1.05 * wanted
 
@@ -135,20 +140,15 @@ def test_results_go_to_a_folder_of_the_device(tmp_path, capsys):
 # -- each program, tiny
 
 
-def test_bench_model_runs(capsys):
+@pytest.mark.parametrize("adapters", ["", pytest.param("2x4", marks=pytest.mark.slow)])
+def test_bench_model_runs_and_compares_a_model_with_adapters_with_the_plain_one(adapters, capsys):
     before = jax.config.jax_compilation_cache_dir
-    bench_model.main([*TINY, "--repeat", "1", "--buckets", "1x32,2x32"])
+    bench_model.main([*TINY, "--repeat", "1", "--buckets", "1x32,2x32", "--adapters", adapters])
     found = last_line(capsys)
+    assert found.get("adapters", "") == adapters
     assert [row["bucket"] for row in found["buckets"]] == ["1x32", "2x32"]
+    assert all((row.get("times_plain", 0) > 0) == bool(adapters) for row in found["buckets"])
     assert jax.config.jax_compilation_cache_dir == before
-
-
-@pytest.mark.slow
-def test_bench_model_compares_a_model_with_adapters_with_the_plain_one(capsys):
-    bench_model.main([*TINY, "--repeat", "1", "--buckets", "4x32", "--adapters", "2x4"])
-    found = last_line(capsys)
-    assert found["adapters"] == "2x4"
-    assert found["buckets"][0]["times_plain"] > 0
 
 
 def test_an_adapter_changes_each_weight_of_a_joined_product_by_columns_of_its_own():
@@ -179,12 +179,8 @@ def test_bench_engine_runs(capsys):
     (deep,) = found["deep"]
     assert deep["deep"] == 3 * deep["shallow"]
     assert deep["ratio"] > 0
-    assert [(row["mix"], row["grid"]) for row in found["results"]] == [
-        ("queries", "default"),
-        ("queries", "only most rows"),
-        ("bimodal", "default"),
-        ("bimodal", "only most rows"),
-    ]
+    wanted = list(product(("queries", "bimodal"), ("default", "only most rows")))
+    assert [(row["mix"], row["grid"]) for row in found["results"]] == wanted
 
 
 @pytest.mark.slow
@@ -205,18 +201,16 @@ def test_bench_maxsim_compares_ways_with_the_same_scores(capsys):
 @pytest.mark.slow
 def test_bench_pair_runs(capsys, tiny_checkpoint, one_bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_pair, "EngineConfig", partial(EngineConfig, buckets=one_bucket))
-    flags = ["--seconds", "0.05", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
+    flags = ["--seconds", "0.5", "--max-batch-tokens", "128", "--cache-dir", str(tmp_path)]
     bench_pair.main([str(tiny_checkpoint), *flags])
     facts = last_line(capsys)
-    assert [(row["load"], row["with"]) for row in facts["results"]] == [
-        (load, company) for company in ("alone", "all") for load in ("bulk", "query", "rerank")
-    ]
+    wanted = list(product(("alone", "all"), ("bulk", "query", "rerank")))
+    assert [(row["with"], row["load"]) for row in facts["results"]] == wanted
     assert all(row["requests"] > 0 for row in facts["results"])
 
 
 @pytest.mark.slow
-def test_bench_start_watches_a_server(tiny_checkpoint, grid_file, tmp_path):
-    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
+def test_bench_start_watches_a_server(tiny_checkpoint, flags, tmp_path):
     about = ["--timeout-s", "60", "--data", "none", "--after-s", "1", "--per-s", "50"]
     args = bench_start.parse([str(tiny_checkpoint), *about, "--", *flags])
     found = bench_start.serve_once(args, tmp_path)
@@ -241,8 +235,8 @@ def test_a_second_is_told_by_the_queries_due_in_it():
 def test_bench_start_says_what_a_server_said_that_did_not_come_up():
     command = [sys.executable, "-c", "print('no such model')"]
     with servers.running(command) as (process, started_at, log):
-        process.wait(30)
-        watch = servers.Watch("http://127.0.0.1:1", process, started_at, 30, log)
+        process.wait(60)
+        watch = servers.Watch("http://127.0.0.1:1", process, started_at, 60, log)
         with pytest.raises(TimeoutError, match="did not come up"):
             watch.until(lambda: False)
 
@@ -258,8 +252,7 @@ def test_bench_memory_measures_each_stage_in_a_process_of_its_own(tmp_path, caps
     assert all(0 < row["now_gib"] <= row["peak_gib"] for row in facts["results"])
     weights = sum(leaf.nbytes for leaf in sources.bert_tensors().values())
     assert weights < facts["weights_bytes"] < weights + 100_000  # of Orbax's own
-    limit = 1.2 * facts["weights_bytes"] + 1024**3
-    assert facts["limit_bytes"] == pytest.approx(limit, rel=1e-5)  # printed with six digits
+    assert facts["limit_bytes"] > facts["weights_bytes"] + 1024**3
 
 
 def test_eval_sts_says_skipped_without_data(tmp_path, capsys):
@@ -272,9 +265,7 @@ def test_eval_sts_says_skipped_without_data(tmp_path, capsys):
 def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, one_bucket, monkeypatch):
     few = partial(EngineConfig, buckets=one_bucket, max_batch_tokens=128)
     monkeypatch.setattr(eval_sts, "EngineConfig", few)
-    (tmp_path / "stsb").mkdir()
-    rows = "the cat,the dog,1\na mat,a mat,5\nthe sky is blue,the dog runs,2\n"
-    (tmp_path / "stsb" / "stsb-en-test.csv").write_text(rows)
+    write_sts(tmp_path, "the cat,the dog,1\na mat,a mat,5\nthe sky is blue,the dog runs,2\n")
     arguments = [str(tiny_checkpoint), "--data", str(tmp_path), "--dtype", "float32"]
     arguments += ["--cache-dir", str(tmp_path)]
     assert eval_sts.main([*arguments, "--tolerance", "200"]) == 0
@@ -282,10 +273,10 @@ def test_eval_sts_fails_outside_its_tolerance(tmp_path, tiny_checkpoint, one_buc
 
 
 @pytest.mark.slow
-def test_bench_bulk_compares_a_job_with_encode(tiny_checkpoint, tmp_path, monkeypatch, capsys):
-    grid = tmp_path / "grid.json"
-    grid.write_text('{"buckets": [[2, 64]]}')
-    config = partial(EngineConfig, buckets=grid, max_batch_tokens=128)
+def test_bench_bulk_compares_a_job_with_encode(
+    tiny_checkpoint, one_bucket, tmp_path, monkeypatch, capsys
+):
+    config = partial(EngineConfig, buckets=one_bucket, max_batch_tokens=128)
     monkeypatch.setattr(bench_bulk, "EngineConfig", config)
     none = str(tmp_path / "none")
     where = ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path), "--data", none]
@@ -324,13 +315,10 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_bench_outputs_asks_peers_for_the_same_in_every_round(tmp_path, monkeypatch, capsys):
-    (tmp_path / "outputs.py").write_text(PEER)
-    monkeypatch.setattr(bench_outputs, "WORKER", tmp_path / "outputs.py")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(bench_outputs, "WORKER", worker_of_peers(tmp_path, "outputs.py", PEER))
     tiny = ["--architecture-size", "tiny", "--buckets", "1x16", "--repeat", "1"]
     bench_outputs.main([*tiny, "--torch", str(tmp_path), "--onnx", str(tmp_path)])
-    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    facts = last_line(capsys)
     peers = ["sentence-transformers", "onnxruntime"]
     assert facts["versions"] == {name: {"python": "3", name: "1"} for name in peers}
     rows = {(one["library"], one["outputs"]): one for one in facts["results"]}
@@ -371,10 +359,7 @@ def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
     tmp_path, monkeypatch, capsys
 ):
     pytest.importorskip("PIL")
-    (tmp_path / "images.py").write_text(FAKE_IMAGES)
-    monkeypatch.setattr(bench_images, "WORKER", tmp_path / "images.py")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(bench_images, "WORKER", worker_of_peers(tmp_path, "images.py", FAKE_IMAGES))
     bench_images.main([*IMAGES, "--torch", str(tmp_path), "--onnx", str(tmp_path)])
     found = last_line(capsys)
     ours, *peers = found["results"]
@@ -395,3 +380,39 @@ def test_bench_images_runs(capsys):
     (ours,) = last_line(capsys)["results"]
     assert ours["cosine"] == pytest.approx(1)
     assert min(ours[name] for name in ("images_per_s", "prepare_ms", "forward_ms")) > 0
+
+
+# -- servers
+
+
+@pytest.fixture(name="flags")
+def _flags(grid_file, tmp_path) -> list[str]:
+    """Of a server that has few buckets and a cache of its own."""
+    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--devices", "1"]
+    return [*flags, "--cache-dir", str(tmp_path), "--max-queue-tokens", "1000000"]
+
+
+@pytest.mark.slow
+def test_bench_http_runs(tiny_checkpoint, flags, tmp_path, capsys):
+    arguments = ["--texts", "300", "--seconds", "0.2", "--bulk-per-s", "50"]
+    arguments += ["--data", str(tmp_path), "--only", "1 connection,under bulk"]
+    bench_http.main([str(tiny_checkpoint), *arguments, "--", *flags])
+    rows = last_line(capsys)["results"]
+    assert [(row["scenario"], row["load"]) for row in rows] == [
+        *[("1 connection", "query")] * 2,  # floats, then base64
+        *[("under bulk", "query"), ("under bulk", "bulk")] * 2,
+    ]
+    assert all(row["requests"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_bench_host_and_soak_run(tiny_checkpoint, flags, capsys):
+    arguments = [str(tiny_checkpoint), "--data", "none"]
+    bench_host.main([*arguments, "--texts", "256", "--seconds", "0.3", "--", *flags])
+    rows = last_line(capsys)["results"]
+    assert len(rows) == 10
+    assert all(row["requests"] > 0 and row["server_us"] > 0 for row in rows)
+    soak.main([*arguments, "--texts", "64", "--requests", "50", "--", "--null-model", *flags])
+    found = last_line(capsys)["results"]
+    assert [row["requests"] for row in found] == [50 * k // 20 for k in range(21)]
+    assert all(row["resident_mib"] > 10 for row in found)

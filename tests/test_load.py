@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from contextlib import contextmanager
+from itertools import islice, product
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,6 @@ class Server:
         return float(next(line for line in lines if line.startswith(name + " ")).split()[1])
 
     def stop(self) -> None:
-        """Send SIGTERM; it must end cleanly."""
         self.process.terminate()
         assert self.process.wait(WAIT_S) == 0
 
@@ -88,25 +88,17 @@ def test_each_of_2000_requests_is_answered_and_memory_stays_flat(start_server):
         assert asyncio.run(post(server.port, ["the cat"]))[0] == 200
 
 
-def different(count: int, words: int) -> list[str]:
-    """Texts no two of which are the same: what is alike is computed once."""
-    known = ["where", "is", "the", "red", "train"]
-    return [
-        " ".join([known[k // 5**n % 5] for n in range(7)] + ["train"] * (words - 7))
-        for k in range(count)
-    ]
-
-
 def test_sigterm_under_load_loses_no_admitted_request(start_server):
     with start_server("--max-queue-tokens", "1000000", "--warmup", "full") as server:
         until(lambda: server.get("/ready").status_code == 200)
 
+        # no two texts are the same: what is alike is computed once
+        starts = product(["where", "is", "the", "red", "train"], repeat=7)
+        texts = [" ".join(start) + " train" * 33 for start in islice(starts, 2_000)]
+
         async def load() -> list:
-            texts = different(2_000, words=40)
-            requests = [
-                asyncio.create_task(post(server.port, texts[k : k + 50]))
-                for k in range(0, 2_000, 50)
-            ]
+            parts = (texts[k : k + 50] for k in range(0, 2_000, 50))
+            requests = [asyncio.create_task(post(server.port, part)) for part in parts]
             await asyncio.to_thread(until, lambda: server.metric("te_queue_size") > 0)
             await asyncio.to_thread(server.stop)
             return await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), WAIT_S)

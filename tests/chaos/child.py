@@ -18,6 +18,11 @@ from random import Random
 import numpy as np
 
 RUNNER_FAULTS = {"no_memory": 3, "internal": 3, "memory_error": 1, "nan": 4, "slow": 4, "hang": 0.5}
+RUNNER_ERRORS = {
+    "no_memory": (RuntimeError, "RESOURCE_EXHAUSTED: Out of memory while trying"),
+    "internal": (RuntimeError, "INTERNAL: the stream did not block host until done"),
+    "memory_error": (MemoryError,),
+}
 TOKENIZER_FAULTS = {"tokenizer_error": 3.0, "tokenizer_slow": 2.0}
 SLOW_S, TOKENIZER_SLOW_S = 0.2, 0.05
 OVER_OVERDUE_S = 1.0  # a hang lasts this much longer than the watchdog's limit
@@ -27,11 +32,8 @@ class Faults:
     """Chooses the calls that fail, a share `rate` of all, and their kinds by weight."""
 
     def __init__(self, seed: str, armed: str, rate: float, overdue_s: float):
-        self.lasts_s = {
-            "slow": SLOW_S,
-            "tokenizer_slow": TOKENIZER_SLOW_S,
-            "hang": overdue_s + OVER_OVERDUE_S,
-        }
+        self.lasts_s = {"slow": SLOW_S, "tokenizer_slow": TOKENIZER_SLOW_S}
+        self.lasts_s["hang"] = overdue_s + OVER_OVERDUE_S
         self._seed = seed
         self._armed = armed
         self._rate = rate
@@ -39,7 +41,8 @@ class Faults:
         self._lock = threading.Lock()
 
     def draw(self, part: str, weights: dict[str, float]) -> str | None:
-        """The kind of fault of this call, or None. It is written out before it happens."""
+        """The kind of fault of this call, or None. It is written out before it happens; one that
+        lasts has passed."""
         if not os.path.exists(self._armed):
             return None
         with self._lock:
@@ -51,12 +54,8 @@ class Faults:
             now = time.monotonic()
             fault = {"kind": kind, "n": n, "from": now, "until": now + self.lasts_s.get(kind, 0.0)}
             print(json.dumps(fault), flush=True)
+        time.sleep(self.lasts_s.get(kind, 0.0))
         return kind
-
-    def wait(self, kind: str) -> None:
-        """Sleep for as long as a fault of this kind lasts."""
-        if kind in self.lasts_s:
-            time.sleep(self.lasts_s[kind])
 
 
 class FaultyRunner:
@@ -74,14 +73,9 @@ class FaultyRunner:
         if in_float32:
             return self._runner.run(bucket, planes, outputs, in_float32=True)
         kind = self._faults.draw("runner", RUNNER_FAULTS)
-        if kind == "no_memory":
-            raise RuntimeError(f"RESOURCE_EXHAUSTED: Out of memory while trying {bucket}")
-        if kind == "internal":
-            raise RuntimeError("INTERNAL: the stream did not block host until done")
-        if kind == "memory_error":
-            raise MemoryError
-        if kind is not None:
-            self._faults.wait(kind)
+        if kind in RUNNER_ERRORS:
+            error, *words = RUNNER_ERRORS[kind]
+            raise error(*words)
         answer = self._runner.run(bucket, planes, outputs)
         if kind != "nan":
             return answer
@@ -107,8 +101,6 @@ class FaultyTokenizer:
             kind = self._faults.draw("tokenizer", TOKENIZER_FAULTS)
             if kind == "tokenizer_error":
                 raise Exception("chaos: the tokenizer fails")
-            if kind is not None:
-                self._faults.wait(kind)
             return attribute(*arguments, **options)
 
         return call
@@ -122,7 +114,7 @@ def spoil(models, faults: Faults, overdue_s: float) -> None:
         tokenizer = embedder.main.processor._tokenizer
         tokenizer.file = FaultyTokenizer(tokenizer.file, faults)
         watchdog = embedder.main.engine._watchdog
-        watchdog._overdue_s, watchdog._look_s = overdue_s, overdue_s / 5
+        watchdog._overdue_s, watchdog._interval_s = overdue_s, overdue_s / 5
 
 
 def main() -> None:

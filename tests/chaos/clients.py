@@ -1,7 +1,6 @@
 """The clients of a storm: some behave well, others disconnect, send slowly or send garbage."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 
@@ -24,17 +23,9 @@ class Client:
         self._ledger = ledger
         self._kept: Http1 | None = None
         self._opened: list[Http1] = []  # in this action
-        self._actions: dict[Callable, float] = {
-            self._ask_in_turn: 12,
-            self._pipeline: 3,
-            self._multiplex: 4,
-            self._vanish: 4,
-            self._vanish_in_answer: 1,
-            self._half_close: 1,
-            self._dawdle: 1,
-            self._say_too_little: 1,
-            self._say_nonsense: 3,
-        }
+        self._actions = {self._ask_in_turn: 12, self._pipeline: 3, self._multiplex: 4}
+        self._actions |= {self._vanish: 4, self._vanish_in_answer: 1, self._half_close: 1}
+        self._actions |= {self._dawdle: 1, self._say_too_little: 1, self._say_nonsense: 3}
 
     async def act(self) -> None:
         """Do the next action. An action without an end, or a lost connection, is a violation."""
@@ -54,7 +45,6 @@ class Client:
             self._opened.clear()
 
     async def close(self) -> None:
-        """Close the connection that is kept open."""
         if self._kept is not None:
             await self._kept.close()
             self._kept = None
@@ -120,34 +110,28 @@ class Client:
         )
         wire = await self._open()
         entry = self._ledger.sent(Ask("vanishing", Message("/")))
-        try:
+        with suppress(Lost):
             await wire.send(data)
             await asyncio.sleep(self._random.choice([0.0, 0.0, 0.002, 0.02]))
-        except Lost:
-            pass
         wire.abort()
         self._ledger.vanished(entry)
 
     async def _vanish_in_answer(self) -> None:
         """Disconnect after the first bytes of the answer."""
         wire = await self._open()
-        ask = self._draw()
-        entry = self._ledger.sent(ask)
-        try:
-            await wire.send(ask.message.http1())
+        entry = self._ledger.sent(self._draw())
+        with suppress(Lost, OSError):
+            await wire.send(entry.ask.message.http1())
             await wire.reader.read(10)
-        except (Lost, OSError):
-            pass
         wire.abort()
         self._ledger.vanished(entry)
 
     async def _half_close(self) -> None:
         """Close the sending side and read the answer; the server may treat it as a disconnect."""
         wire = await self._open()
-        ask = self._draw()
-        entry = self._ledger.sent(ask)
+        entry = self._ledger.sent(self._draw())
         try:
-            await wire.send(ask.message.http1())
+            await wire.send(entry.ask.message.http1())
             wire.half_close()
             self._ledger.answered(entry, await wire.reply())
         except (Lost, OSError):
@@ -156,16 +140,13 @@ class Client:
     async def _dawdle(self) -> None:
         """Send a request slowly; it must be answered."""
         wire = await self._open()
-        ask = self._draw()
-        entry = self._ledger.sent(ask)
-        data = ask.message.http1()
+        entry = self._ledger.sent(self._draw())
+        data = entry.ask.message.http1()
         step = max(len(data) // 20, 1)
-        try:
+        with suppress(Lost):  # a 413 is answered before the body is sent
             for at in range(0, len(data), step):
                 await wire.send(data[at : at + step])
                 await asyncio.sleep(DAWDLE_S)
-        except Lost:
-            pass  # a 413 is answered before the body is sent
         await self._finish(entry, wire)
 
     async def _say_too_little(self) -> None:
@@ -186,11 +167,9 @@ class Client:
         http2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
         data = self._random.choice([noise + b"\r\n\r\n", message.http1(), http2 + noise])
         wire = await self._open()
-        try:
+        with suppress(Lost, OSError):
             await wire.send(data)
             wire.half_close()
-        except (Lost, OSError):
-            pass
         answer = await wire.rest()
         if answer and not (data.startswith(http2) or answer.startswith(b"HTTP/1.1 4")):
             self._ledger.violate(None, f"nonsense was answered with {answer[:100]!r}")

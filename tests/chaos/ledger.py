@@ -32,17 +32,6 @@ class QueuedSequence:
     life: int  # number of the server process
 
 
-@dataclass
-class Excuse:
-    """An outcome that is allowed if one of these faults happened at that time."""
-
-    entry: QueuedSequence
-    kinds: tuple[str, ...]
-    begin: float
-    end: float
-    what: str
-
-
 class Ledger:
     """The outcomes of all requests, and the violations.
 
@@ -59,23 +48,21 @@ class Ledger:
         self.signalled_at: float | None = None  # when this server process was told to end
         self.counted: Counter[str] = Counter()  # outcomes of this life, as its metrics count them
         self._open: dict[int, QueuedSequence] = {}
-        self._excuses: list[Excuse] = []
+        # outcomes that are allowed if one of these faults happened from begin to end
+        self._excuses: list[tuple[QueuedSequence, str, tuple[str, ...], float, float]] = []
 
     def begin_life(self) -> None:
-        """Note that another server process is started."""
         self.life += 1
         self.signalled_at = None
         self.counted.clear()
 
     def sent(self, ask: Ask) -> QueuedSequence:
-        """Note that a request is sent."""
         self.kinds[ask.kind] += 1
         entry = QueuedSequence(ask, time.monotonic(), self.life)
         self._open[id(entry)] = entry
         return entry
 
     def answered(self, entry: QueuedSequence, reply: Reply) -> None:
-        """Judge the answer to a request."""
         self._settle(entry)
         ask, text = entry.ask, reply.body.decode(errors="replace")
         status, err = reply.status, None
@@ -110,13 +97,11 @@ class Ledger:
         self._lost_to_signal(entry, "lost with the server", str(why))
 
     def vanished(self, entry: QueuedSequence) -> None:
-        """Note that the client disconnected by itself."""
         self._settle(entry)
         self.outcomes["lost with the client"] += 1
         self.counted["lost"] += 1
 
     def violate(self, entry: QueuedSequence | None, what: str) -> None:
-        """Record a violation."""
         self.outcomes["VIOLATION"] += 1
         if len(self.violations) < MAX_SHOWN:
             of = "" if entry is None else f"{entry.ask.kind} (life {entry.life}): "
@@ -131,20 +116,15 @@ class Ledger:
         for entry in self._open.values():
             self.violate(entry, "no outcome")
         self._open.clear()
-        for excuse in self._excuses:
-            if any(
-                fault.kind in excuse.kinds
-                and fault.begin <= excuse.end
-                and fault.end >= excuse.begin
-                for fault in self.faults
-            ):
-                self.outcomes[excuse.what] += 1
+        for entry, what, kinds, begin, end in self._excuses:
+            faults = (fault for fault in self.faults if fault.kind in kinds)
+            if any(fault.begin <= end and fault.end >= begin for fault in faults):
+                self.outcomes[what] += 1
             else:
-                self.violate(excuse.entry, f"{excuse.what}, but none was injected then")
+                self.violate(entry, f"{what}, but none was injected then")
         self._excuses.clear()
 
     def _judge_right(self, entry: QueuedSequence, reply: Reply) -> None:
-        """Judge an answer with status 200."""
         self.counted["success"] += entry.ask.stamped
         try:
             is_right = entry.ask.right(reply)
@@ -164,7 +144,7 @@ class Ledger:
             self.outcomes["drained"] += 1
             return
         begin = entry.sent_at - slack_s
-        self._excuses.append(Excuse(entry, kinds, begin, time.monotonic(), what))
+        self._excuses.append((entry, what, kinds, begin, time.monotonic()))
 
     def _lost_to_signal(self, entry: QueuedSequence, outcome: str, why: str) -> None:
         """Note an outcome that is allowed only after the server was told to end."""

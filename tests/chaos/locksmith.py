@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -50,7 +49,7 @@ class Locksmith:
             case "replace":
                 aside = self._path.with_suffix(".new")
                 aside.write_text(text)
-                os.replace(aside, self._path)
+                aside.replace(self._path)
             case "write":
                 self._path.write_text(text)
             case "tear":

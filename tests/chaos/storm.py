@@ -10,15 +10,16 @@ import sys
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from .clients import Client
-from .corpus import EMBEDDER, MAX_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus, move, unload
+from .corpus import EMBEDDER, MAX_INPUTS, PAYLOAD_LIMIT, RERANKER, Ask, Corpus, administer, move
 from .ledger import Fault, Ledger
 from .locksmith import Locksmith, key_file
 from .wire import HOST, Http1, Lost, Message, Reply
@@ -84,7 +85,6 @@ class Weather:
 
     @property
     def moved(self) -> list[str]:
-        """The names of the models that a name moves between."""
         return [] if self.repository is None else sorted(os.listdir(self.repository))[:2]
 
 
@@ -107,12 +107,11 @@ class Server:
             "overdue_s": OVERDUE_S,
             "disk": life.disk,
         }
-        served_names = [f"{EMBEDDER}={weather.embedder}"]
-        served_names += [f"{RERANKER}={weather.reranker}"] if weather.reranker else []
-        models = [weather.embedder, *([weather.reranker] if weather.reranker else [])]
+        models = {EMBEDDER: weather.embedder}
+        models |= {RERANKER: weather.reranker} if weather.reranker else {}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(CHILD), json.dumps(plan), "serve", *models,
-            *(flag for name in served_names for flag in ("--served-model-name", name)),
+            sys.executable, str(CHILD), json.dumps(plan), "serve", *models.values(),
+            *(f"--served-model-name={name}={model}" for name, model in models.items()),
             "--port", str(port), "--cache-dir", str(weather.cache_dir), "--offline",
             "--max-client-batch-size", str(MAX_INPUTS), "--payload-limit", str(PAYLOAD_LIMIT),
             "--max-concurrent-requests", str(MAX_ADMITTED), "--accept-bare-token-ids",
@@ -125,10 +124,10 @@ class Server:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         server = cls(process, ledger)
-        server.readers = [
-            asyncio.create_task(server._read_faults()),
-            asyncio.create_task(server._read_log()),
-        ]
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reads = (server._read_faults(process.stdout), server._read_log(process.stderr))
+        server.readers = [asyncio.create_task(read) for read in reads]
         return server
 
     async def wait(self) -> int:
@@ -147,15 +146,13 @@ class Server:
         await asyncio.gather(*self.readers)
         return status
 
-    async def _read_faults(self) -> None:
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
+    async def _read_faults(self, lines: asyncio.StreamReader) -> None:
+        async for line in lines:
             fault = json.loads(line)
             self.ledger.faults.append(Fault(fault["kind"], fault["from"], fault["until"]))
 
-    async def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
+    async def _read_log(self, lines: asyncio.StreamReader) -> None:
+        async for line in lines:
             self.log.append(line.decode(errors="replace").rstrip())
 
 
@@ -178,7 +175,6 @@ class Storm:
         self._started_at = time.monotonic()
 
     async def live(self, life: Life) -> None:
-        """Start a server, run its waves, and end it."""
         self._lives += 1
         self.ledger.begin_life()
         self._spoil_disk(life.disk)
@@ -203,7 +199,6 @@ class Storm:
                 self.wrong_logs = list(server.log)
 
     def sums(self) -> dict:
-        """The counts and violations of the storm, as values for JSON."""
         ledger = self.ledger
         return {
             "seed": self.weather.seed,
@@ -222,22 +217,21 @@ class Storm:
     async def _wave(self, server: Server, wave: Wave) -> None:
         """Run all clients of a wave; a signal that ends the server is sent in the middle."""
         self._waves += 1
-        random = Random(f"{self.weather.seed}/{self._waves}/signal")
+        seed = f"{self.weather.seed}/{self._waves}"
         total = self.weather.clients * wave.actions
-        end_at = random.randint(total // 3, 2 * total // 3) if wave.end != "quiet" else None
+        end_at = Random(f"{seed}/signal").randint(total // 3, 2 * total // 3)
         acted = 0
         if wave.armed:
             self._armed.touch()
 
         async def run(number: int) -> None:
             nonlocal acted
-            seed = f"{self.weather.seed}/{self._waves}/{number}"
-            client = Client(seed, self._port, self.corpus, self.ledger)
+            client = Client(f"{seed}/{number}", self._port, self.corpus, self.ledger)
             for _ in range(wave.actions):
                 if self.ledger.signalled_at is not None:
                     break
                 acted += 1
-                if acted == end_at:
+                if acted == end_at and wave.end != "quiet":
                     self.ledger.signalled_at = time.monotonic()
                     server.process.send_signal(getattr(signal, wave.end))
                 await client.act()
@@ -245,11 +239,8 @@ class Storm:
 
         over = asyncio.Event()
         moving = asyncio.create_task(self._move(over))
-        locksmith = Locksmith(
-            self._keys,
-            f"{self.weather.seed}/{self._waves}",
-            lambda: server.process.send_signal(signal.SIGHUP),
-        )
+        hang_up = partial(server.process.send_signal, signal.SIGHUP)
+        locksmith = Locksmith(self._keys, seed, hang_up)
         working = asyncio.create_task(locksmith.work(lambda: self.ledger.signalled_at is not None))
         await asyncio.gather(*(run(number) for number in range(self.weather.clients)))
         working.cancel()
@@ -268,9 +259,9 @@ class Storm:
         random = Random(f"{self.weather.seed}/{self._waves}/moves")
         while self.weather.moved and self.ledger.signalled_at is None and not over.is_set():
             name = random.choice(self.weather.moved)
-            asks = [unload(name, ADMIN_KEY)] if random.random() < UNLOADS else []
-            for ask in [*asks, move(name, ADMIN_KEY)]:
-                await self._ask_one(ask)
+            if random.random() < UNLOADS:  # the next request loads it again
+                await self._ask_one(administer("POST", f"models/{name}/unload", ADMIN_KEY))
+            await self._ask_one(move(name, ADMIN_KEY))
             await asyncio.sleep(MOVE_EVERY_S)
 
     async def _end(self, server: Server, end: End) -> None:
@@ -298,11 +289,10 @@ class Storm:
         """Without faults, learn the right answers, or check that a new process gives the same."""
         for name in self.weather.moved:
             await self._ask_one(move(name, ADMIN_KEY))
+        self._learnt = {}
         if self._lives == 1:
             await self.corpus.learn(self._ask)
             self._learnt = await self._metrics()
-        else:
-            self._learnt = {}
         for ask in self.corpus.calm():
             await self._ask_one(ask)
 
@@ -340,12 +330,8 @@ class Storm:
     async def _level(self, server: Server, first: bool = False) -> dict[str, int]:
         """Measure memory, threads and open files of the server, and keep them in `levels`."""
         process = psutil.Process(server.process.pid)
-        level = {
-            "life": self._lives,
-            "rss_mib": process.memory_info().rss >> 20,
-            "threads": process.num_threads(),
-            "fds": process.num_fds(),
-        }
+        level = {"life": self._lives, "rss_mib": process.memory_info().rss >> 20}
+        level |= {"threads": process.num_threads(), "fds": process.num_fds()}
         self.levels.append({"first": int(first), **level})
         return level
 
@@ -359,9 +345,8 @@ class Storm:
             await asyncio.sleep(0.1)  # until the connection of the last check is closed
             threads, files = process.num_threads(), process.num_fds()
             metrics = await self._metrics()
-            probes = [
-                (await self._ask(Message(path))).status for path in ("/ready", "/health", "/livez")
-            ]
+            asked = [await self._ask(Message(path)) for path in ("/ready", "/health", "/livez")]
+            probes = [reply.status for reply in asked]
             held = {name: metrics[name] for name in GAUGES if metrics[name]}
             held |= {"threads": threads} if threads > max_threads else {}
             if files > before["fds"]:
@@ -385,13 +370,12 @@ class Storm:
         counts, lost = self.ledger.counted, self.ledger.counted["lost"]
         pairs = {"success": "te_request_success", **{err: err for err in REFUSALS}}
         for ours, theirs in pairs.items():
-            count = metrics[theirs] - self._learnt.get(theirs, 0)
-            if not counts[ours] <= count <= counts[ours] + lost:
-                self.ledger.violate(
-                    None, f"{ours}: {counts[ours]} seen, {lost} lost, the server counts {count}"
-                )
-        accepted, answered = metrics["te_request_count"], metrics["te_request_success"]
-        failed = metrics["te_request_failure"]
+            count, seen = metrics[theirs] - self._learnt.get(theirs, 0), counts[ours]
+            if not seen <= count <= seen + lost:
+                what = f"{ours}: {seen} seen, {lost} lost, the server counts {count}"
+                self.ledger.violate(None, what)
+        names = ("count", "success", "failure")
+        accepted, answered, failed = (metrics[f"te_request_{name}"] for name in names)
         if not answered <= accepted <= answered + failed:
             what = f"{accepted} requests accepted, {answered} answered, {failed} failed"
             self.ledger.violate(None, what)
@@ -420,9 +404,7 @@ def _free_port() -> int:
 def draw_life(random: Random, actions: int) -> Life:
     """Draw a life of a long storm: waves, about a third of them without faults, and an end."""
     waves = [Wave(actions, random.random() < 0.7) for _ in range(random.randint(2, 9))]
-    ends: list[End] = ["quiet", "SIGTERM", "SIGKILL"]
-    (end,) = random.choices(ends, [1, 2, 2])
+    (end,) = random.choices(get_args(End), [1, 2, 2])
     waves.append(Wave(actions, random.random() < 0.7, end))
-    disks: list[Disk] = ["fine", "full", "no costs", "damaged"]
-    (disk,) = random.choices(disks, [3, 1, 1, 1])
+    (disk,) = random.choices(get_args(Disk), [3, 1, 1, 1])
     return Life(tuple(waves), disk)

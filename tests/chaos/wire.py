@@ -22,8 +22,6 @@ class Lost(Exception):
 
 @dataclass
 class Message:
-    """An HTTP request."""
-
     path: str
     body: bytes | None = None  # None is a GET
     headers: dict[str, str] = field(default_factory=dict)
@@ -46,20 +44,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Reply:
-    """An HTTP answer."""
-
     status: int
     headers: dict[str, str]
     body: bytes
 
     def json(self):
-        """The body, decoded from JSON."""
         return json.loads(self.body)
 
 
 class Http1:
-    """One HTTP/1.1 connection."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.reader, self.writer = reader, writer
 
@@ -72,7 +65,6 @@ class Http1:
             raise Lost(f"no connection: {error}") from error
 
     async def send(self, data: bytes) -> None:
-        """Send bytes. Raises Lost if the connection is closed."""
         try:
             self.writer.write(data)
             await self.writer.drain()
@@ -84,10 +76,8 @@ class Http1:
         try:
             head = await self.reader.readuntil(b"\r\n\r\n")
             status, *lines = head.decode("latin-1").split("\r\n")
-            headers = {
-                name.lower(): value.strip()
-                for name, _, value in (line.partition(":") for line in lines if line)
-            }
+            parts = (line.partition(":") for line in lines if line)
+            headers = {name.lower(): value.strip() for name, _, value in parts}
             if "chunked" in headers.get("transfer-encoding", ""):
                 body = await self._chunks()
             else:
@@ -97,7 +87,6 @@ class Http1:
         return Reply(int(status.split(" ")[1]), headers, body)
 
     async def _chunks(self) -> bytes:
-        """Read a body with chunked encoding."""
         parts = []
         while size := int(await self.reader.readuntil(b"\r\n"), 16):
             parts.append(await self.reader.readexactly(size))
@@ -112,21 +101,17 @@ class Http1:
 
     async def rest(self) -> bytes:
         """Read everything until the server closes the connection."""
-        try:
+        with suppress(OSError):
             return await self.reader.read()
-        except OSError:
-            return b""
+        return b""
 
     def half_close(self) -> None:
-        """Close the sending side of the connection."""
         self.writer.write_eof()
 
     def abort(self) -> None:
-        """Drop the connection at once."""
         self.writer.transport.abort()
 
     async def close(self) -> None:
-        """Close the connection."""
         self.writer.close()
         with suppress(OSError):
             await self.writer.wait_closed()
@@ -154,22 +139,15 @@ class Http2:
         try:
             stream = self._state.get_next_available_stream_id()
             body = message.body or b""
-            pseudo = {
-                ":method": message.method,
-                ":path": message.path,
-                ":scheme": "http",
-                ":authority": HOST,
-            }
             self._replies[stream] = reply = asyncio.get_running_loop().create_future()
             self._parts[stream] = ({}, [])
-            headers = list({**pseudo, **message.headers}.items())
-            self._state.send_headers(stream, headers, end_stream=not body)
+            headers = {":method": message.method, ":path": message.path, ":scheme": "http"}
+            headers |= {":authority": HOST, **message.headers}
+            self._state.send_headers(stream, list(headers.items()), end_stream=not body)
             while body:
                 self._room.clear()
-                most = min(
-                    self._state.local_flow_control_window(stream),
-                    self._state.max_outbound_frame_size,
-                )
+                window = self._state.local_flow_control_window(stream)
+                most = min(window, self._state.max_outbound_frame_size)
                 if most <= 0:
                     await self._flush()
                     await self._room.wait()
@@ -196,8 +174,8 @@ class Http2:
         self._reading.cancel()
         for reply in self._replies.values():
             reply.cancel()
-        replies = self._replies.values()  # awaited, or asyncio would log their errors
-        await asyncio.gather(self._reading, *replies, return_exceptions=True)
+        # awaited, or asyncio would log their errors
+        await asyncio.gather(self._reading, *self._replies.values(), return_exceptions=True)
         await self._wire.close()
 
     async def _flush(self) -> None:

@@ -97,18 +97,10 @@ def _as_stanford(model: Saved, backbone: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]}))
-    metadata = {
-        "query_token_id": model.markers[0],
-        "doc_token_id": model.markers[1],
-        "query_maxlen": model.length,
-        "doc_maxlen": model.document_length,
-        "attend_to_mask_tokens": model.attend,
-        "mask_punctuation": bool(model.skipped),
-        "similarity": "cosine",
-        "interaction": "colbert",
-        "dim": WIDTH,
-        "nbits": 1,
-    }
+    metadata = {"query_token_id": model.markers[0], "doc_token_id": model.markers[1]}
+    metadata |= {"query_maxlen": model.length, "doc_maxlen": model.document_length}
+    metadata |= {"attend_to_mask_tokens": model.attend, "mask_punctuation": bool(model.skipped)}
+    metadata |= {"similarity": "cosine", "interaction": "colbert", "dim": WIDTH, "nbits": 1}
     (folder / "artifact.metadata").write_text(json.dumps(metadata))
 
 
@@ -125,44 +117,31 @@ def _as_modules(model: Saved, backbone: Path, folder: Path) -> None:
         randomise(layers[-1])
         width = options["out_features"]
     prompts = dict(zip(("query", "document"), model.markers, strict=True)) | model.prompts
-    encoder = MultiVectorEncoder(
-        modules=[
-            transformer,
-            *layers,
-            MultiVectorMask(skiplist_words=list(model.skipped or "")),
-            Normalize(module_input_name="token_embeddings"),
-        ],
-        prompts=prompts,
-        device="cpu",
-    )
+    mask = MultiVectorMask(skiplist_words=list(model.skipped or ""))
+    modules = [transformer, *layers, mask, Normalize(module_input_name="token_embeddings")]
+    encoder = MultiVectorEncoder(modules=modules, prompts=prompts, device="cpu")
     encoder.save_pretrained(str(folder), create_model_card=False)
 
 
 def _as_pylate(model: Saved, folder: Path) -> None:
     """As PyLate 1 saves it: the tower and its projections, and settings beside the modules."""
     path = folder / "modules.json"
-    modules = [one for one in json.loads(path.read_text()) if "Mask" not in one["type"]]
-    modules = [one for one in modules if "Normalize" not in one["type"]]
-    for one in modules[1:]:
+    transformer, *layers, _, _ = json.loads(path.read_text())  # without the mask and Normalize
+    for one in layers:
         one["type"] = "pylate.models.Dense.Dense"
-        config = json.loads((folder / one["path"] / "config.json").read_text())
-        config = {k: v for k, v in config.items() if not k.startswith("module_")}
-        (folder / one["path"] / "config.json").write_text(json.dumps(config))
-    path.write_text(json.dumps(modules))
+        file = folder / one["path"] / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({k: config[k] for k in config if not k.startswith("module_")}))
+    path.write_text(json.dumps([transformer, *layers]))
     for path in folder.glob("sentence_*_config.json"):
         most = (model.document_length or 20) - 1  # as PyLate leaves it
         path.write_text(json.dumps({"max_seq_length": most, "do_lower_case": False}))
-    settings = {
-        "model_type": "ColBERT",
-        "prompts": model.prompts,
-        "similarity_fn_name": "MaxSim",
-        "query_prefix": model.markers[0],
-        "document_prefix": model.markers[1],
-        "query_length": model.length or model.query_length,
-        "document_length": model.document_length,
-        "do_query_expansion": model.length is not None,
-        "attend_to_expansion_tokens": model.attend,
-    }
+    settings = {"model_type": "ColBERT", "prompts": model.prompts, "similarity_fn_name": "MaxSim"}
+    settings |= dict(zip(("query_prefix", "document_prefix"), model.markers, strict=True))
+    settings |= {"query_length": model.length or model.query_length}
+    settings |= {"document_length": model.document_length}
+    settings["do_query_expansion"] = model.length is not None
+    settings["attend_to_expansion_tokens"] = model.attend
     if model.skipped is not None:
         settings["skiplist_words"] = list(model.skipped)
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))

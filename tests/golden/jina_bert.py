@@ -9,36 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPooling,
-    SequenceClassifierOutput,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertConfig
+from transformers.modeling_outputs import BaseModelOutputWithPooling, SequenceClassifierOutput
+from transformers.modeling_utils import PreTrainedModel
 
 
 def published(place: str) -> dict[str, Any]:
     code = f"jinaai/{place}--"
-    return {
-        "model_type": "bert",
-        "auto_map": {
-            "AutoConfig": f"{code}configuration_bert.JinaBertConfig",
-            "AutoModel": f"{code}modeling_bert.JinaBertModel",
-            "AutoModelForMaskedLM": f"{code}modeling_bert.JinaBertForMaskedLM",
-            "AutoModelForSequenceClassification": (
-                f"{code}modeling_bert.JinaBertForSequenceClassification"
-            ),
-        },
-        "position_embedding_type": "alibi",
-        "feed_forward_type": "geglu",
-        "emb_pooler": "mean",
-        "attn_implementation": "torch",
-    }
+    names = {"AutoConfig": f"{code}configuration_bert.JinaBertConfig"}
+    for kind in ("Model", "ForMaskedLM", "ForSequenceClassification"):
+        names[f"AutoModel{kind.removeprefix('Model')}"] = f"{code}modeling_bert.JinaBert{kind}"
+    said = {"model_type": "bert", "auto_map": names, "position_embedding_type": "alibi"}
+    said |= {"feed_forward_type": "geglu", "emb_pooler": "mean", "attn_implementation": "torch"}
+    return said
 
 
 PUBLISHED = published("jina-bert-implementation")
@@ -64,15 +47,11 @@ def slopes(heads: int) -> list[float]:
 class Layer(nn.Module):
     def __init__(self, config: JinaBertConfig):
         super().__init__()
-        width, wide, self.heads = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-        )
+        width, wide = config.hidden_size, config.intermediate_size
+        self.heads = config.num_attention_heads
         norm = partial(nn.LayerNorm, width, eps=config.layer_norm_eps)
-        products: dict[str, nn.Module] = {
-            name: nn.Linear(width, width) for name in ("query", "key", "value")
-        }
+        names = ("query", "key", "value")
+        products: dict[str, nn.Module] = {name: nn.Linear(width, width) for name in names}
         after = nn.ModuleDict({"dense": nn.Linear(width, width), "LayerNorm": norm()})
         self.is_code = config.qk_post_norm
         if self.is_code:
@@ -119,24 +98,19 @@ class JinaBertModel(PreTrainedModel):
     def __init__(self, config: JinaBertConfig):
         super().__init__(config)
         width = config.hidden_size
-        self.embeddings = nn.ModuleDict(
-            {
-                "word_embeddings": nn.Embedding(config.vocab_size, width),
-                "token_type_embeddings": nn.Embedding(config.type_vocab_size, width),
-                "LayerNorm": nn.LayerNorm(width, eps=config.layer_norm_eps),
-            }
-        )
+        tables: dict[str, nn.Module] = {
+            "word_embeddings": nn.Embedding(config.vocab_size, width),
+            "token_type_embeddings": nn.Embedding(config.type_vocab_size, width),
+        }
+        norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.embeddings = nn.ModuleDict(tables | {"LayerNorm": norm})
         layers = nn.ModuleList([Layer(config) for _ in range(config.num_hidden_layers)])
         self.encoder = nn.ModuleDict({"layer": layers})
         self.pooler = nn.ModuleDict({"dense": nn.Linear(width, width)})
         self.post_init()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor | None = None,
-        **_: Any,
+        self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None, **_
     ) -> BaseModelOutputWithPooling:
         types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         tables = self.embeddings
@@ -159,9 +133,8 @@ class JinaBertForSequenceClassification(PreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids: Tensor, **inputs: Any) -> SequenceClassifierOutput:
-        return SequenceClassifierOutput(
-            logits=self.classifier(self.bert(input_ids, **inputs).pooler_output)
-        )
+        pooled = self.bert(input_ids, **inputs).pooler_output
+        return SequenceClassifierOutput(logits=self.classifier(pooled))
 
 
 AutoConfig.register(JinaBertConfig.model_type, JinaBertConfig)

@@ -115,7 +115,7 @@ def save_colbert(folder: Path, saved: colbert.Saved) -> Answer:
         shutil.copytree(made, folder, dirs_exist_ok=True)
 
     def answer(text: str, options: dict[str, Any]) -> dict[str, np.ndarray]:
-        encode = {"query": model.encode_query, "document": model.encode_document}[options["role"]]
+        encode = getattr(model, f"encode_{options['role']}")
         return {"multi_vector": encode([text], show_progress_bar=False, convert_to_numpy=True)[0]}
 
     return answer
@@ -131,6 +131,10 @@ def save_m3(folder: Path) -> Answer:
 M3_OUTPUTS = ("dense", "sparse", "multi_vector")
 OF_SPARSE = ({}, {"prompt_name": "query"}, {"max_active_dims": 7})
 OF_ROLES = ({"role": "query"}, {"role": "document"})
+STANFORD = colbert.Saved("stanford", markers=colbert.STANFORD_MARKERS)
+DISTILBERT = {"family": "distilbert", "config": {"tie_word_embeddings": False}}
+DISTILBERT |= {"pooling_strategy": "sum", "activation_function": "log1p_relu"}
+PYLATE = colbert.Saved("pylate", "modernbert", config={"local_attention": 32}, attend=True)
 
 ANSWERS = (70, 90)  # the ids of two tokens: the logit of the first less that of the second
 
@@ -180,9 +184,21 @@ class Case:
     head: Head | None = None
 
 
+def odd(family: str, pooling: str = "mean", later: tuple[Dense | str, ...] = (), **options) -> Case:
+    """One of the family's odd config."""
+    return Case(pooling, later, FAMILIES[family].odd, family=family, **options)
+
+
+NORMALIZED = (NORMALIZE,)
+PLAIN = Head(cross_encoder=False)
+CLASSIFIER = Head(("no", "perhaps", "yes"), cross_encoder=False)
+SEARCH_PROMPTS = {"query": "search_query: ", "document": "search_document: "}
+GEMMA_PROMPTS = {"query": "task: the | query: ", "document": "what: of | how: "}
+QWEN_PROMPTS = {"query": "Instruct: how is the sky\nQuery:", "document": ""}
+
 CASES: dict[str, Case | Static | Outputs] = {
-    "bert_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS),
-    "bert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["bert"].odd, masked_lm=True),
+    "bert_mean": Case("mean", NORMALIZED, prompts=PROMPTS),
+    "bert_odd_cls": odd("bert", "cls", NORMALIZED, masked_lm=True),
     "bert_half_max": Case("max", (Dense(9),), prompts=PROMPTS, tower_dtype="float16"),
     "bert_mean_sqrt_len": Case(
         "mean_sqrt_len_tokens",
@@ -206,115 +222,59 @@ CASES: dict[str, Case | Static | Outputs] = {
         include_prompt=False,
     ),
     "bert_cross_encoder": Case(family="bert", head=Head()),
-    "bert_classifier": Case(
-        family="bert",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
-        config=FAMILIES["bert"].odd,
-    ),
-    "electra_mean": Case("mean", (NORMALIZE,), masked_lm=True, family="electra"),
-    "electra_odd_cls": Case("cls", (), FAMILIES["electra"].odd, family="electra"),
+    "bert_classifier": odd("bert", head=CLASSIFIER),
+    "electra_mean": Case("mean", NORMALIZED, masked_lm=True, family="electra"),
+    "electra_odd_cls": odd("electra", "cls"),
     "electra_cross_encoder": Case(family="electra", head=Head()),
-    "albert_mean": Case("mean", (), masked_lm=True, family="albert"),
-    "albert_odd_cls": Case("cls", (NORMALIZE,), FAMILIES["albert"].odd, family="albert"),
+    "albert_mean": Case("mean", masked_lm=True, family="albert"),
+    "albert_odd_cls": odd("albert", "cls", NORMALIZED),
     "albert_cross_encoder": Case(family="albert", head=Head()),
-    "xlm_roberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="xlm_roberta"),
-    "xlm_roberta_cross_encoder": Case(
-        family="xlm_roberta",
-        head=Head(cross_encoder=False),
-        config=FAMILIES["xlm_roberta"].odd,
-    ),
-    "jina_v3_mean": Case("mean", (NORMALIZE,), masked_lm=True, family="jina_v3"),
-    "jina_v3_cross_encoder": Case(
-        family="jina_v3", head=Head(cross_encoder=False), config=FAMILIES["jina_v3"].odd
-    ),
+    "xlm_roberta_mean": Case("mean", NORMALIZED, prompts=PROMPTS, family="xlm_roberta"),
+    "xlm_roberta_cross_encoder": odd("xlm_roberta", head=PLAIN),
+    "jina_v3_mean": Case("mean", NORMALIZED, masked_lm=True, family="jina_v3"),
+    "jina_v3_cross_encoder": odd("jina_v3", head=PLAIN),
     "roberta_classifier": Case(
         family="roberta",
         head=Head(("joy", "anger", "fear", "calm"), "multi_label_classification"),
         max_seq_length=32,
     ),
-    "mpnet_mean": Case("mean", (NORMALIZE,), family="mpnet", max_seq_length=32),
-    "mpnet_odd_cls": Case("cls", (), FAMILIES["mpnet"].odd, masked_lm=True, family="mpnet"),
+    "mpnet_mean": Case("mean", NORMALIZED, family="mpnet", max_seq_length=32),
+    "mpnet_odd_cls": odd("mpnet", "cls", masked_lm=True),
     "mpnet_cross_encoder": Case(family="mpnet", head=Head()),
-    "nomic_bert_mean": Case(
-        "mean",
-        prompts={"query": "search_query: ", "document": "search_document: "},
-        family="nomic_bert",
-    ),
-    "nomic_bert_odd_cls": Case(
-        "cls", (NORMALIZE,), FAMILIES["nomic_bert"].odd, masked_lm=True, family="nomic_bert"
-    ),
-    "nomic_bert_cross_encoder": Case(family="nomic_bert", head=Head(cross_encoder=False)),
-    "gte_cls": Case("cls", (NORMALIZE,), family="gte"),
-    "gte_odd_mean": Case("mean", (), FAMILIES["gte"].odd, masked_lm=True, family="gte"),
+    "nomic_bert_mean": Case("mean", prompts=SEARCH_PROMPTS, family="nomic_bert"),
+    "nomic_bert_odd_cls": odd("nomic_bert", "cls", NORMALIZED, masked_lm=True),
+    "nomic_bert_cross_encoder": Case(family="nomic_bert", head=PLAIN),
+    "gte_cls": Case("cls", NORMALIZED, family="gte"),
+    "gte_odd_mean": odd("gte", masked_lm=True),
     "gte_cross_encoder": Case(family="gte", head=Head(), config={"type_vocab_size": 0}),
     "jina_bert_mean": Case("mean", family="jina_bert"),
-    "jina_bert_cross_encoder": Case(
-        family="jina_bert", head=Head(cross_encoder=False), config=FAMILIES["jina_bert"].odd
-    ),
-    "jina_bert_code_odd_mean": Case(
-        "mean", (NORMALIZE,), FAMILIES["jina_bert_code"].odd, family="jina_bert_code"
-    ),
-    "distilbert_mean": Case("mean", (NORMALIZE,), family="distilbert"),
-    "distilbert_odd_cls": Case(
-        "cls",
-        (NORMALIZE,),
-        FAMILIES["distilbert"].odd,
-        prompts=PROMPTS,
-        masked_lm=True,
-        family="distilbert",
-    ),
+    "jina_bert_cross_encoder": odd("jina_bert", head=PLAIN),
+    "jina_bert_code_odd_mean": odd("jina_bert_code", "mean", NORMALIZED),
+    "distilbert_mean": Case("mean", NORMALIZED, family="distilbert"),
+    "distilbert_odd_cls": odd("distilbert", "cls", NORMALIZED, prompts=PROMPTS, masked_lm=True),
     "distilbert_cross_encoder": Case(family="distilbert", head=Head()),
-    "distilbert_classifier": Case(
-        family="distilbert",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
-        config=FAMILIES["distilbert"].odd,
-    ),
-    "deberta_mean": Case("mean", (NORMALIZE,), prompts=PROMPTS, family="deberta"),
-    "deberta_odd_cls": Case(
-        "cls", (NORMALIZE,), FAMILIES["deberta"].odd, masked_lm=True, family="deberta"
-    ),
+    "distilbert_classifier": odd("distilbert", head=CLASSIFIER),
+    "deberta_mean": Case("mean", NORMALIZED, prompts=PROMPTS, family="deberta"),
+    "deberta_odd_cls": odd("deberta", "cls", NORMALIZED, masked_lm=True),
     "deberta_cross_encoder": Case(family="deberta", head=Head()),
     "deberta_classifier": Case(
         family="deberta",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
+        head=CLASSIFIER,
         config=FAMILIES["deberta"].odd
         | {"norm_rel_ebd": "layer_norm", "position_buckets": 10, "pos_att_type": ["p2c"]},
     ),
-    "modernbert_mean": Case(
-        "mean",
-        (NORMALIZE,),
-        prompts={"query": "search_query: ", "document": "search_document: "},
-        family="modernbert",
-    ),
+    "modernbert_mean": Case("mean", NORMALIZED, prompts=SEARCH_PROMPTS, family="modernbert"),
     "modernbert_cls": Case("cls", family="modernbert", max_seq_length=32, masked_lm=True),
-    "modernbert_odd_mean": Case(
-        "mean", (NORMALIZE,), FAMILIES["modernbert"].odd, family="modernbert"
-    ),
+    "modernbert_odd_mean": odd("modernbert", "mean", NORMALIZED),
     "modernbert_cross_encoder": Case(
         family="modernbert", head=Head(), config={"classifier_pooling": "mean"}
     ),
-    "modernbert_classifier": Case(
-        family="modernbert",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
-        config=FAMILIES["modernbert"].odd,
-        max_seq_length=41,
-    ),
+    "modernbert_classifier": odd("modernbert", head=CLASSIFIER, max_seq_length=41),
     "qwen3_lasttoken": Case(
-        "lasttoken",
-        (NORMALIZE,),
-        prompts={"query": "Instruct: how is the sky\nQuery:", "document": ""},
-        family="qwen3",
-        masked_lm=True,
+        "lasttoken", NORMALIZED, prompts=QWEN_PROMPTS, family="qwen3", masked_lm=True
     ),
-    "qwen3_odd_lasttoken": Case(
-        "lasttoken", (NORMALIZE,), FAMILIES["qwen3"].odd, family="qwen3", max_seq_length=41
-    ),
-    "qwen3_classifier": Case(
-        family="qwen3",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
-        config=FAMILIES["qwen3"].odd,
-        max_seq_length=41,
-    ),
+    "qwen3_odd_lasttoken": odd("qwen3", "lasttoken", NORMALIZED, max_seq_length=41),
+    "qwen3_classifier": odd("qwen3", head=CLASSIFIER, max_seq_length=41),
     "qwen3_cross_encoder": Case(family="qwen3", head=Head()),
     "qwen3_reranker": Case(
         family="qwen3",
@@ -322,42 +282,28 @@ CASES: dict[str, Case | Static | Outputs] = {
         config={"tie_word_embeddings": True, "max_position_embeddings": 64},
         max_seq_length=48,
     ),
-    "qwen2_lasttoken": Case("lasttoken", (NORMALIZE,), family="qwen2"),
-    "qwen2_odd_mean": Case("mean", (Dense(24, "Identity"),), FAMILIES["qwen2"].odd, family="qwen2"),
-    "static_bert": Static((NORMALIZE,), PROMPTS),
+    "qwen2_lasttoken": Case("lasttoken", NORMALIZED, family="qwen2"),
+    "qwen2_odd_mean": odd("qwen2", "mean", (Dense(24, "Identity"),)),
+    "static_bert": Static(NORMALIZED, PROMPTS),
     "static_xlm_roberta": Static((Dense(12), NORMALIZE), family="xlm_roberta", folded=True),
-    "gemma2_lasttoken": Case("lasttoken", (NORMALIZE,), family="gemma2"),
-    "gemma2_odd_mean": Case(
-        "mean", (), FAMILIES["gemma2"].odd, family="gemma2", max_seq_length=41, masked_lm=True
-    ),
+    "gemma2_lasttoken": Case("lasttoken", NORMALIZED, family="gemma2"),
+    "gemma2_odd_mean": odd("gemma2", max_seq_length=41, masked_lm=True),
     "gemma3_mean": Case(
         "mean",
         (Dense(24, "Identity", bias=False), Dense(18, "Identity", bias=False), NORMALIZE),
-        prompts={"query": "task: the | query: ", "document": "what: of | how: "},
+        prompts=GEMMA_PROMPTS,
         family="gemma3",
     ),
-    "gemma3_odd_lasttoken": Case(
-        "lasttoken",
-        (NORMALIZE,),
-        FAMILIES["gemma3"].odd,
-        family="gemma3",
-        max_seq_length=41,
-        masked_lm=True,
+    "gemma3_odd_lasttoken": odd(
+        "gemma3", "lasttoken", NORMALIZED, max_seq_length=41, masked_lm=True
     ),
     "llama_cross_encoder": Case(family="llama", head=Head(), max_seq_length=48),
-    "llama_odd_mean": Case("mean", config=FAMILIES["llama"].odd, family="llama"),
-    "mistral_lasttoken": Case("lasttoken", (NORMALIZE,), family="mistral", masked_lm=True),
-    "mistral_odd_lasttoken": Case(
-        "lasttoken", config=FAMILIES["mistral"].odd, family="mistral", max_seq_length=41
-    ),
-    "ministral3_mean": Case("mean", (NORMALIZE,), family="ministral3", max_seq_length=64),
-    "eurobert_mean": Case("mean", (NORMALIZE,), family="eurobert", masked_lm=True),
-    "eurobert_classifier": Case(
-        family="eurobert",
-        head=Head(("no", "perhaps", "yes"), cross_encoder=False),
-        config=FAMILIES["eurobert"].odd,
-        max_seq_length=41,
-    ),
+    "llama_odd_mean": odd("llama"),
+    "mistral_lasttoken": Case("lasttoken", NORMALIZED, family="mistral", masked_lm=True),
+    "mistral_odd_lasttoken": odd("mistral", "lasttoken", max_seq_length=41),
+    "ministral3_mean": Case("mean", NORMALIZED, family="ministral3", max_seq_length=64),
+    "eurobert_mean": Case("mean", NORMALIZED, family="eurobert", masked_lm=True),
+    "eurobert_classifier": odd("eurobert", head=CLASSIFIER, max_seq_length=41),
     "t5_mean": Case(
         "mean",
         (Dense(12, "Identity", bias=False), NORMALIZE),
@@ -365,41 +311,13 @@ CASES: dict[str, Case | Static | Outputs] = {
         include_prompt=False,  # as instructor's
         family="t5",
     ),
-    "t5_odd_mean": Case(
-        "mean", (NORMALIZE,), FAMILIES["t5"].odd, masked_lm=True, family="t5", max_seq_length=41
-    ),
+    "t5_odd_mean": odd("t5", "mean", NORMALIZED, masked_lm=True, max_seq_length=41),
     "bert_sparse": Outputs(
         partial(save_sparse, family="bert", config=FAMILIES["bert"].odd), ("sparse",), OF_SPARSE
     ),
-    "distilbert_sparse": Outputs(
-        partial(
-            save_sparse,
-            family="distilbert",
-            config={"tie_word_embeddings": False},
-            pooling_strategy="sum",
-            activation_function="log1p_relu",
-        ),
-        ("sparse",),
-        OF_SPARSE,
-    ),
-    "bert_colbert": Outputs(
-        partial(
-            save_colbert,
-            saved=colbert.Saved("stanford", markers=colbert.STANFORD_MARKERS),
-        ),
-        ("multi_vector",),
-        OF_ROLES,
-    ),
-    "modernbert_colbert": Outputs(
-        partial(
-            save_colbert,
-            saved=colbert.Saved(
-                "pylate", family="modernbert", config={"local_attention": 32}, attend=True
-            ),
-        ),
-        ("multi_vector",),
-        OF_ROLES,
-    ),
+    "distilbert_sparse": Outputs(partial(save_sparse, **DISTILBERT), ("sparse",), OF_SPARSE),
+    "bert_colbert": Outputs(partial(save_colbert, saved=STANFORD), ("multi_vector",), OF_ROLES),
+    "modernbert_colbert": Outputs(partial(save_colbert, saved=PYLATE), ("multi_vector",), OF_ROLES),
     "xlm_roberta_m3": Outputs(save_m3, M3_OUTPUTS),
 }
 
@@ -408,9 +326,6 @@ def save(case: Case, folder: Path) -> None:
     """The model as a directory that SentenceTransformer or CrossEncoder loads."""
     torch.manual_seed(SEED)
     family = FAMILIES[case.family]
-    if case.head is not None and case.head.chat_template is not None:
-        save_judge(case, case.head.chat_template, folder)
-        return
     if case.head is not None:
         save_scorer(case, case.head, folder)
         return
@@ -446,10 +361,9 @@ def save_static(case: Static, folder: Path) -> None:
     model.save_pretrained(str(folder), create_model_card=False)
     if case.folded:
         draw = np.random.default_rng(SEED)
-        rows = 20
         tensors = {
-            "embeddings": draw.standard_normal((rows, STATIC_WIDTH)).astype(np.float16),
-            "mapping": draw.integers(0, rows, tokens),
+            "embeddings": draw.standard_normal((20, STATIC_WIDTH)).astype(np.float16),
+            "mapping": draw.integers(0, 20, tokens),
             "weights": draw.random(tokens),
         }
         (beside,) = folder.glob("**/tokenizer.json")
@@ -466,43 +380,32 @@ def publish(family: Family, folder: Path) -> None:
 
 
 def save_scorer(case: Case, head: Head, folder: Path) -> None:
-    """A model with a head that scores, with or without a CrossEncoder's files."""
-    family = FAMILIES[case.family]
-    kind = class_of(family.classifier)
-    config = kind.config_class(
-        **family.config | case.config,
-        id2label=dict(enumerate(head.labels)),
-        label2id={label: n for n, label in enumerate(head.labels)},
-        problem_type=head.problem_type,
-    )
-    scorer = kind(config)
+    """A model with a head that scores, or a language model that answers, with or without a
+    CrossEncoder's files."""
+    family, is_judge = FAMILIES[case.family], head.chat_template is not None
+    kind, config = class_of(family.masked_lm if is_judge else family.classifier), {}
+    if not is_judge:
+        config["id2label"] = dict(enumerate(head.labels))
+        config["label2id"] = {label: n for n, label in enumerate(head.labels)}
+        config["problem_type"] = head.problem_type
+    scorer = kind(kind.config_class(**family.config | case.config | config))
     randomise(scorer)
+    if is_judge:
+        scorer.tie_weights()
     with tempfile.TemporaryDirectory() as temporary:
         plain = Path(temporary) if head.cross_encoder else folder
         scorer.to(getattr(torch, case.tower_dtype)).save_pretrained(plain)
         tokenizer = family.tokenizer(plain)
         tokenizer.model_max_length = case.max_seq_length
+        tokenizer.chat_template = head.chat_template
         tokenizer.save_pretrained(plain)
-        if head.cross_encoder:
-            model = CrossEncoder(str(plain), device="cpu")
-            model.save_pretrained(str(folder), create_model_card=False)
-
-
-def save_judge(case: Case, template: str, folder: Path) -> None:
-    """A language model that is a CrossEncoder, with its files."""
-    family = FAMILIES[case.family]
-    kind = class_of(family.masked_lm)
-    judge = kind(kind.config_class(**family.config | case.config))
-    randomise(judge)
-    judge.tie_weights()
-    tokenizer = family.tokenizer(folder)
-    tokenizer.model_max_length = case.max_seq_length
-    tokenizer.chat_template = template
-    with tempfile.TemporaryDirectory() as plain:
-        judge.to(getattr(torch, case.tower_dtype)).save_pretrained(plain)
-        tokenizer.save_pretrained(plain)
-        transformer = modules.Transformer(plain, transformer_task="text-generation")
-        model = CrossEncoder(modules=[transformer, LogitScore(*ANSWERS)], device="cpu")
+        if is_judge:
+            transformer = modules.Transformer(temporary, transformer_task="text-generation")
+            model = CrossEncoder(modules=[transformer, LogitScore(*ANSWERS)], device="cpu")
+        elif head.cross_encoder:
+            model = CrossEncoder(temporary, device="cpu")
+        else:
+            return
         model.save_pretrained(str(folder), create_model_card=False)
 
 
@@ -533,9 +436,8 @@ def sequences(case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
     config = family.config | case.config
     positions = family.positions(case.config)
     lengths = [1, 2, 3, 5, 8, 13, positions - 1, positions]
-    kinds = config.get("type_vocab_size") or 1
-    ids = [draw.integers(1, config["vocab_size"], n, dtype=np.int32) for n in lengths]
-    types = [draw.integers(0, kinds, n, dtype=np.int32) for n in lengths]
+    limits = ((1, config["vocab_size"]), (0, config.get("type_vocab_size") or 1))
+    ids, types = ([draw.integers(*of, n, dtype=np.int32) for n in lengths] for of in limits)
     return ids, types
 
 
@@ -604,14 +506,12 @@ def _text_logits(model: CrossEncoder, text: str) -> torch.Tensor:
     return model.model(**features).logits
 
 
-def load(folder: Path) -> SentenceTransformer:
+def load(folder: Path, kind: Any = SentenceTransformer) -> Any:
     """In float32 whatever the dtype it was saved in."""
-    return SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+    return kind(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
 
 
-def load_scorer(folder: Path) -> CrossEncoder:
-    """In float32 whatever the dtype it was saved in."""
-    return CrossEncoder(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+load_scorer = partial(load, kind=CrossEncoder)
 
 
 def hidden_states(backbone, ids: np.ndarray, types: np.ndarray | None = None) -> np.ndarray:
@@ -717,12 +617,9 @@ def make(case: Case | Static | Outputs) -> dict[str, np.ndarray]:
 def _source(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         inside = path.relative_to(folder).as_posix()
-        if path.suffix == ".safetensors":
-            for name, tensor in load_file(path).items():
-                yield f"tensors/{inside}:{name}", tensor
-        elif path.suffix == ".pt":
-            for name, tensor in torch.load(path).items():
-                yield f"tensors/{inside}:{name}", tensor.numpy()
+        if path.suffix in (".safetensors", ".pt"):
+            for name, tensor in (torch.load if path.suffix == ".pt" else load_file)(path).items():
+                yield f"tensors/{inside}:{name}", np.asarray(tensor)
         else:
             yield f"source/{inside}", np.array(path.read_text())
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from pathlib import Path
 import msgspec
 import sources
 from dual_sources import write_dual
-from live_server import QUICK, WAIT_S, served
+from fakes import until
+from live_server import QUICK, served
 from playwright.sync_api import Browser, Error, sync_playwright
 from test_embedder import save_scorer
 from test_static import OF_MODEL2VEC
@@ -21,15 +21,8 @@ from jaxembed.checkpoints.source import DEFAULT_MODEL, ModelSource
 from jaxembed.data.spec import LateInteraction, NormalizeLayer, PerToken
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-SWITCHES = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+SWITCHES = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+SWITCHES += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 MARKER = 1  # [unused0] of the default model's vocabulary
 
 
@@ -45,7 +38,7 @@ def browsing() -> Iterator[Browser]:
     if program is None:
         raise Error("there is no Chromium: install the package chromium, or set CHROMIUM")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=list(SWITCHES))
+        browser = playwright.chromium.launch(executable_path=program, args=SWITCHES)
         yield browser
         browser.close()
 
@@ -91,11 +84,13 @@ def serving(folder: Path) -> Iterator[str]:
 def ready(*arguments: str) -> Iterator[str]:
     """The URL of a server with these arguments once it is ready."""
     with served(*arguments, program=QUICK) as (url, _):
-        deadline = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline:
-            try:
-                urllib.request.urlopen(f"{url}/ready").close()
-                break
-            except OSError:
-                time.sleep(0.1)
+        until(lambda: is_ready(url))
         yield url
+
+
+def is_ready(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/ready").close()
+    except OSError:
+        return False
+    return True

@@ -30,13 +30,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 PANELS = ("similarity", "search", "classify", "terms", "alignments", "tokens", "server")
-TERMS = {"terms-query": "hello a", "terms-document": "hello world"}  # of a small vocabulary
+TERMS = {"terms_query": "hello a", "terms_document": "hello world"}  # of a small vocabulary
 DASH = "\N{EN DASH}"
 WAIT_MS = 90_000  # of a machine that does other things too
 BEGUN = "[role=tab]:visible, #error:not(:empty)"
 ANSWERED = (
     "() => !document.querySelector('section:not([hidden]) .status')?.textContent.match('Waiting')"
 )
+MODELS = {"classify": "labels", "terms": "splade", "alignments": "late"}  # of the others, minilm
 NARROW = {"width": 400, "height": 800}
 STATES = {  # what axe looks at
     "light": {"color_scheme": "light"},
@@ -44,20 +45,6 @@ STATES = {  # what axe looks at
     "narrow": {"viewport": NARROW},
     "still": {"reduced_motion": "reduce"},
 }
-
-CONTRAST = """cell => { // of the text with its ground, each drawn to know its colour
-  const luminance = (colour) => {
-    const context = document.createElement("canvas").getContext("2d");
-    context.fillStyle = colour;
-    context.fillRect(0, 0, 1, 1);
-    const linear = [...context.getImageData(0, 0, 1, 1).data].map((one) =>
-      one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05;
-  };
-  const style = getComputedStyle(cell);
-  const both = [luminance(style.color), luminance(style.backgroundColor)];
-  return Math.max(...both) / Math.min(...both);
-}"""
 
 Opened = Callable[..., "playwright.Page"]
 
@@ -80,21 +67,15 @@ def _opened(browser, url) -> Iterator[Opened]:
     its own."""
     asked: list[str] = []
     complaints: list[str] = []
-    contexts = []
+    contexts, origins = [], set()
 
-    def opened(
-        panel: str = "",
-        at: str = url,
-        path: str = "/playground",
-        begun=BEGUN,
-        clock=False,
-        **options,
-    ):
+    def opened(panel="", at=url, path="/playground", begun=BEGUN, clock=False, **options):
         permissions = ["clipboard-read", "clipboard-write"]
         context = browser.new_context(permissions=permissions, **options)
         context.on("request", lambda request: asked.append(request.url))
         context.set_default_timeout(WAIT_MS)
-        contexts.append((context, at))
+        contexts.append(context)
+        origins.add(f"{at}/")
         page = context.new_page()
         if clock:  # which the test moves on
             page.clock.install()
@@ -106,10 +87,8 @@ def _opened(browser, url) -> Iterator[Opened]:
         return page
 
     yield opened
-    for context, at in contexts:
-        assert all(address.startswith(f"{at}/") for address in asked if at in address)
+    for context in contexts:
         context.close()
-    origins = {at for _, at in contexts}
     assert [address for address in asked if not address.startswith(tuple(origins))] == []
     refused = "Failed to load resource: the server responded with a status of"
     assert [one for one in complaints if not one.startswith(refused)] == []
@@ -139,6 +118,18 @@ def status_of(panel) -> str:
     return panel.locator(".status").text_content()
 
 
+def find_no_violation(page) -> None:
+    found = Axe().run(page, options={"resultTypes": ["violations"]})
+    assert found.violations_count == 0, found.generate_report()
+
+
+def requests_of(page) -> list[str]:
+    """The URLs that the page asks from now on."""
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    return seen
+
+
 def overflows(page) -> bool:
     return page.evaluate("document.documentElement.scrollWidth > innerWidth")
 
@@ -151,13 +142,17 @@ def table_of(panel, number: int = 0) -> list[list[str]]:
 # What it shows
 
 
-def test_a_browser_comes_from_the_root_and_sees_the_panels_of_the_models(opened):
+def test_a_browser_comes_from_the_root_and_sees_the_panels_in_fixed_places(opened):
     page = opened(path="/")
     assert page.url.endswith("/playground")
     tabs = page.locator("[role=tab]:visible").all_inner_texts()
     titles = {"terms": "sparse terms", "alignments": "token matches"}
     assert [tab.lower() for tab in tabs] == [titles.get(panel, panel) for panel in PANELS]
     assert page.locator("#about").text_content() == "7 model names, 6 in memory"
+    places = "[...document.querySelectorAll('[role=tab]')].map((one) => one.offsetLeft)"
+    before = page.evaluate(places)
+    page.click("#tab-server")
+    assert page.evaluate(places) == before
 
 
 def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
@@ -173,8 +168,7 @@ def test_a_panel_that_no_model_fills_is_left_out(opened, tmp_path):
 def test_the_sample_is_answered_when_it_is_first_seen(opened):
     assert status_of(panel_of(opened())).startswith("Most similar: 1 and 3 (0.")
     page = opened("search")
-    sent_to: list[str] = []
-    page.on("request", lambda request: sent_to.append(request.url))
+    sent_to = requests_of(page)
     page.click("#tab-tokens")
     assert sent_to == []
     page.click("#tab-similarity")
@@ -197,19 +191,16 @@ def test_no_sample_is_sent_to_a_model_that_is_not_in_memory(opened, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_colour_fills_the_cell_and_its_number_can_be_read(opened, scheme):
-    panel = panel_of(opened(color_scheme=scheme))
-    cells = panel.locator(".heat tbody td")
-    colours = {cell.evaluate("e => getComputedStyle(e).backgroundColor") for cell in cells.all()}
-    assert len(colours) > 5
-    images = {cell.evaluate("e => getComputedStyle(e).backgroundImage") for cell in cells.all()}
-    assert images == {"none"}
-    contrasts = [cell.evaluate(CONTRAST) for cell in cells.all()]
-    assert min(contrasts) >= 4.5  # WCAG 2, level AA
-    assert max(contrasts) / min(contrasts) > 2
+def test_the_colour_fills_the_cell(opened, scheme):
+    """axe finds that its number can be read, where no image is behind it."""
+    cells = panel_of(opened(color_scheme=scheme)).locator(".heat tbody td").all()
+    styles = "e => [getComputedStyle(e).backgroundColor, getComputedStyle(e).backgroundImage]"
+    found = [cell.evaluate(styles) for cell in cells]
+    assert len({colour for colour, _ in found}) > 5
+    assert {image for _, image in found} == {"none"}
 
 
-def test_the_most_similar_pair_is_named_and_outlined(opened):
+def test_the_most_similar_pair_is_outlined_and_the_slider_cuts_the_vectors(opened):
     page = opened("similarity")
     panel = sent(page, "minilm")
     assert re.match(r"Most similar: 1 and 3 \(0\.\d+\)", status_of(panel))
@@ -219,17 +210,11 @@ def test_the_most_similar_pair_is_named_and_outlined(opened):
     assert panel.locator("td.best").all_inner_texts() == [rows[0][3], rows[2][1]]
     assert panel.locator("thead th[scope=col]").count() == 5
     assert panel.locator("tbody th[scope=row]").count() == 5
-
-
-def test_the_slider_cuts_the_vectors(opened):
-    page = opened("similarity")
-    panel = sent(page, "minilm")
-    whole = table_of(panel)
     with page.expect_response("**/v1/embeddings") as answered:
         page.locator("#similarity-dimensions").fill("64")
     assert json.loads(answered.value.request.post_data)["dimensions"] == 64
     page.wait_for_function(
-        "first => document.querySelector('.heat td').innerText !== first", arg=whole[0][2]
+        "first => document.querySelector('.heat td').innerText !== first", arg=rows[0][2]
     )
     assert page.locator("#similarity-shown").text_content() == "64"
 
@@ -291,25 +276,24 @@ def test_two_texts_have_no_scale_of_colours(opened):
     assert "best" in panel.locator("tbody td").nth(1).get_attribute("class")
 
 
-@pytest.mark.parametrize(("model", "cut"), [("minilm", True), ("late", False), ("splade", False)])
-def test_the_slider_is_there_for_dense_vectors(opened, model, cut):
-    page = opened("similarity")
-    page.select_option("#similarity-model", model)
-    assert page.locator("#similarity-dimensions").is_visible() is cut
-
-
 @pytest.mark.parametrize("model", ["late", "splade"])
-def test_models_without_dense_vectors_compare_texts_too(opened, model):
+def test_models_without_dense_vectors_compare_texts_without_a_slider(opened, model):
     page = opened("similarity")
+    assert page.locator("#similarity-dimensions").is_visible()  # of minilm's
     panel = sent(page, model, similarity_texts="hello world\nhello a\nunhappy\nhello world")
+    assert page.locator("#similarity-dimensions").is_hidden()
     assert status_of(panel).startswith("Most similar: 1 and 4 (")
     assert panel.locator(".requests li").count() == 1  # of four that are alike
 
 
-def test_a_reranker_stands_beside_the_search_with_its_moves(opened):
+def test_a_reranker_is_a_choice_and_stands_beside_the_search_with_its_moves(opened):
     page = opened("search")
+    choices = page.locator("#search-reranker option").all_inner_texts()
+    assert choices == ["pairs", "late", "later (loaded on first use)", "none"]
+    page.select_option("#search-reranker", "")
+    assert sent(page, "minilm").locator("table").count() == 1
     page.select_option("#search-reranker", "late")
-    panel = sent(page, "minilm")
+    panel = sent(page)
     before, after = table_of(panel), table_of(panel, 1)
     ranks = {row[2]: int(row[0]) for row in before}
     assert sorted(ranks) == sorted(row[3] for row in after)
@@ -326,15 +310,6 @@ def test_a_reranker_stands_beside_the_search_with_its_moves(opened):
     items = panel.locator(".requests li").all_inner_texts()
     assert items[0].startswith("POST /v1/embeddings (documents) ")
     assert items[1].startswith("POST /v1/embeddings (query) ")
-
-
-def test_the_reranker_is_a_choice(opened):
-    page = opened("search")
-    choices = page.locator("#search-reranker option").all_inner_texts()
-    assert choices == ["pairs", "late", "later (loaded on first use)", "none"]
-    page.select_option("#search-reranker", "")
-    panel = sent(page, "minilm")
-    assert panel.locator("table").count() == 1
 
 
 def test_a_classifier_gives_labels(opened):
@@ -400,11 +375,8 @@ def test_the_server_is_watched_live(opened):
     )
     titles = figures.locator("dt").all_inner_texts()
     assert titles[:2] == ["Tokens per second", "Requests per second"]
-    assert {
-        "Waiting inputs, interactive",
-        "Waiting inputs, bulk",
-        "Batch utilization",
-    } <= set(titles)
+    waiting = {"Waiting inputs, interactive", "Waiting inputs, bulk"}
+    assert waiting | {"Batch utilization"} <= set(titles)
     figures.locator("svg path[d^=M]").first.wait_for(state="attached")  # from the second rate on
     state = {row[0]: row[1] for row in table_of(panel_of(page))}
     assert state["minilm"] == "in memory"
@@ -426,30 +398,19 @@ def test_what_the_table_of_models_says_is_whole_in_a_narrow_window(opened):
     assert region.get_attribute("data-seen") == "1"
 
 
-def test_watching_can_be_paused(opened):
+@pytest.mark.parametrize(
+    ("stop", "go_on"), [("#server-pause", "#server-pause"), ("#tab-tokens", "#tab-server")]
+)
+def test_nothing_is_asked_while_watching_pauses_or_another_panel_is_shown(opened, stop, go_on):
     page = opened("server", clock=True)
     page.wait_for_selector(".figures")
-    page.click("#server-pause")
-    seen: list[str] = []
-    page.on("request", lambda request: seen.append(request.url))
-    page.clock.run_for(5000)
-    assert seen == []
-    page.click("#server-pause")
-    with page.expect_response("**/metrics"):
-        pass
-
-
-def test_nothing_is_asked_while_another_panel_is_shown(opened):
-    page = opened("server", clock=True)
-    page.wait_for_selector(".figures")
-    page.click("#tab-tokens")
+    page.click(stop)
     page.wait_for_load_state("networkidle")
-    seen: list[str] = []
-    page.on("request", lambda request: seen.append(request.url))
+    seen = requests_of(page)
     page.clock.run_for(5000)
     assert seen == []
     with page.expect_response("**/metrics"):
-        page.click("#tab-server")
+        page.click(go_on)
 
 
 def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
@@ -461,8 +422,7 @@ def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
     page.fill("#similarity-texts", "the cat\nred dogs")
     assert note.text_content().startswith("This is the answer to the texts and choices before")
     assert panel.locator(".stale .status").text_content() == status
-    found = Axe().run(page, options={"resultTypes": ["violations"]})
-    assert found.violations_count == 0, found.generate_report()
+    find_no_violation(page)
     page.fill("#similarity-texts", "the cat\nred dog")
     assert note.text_content() == ""
     page.select_option("#similarity-purpose", "query")
@@ -474,15 +434,17 @@ def test_an_answer_is_marked_as_old_once_its_texts_change(opened):
 
 # Images
 
+
+def file_of(name: str, content: bytes) -> dict:
+    return {"name": name, "mimeType": f"image/{name.rpartition('.')[2]}", "buffer": content}
+
+
 PICTURES = [picture(1), picture(2), picture(1)[::-1].copy()]
-FILES = [
-    {"name": f"picture-{number}.png", "mimeType": "image/png", "buffer": png(colours)}
-    for number, colours in enumerate(PICTURES, 1)
-]
-BROKEN = {"name": "broken.png", "mimeType": "image/png", "buffer": b"no image"}
+FILES = [file_of(f"picture-{n}.png", png(colours)) for n, colours in enumerate(PICTURES, 1)]
+BROKEN = file_of("broken.png", b"no image")
 SCAN = io.BytesIO()
 Image.fromarray(PICTURES[0]).save(SCAN, "TIFF")
-TIFF = {"name": "scan.tiff", "mimeType": "image/tiff", "buffer": SCAN.getvalue()}  # not shown here
+TIFF = file_of("scan.tiff", SCAN.getvalue())  # not shown here
 
 
 def given(page, place: str, files: list) -> None:
@@ -538,6 +500,8 @@ def test_images_have_a_place_where_the_model_takes_them(opened, panel):
 def test_texts_and_images_are_compared(opened):
     page = opened_with_images(opened, "similarity", [*FILES, TIFF])
     panel = sent(page, similarity_texts="w1 w2")
+    note = page.locator("#similarity .note")
+    assert note.text_content() == ""
     assert status_of(panel) == "Most similar: 2 and 5 (1.000), “picture-1.png” and “scan.tiff”"
     rows = table_of(panel)
     assert [row[0].split("\n")[0] for row in rows[:2]] == ["1. w1 w2", "2. picture-1.png"]
@@ -551,6 +515,8 @@ def test_texts_and_images_are_compared(opened):
     items = panel.locator(".requests li").all_inner_texts()
     assert items[0].startswith("POST /v1/embeddings ")
     assert items[1].startswith("POST /v1/embeddings (images) ")
+    page.get_by_role("button", name="Remove picture-1.png").click()
+    assert note.text_content()  # the answer is old
 
 
 def test_images_are_cut_by_the_slider_and_read_without_a_prompt(opened):
@@ -562,10 +528,8 @@ def test_images_are_cut_by_the_slider_and_read_without_a_prompt(opened):
     body = json.loads(answered.value.request.post_data)
     assert body["dimensions"] == 8
     assert "input_type" not in body
-    files = [
-        b64decode(one["image"].removeprefix("data:image/png;base64,")) for one in body["input"]
-    ]
-    assert files == [one["buffer"] for one in FILES]
+    images = [one["image"].removeprefix("data:image/png;base64,") for one in body["input"]]
+    assert [b64decode(image) for image in images] == [one["buffer"] for one in FILES]
 
 
 def test_a_text_finds_images(opened):
@@ -605,9 +569,10 @@ def test_images_are_dropped_and_pasted(opened):
     page.wait_for_selector("#search-images li:nth-child(3)")
     page.locator("#search-query").evaluate(PASTE, carrying(page, FILES[0]))
     page.wait_for_selector("#search-image li")
-    page.dispatch_event("#search-image", "dragover", {"dataTransfer": carrying(page, FILES[0])})
+    carried = {"dataTransfer": carrying(page, FILES[0])}
+    page.dispatch_event("#search-image", "dragover", carried)
     assert page.locator(".images.over").get_attribute("id") == "search-image"
-    page.dispatch_event("#search-image", "drop", {"dataTransfer": carrying(page, FILES[0])})
+    page.dispatch_event("#search-image", "drop", carried)
     page.wait_for_selector("#search-image .error:not(:empty)")
     message = page.locator("#search-image > .error").text_content()
     assert message == "Not added: picture-1.png: there may be 1 image"
@@ -615,7 +580,7 @@ def test_images_are_dropped_and_pasted(opened):
     assert page.locator(".images.over").count() == 0
 
 
-def test_cells_of_a_table_are_pasted_as_text(opened):
+def test_cells_are_pasted_as_text_and_a_model_of_texts_is_given_no_image(opened):
     page = opened("similarity")
     page.select_option("#similarity-model", "clip")
     carried = carrying(page, FILES[0])
@@ -623,10 +588,6 @@ def test_cells_of_a_table_are_pasted_as_text(opened):
     untouched = page.locator("#similarity-texts").evaluate(PASTE, carried)
     assert untouched is True
     assert page.locator("#similarity-images li").count() == 0
-
-
-def test_an_image_for_a_model_of_texts_is_refused_on_the_page(opened):
-    page = opened("similarity")
     page.select_option("#similarity-model", "minilm")
     page.dispatch_event("#similarity-texts", "drop", {"dataTransfer": carrying(page, FILES[0])})
     message = page.locator("#similarity > .error").text_content()
@@ -644,8 +605,7 @@ def test_images_beyond_the_bounds_are_named_and_not_added(opened):
     assert page.locator("#similarity-images li").count() == 40
     page.get_by_role("button", name="Remove picture-1.png").first.click()
     assert error.text_content() == ""
-    large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(20_000_000)}
-    page.set_input_files("#similarity-images input", large)
+    page.set_input_files("#similarity-images input", file_of("large.png", bytes(20_000_000)))
     page.wait_for_selector("#similarity-images > .error:not(:empty)")
     assert error.text_content() == (
         "Not added: large.png: there would be 20.1 MB, of at most 20.0 MB"
@@ -660,12 +620,11 @@ def test_a_broken_image_has_the_servers_message(opened):
     panel = sent(page)
     at_it = page.locator("#search-images li").nth(1).locator(".error").text_content()
     assert at_it.startswith(
-        "`input[1]`: a file of 8 bytes that begins with b'no image' is no image"
+        "`input[1]`: a file of 8 bytes that begins with b'no image' is not an image"
     )
     assert panel.locator(":scope > .error").text_content() == f"400: broken.png: {at_it}"
     page.get_by_role("button", name="Remove broken.png").click()
-    sent(page)
-    assert page.locator("#search > .status, #search .status").first.text_content()
+    assert status_of(sent(page))
 
 
 @pytest.mark.parametrize(("kind", "command"), [("curl", "bash"), ("Python", sys.executable)])
@@ -689,15 +648,6 @@ def test_a_copied_request_with_images_runs_and_is_shown_in_brief(opened, kind, c
     )
 
 
-def test_an_answer_is_marked_as_old_once_its_images_change(opened):
-    page = opened_with_images(opened, "similarity")
-    sent(page)
-    note = page.locator("#similarity .note")
-    assert note.text_content() == ""
-    page.get_by_role("button", name="Remove picture-1.png").click()
-    assert note.text_content()
-
-
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("panel", ["similarity", "search"])
 def test_axe_finds_nothing_about_images(opened, panel, state):
@@ -708,31 +658,24 @@ def test_axe_finds_nothing_about_images(opened, panel, state):
     given(page, f"{panel}-images", [BROKEN])
     page.click(f"#{panel} button[type=submit]")
     page.wait_for_selector(f"#{panel}-images li .error:not(:empty)")
-    found = Axe().run(page, options={"resultTypes": ["violations"]})
-    assert found.violations_count == 0, found.generate_report()
+    find_no_violation(page)
     assert not overflows(page)
 
 
 # Requests
 
 
-@pytest.mark.parametrize(
-    ("panel", "model", "values"),
-    [
-        ("similarity", "minilm", {"similarity_texts": 'it\'s "quoted" $HOME `ls`\nnaïve 🙂 \\n'}),
-        ("search", "minilm", {}),
-        ("classify", "labels", {}),
-        ("terms", "splade", TERMS),
-        ("alignments", "late", {}),
-        ("tokens", "minilm", {}),
-        ("server", None, None),
-    ],
-)
+COPIED = {"terms": TERMS}
+COPIED["similarity"] = {"similarity_texts": 'it\'s "quoted" $HOME `ls`\nnaïve 🙂 \\n'}
+
+
+@pytest.mark.parametrize("panel", PANELS)
 @pytest.mark.parametrize(("kind", "command"), [("curl", "bash"), ("Python", sys.executable)])
-def test_a_copied_request_runs_and_gives_the_same(opened, panel, model, values, kind, command):
+def test_a_copied_request_runs_and_gives_the_same(opened, panel, kind, command):
     page = opened(panel)
-    values = None if values is None else {k.replace("-", "_"): v for k, v in values.items()}
-    shown = panel_of(page) if values is None else sent(page, model, **values)
+    is_server = panel == "server"
+    model, values = MODELS.get(panel, "minilm"), COPIED.get(panel, {})
+    shown = panel_of(page) if is_server else sent(page, model, **values)
     shown.get_by_role("button", name=f"Copy as {kind}").first.click()
     page.wait_for_selector(f"text=Copied as {kind}")
     assert shown.locator("li:has(pre) .copied[role=status]").inner_text() == f"Copied as {kind}"
@@ -740,7 +683,7 @@ def test_a_copied_request_runs_and_gives_the_same(opened, panel, model, values, 
     assert text == shown.locator("pre").text_content()
     done = subprocess.run([command, "-c", text], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "te_request_count" in done.stdout if values is None else json.loads(done.stdout)
+    assert "te_request_count" in done.stdout if is_server else json.loads(done.stdout)
 
 
 def test_the_time_is_that_of_the_servers_headers(opened):
@@ -826,23 +769,6 @@ def test_swagger_ui_shows_the_routes_and_sends_a_request(opened):
 # For everybody
 
 
-def test_escape_closes_the_key(opened):
-    page = opened()
-    page.click("#key-button")
-    page.keyboard.press("Escape")
-    assert page.locator("#key-form").is_hidden()
-    assert page.evaluate("document.activeElement.id") == "key-button"
-    assert page.locator("#key-button").get_attribute("aria-expanded") == "false"
-
-
-def test_selecting_a_tab_moves_none(opened):
-    page = opened("similarity")
-    places = "[...document.querySelectorAll('[role=tab]')].map((one) => one.offsetLeft)"
-    before = page.evaluate(places)
-    page.click("#tab-server")
-    assert page.evaluate(places) == before
-
-
 def test_the_keyboard_alone_does_it_all(opened):
     """Find the most similar pair, rerank a list, and copy a request, without a mouse."""
     page = opened()
@@ -880,34 +806,28 @@ def test_the_keyboard_alone_does_it_all(opened):
     assert page.evaluate("document.activeElement.id") == "tab-server"
     press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-similarity"
+    page.focus("#key-button")
+    press("Enter", "Escape")
+    assert page.locator("#key-form").is_hidden()
+    assert page.evaluate("document.activeElement.id") == "key-button"
+    assert page.locator("#key-button").get_attribute("aria-expanded") == "false"
 
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("panel", PANELS)
-def test_axe_finds_nothing(opened, panel, state):
+def test_axe_finds_nothing_and_nothing_is_outside(opened, panel, state):
     page = opened(panel, **STATES[state])
     if panel == "server":
         page.wait_for_selector(".figures")
     else:
-        models = {"classify": "labels", "terms": "splade", "alignments": "late"}
-        values = {k.replace("-", "_"): v for k, v in TERMS.items()} if panel == "terms" else {}
-        shown = sent(page, models.get(panel, "minilm"), **values)
+        values = TERMS if panel == "terms" else {}
+        shown = sent(page, MODELS.get(panel, "minilm"), **values)
         assert status_of(shown)
+        assert not overflows(page)
         shown.get_by_role("button", name="Copy as curl").first.click()
+    assert not overflows(page)
     page.click("#key-button")
-    found = Axe().run(page, options={"resultTypes": ["violations"]})
-    assert found.violations_count == 0, found.generate_report()
-
-
-@pytest.mark.parametrize("panel", PANELS)
-def test_a_narrow_window_has_nothing_outside(opened, panel):
-    page = opened(panel, viewport=NARROW)
-    if panel == "server":
-        page.wait_for_selector(".figures")
-    else:
-        models = {"classify": "labels", "terms": "splade", "alignments": "late"}
-        sent(page, models.get(panel, "minilm"))
-    assert page.evaluate("document.documentElement.scrollWidth") <= NARROW["width"]
+    find_no_violation(page)
 
 
 def test_dark_is_dark(opened):
@@ -924,28 +844,13 @@ def test_dark_is_dark(opened):
 
 WIDTH = 900  # pixels
 COLOURS = 64  # enough for text, in a third of the bytes
-SHOTS = {  # the panel, the scheme, the model and the reranker of each
-    "similarity-light": ("similarity", "light", {"similarity-model": "minilm"}),
-    "search-light": ("search", "light", {"search-model": "minilm", "search-reranker": "late"}),
-    "alignments-dark": ("alignments", "dark", {"alignments-model": "late"}),
-    "images-light": ("search", "light", {"search-model": "clip", "search-reranker": ""}),
+SHOTS = {  # the panel, the scheme, and the choices of each
+    "similarity-light": ("similarity", "light", {"model": "minilm"}),
+    "search-light": ("search", "light", {"model": "minilm", "reranker": "late"}),
+    "alignments-dark": ("alignments", "dark", {"model": "late"}),
+    "images-light": ("search", "light", {"model": "clip", "reranker": ""}),
 }
-
-
-def shapes() -> list[dict]:
-    """Files of the pictures of examples/search_pictures.py, some of them."""
-    files = []
-    for name in ("a red circle", "a blue square", "a green triangle", "a yellow circle"):
-        file = io.BytesIO()
-        draw_pictures()[name].save(file, "PNG")
-        files.append(
-            {
-                "name": f"{name.replace(' ', '-')}.png",
-                "mimeType": "image/png",
-                "buffer": file.getvalue(),
-            }
-        )
-    return files
+SHAPES = ("a red circle", "a blue square", "a green triangle", "a yellow circle")
 
 
 @pytest.mark.parametrize("name", SHOTS)
@@ -953,13 +858,18 @@ def test_screenshots_are_taken_where_they_are_asked_for(opened, request, name):
     folder = request.config.getoption("--screenshots")
     if folder is None:
         pytest.skip("no --screenshots")
-    panel, scheme, chosen = SHOTS[name]
+    panel, scheme, choices = SHOTS[name]
     page = opened(panel, color_scheme=scheme, viewport={"width": WIDTH, "height": 300})
-    for select, value in chosen.items():
-        page.select_option(f"#{select}", value)
+    for field, value in choices.items():
+        page.select_option(f"#{panel}-{field}", value)
     if "images" in name:
-        given(page, "search-images", shapes())
-        given(page, "search-image", shapes()[:1])
+        drawn = draw_pictures()
+        files = [
+            file_of(f"{shape.replace(' ', '-')}.png", png(np.asarray(drawn[shape])))
+            for shape in SHAPES
+        ]
+        given(page, "search-images", files)
+        given(page, "search-image", files[:1])
     for _ in range(2):  # the second is not slowed by what is done once
         assert status_of(sent(page))
     folder.mkdir(parents=True, exist_ok=True)
