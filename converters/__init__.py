@@ -89,8 +89,7 @@ def outline_routes(
         raise
     except BaseException as error:  # also a panic of a library
         raise CheckpointError(
-            f"{source} is damaged, or has a form that is not foreseen: "
-            f"{type(error).__name__}: {error}"
+            f"{source} is damaged, or has an unexpected form: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -44,8 +44,8 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     if options.adapters:
         raise UnsupportedModel(
             f"adapter {next(iter(options.adapters))}: {source} has the routes "
-            f"{', '.join(router.routes)}, and a model with several routes takes no adapter; leave "
-            "--adapter out"
+            f"{', '.join(router.routes)}, and a model with several routes cannot take adapters; "
+            "leave --adapter out"
         )
     if options.dense_path is not None:
         raise CheckpointError(
@@ -55,7 +55,8 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     routes = {route: _outline(source, options, route) for route in router.routes}
     if bad := [route for route, model in routes.items() if model.built_in]:
         raise UnsupportedModel(
-            f"{source}: its route {bad[0]} has adapters, and a model with several routes takes none"
+            f"{source}: its route {bad[0]} has adapters, and a model with several routes cannot "
+            "take any"
         )
     check_comparable(source, routes)
     return routes, router.default
@@ -68,7 +69,8 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
         kinds = heads.kinds_of(source, route)
         if kinds and not {"splade", "static_terms"} & {*kinds}:
             raise UnsupportedModel(
-                f"--pooling splade: modules.json of {source} says otherwise; leave the flag out"
+                f"--pooling splade: modules.json of {source} names other modules; leave the flag "
+                "out"
             )
         classes = heads.read_optional_json(source / "config.json").get("architectures") or ()
         if not kinds and not any(str(name).endswith("ForMaskedLM") for name in classes):
@@ -81,8 +83,8 @@ def _outline(source: Path, options: Options, route: str) -> Outline:
         return _tower_outline(source, options, route)
     if options.adapters:
         raise UnsupportedModel(
-            f"adapter {next(iter(options.adapters))}: {source} holds static embeddings, which take "
-            "no adapter; leave --adapter out"
+            f"adapter {next(iter(options.adapters))}: {source} holds static embeddings, which "
+            "cannot take an adapter; leave --adapter out"
         )
     return static.static_outline(source, options, route)
 
@@ -111,8 +113,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         typed = msgspec.convert(config, tower_class(family.architecture).Config)
     except msgspec.ValidationError as error:
         raise CheckpointError(
-            f"{folder / 'config.json'} does not give what the {family.architecture} tower takes: "
-            f"{error}"
+            f"{folder / 'config.json'} does not fit the {family.architecture} backbone: {error}"
         ) from error
     config = {name: getattr(typed, name) for name in config}
     tokenization = None
@@ -166,8 +167,8 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     hf = heads.read_optional_json(backbone / "config.json")
     if not hf and (backbone / checkpoint.MANIFEST).is_file():
         raise CheckpointError(
-            f"{backbone} is half a converted checkpoint: {checkpoint.MANIFEST} is there and "
-            f"{checkpoint.PARAMETERS}/ is not; convert the model again"
+            f"{backbone} is an incomplete checkpoint: it has {checkpoint.MANIFEST} but not "
+            f"{checkpoint.PARAMETERS}/; convert the model again"
         )
     if not hf:
         raise CheckpointError(f"{backbone} is not a model: there is no config.json")
@@ -181,7 +182,7 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
     if hf.get("quantization_config"):
-        raise UnsupportedModel("quantised weights are not supported; use the original ones")
+        raise UnsupportedModel("quantised weights are not supported; use the original model")
     return family, family.completed(hf, backbone)
 
 
@@ -226,8 +227,8 @@ def _layout(
         if family.masked_lm is None:
             known = [kind for kind in CONVERTERS if family_of_type(kind).masked_lm is not None]
             raise UnsupportedModel(
-                f"{source}: weights of terms are made by the head of a masked language model, and "
-                f"that of {hf['model_type']!r} is not supported; known: {', '.join(known)}"
+                f"{source}: the head of a masked language model computes term weights, and that "
+                f"of {hf['model_type']!r} is not supported; known: {', '.join(known)}"
             )
         return terms.terms_layout(source, family.masked_lm(hf), route)
     if use == GENERATOR:
@@ -238,8 +239,8 @@ def _layout(
     template = scores.template_of(source, options.name, family) if len(labels) == 1 else None
     if len(labels) == 1 and template is None and family.generators:
         logger.warning(
-            "%s is a language model that scores pairs, and nothing says how it is asked: pairs are "
-            "put to it without a template; most need one, and score near chance without it",
+            "%s is a language model that scores pairs, and its files have no template: pairs are "
+            "scored without one; most such models need one, and score near chance without it",
             options.name,
         )
     return scores.scores_layout(source, hf, scorer, labels, template)

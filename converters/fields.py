@@ -372,6 +372,16 @@ ADAPTER_FIELDS = {
 }
 
 
+# Of an image processor, as preprocessor_config.json has it.
+_SMALL = Annotated[float, Meta(gt=-1e6, lt=1e6)]
+_PER_COLOUR = FieldType("three numbers below a million", tuple[_SMALL, _SMALL, _SMALL])
+PROCESSOR_FIELDS = {
+    "image_mean": _PER_COLOUR,
+    "image_std": _PER_COLOUR,
+    "rescale_factor": FieldType("a number below a million", _SMALL),
+}
+
+
 def check_fields(
     where: str, values: Mapping[str, Any], types: Mapping[str, FieldType], prefix: str = ""
 ) -> None:
@@ -406,6 +416,12 @@ def given(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in hf.items() if value is not None}
 
 
+def check_multiple(hf: Mapping[str, Any], key: str, divisor: str) -> None:
+    """Raise CheckpointError unless the field `key` is a multiple of the field `divisor`."""
+    if hf[key] % hf[divisor]:
+        raise CheckpointError(f"{key} {hf[key]} is not a multiple of {divisor} {hf[divisor]}")
+
+
 def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
     """Raise UnsupportedModel unless the value is one of `known`. The message lists these, and calls
     the value `what`."""
@@ -433,8 +449,7 @@ def either(hf: dict[str, Any], first: str, second: str, default: Any = None) -> 
     values = [hf[key] for key in (first, second) if hf.get(key) is not None]
     if values[1:] and values[0] != values[1]:
         raise CheckpointError(
-            f"config.json: {first} is {values[0]!r} and {second} {values[1]!r}, which are one "
-            "setting"
+            f"config.json: {first} is {values[0]!r} and {second} {values[1]!r}, which must agree"
         )
     return values[0] if values else default
 

@@ -5,6 +5,7 @@ Both old and new spellings are read. A setting that is not supported raises an e
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -67,6 +68,15 @@ MODULES = {
     "sentence_transformers.sparse_encoder.models.SpladePooling": "splade",
     "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling": "splade",
 }
+# Patterns of the supported chains of modules: first those of embedders and sparse encoders, then
+# those of cross-encoders and multi-vector models, which a route of a Router cannot have.
+EMBEDDERS = re.compile(
+    "(transformer, pooling|static)(, (dense|normalize))*|masked_lm, splade|static_terms"
+)
+OTHERS = re.compile(
+    "transformer(, logit_score)?"
+    "|transformer(, normalize)*, (dense|multi_vector_mask)(, (dense|multi_vector_mask|normalize))*"
+)
 # Modules of a model's own code that do what one above does: its kind, and the backbone's code.
 OWN_MODULES = {
     "custom_st.Transformer": (
@@ -183,11 +193,13 @@ def read_layout(
     modules, include_prompt = modules_of(source, route), True
     pooling: Sequence[Pooling] = MEAN
     if modules is None:
-        logger.warning("%s has no modules.json: mean pooling, not normalised", source)
+        logger.warning(
+            "%s has no modules.json: its vectors are pooled by the mean and not normalised", source
+        )
         modules = [ModuleEntry("transformer", ""), ModuleEntry("pooling", "")]
     elif "pooling" not in kinds_of(source, route):
         raise UnsupportedModel(
-            f"{source}: modules.json has no Pooling, so that it is no embedder, and the class in "
+            f"{source}: modules.json has no Pooling, so it is not an embedder, and the class in "
             "config.json does not score"
         )
     else:
@@ -310,13 +322,18 @@ def token_limit(
             raise CheckpointError(f"{name} is {limit} in {backbone}, wanted at least 1")
         if positions is not None and limit > positions:
             logger.warning(
-                "%s is %d but there are %d positions; inputs end there", name, limit, positions
+                "%s is %d, and the model has %d positions; inputs are truncated to these",
+                name,
+                limit,
+                positions,
             )
             return positions
         return int(limit)
     if otherwise is not None:
         return otherwise
-    raise CheckpointError(f"{backbone} names no limit of tokens; set max_seq_length in its config")
+    raise CheckpointError(
+        f"{backbone} does not limit the tokens of an input; set max_seq_length in its config"
+    )
 
 
 def transformer_config(backbone: Path, *, late: bool = False) -> dict[str, Any]:
@@ -405,23 +422,14 @@ def modules_of(source: Path, route: str = "") -> list[ModuleEntry] | None:
     if listed is None:
         return None
     modules = [_module(path, kind, folder) for kind, folder in listed]
-    kinds = [module.kind for module in modules]
-    later = kinds[1:] if kinds[:1] == ["static"] else kinds[2:]
-    embeds = kinds[:1] == ["static"] or kinds[:2] == ["transformer", "pooling"]
-    embeds = embeds and {*later} <= {"dense", "normalize"}
-    embeds = embeds or kinds in (["masked_lm", "splade"], ["static_terms"])
-    # routes must embed: `scores` and `compares` (token by token) are for whole models
-    scores = kinds in (["transformer"], ["transformer", "logit_score"])
-    compares = kinds[:1] == ["transformer"] and bool({"dense", "multi_vector_mask"} & {*kinds})
-    compares = compares and {*kinds[1:]} <= {"dense", "multi_vector_mask", "normalize"}
-    if not embeds and (route or not (scores or compares)):
-        shown = ", ".join(kinds) or "(none)"
+    kinds = ", ".join(module.kind for module in modules)
+    if not EMBEDDERS.fullmatch(kinds) and (route or not OTHERS.fullmatch(kinds)):
         raise UnsupportedModel(
-            f"{path}: modules {shown}{f' of route {route!r}' if route else ''} are not supported; "
-            "wanted transformer, pooling, then any of dense and normalize; static, then any of "
-            "those; of a sparse encoder masked_lm, splade, or static_terms; of a cross-encoder "
-            "transformer, then perhaps logit_score; of a multi-vector model transformer, then any "
-            "of dense, multi_vector_mask and normalize"
+            f"{path}: modules {kinds or '(none)'}{f' of route {route!r}' if route else ''} are not "
+            "supported; wanted transformer, pooling, then any of dense and normalize; static, then "
+            "any of those; of a sparse encoder masked_lm, splade, or static_terms; of a "
+            "cross-encoder transformer, then perhaps logit_score; of a multi-vector model "
+            "transformer, then any of dense, multi_vector_mask and normalize"
         )
     return modules
 
@@ -523,7 +531,7 @@ def check_widths(layers: tuple[Module, ...], width: int) -> None:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
                 raise CheckpointError(
-                    f"a Dense module wants {layer.in_features} features and is given {width}"
+                    f"a Dense module takes {layer.in_features} features and gets {width}"
                 )
             width = layer.out_features
 

@@ -119,4 +119,4 @@ def check_comparable(source: Path, routes: Mapping[str, Outline]) -> None:
     ):
         if len(set(values.values())) > 1:
             shown = ", ".join(f"{value} of {route}" for route, value in values.items())
-            raise UnsupportedModel(f"{source}: {problem}: {shown}; they are never compared")
+            raise UnsupportedModel(f"{source}: {problem}: {shown}; such vectors cannot be compared")

@@ -74,21 +74,23 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
         try:
             task, modality = ast.literal_eval(key)
         except (ValueError, SyntaxError, TypeError) as error:
-            raise CheckpointError(f"{path}: route_mappings has {key!r}, no pair") from error
+            raise CheckpointError(
+                f"{path}: route_mappings has the key {key!r}, which is not a pair"
+            ) from error
         if task is None or modality not in (None, "text"):
             raise UnsupportedModel(
-                f"{path}: route_mappings chooses {route!r} by {key}; known: a task, of texts"
+                f"{path}: route_mappings chooses {route!r} by {key}; known: a task of texts"
             )
         if route not in routes:
             raise CheckpointError(f"{path}: there is no route {route!r} among {_shown(routes)}")
         if tasks.setdefault(route, task) != task:
             raise UnsupportedModel(
-                f"{path}: the tasks {tasks[route]!r} and {task!r} have one route; known: one task "
-                "for each"
+                f"{path}: the tasks {tasks[route]!r} and {task!r} share a route; known: one task "
+                "per route"
             )
     names = [tasks.get(name, name) for name in routes]  # a route is renamed to its task
     if len(set(names)) < len(names):
-        raise UnsupportedModel(f"{path}: two routes are of one task: {_shown(names)}")
+        raise UnsupportedModel(f"{path}: two routes have the same task: {_shown(names)}")
     default = parameters.get("default_route")
     if default is None and config["parameters"].get("allow_empty_key", True):
         default = next(iter(routes), None)

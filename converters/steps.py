@@ -57,8 +57,9 @@ def contents(model: Outline, progress: ConversionProgress) -> Contents:
         tensors |= weights.within(name, weights.torch_file(source / name))
     plain_spec = msgspec.structs.replace(spec, adapters=())
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(plain_spec).items()}
-    ignored = [*base.ignored, *layout.ignored]
-    steps = weights.plan_steps(spec.source, base.rules, ignored, tensors, shapes)
+    steps = weights.plan_steps(
+        spec.source, base.rules, [*base.ignored, *layout.ignored], tensors, shapes
+    )
     steps += plan_adapters(spec.source, base.rules, tensors, shapes, adapter_sources, spec.adapters)
     steps.sort(key=lambda step: step.size)  # smallest first, as in plan_steps
     elements: Counter[str] = Counter()

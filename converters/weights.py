@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from jaxembed.data.spec import DType
-from jaxembed.errors import CheckpointError, ConversionError
+from jaxembed.errors import CheckpointError, ConversionError, counted
 
 Shape = tuple[int, ...]
 
@@ -38,9 +38,14 @@ SAFETENSORS_DTYPES = {
     "I32": "int32",
     "I64": "int64",
 }
-# Dtypes of source tensors that only some transforms take. No parameter has one of these.
-OTHER_DTYPES = {"float64": np.float64, "int8": np.int8, "int32": np.int32, "int64": np.int64}
-READ_DTYPES: dict[str, Any] = NUMPY_DTYPES | OTHER_DTYPES
+READ_DTYPES: dict[str, Any] = {
+    **NUMPY_DTYPES,
+    # only some transforms take these, and no parameter has one of them
+    "float64": np.float64,
+    "int8": np.int8,
+    "int32": np.int32,
+    "int64": np.int64,
+}
 
 MIN_TORCH = (2, 6)  # older versions may run code of a pickle despite weights_only: CVE-2025-32434
 
@@ -79,6 +84,15 @@ def check_shape(sources: Sequence[Tensor], shape: Shape) -> list[str]:
         f"{source.name}: wanted shape {shape}, got {source.shape}"
         for source in sources
         if source.shape != shape
+    ]
+
+
+def check_dtype(sources: Sequence[Tensor], known: Collection[str]) -> list[str]:
+    """Return a problem for each source whose dtype is not one of `known`."""
+    return [
+        f"{source.name}: wanted one of {', '.join(known)}, got {source.dtype}"
+        for source in sources
+        if source.dtype not in known
     ]
 
 
@@ -122,7 +136,8 @@ def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
         wanted = shape[::-1] if turned else shape  # of the rows in the source
         return [
-            f"{source.name}: wanted at least {stop} rows of {wanted[1:]}, got {source.shape}"
+            f"{source.name}: wanted at least {counted(stop, 'row')} of {wanted[1:]}, got "
+            f"{source.shape}"
             for source in sources
             if source.shape[1:] != wanted[1:] or source.shape[0] < stop or wanted[0] != stop - start
         ]
@@ -180,7 +195,8 @@ def difference_of_rows(true_id: int, false_id: int) -> Transform:
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
         rows = max(true_id, false_id) + 1
         return [
-            f"{source.name}: wanted at least {rows} rows of {shape[0]}, got shape {source.shape}"
+            f"{source.name}: wanted at least {counted(rows, 'row')} of {shape[0]}, got shape "
+            f"{source.shape}"
             for source in sources
             if source.shape[1:] != shape[:1] or source.shape[0] < rows
         ]
@@ -265,11 +281,7 @@ def plan_steps(
         sources = tuple(tensors[name] for name in rule.sources)
         transform, shape = rule.transform, shapes[rule.target]
         problems += transform.misfits(sources, shape)
-        problems += [
-            f"{source.name}: wanted one of {', '.join(transform.takes)}, got {source.dtype}"
-            for source in sources
-            if source.dtype not in transform.takes
-        ]
+        problems += check_dtype(sources, transform.takes)
         if transform.dtype is None and len({source.dtype for source in sources}) > 1:
             kinds = ", ".join(f"{source.name} {source.dtype}" for source in sources)
             problems.append(f"tensors that become one parameter must share a dtype, got {kinds}")
@@ -379,9 +391,7 @@ def _files(folder: Path, name: str) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{index} is damaged: no readable weight_map ({error})") from error
     if missing_shards:
-        raise CheckpointError(
-            f"{index} names files that are not there: {', '.join(missing_shards)}"
-        )
+        raise CheckpointError(f"{index} names files that do not exist: {', '.join(missing_shards)}")
     return [folder / Path(shard).name for shard in names]  # .name keeps an index within the folder
 
 
@@ -449,7 +459,7 @@ def torch_file(path: Path) -> dict[str, Tensor]:
     if version is None or tuple(map(int, version.groups())) < MIN_TORCH:
         oldest = ".".join(map(str, MIN_TORCH))
         raise CheckpointError(
-            f"{path} is a pickle, which torch {torch.__version__} can be made to run code by "
+            f"{path} is a pickle, which can make torch {torch.__version__} run code "
             f"(CVE-2025-32434); install torch {oldest} or newer for the conversion, or use a model "
             "with model.safetensors"
         )
@@ -457,8 +467,8 @@ def torch_file(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(
-            f"{path} is damaged or holds more than tensors, and jaxembed runs no pickled code: "
-            f"{error}"
+            f"{path} is damaged or holds more than tensors, and jaxembed does not run pickled "
+            f"code: {error}"
         ) from error
     # the whole file is loaded; its tensors are freed one by one as they are read
     return {

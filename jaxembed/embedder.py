@@ -242,8 +242,9 @@ class Embedder:
         texts, as in `encode`. Raises WrongTask for an output that is not in `spec.representations`,
         and as `encode`.
         """
-        arguments = {"images": images, **options}
-        return _finish(self._blocking.encode_outputs_async(texts, outputs, **arguments))
+        return _finish(
+            self._blocking.encode_outputs_async(texts, outputs, images=images, **options)
+        )
 
     @output_options
     async def encode_outputs_async(
@@ -291,10 +292,10 @@ class Embedder:
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> Ragged:
         """`encode_multi` without blocking the event loop."""
-        by_name = await self.encode_outputs_async(
+        outputs = await self.encode_outputs_async(
             texts, ("multi_vector",), images=images, **options
         )
-        return by_name["multi_vector"]
+        return outputs["multi_vector"]
 
     @chunk_options
     def encode_chunks(
@@ -318,7 +319,7 @@ class Embedder:
     ) -> list[EncodedChunks]:
         """`encode_chunks` without blocking the event loop."""
         if any(isinstance(text, str) for text in texts):
-            raise TypeError("a text is a list of its chunks or a ChunkedText, not one string")
+            raise TypeError("a text must be a list of its chunks or a ChunkedText, not a string")
         listed = [text if isinstance(text, ChunkedText) else join_texts(text) for text in texts]
         request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
         answer = await self._run(request)
@@ -350,8 +351,11 @@ class Embedder:
         of multi-vector embeddings, whose raw score is the sum. Raises WrongTask for a classifier,
         and the errors of InvalidInput and BackendError.
         """
-        arguments = {"images": images, "top_n": top_n, "raw_scores": raw_scores, **options}
-        return _finish(self._blocking.rerank_async(query, documents, **arguments))
+        return _finish(
+            self._blocking.rerank_async(
+                query, documents, images=images, top_n=top_n, raw_scores=raw_scores, **options
+            )
+        )
 
     @rerank_options
     async def rerank_async(
@@ -471,7 +475,7 @@ class Embedder:
         after = () if images is None else images
         is_single = isinstance(after, str | bytes | PathLike | np.ndarray)
         if is_single or not isinstance(after, Iterable):
-            raise TypeError("images is a list of images, not one")
+            raise TypeError("images must be a list of images, not a single image")
         return await self._read(
             lambda: [
                 *(item if isinstance(item, str) else read_image(item) for item in listed),

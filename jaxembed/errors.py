@@ -45,6 +45,11 @@ from typing import Self
 INTERRUPTS = (GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number and a noun for a message: "1 text", "2 texts"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class JaxembedError(Exception):
     """The base of all exceptions of this package."""
 
@@ -80,7 +85,8 @@ class ConversionError(CheckpointError):
     def __init__(self, model: str, problems: list[str]):
         self.problems = problems
         lines = "\n  ".join(problems)
-        super().__init__(f"cannot convert {model}: {len(problems)} problem(s)\n  {lines}")
+        count = counted(len(problems), "problem")
+        super().__init__(f"cannot convert {model}: {count}\n  {lines}")
 
 
 class InvalidInput(JaxembedError):
@@ -176,8 +182,8 @@ class UnknownPrompt(InvalidInput):
     """The checkpoint has no prompt `name`. `available` are the names of its prompts."""
 
     def __init__(self, name: str, available: Sequence[str]):
-        known = ", ".join(available) or "it has none"
-        super().__init__(f"the checkpoint has no prompt {name!r}: {known}", "prompt_name")
+        known = ", ".join(available) or "no prompts"
+        super().__init__(f"the checkpoint has no prompt {name!r}; it has {known}", "prompt_name")
         self.name = name
         self.available = tuple(available)
 
@@ -197,7 +203,7 @@ class UnknownRoute(InvalidInput):
 
     def __init__(self, asked: str | None, available: Sequence[str], field: str = "prompt_name"):
         names = ", ".join(filter(None, available)) or "no routes"
-        missing = "names no route" if asked is None else f"asks for {asked!r}, which is no route"
+        missing = "names no route" if asked is None else f"asks for {asked!r}, which is not a route"
         super().__init__(f"the request {missing} of this model; it has {names}", field)
         self.asked = asked
         self.available = tuple(available)
@@ -269,8 +275,8 @@ class DeviceStuck(BackendError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the device does not return from a call; nothing runs until it does, or the process is "
-            "started again"
+            "the device does not return from a call; nothing runs until it does, or until the "
+            "process is restarted"
         )
 
 

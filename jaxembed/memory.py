@@ -83,7 +83,7 @@ def reason_not_kept() -> str | None:
         return "it needs Linux with glibc 2.33 or later"
     if _is_counted():
         return "address space is limited (`ulimit -v`, or vm.overcommit_memory=2)"
-    return "GLIBC_TUNABLES sets glibc.malloc, or nobody called jaxembed.memory.keep()"
+    return "GLIBC_TUNABLES sets glibc.malloc, or jaxembed.memory.keep() was not called"
 
 
 def _is_counted() -> bool:

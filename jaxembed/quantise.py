@@ -23,9 +23,8 @@ NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
 def embedding_dtype(value: object, field: str = "output_dtype") -> EmbeddingDtype:
     """Check that a value is the name of a dtype, and return it. Raises InvalidInput, for the
     request's `field`, if it is not."""
-    for dtype in DTYPES:
-        if value == dtype:
-            return dtype
+    if value in DTYPES:
+        return value
     raise InvalidInput(
         f"`{field}` must be one of {', '.join(DTYPES)}. Given: {repr(value)[:40]}", field=field
     )

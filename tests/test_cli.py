@@ -215,7 +215,7 @@ def test_served_names_belong_to_the_model_they_name_or_to_the_only_one(names, mo
 
 def test_a_served_name_of_no_one_model_is_refused():
     for name in ("x", "x=c", "=a", "x=", ""):
-        wanted = f"--served-model-name {name}: wanted NAME=MODEL"
+        wanted = f"--served-model-name {name}: expected NAME=MODEL"
         with pytest.raises(click.UsageError, match=wanted):
             model_aliases([name], ["a", "b"])
 
@@ -231,10 +231,10 @@ BLANK_KEY = "--api-key is blank"
         (("--drain-timeout", "inf"), {}, "'--drain-timeout'"),
         (("--drain-timeout", "-1"), {}, "'--drain-timeout'"),
         (("--port", "99999"), {}, "'--port'"),
-        (("--adapter", "x"), {}, "wanted NAME=DIR"),
-        (("--adapter", "x="), {}, "adapter x has the folder '', wanted a path"),
-        (("--adapter", "a:b=folder"), {}, "an adapter has the name 'a:b', wanted letters"),
-        (("b", "--served-model-name", "b=./a"), {}, "./a and b would both be served as b"),
+        (("--adapter", "x"), {}, "expected NAME=DIR"),
+        (("--adapter", "x="), {}, "adapter x has the folder ''; expected a path"),
+        (("--adapter", "a:b=folder"), {}, "an adapter has the name 'a:b'; expected letters"),
+        (("b", "--served-model-name", "b=./a"), {}, "./a and b cannot both be served as b"),
         (("--otlp-endpoint", "x"), {}, "--otlp-endpoint x: wanted a URL such as"),
         (("--otlp-endpoint", "localhost:4317"), {}, "localhost:4317: wanted a URL such as"),
         (("--otlp-endpoint", "http://"), {}, "--otlp-endpoint http://: wanted a URL"),
@@ -242,17 +242,17 @@ BLANK_KEY = "--api-key is blank"
         (
             GRPC,
             {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL=http/json: wanted one of grpc, http/protobuf",
+            "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; expected one of grpc, http/protobuf",
         ),
         (
             GRPC,
             {"OTEL_TRACES_SAMPLER": "sometimes"},
-            "OTEL_TRACES_SAMPLER=sometimes: wanted one of always_on, ",
+            "OTEL_TRACES_SAMPLER is 'sometimes'; expected one of always_on, ",
         ),
         (
             GRPC,
             {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
-            "OTEL_TRACES_SAMPLER_ARG=2: wanted a share from 0 to 1",
+            "OTEL_TRACES_SAMPLER_ARG is '2'; expected a number from 0 to 1",
         ),
         ((), {"API_KEY": ""}, "API_KEY is set but blank (''); "),
         ((), {"API_KEY": " "}, "API_KEY is set but blank (' '); "),
@@ -266,18 +266,18 @@ BLANK_KEY = "--api-key is blank"
         ((), {"AUDIT_LOG": ""}, "AUDIT_LOG is set but blank ('')"),
         (("--api-key-file", "./nowhere"), {}, "cannot read nowhere: No such file"),
         (("--api-key-file", "BROKEN"), {}, "keys.toml: [[key]] number 1 (one): `models` is 'a'"),
-        (("--api-key-file", "KEYS", "--api-key", "one"), {}, "that of a key that --api-key has"),
-        (("--api-key-file", "KEYS", "--admin-key", "one"), {}, "a key that --admin-key has"),
+        (("--api-key-file", "KEYS", "--api-key", "one"), {}, "same as that of --api-key"),
+        (("--api-key-file", "KEYS", "--admin-key", "one"), {}, "same as that of --admin-key"),
         (("--audit-log", "/nowhere/file"), {}, "/nowhere/file cannot be opened: No such"),
-        (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is no directory"),
-        (("--model-repository", "s3://a/b"), {}, "an object store is named with --loadable"),
+        (("--model-repository", "./nowhere"), {}, "--model-repository nowhere is not a directory"),
+        (("--model-repository", "s3://a/b"), {}, "an object store use --loadable"),
         (("--allow-media-network", "10.0.0.1/8"), {}, "has host bits set"),
-        (("--allow-media-network", "10.0.0.0/8"), {}, "changes nothing without --allow-media-urls"),
+        (("--allow-media-network", "10.0.0.0/8"), {}, "has no effect without --allow-media-urls"),
         ((), {"ALLOW_MEDIA_NETWORK": "10.0.0.0/8 0.0.0.0/0"}, "0.0.0.0/0 is not within one of"),
         (
             ("--loadable", "./b", "--revision", "main"),
             {},
-            "--revision is for one model, and others may be loaded",
+            "--revision is for a single model, and this server may load others",
         ),
     ],
 )
@@ -295,7 +295,7 @@ def test_a_flag_of_one_model_is_refused_with_several(flag, refusal):
     option = "--" + flag.replace("_", "-")
     value = {"pooling": "cls", "adapter": "one=folder"}.get(flag, "1")
     told = refusal("serve", "a", "b", option, value)
-    assert f"{option} is for one model, and there are 2: a, b; " in told
+    assert f"{option} is for a single model, and this server has 2: a, b; " in told
 
 
 def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, cache_dir):
@@ -358,7 +358,7 @@ def test_a_new_key_is_shown_once_and_its_table_opens_for_it():
     done = CliRunner().invoke(cli, ["key", "new", "batch", *fields])
     assert done.exit_code == 0
     (line,) = done.stderr.splitlines()
-    assert line.startswith("the key of batch, shown only now: jx-")
+    assert line.startswith("the key of batch, which is shown only once: jx-")
     key = line.split()[-1]
     assert len(key) == len("jx-") + 43  # 256 bits
     assert key not in done.stdout
@@ -375,8 +375,8 @@ def test_a_new_key_is_shown_once_and_its_table_opens_for_it():
     [
         (("two words",), "`name` is 'two words'; wanted 1 to 64 letters"),
         (("a", "--expires", "tomorrow"), "`expires` is 'tomorrow'; wanted a date"),
-        (("a", "--tokens-per-minute", "0"), "`tokens_per_minute` is 0; wanted a whole number"),
-        (("a", "--routes", "v1"), "`routes` holds 'v1'; wanted paths"),
+        (("a", "--tokens-per-minute", "0"), "`tokens_per_minute` is 0; wanted an integer"),
+        (("a", "--routes", "v1"), "`routes` contains 'v1'; wanted paths"),
     ],
 )
 def test_a_key_that_no_server_would_take_is_not_made(arguments, message):
@@ -391,7 +391,7 @@ def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_
     flags = ("--loadable", "./b", "--model-memory", "1048576", "--port", "0")
     done = run("serve", str(path), *flags, "--cache-dir", cache_dir)
     assert done.returncode == 2
-    assert "--model-memory 1048576: the models of the command line take" in done.stderr
+    assert "--model-memory 1048576: the models on the command line take" in done.stderr
 
 
 def test_the_log_says_whether_a_key_is_required(tmp_path):
@@ -399,8 +399,8 @@ def test_the_log_says_whether_a_key_is_required(tmp_path):
         ((), 0, "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"),
         (("a",), 0, "requests need the API key"),
         (("a", "b"), 0, "requests need one of 2 API keys"),
-        ((), 2, "requests need an API key: one of 2 in --api-key-file"),
-        (("a",), 2, "requests need an API key: one of 2 in --api-key-file, or 1 of --api-key"),
+        ((), 2, "requests need one of 2 API keys (2 in --api-key-file)"),
+        (("a",), 2, "requests need one of 3 API keys (2 in --api-key-file)"),
     ):
         assert serve._access_line(keys, in_file) == line
     done = run("serve", "./nowhere", "--port", "0", "--cache-dir", str(tmp_path), API_KEY="a b")
@@ -434,7 +434,7 @@ def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path
     ("arguments", "message"),
     [
         (("./nowhere",), "./nowhere does not exist"),
-        (("CHECKPOINT", "--max-input-length", "65"), "65 is more than the 64 positions"),
+        (("CHECKPOINT", "--max-input-length", "65"), "65 exceeds the 64 positions"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_2(
@@ -453,7 +453,7 @@ def test_what_cannot_be_served_is_one_line_and_status_2(
     ("arguments", "message"),
     [
         (("--max-batch-tokens", "32", "--max-input-length", "64"), "--max-batch-"),
-        (("--default-prompt-name", "no"), "has no prompt 'no': passage, query"),
+        (("--default-prompt-name", "no"), "has no prompt 'no'; it has passage, query"),
         (("--default-prompt", "a", "--default-prompt-name", "b"), "not both"),
         (("--buckets", "nowhere.json"), "--buckets nowhere.json"),
     ],
@@ -594,8 +594,8 @@ def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, c
     done = run("calibrate", str(path), str(texts), str(texts), "--dimensions", "8", *flags)
     assert done.returncode == 0, done.stderr
     file = path / "ranges.json"
-    assert done.stdout == f"{file}: ranges of 6 texts, of vectors of 32, 8 dimensions\n"
-    assert "ranges of 6 texts are narrow" in done.stderr
+    assert done.stdout == f"{file}: ranges of 6 texts, for vectors of 32, 8 dimensions\n"
+    assert "the ranges of 6 texts are narrow" in done.stderr
     flags += ["--model", str(path), "-o", str(tmp_path / "out.npy"), "--output-dtype", "uint8"]
     done = run("embed", str(texts), "--dimensions", "8", *flags)
     assert done.returncode == 0, done.stderr
@@ -625,8 +625,7 @@ def test_an_output_that_a_model_lacks_is_refused_without_its_weights(
     given = [str(tmp_path / one) if "." in one else one for one in arguments]
     given = [str(source) if one == "MODEL" else one for one in given]
     told = refusal(*given, "--cache-dir", str(tmp_path / "cache"))
-    assert f"{source} gives no {output} output, only sparse" in told
-    assert "`jaxembed embed` writes with --outputs sparse" in told
+    assert f"{source} has no {output} output; `jaxembed embed` can write --outputs sparse" in told
     assert not (tmp_path / "cache" / "models").exists()
 
 
@@ -637,7 +636,7 @@ def test_embed_refuses_a_model_that_gives_no_vectors_without_its_weights(tmp_pat
     out, cache = tmp_path / "out.npy", tmp_path / "cache"
     flags = ("--model", str(source), "--cache-dir", str(cache))
     told = refusal("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
-    assert "is a classifier, which gives no vectors" in told
+    assert "is a classifier, which computes no vectors" in told
     assert not out.exists()
     assert not (cache / "models").exists()
 

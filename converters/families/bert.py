@@ -5,11 +5,11 @@ from typing import Any
 
 from converters.family import Family, Fields, Scorer
 from converters.features.terms import masked_lm_function
-from converters.fields import activation_of, refuse_unknown, require
+from converters.fields import activation_of, check_multiple, refuse_unknown, require
 from converters.heads import dense_rules
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.data.spec import Activation, DenseLayer, Pooled, Pooling
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import UnsupportedModel
 
 LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention.self"
@@ -33,11 +33,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     for flag in ("is_decoder", "add_cross_attention", "pruned_heads"):
         if hf.get(flag):
             raise UnsupportedModel(f"{flag}={hf[flag]} is not supported: BERT runs as an encoder")
-    if hf["hidden_size"] % hf["num_attention_heads"]:
-        raise CheckpointError(
-            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
-            f"{hf['num_attention_heads']}"
-        )
+    check_multiple(hf, "hidden_size", "num_attention_heads")
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],

@@ -7,7 +7,7 @@ import numpy as np
 
 from converters.families import bert
 from converters.family import Family
-from converters.fields import activation_of, require
+from converters.fields import activation_of, check_multiple, require
 from converters.weights import Rule, Shape, Tensor, Transform, check_shape, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -57,11 +57,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to DebertaConfig fields. Raises UnsupportedModel and
     CheckpointError."""
     require(hf, bert.REQUIRED)
+    check_multiple(hf, "hidden_size", "num_attention_heads")
     width, heads = hf["hidden_size"], hf["num_attention_heads"]
-    if width % heads:
-        raise CheckpointError(
-            f"hidden_size {width} is not a multiple of num_attention_heads {heads}"
-        )
     # keys by which transformers would make parts of another width
     for key, required in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
         if hf.get(key, required) != required:
@@ -95,9 +92,11 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
             raise UnsupportedModel(f"conv_kernel_size {conv_size} is not supported: it must be odd")
         if hf.get("conv_groups", 1) != 1:
             raise UnsupportedModel(f"conv_groups {hf['conv_groups']} is not supported; known: 1")
-        is_tanh = hf.get("conv_act", "tanh") == "tanh"
-        activation = "tanh" if is_tanh else activation_of(hf, "conv_act")
-        convolution = {"conv_width": conv_size, "conv_activation": activation}
+        activation = hf.get("conv_act", "tanh")
+        convolution = {
+            "conv_width": conv_size,
+            "conv_activation": "tanh" if activation == "tanh" else activation_of(hf, "conv_act"),
+        }
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": width,

@@ -6,7 +6,13 @@ from typing import Any
 
 from converters.families.rope import rope_fields, scaled_positions
 from converters.family import Family, Scorer
-from converters.fields import LOCAL_LAYER, activation_of, layers_of_kind, require
+from converters.fields import (
+    LOCAL_LAYER,
+    activation_of,
+    check_multiple,
+    layers_of_kind,
+    require,
+)
 from converters.heads import parameter_of
 from converters.weights import (
     Rule,
@@ -54,18 +60,14 @@ def decoder_config(
         raise CheckpointError(
             f"heads are {head_width} wide; wanted an even number, to rotate pairs"
         )
-    heads, key_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
-    if heads % key_heads:
-        raise CheckpointError(
-            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}"
-        )
+    check_multiple(hf, "num_attention_heads", "num_key_value_heads")
     rope = rope_fields(hf, head_width) if rope is None else rope
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["hidden_size"],
         "num_layers": hf["num_hidden_layers"],
-        "num_heads": heads,
-        "num_key_heads": key_heads,
+        "num_heads": hf["num_attention_heads"],
+        "num_key_heads": hf["num_key_value_heads"],
         "head_width": head_width,
         "intermediate_size": hf["intermediate_size"],
         "max_positions": scaled_positions(hf, rope["rope_scaling"]),
@@ -81,15 +83,10 @@ def head_width_of(hf: dict[str, Any]) -> int:
     CheckpointError if hidden_size or num_attention_heads is missing, or if their quotient is needed
     and is no whole number."""
     require(hf, ("hidden_size", "num_attention_heads"))
-    width, remainder = divmod(hf["hidden_size"], hf["num_attention_heads"])
     if hf.get("head_dim"):
         return hf["head_dim"]
-    if remainder:
-        raise CheckpointError(
-            f"hidden_size {hf['hidden_size']} is not a multiple of num_attention_heads "
-            f"{hf['num_attention_heads']}"
-        )
-    return width
+    check_multiple(hf, "hidden_size", "num_attention_heads")
+    return hf["hidden_size"] // hf["num_attention_heads"]
 
 
 def is_causal(hf: dict[str, Any], otherwise: bool) -> bool:

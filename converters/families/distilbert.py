@@ -5,9 +5,9 @@ from typing import Any
 from converters.families import bert
 from converters.family import Family, SparseHead
 from converters.features.terms import term_head, transform_layers
-from converters.fields import activation_of, require
+from converters.fields import activation_of, check_multiple, require
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import UnsupportedModel
 
 LAYER = "transformer.layer.{i}"
 SELF = f"{LAYER}.attention"
@@ -24,8 +24,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, REQUIRED)
     if hf.get("pruned_heads"):
         raise UnsupportedModel(f"pruned_heads={hf['pruned_heads']} is not supported")
-    if hf["dim"] % hf["n_heads"]:
-        raise CheckpointError(f"dim {hf['dim']} is not a multiple of n_heads {hf['n_heads']}")
+    check_multiple(hf, "dim", "n_heads")
     return {
         "vocab_size": hf["vocab_size"],
         "hidden_size": hf["dim"],

@@ -24,8 +24,11 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
 
 # The models' own code, which the backbone replaces.
-_ALIBABA = ("modeling.New", "Alibaba-NLP/new-impl--modeling.New")
-_NAMES = (*_ALIBABA, "modeling_hf_alibaba_nlp_gte.Gte")
+_NAMES = (
+    "modeling.New",
+    "Alibaba-NLP/new-impl--modeling.New",
+    "modeling_hf_alibaba_nlp_gte.Gte",
+)
 _MODELS = tuple(f"{name}Model" for name in _NAMES)
 
 LAYER = "encoder.layer.{i}"
@@ -39,8 +42,6 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "logn_attention_scale": (False, None),
 }
 
-NTK = "ntk"
-
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
@@ -48,8 +49,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     architectures = set(hf.get("architectures") or ())
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
-            f"architecture {', '.join(sorted(architectures))} is not supported by itself: tokens "
-            "are not classified"
+            f"architecture {', '.join(sorted(architectures))} is not supported by itself, because "
+            "jaxembed does not classify tokens"
         )
     require(hf, bert.REQUIRED)
     refuse_unless(hf, SWITCHES)
@@ -59,7 +60,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     parameters = rope_parameters(hf)
     if parameters.get("rope_theta", hf.get("rope_theta")) is None:
         raise CheckpointError("config.json lacks rope_theta")
-    is_ntk = parameters.get("rope_type", parameters.get("type")) == NTK
+    is_ntk = parameters.get("rope_type", parameters.get("type")) == "ntk"
     if is_ntk:
         if parameters.get("mixed_b") is not None:
             raise UnsupportedModel(f"rope_scaling.mixed_b {parameters['mixed_b']} is not supported")

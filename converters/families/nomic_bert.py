@@ -64,7 +64,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     if gate is not None and activation != gate_act:
         raise CheckpointError(
             f"config.json: activation_function is {gate!r} and hidden_act {hf['hidden_act']!r}, "
-            "which are one setting"
+            "which must agree"
         )
     # the base of the rotary angles, and how they are scaled
     base, factor = hf.get("rotary_emb_base"), hf.get("rotary_scaling_factor")
@@ -74,7 +74,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     if base is not None and rope["rope_theta"] != base:
         raise CheckpointError(
             f"config.json: rotary_emb_base is {base} and rope_theta {rope['rope_theta']}, which "
-            "are one setting"
+            "must agree"
         )
     if factor is not None:
         # the base grows with the length of a text beyond max_trained_positions; the model's own

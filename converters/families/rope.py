@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from converters.fields import GLOBAL_LAYER, LOCAL_LAYER, refuse_unknown
+from converters.fields import GLOBAL_LAYER, LOCAL_LAYER, given, refuse_unknown
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 # By rope_type: the keys besides rope_type, rope_theta and partial_rotary_factor.
@@ -55,12 +55,8 @@ def rope_fields(
 
 
 def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return rope_scaling, else rope_parameters, else an empty dict. Raises CheckpointError if the
-    value is not a JSON object."""
-    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
-    return parameters
+    """Return rope_scaling, else rope_parameters, else an empty dict."""
+    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
 def rope_by_layers(hf: dict[str, Any]) -> dict[str, Any]:
@@ -78,15 +74,13 @@ def rope_by_layers(hf: dict[str, Any]) -> dict[str, Any]:
 def read_parameters(
     hf: dict[str, Any],
     head_width: int,
-    parameters: Any,
+    parameters: dict[str, Any],
     theta: Any,
     ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return rope_theta and rope_scaling of `parameters`, those of all or of one type of layers.
     `theta` is the base if they have none. All else is as in `rope_fields`."""
-    if not isinstance(parameters, dict):
-        raise CheckpointError(f"rope_parameters are {parameters!r}, wanted a JSON object")
-    rope = {key: value for key, value in parameters.items() if value is not None}
+    rope = given(parameters)
     kind = rope.get("rope_type", rope.get("type", "default"))
     refuse_unknown("rope_type", kind, KEYS)
     known = {"type", "rope_type", "rope_theta", "partial_rotary_factor", *KEYS[kind], *ignored}

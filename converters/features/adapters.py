@@ -15,10 +15,7 @@ import msgspec
 import numpy as np
 
 from converters.family import BuiltIn, TensorRules
-from converters.fields import (
-    ADAPTER_FIELDS,
-    refuse_unknown,
-)
+from converters.fields import ADAPTER_FIELDS, refuse_unknown
 from converters.heads import modules_of, read_layout, read_optional_json, tower_folder
 from converters.outline import AdapterSource, LowRankFactors, Outline
 from converters.weights import (
@@ -29,6 +26,8 @@ from converters.weights import (
     Tensor,
     Transform,
     canonical,
+    check_dtype,
+    check_shape,
     choose,
     expand,
     identity,
@@ -36,7 +35,7 @@ from converters.weights import (
     transpose,
 )
 from jaxembed.data.spec import Adapter
-from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel, counted
 from jaxembed.models import parameter_shapes
 from jaxembed.models.adapters import column_owners
 
@@ -122,19 +121,23 @@ def without_built_in(
     by_adapter: list[dict[str, LowRankFactors]] = [{} for _ in own.names]
     problems = []
     for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", ignored)):
-        down_stack, up_stack = (tensors.get(stem + ending) for ending in endings)
+        stacks = [tensors[stem + ending] for ending in endings if stem + ending in tensors]
         is_table = "embeddings" in stem
         # the axis of the rank in each stack `[adapters, ...]`; those of tables are transposed
-        down_axis, up_axis = (2, 1) if is_table else (1, 2)
-        if not (_is_stack(down_stack, down_axis, own) and _is_stack(up_stack, up_axis, own)):
-            problems.append(f"{stem}: its adapters are not {len(own.names)} of rank {own.rank}")
-            continue
-        assert down_stack is not None
-        assert up_stack is not None
-        for number, factors in enumerate(by_adapter):
-            down, up = (
-                _matrix(stack, number, transposed=is_table) for stack in (down_stack, up_stack)
+        axes = (2, 1) if is_table else (1, 2)
+        fits = len(stacks) == 2 and all(
+            len(stack.shape) == 3
+            and (stack.shape[0], stack.shape[axis]) == (len(own.names), own.rank)
+            for stack, axis in zip(stacks, axes, strict=True)
+        )
+        if not fits:
+            problems.append(
+                f"{stem}: expected stacks of rank {own.rank}, and in each "
+                f"{counted(len(own.names), 'adapter')}"
             )
+            continue
+        for number, factors in enumerate(by_adapter):
+            down, up = (_matrix(stack, number, transposed=is_table) for stack in stacks)
             factors[f"{stem}.weight"] = LowRankFactors(down, up, own.scale)
     if problems:
         raise ConversionError(model, problems)
@@ -142,12 +145,6 @@ def without_built_in(
         AdapterSource(name, factors, {})
         for name, factors in zip(own.names, by_adapter, strict=True)
     ]
-
-
-def _is_stack(tensor: Tensor | None, axis: int, own: BuiltIn) -> bool:
-    """Whether a tensor is there and stacks a matrix for each adapter, with the rank at `axis`."""
-    shape = () if tensor is None else tensor.shape
-    return len(shape) == 3 and shape[0] == len(own.names) and shape[axis] == own.rank
 
 
 def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
@@ -186,7 +183,7 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
         + (
             "a name that PEFT gives it in memory; save the adapter with save_pretrained"
             if _IN_MEMORY.search(tensor.name)
-            else "no partner, or is no part of a low-rank adapter"
+            else "no partner, or is not part of a low-rank adapter"
         )
         for parts in stems.values()
         for tensor in parts.values()
@@ -223,7 +220,9 @@ def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, 
         changed = [name for name in rule.sources if name in source.factors]
         known.update(changed)
         if changed and not _is_adaptable(rule):
-            problems += [f"adapter {source.name}: {name} takes no adapter" for name in changed]
+            problems += [
+                f"adapter {source.name}: {name} cannot take an adapter" for name in changed
+            ]
         elif changed:
             ranks[_layer(rule)] = sum(source.factors[name].rank for name in changed)
     problems += [
@@ -288,16 +287,8 @@ def plan_adapters(
                     (pair.down, (pair.rank, inputs)),
                     (pair.up, (outputs, pair.rank)),
                 ):
-                    if tensor.shape != wanted:
-                        problems.append(
-                            f"{tensor.name}: wanted shape {wanted} for this model, got "
-                            f"{tensor.shape}"
-                        )
-                    if tensor.dtype not in NUMPY_DTYPES:
-                        problems.append(
-                            f"{tensor.name}: wanted one of {', '.join(NUMPY_DTYPES)}, got "
-                            f"{tensor.dtype}"
-                        )
+                    problems += check_shape([tensor], wanted)
+                    problems += check_dtype([tensor], NUMPY_DTYPES)
             steps += _steps(rule, parts, [shape[0] for shape in weight_shapes])
     if problems:
         raise ConversionError(model, problems)
@@ -366,7 +357,7 @@ def _config(name: str, path: Path) -> dict[str, Any]:
             re.compile(pattern)
         except re.error as error:
             raise CheckpointError(
-                f"adapter {name}: alpha_pattern {pattern!r} is no regular expression: {error}"
+                f"adapter {name}: alpha_pattern {pattern!r} is not a regular expression: {error}"
             ) from error
     return config
 

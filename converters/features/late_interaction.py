@@ -194,13 +194,13 @@ def with_interaction(
         if not words.attended and reach is not None and length > reach:
             raise UnsupportedModel(
                 f"{folder}: queries are filled up to {length} tokens that no token attends to, and "
-                f"some layers see {reach} on either side: a filler might see none"
+                f"some layers see only {reach} tokens on either side: a filler might see none"
             )
         token = words.filler or _filler(folder, vocabulary)
         token_id = vocabulary.token_to_id(token)
         if token_id is None:
             raise CheckpointError(
-                f"{folder}: queries are filled up with {token!r}, which is no token of the model"
+                f"{folder}: queries are filled up with {token!r}, which is not a token of the model"
             )
         expansion = Expansion(token_id, length, words.attended)
     interaction = LateInteraction(
@@ -346,10 +346,14 @@ def _length(folder: Path, length: int | None, positions: int | None) -> int:
     if length is None:
         length = heads.token_limit(folder, positions, late=True)
     if length < SHORTEST_TEXT:
-        raise CheckpointError(f"{folder}: a length is {length}, wanted at least {SHORTEST_TEXT}")
+        raise CheckpointError(
+            f"{folder}: the length of queries or documents is {length}, wanted at least "
+            f"{SHORTEST_TEXT}"
+        )
     if positions is not None and length > positions:
         logger.warning(
-            "%s: a length is %d but there are %d positions; inputs end there",
+            "%s: the length of queries or documents is %d, and the model has %d positions; inputs "
+            "are truncated to these",
             folder,
             length,
             positions,

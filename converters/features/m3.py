@@ -51,8 +51,8 @@ def with_token_heads(
     if missing:
         (found,) = {*FILES} - {*missing}
         raise UnsupportedModel(
-            f"the model has {found} and not {missing[0]}, and BGE-M3 has both; add that file, or "
-            f"remove {found} to have dense vectors alone"
+            f"the model has {found} but not {missing[0]}, and BGE-M3 has both; add that file, or "
+            f"remove {found} to get only dense vectors"
         )
     vectors = DenseLayer(in_features=width, out_features=width, activation="identity")
     layout = _with_weights(layout, weight, f"{SPARSE_FILE}/", source / layout.backbone, tokenizer)
@@ -72,11 +72,9 @@ def _with_weights(
     special tokens in _NO_TERMS get no weight. `backbone` is the folder of the tokenizer's config,
     and `tokenizer` the content of tokenizer.json."""
     parsed = Tokenizer.from_str(tokenizer.decode())
-    ids = set()
-    for name, default in _NO_TERMS.items():
-        token = special_token(backbone, name, default)
-        ids.add(None if token is None else parsed.token_to_id(token))
-    head = PerToken((layer,), skipped_ids=tuple(sorted(ids - {None})))
+    tokens = [special_token(backbone, name, default) for name, default in _NO_TERMS.items()]
+    ids = {parsed.token_to_id(token) for token in tokens if token is not None}
+    head = PerToken((layer,), skipped_ids=tuple(sorted(id for id in ids if id is not None)))
     return replace(
         layout,
         heads={**layout.heads, "token_weights": head},

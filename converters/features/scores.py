@@ -14,7 +14,7 @@ from converters.family import Family, Reranker, Scorer
 from converters.fields import lookup
 from converters.heads import MODEL_CONFIG, Layout, read_optional_json
 from jaxembed.data.spec import PairTemplate, ScoreFunction, scoring_heads
-from jaxembed.errors import CheckpointError, UnsupportedModel
+from jaxembed.errors import CheckpointError, UnsupportedModel, counted
 from jaxembed.preprocessing.tokenizer import parse_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ def scores_layout(
         # sentence-transformers uses the default prompt of a cross-encoder as its instruction
         if template is None or not template.takes_instruction:
             raise UnsupportedModel(
-                f"{path}: default prompt {name!r} is not supported: nothing stands before the "
-                "texts of a pair but what a chat template puts there"
+                f"{path}: default prompt {name!r} is not supported: only a chat template can put "
+                "text before a pair"
             )
         template = msgspec.structs.replace(template, instruction=prompt)
     # independent labels have the sigmoid, others the function that the checkpoint names, or softmax
@@ -83,12 +83,14 @@ def scores_layout(
     if len(labels) != 1 and problem != "multi_label_classification":
         if problem == "regression":
             raise UnsupportedModel(
-                f"{source}: problem_type 'regression' with {len(labels)} labels is not supported: "
-                "several values are no scores from 0 to 1; known: one label"
+                f"{source}: problem_type 'regression' with {counted(len(labels), 'label')} is "
+                "not supported, because several values are not scores from 0 to 1; known: one label"
             )
-        said = config.get("activation_fn")
-        said = said or (hf.get("sentence_transformers") or {}).get("activation_fn")
-        said = said or hf.get("sbert_ce_default_activation_function")
+        said = (
+            config.get("activation_fn")
+            or (hf.get("sentence_transformers") or {}).get("activation_fn")
+            or hf.get("sbert_ce_default_activation_function")
+        )
         known = None if said is None else lookup(f"{source}: activation_fn", said, SCORE_FUNCTIONS)
         function = known or "softmax"
     return Layout(
@@ -131,7 +133,7 @@ def reranker_layout(
             )
         if template is None and "message" in heads.modalities(backbone):
             raise UnsupportedModel(
-                f"{backbone}: the chat template takes no query and document; wanted one with the "
+                f"{backbone}: the chat template does not take a query and a document; wanted the "
                 'roles "query" and "document"'
             )
     elif (published := _published(source, name, family)) is not None:
@@ -146,8 +148,8 @@ def reranker_layout(
     else:
         raise UnsupportedModel(
             f"{name} is a language model, and nothing says that it embeds or reranks: an embedder "
-            "has a Pooling in modules.json, a reranker a LogitScore, and Qwen3-Reranker and "
-            "mxbai-rerank have that in their names"
+            "has a Pooling in modules.json, a reranker has a LogitScore there, and Qwen3-Reranker "
+            "and mxbai-rerank are recognised by their names"
         )
     assert family.score_head is not None
     scorer = family.score_head(hf, config, *answers)
@@ -187,9 +189,8 @@ def _published(source: Path, name: str, family: Family) -> Reranker | None:
     if published is None:
         return None
     readme = source / "README.md"
-    names = (Path(name).name, source.name)
     text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
-    named = any(published.name in candidate.lower() for candidate in names)
+    named = any(published.name in one.lower() for one in (Path(name).name, source.name))
     return published if named or published.quote in text else None
 
 

@@ -23,15 +23,22 @@ from tokenizers import Tokenizer
 from converters import heads, weights
 from converters.family import TensorRules
 from converters.features.terms import sparse_layout
-from converters.fields import (
-    CONFIG_FIELDS,
-)
+from converters.fields import CONFIG_FIELDS
 from converters.heads import Layout
 from converters.outline import Options, Outline, spec_of
 from converters.tokenizers import tokenizer
-from converters.weights import NUMPY_DTYPES, Rule, Shape, Tensor, Transform, check_shape, identity
+from converters.weights import (
+    NUMPY_DTYPES,
+    Rule,
+    Shape,
+    Tensor,
+    Transform,
+    check_dtype,
+    check_shape,
+    identity,
+)
 from jaxembed.data.spec import NO_LIMIT, STATIC, NormalizeLayer, Pooled, Vocabulary
-from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
+from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel, counted
 from jaxembed.models.static import TABLE
 
 MODEL2VEC = "model2vec"  # model_type in config.json
@@ -186,7 +193,7 @@ def _folded(names: tuple[str, ...]) -> Transform:
             mapping = by_name["mapping"]
             if mapping.min(initial=0) < 0 or mapping.max(initial=0) >= len(table):
                 raise CheckpointError(
-                    f"mapping has row {mapping.max()}, embeddings only {len(table)} rows"
+                    f"mapping has row {mapping.max()}, embeddings only {counted(len(table), 'row')}"
                 )
             table = table[mapping]
         if "weights" in by_name:
@@ -197,9 +204,7 @@ def _folded(names: tuple[str, ...]) -> Transform:
         # mapping and weights have one value for each token
         problems = check_shape(sources[1:], shape[:1])
         for name, source in zip(names, sources, strict=True):
-            known = INTEGERS if name == "mapping" else VALUES
-            if source.dtype not in known:
-                problems.append(f"{name}: wanted one of {', '.join(known)}, got {source.dtype}")
+            problems += check_dtype([source], INTEGERS if name == "mapping" else VALUES)
         return problems
 
     return Transform(apply, misfits, dtype="float32", takes=(*VALUES, *INTEGERS))
@@ -222,7 +227,7 @@ def _find_terms(folder: Path) -> dict[str, Tensor]:
         path = folder.parent / name
     weight_of = heads.read_optional_json(path)
     if not weight_of:
-        raise CheckpointError(f"{folder}: its weights, {name}, are not there or empty")
+        raise CheckpointError(f"{folder}: the file of its weights, {name}, is missing or empty")
     text = tokenizer.read_tokenizer(folder, lowercase=False, vocab_size=heads.HUGE)  # no limit
     ids = Tokenizer.from_str(text.decode()).get_vocab(with_added_tokens=True)
     values = np.zeros(len(ids), np.float32)  # in the order of the tokens' ids
@@ -234,6 +239,6 @@ def _find_terms(folder: Path) -> dict[str, Tensor]:
                 "number"
             )
         if not 0 <= ids.get(token, -1) < len(values):
-            raise CheckpointError(f"{path}: {token!r} is no token of the tokenizer in {folder}")
+            raise CheckpointError(f"{path}: {token!r} is not a token of the tokenizer in {folder}")
         values[ids[token]] = weight
     return {WEIGHT: Tensor(WEIGHT, "float32", values.shape, partial(np.copy, values))}

@@ -25,11 +25,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE, Unigram
 
-from converters.fields import (
-    CONFIG_FIELDS,
-    TOKENIZER_FIELDS,
-    check_fields,
-)
+from converters.fields import CONFIG_FIELDS, TOKENIZER_FIELDS, check_fields
 from converters.heads import read_optional_json
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -211,8 +207,8 @@ def class_name(folder: Path) -> str | None:
     field tokenizer_class, else implied by model_type. Raises CheckpointError for invalid files."""
     types = {key: CONFIG_FIELDS[key] for key in ("model_type", "tokenizer_class")}
     config = read_optional_json(folder / "config.json", types)
-    named = read_optional_json(folder / "tokenizer_config.json").get("tokenizer_class")
-    name = named or config.get("tokenizer_class")
+    stated = read_optional_json(folder / "tokenizer_config.json")
+    name = stated.get("tokenizer_class") or config.get("tokenizer_class")
     return (
         name.removesuffix("Fast") if name else CLASSES_BY_TYPE.get(config.get("model_type") or "")
     )
@@ -317,8 +313,8 @@ def _read_files(folder: Path) -> TokenizerFiles:
     for name, is_read in (("add_bos_token", family.has_ends), ("legacy", family.has_legacy)):
         if is_read and name not in config:
             raise UnsupportedModel(
-                f"{folder}: tokenizer_config.json lacks {name}, which is true to transformers 4 "
-                f"and false to transformers 5; write there which it is, or {ADVICE}"
+                f"{folder}: tokenizer_config.json lacks {name}, whose default is true in "
+                f"transformers 4 and false in transformers 5; set it there, or {ADVICE}"
             )
     if trainer.model_type not in (UNIGRAM_MODEL, BPE_MODEL) or trainer.treat_whitespace_as_suffix:
         raise UnsupportedModel(
@@ -439,8 +435,8 @@ def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -
         ids = [files.id_of(piece) for piece in processor.encode(prepared)]
         if tokenizer.encode(text).ids != [*ids_before, *ids, *ids_after]:
             raise CheckpointError(
-                f"{files.path}: the tokenizer made of it differs from SentencePiece on {text!r}; "
-                f"{ADVICE}"
+                f"{files.path}: the tokenizer built from it differs from SentencePiece on "
+                f"{text!r}; {ADVICE}"
             )
 
 

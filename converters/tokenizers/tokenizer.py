@@ -66,8 +66,8 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:  # JAX would clamp the id, and use another token's vector
         raise CheckpointError(
-            f"the tokenizer in {folder} has ids up to {largest}, the model only {vocab_size} "
-            "embeddings; remove the added tokens that the model never learnt"
+            f"the tokenizer in {folder} has ids up to {largest}, and the model has only "
+            f"{vocab_size} embeddings; remove the added tokens that the model never learnt"
         )
     do_lower_case = read_optional_json(folder / "tokenizer_config.json").get("do_lower_case")
     for step in _normalizer_steps(json.loads(data).get("normalizer")):
@@ -77,8 +77,8 @@ def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
             and step["lowercase"] != do_lower_case
         ):
             logger.warning(
-                "%s: tokenizer_config.json says do_lower_case=%s, tokenizer.json %s; the latter "
-                "is used",
+                "%s: do_lower_case is %s in tokenizer_config.json and %s in tokenizer.json; the "
+                "latter is used",
                 folder,
                 do_lower_case,
                 step["lowercase"],
@@ -113,7 +113,7 @@ def _build(folder: Path) -> bytes:
     CheckpointError and UnsupportedModel if that is not possible."""
     if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
         raise CheckpointError(f"no tokenizer in {folder}: wanted tokenizer.json or a vocabulary")
-    logger.info("%s has no tokenizer.json: building it", folder)
+    logger.info("%s has no tokenizer.json: building one", folder)
     # transformers reads vocab.* if the class for *.model is unknown
     has_vocab_file = any(folder.glob("vocab.*"))
     if any(folder.glob("*.model")) and (class_name(folder) in FAMILIES or not has_vocab_file):
@@ -144,14 +144,15 @@ def _with_end_token(folder: Path, data: bytes) -> bytes:
     """Return `data`, a tokenizer.json, with an end token after each text if add_eos_token asks for
     it. gte-Qwen2 needs this, because its own code appends the token. Raises CheckpointError if the
     token cannot be appended."""
-    config = read_optional_json(folder / "tokenizer_config.json")
-    if config.get("add_eos_token") is not True:
+    if read_optional_json(folder / "tokenizer_config.json").get("add_eos_token") is not True:
         return data
     token = str(special_token(folder, "eos_token"))
     tokenizer = parse_tokenizer(data, f"the tokenizer in {folder}")
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
-        raise CheckpointError(f"add_eos_token is set in {folder}, and there is no token {token!r}")
+        raise CheckpointError(
+            f"add_eos_token is set in {folder}, and the tokenizer has no token {token!r}"
+        )
     ids = tokenizer.encode("a").ids
     if ids[-1:] == [token_id]:
         return data

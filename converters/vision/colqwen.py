@@ -101,7 +101,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     image = vision_config(vision, kind)
     if image["out_size"] != lm["hidden_size"]:
         raise CheckpointError(
-            f"the tower of images gives {image['out_size']} numbers a token, and the language "
+            f"the image encoder outputs {image['out_size']} numbers per token, and the language "
             f"model takes {lm['hidden_size']}"
         )
     image_id = vlm.get("image_token_id") or IMAGE_PAD_ID
@@ -113,8 +113,8 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     rules = read_rules(processor_fields(source), vision["patch_size"])
     if rules.area is None or rules.merge != vision["spatial_merge_size"]:
         raise CheckpointError(
-            f"{source}: its processor merges {rules.merge} by {rules.merge} patches, and the tower "
-            f"takes {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
+            f"{source}: its image processor merges {rules.merge} by {rules.merge} patches, and its "
+            f"encoder merges {vision['spatial_merge_size']} by {vision['spatial_merge_size']}"
         )
     if page.count(image_id) != 1:
         raise CheckpointError(
@@ -129,7 +129,7 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
     limit, positions = max_tokens(rules), lm["max_positions"]
     if limit > positions:
         raise CheckpointError(
-            f"a page has up to {limit} tokens, and the model positions for {positions}; lower "
+            f"a page has up to {limit} tokens, and the model has {positions} positions; lower "
             "max_pixels in preprocessor_config.json"
         )
     tensors = TensorRules(
@@ -214,7 +214,7 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
         refuse_unknown(name, fields[name], (required,))
     if dim % (4 * fields["num_heads"]):
         raise CheckpointError(
-            f"the tower of images is {dim} wide; wanted a multiple of 4 * num_heads, which is "
+            f"the image encoder is {dim} wide; wanted a multiple of 4 * num_heads, which is "
             f"{4 * fields['num_heads']}, to rotate pairs by row and by column"
         )
     rope = fields.get("rope_parameters") or {}

@@ -171,7 +171,8 @@ def refuse_options(source: Path, options: Options) -> None:
     for flag, is_given in flags.items():
         if is_given:
             raise UnsupportedModel(
-                f"{flag}: {source} is a model of texts and images, which takes none; leave it out"
+                f"{flag}: {source} is a model of texts and images, which does not take it; leave "
+                "it out"
             )
 
 
@@ -187,7 +188,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
         if architecture not in CLASSES[kind]:
             raise UnsupportedModel(
                 f"architecture {architecture!r} of a {kind} model is not supported; known: "
-                f"{', '.join(CLASSES[kind])}, which has a tower of texts and one of images"
+                f"{', '.join(CLASSES[kind])}, which has both an encoder of texts and one of images"
             )
     # the first module holds both halves; only Normalize may follow
     modules = [name for name, _ in listed_modules(source) or ()]
@@ -250,8 +251,8 @@ def _text_half(model: _Source) -> _Parts:
         pad_id = hf.get("pad_token_id") if pad_id is None else pad_id
         if not isinstance(pad_id, int) or not 0 <= pad_id < vocab_size:
             raise CheckpointError(
-                f"{folder} names no token that texts are filled up with: wanted pad_token in "
-                "tokenizer_config.json"
+                f"{folder} does not name the token that texts are padded with: wanted pad_token "
+                "in tokenizer_config.json"
             )
         # texts are padded to this length
         spec["filled"] = Expansion(pad_id, length, attended=True)
@@ -463,7 +464,7 @@ def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
     size = (hf["image_size"], hf["image_size"])
     if rules.made != size:
         raise CheckpointError(
-            f"{folder}: images are brought to {rules.made}, and the tower takes {size}"
+            f"{folder}: the final image size is {rules.made}, and the image encoder takes {size}"
         )
     return rules
 
@@ -476,16 +477,15 @@ def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
     last = tokenizer.encode("a").ids[-1:]
     if last != [wanted]:
         raise CheckpointError(
-            f"the tokenizer in {folder} ends texts with {last}, and the model with {wanted}"
+            f"the tokenizer in {folder} ends texts with the ids {last}, and the model needs "
+            f"{wanted}"
         )
 
 
 def folder_of(source: Path) -> str:
     """Return the model's folder within `source`; "" is `source` itself."""
     listed = listed_modules(source)
-    if listed is not None and listed and listed[0][0] in DUAL_MODULES:
-        return listed[0][1]
-    return ""
+    return listed[0][1] if listed and listed[0][0] in DUAL_MODULES else ""
 
 
 READER = Reader(is_dual, _outlines, lambda source, dense_path: [folder_of(source)])

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from converters.fields import given, lookup
+import msgspec
+
+from converters.fields import PROCESSOR_FIELDS, check_fields, given, lookup
 from jaxembed.data.spec import ImageRules, Resample
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
@@ -43,7 +45,7 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 MAX_AREA = 2**31  # pixels
 MAX_MERGE = 8  # patches on a side of a token
-COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255, "do_resize": True}
+COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255}
 ENDINGS = ("Fast", "Pil")
 MAX_SIDE = 8192  # pixels
 MAX_PATCHES = 8192  # of an image: the longest row of a default grid
@@ -61,18 +63,19 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
         known = ", ".join(f"{name}ImageProcessor" for name in PROCESSOR_DEFAULTS)
         raise UnsupportedModel(f"image processor {full_name!r} is not supported; known: {known}")
     fields = {**COMMON_DEFAULTS, **PROCESSOR_DEFAULTS[processor], **given(config)}
-    for switch, wanted in (("do_rescale", True), ("do_normalize", True), ("do_pad", False)):
+    switches = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pad": False}
+    for switch, wanted in switches.items():
         if fields.get(switch, wanted) is not wanted:
-            raise UnsupportedModel(f"{switch} {fields[switch]!r} of images is not supported")
-    if not fields["do_resize"]:
-        raise UnsupportedModel("do_resize false of images is not supported: sizes would differ")
-    resample = lookup("resample", fields["resample"], RESAMPLE_NAMES)
+            raise UnsupportedModel(
+                f"{switch} {fields[switch]!r} of images is not supported; wanted {wanted}"
+            )
+    check_fields("the image processor's config", fields, PROCESSOR_FIELDS)
     rules = ImageRules(
         patch=patch,
-        resample=resample,
-        rescale=_number("rescale_factor", fields["rescale_factor"]),
-        mean=_per_colour("image_mean", fields["image_mean"]),
-        std=_per_colour("image_std", fields["image_std"]),
+        resample=lookup("resample", fields["resample"], RESAMPLE_NAMES),
+        rescale=float(fields["rescale_factor"]),
+        mean=msgspec.convert(fields["image_mean"], tuple[float, float, float]),
+        std=msgspec.convert(fields["image_std"], tuple[float, float, float]),
         **_resize_fields(fields, processor, patch),
     )
     if not all(rules.std):
@@ -103,7 +106,7 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
     if processor == "Qwen2VL":  # images keep their aspect ratio, in whole tokens within an area
         if fields["do_center_crop"]:
             raise UnsupportedModel(
-                "do_center_crop true of images that keep their shape is unsupported"
+                "do_center_crop true of images that keep their shape is not supported"
             )
         _refuse_other_patches(fields, patch)
         merge = _whole("merge_size", fields["merge_size"], MAX_MERGE)
@@ -123,18 +126,22 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
     size, shortest = _target_size(fields["size"], square=processor != "CLIP")
     crop = _height_and_width("crop_size", fields["crop_size"]) if fields["do_center_crop"] else None
     if crop is None and size is None:
-        raise UnsupportedModel("images that keep their shape are not supported: no centre is cut")
+        raise UnsupportedModel(
+            "images that keep their shape are not supported without do_center_crop"
+        )
     # the crop must fit into every resized image
     if crop is not None and max(crop) > (shortest or min(size or crop)):
-        raise UnsupportedModel(f"images of {size or shortest} are not supported: {crop} is cut out")
+        raise UnsupportedModel(
+            f"images of {size or shortest} are not supported: the crop {crop} is larger"
+        )
     return {"size": size, "shortest": shortest, "crop": crop}
 
 
 def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
     if fields["patch_size"] != patch:
         raise UnsupportedModel(
-            f"patch_size {fields['patch_size']!r} of images is not supported: that of the tower is "
-            f"{patch}"
+            f"patch_size {fields['patch_size']!r} of images is not supported: the image encoder "
+            f"has {patch}"
         )
 
 
@@ -163,17 +170,3 @@ def _whole(name: str, value: Any, maximum: int) -> int:
             f"{name} of images has {value!r}, wanted a whole number from 1 to {maximum}"
         )
     return value
-
-
-def _number(name: str, value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < 1e6:
-        raise CheckpointError(f"{name} of images is {value!r}, wanted a number")
-    return float(value)
-
-
-def _per_colour(name: str, value: Any) -> tuple[float, float, float]:
-    """Return a number for red, green and blue. Raises CheckpointError for other values."""
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise CheckpointError(f"{name} of images is {value!r}, wanted three numbers")
-    red, green, blue = (_number(name, number) for number in value)
-    return red, green, blue

@@ -11,12 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from converters.family import TensorRules
-from converters.fields import (
-    CONFIG_FIELDS,
-    check_fields,
-    given,
-    refuse_unknown,
-)
+from converters.fields import CONFIG_FIELDS, check_fields, given, refuse_unknown
 from converters.heads import Layout, dense_rules, read_optional_json
 from converters.outline import Options, Outline, Reader, spec_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
@@ -51,8 +46,8 @@ def refuse_adapter(folder: Path, base: str) -> None:
     merged = next((model for kind, model in MERGED_MODELS.items() if kind in base.lower()), None)
     if merged is not None:
         raise UnsupportedModel(
-            f"{folder} is an adapter of {base}, which reads pages with its adapter joined; serve "
-            f"one that is, as {merged}"
+            f"{folder} is an adapter of {base}, which embeds pages and needs the adapter merged "
+            f"into it; serve a merged model, such as {merged}"
         )
 
 
@@ -63,11 +58,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     hf = read_optional_json(source / "config.json", CONFIG_FIELDS)
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
-        if architecture not in CLASSES[kind]:
-            raise UnsupportedModel(
-                f"architecture {architecture!r} of a {kind} model is not supported; known: "
-                f"{', '.join(CLASSES[kind])}"
-            )
+        refuse_unknown(f"{kind} architecture", architecture, CLASSES[kind])
     return {"": import_module(PAGE_READERS[kind]).outline(source, hf, options)}, ""
 
 
@@ -155,7 +146,8 @@ class PageTokenizer:
                 token_id for part in (before, text, after) for token_id in self.ids(part)
             ]:
                 raise CheckpointError(
-                    f"the tokenizer in {self._folder} joins texts with what stands around them"
+                    f"the tokenizer in {self._folder} has tokens that span a text and the text "
+                    "around it"
                 )
         framed = Tokenizer.from_str(self._tokenizer.to_str())
         framed.post_processor = TemplateProcessing(  # pyright: ignore

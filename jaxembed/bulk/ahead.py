@@ -29,8 +29,7 @@ def ahead(
             while running:
                 yield running.popleft().result()
         finally:
-            for future in running:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
 
 
 def in_chunks(texts: Iterator[str], size: int) -> Iterator[list[str]]:

@@ -2,6 +2,7 @@
 and other representations, a score, or labels."""
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -21,29 +22,29 @@ class Computation(Protocol):
     """What a job computes for each row."""
 
     @property
+    @abstractmethod
     def source(self) -> RowSource:
         """The kind of rows, and how they are read."""
-        ...
 
     @property
+    @abstractmethod
     def rows_per_call(self) -> int:
         """The number of rows of a call of `compute`."""
-        ...
 
+    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return everything that the result depends on besides the rows, as data for JSON."""
-        ...
 
+    @abstractmethod
     def fields(self) -> list[Any]:
         """Return the Arrow fields of the result: its column names and types."""
-        ...
 
+    @abstractmethod
     def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         """Return an Arrow array for each field, with one element for each row.
 
         Raises InvalidInput, with the `index` of the row if one row is wrong, and BackendError.
         """
-        ...
 
 
 @dataclass(frozen=True)

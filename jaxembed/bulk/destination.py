@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,76 +18,76 @@ from jaxembed.platform.files import PARTIAL, replacing, unfinished
 LOCK = ".lock"
 
 
+@dataclass(frozen=True)
 class LocalFolder:
     """A local folder. Each of its files is written completely or not at all."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    path: Path
 
     def __str__(self) -> str:
-        return str(self._path)
+        return str(self.path)
 
     def names(self) -> list[str]:
         """Return the sorted names of its files, without the lock file."""
-        return sorted(file.name for file in self._path.iterdir() if file.name != LOCK)
+        return sorted(file.name for file in self.path.iterdir() if file.name != LOCK)
 
     def opened(self, name: str) -> Any:
         """Return a context that opens a file for reading. Raises as `sources.opened`."""
-        return opened(str(self._path / name))
+        return opened(str(self.path / name))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         """Yield the path of a local file to write. It becomes the file `name` when the block ends;
         if the block raises, the folder stays as it is."""
-        with replacing(self._path / name) as partial:
+        with replacing(self.path / name) as partial:
             yield partial
             _sync(partial)
-        _sync(self._path)
+        _sync(self.path)
 
     def remove(self, name: str) -> None:
         """Remove the file `name`."""
-        (self._path / name).unlink()
+        (self.path / name).unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder against other processes of this machine, and remove unfinished files of
         killed ones. Raises ConfigError if another process holds the lock."""
         try:
-            with FileLock(self._path / LOCK, timeout=0):
-                for partial in self._path.glob(f".*{PARTIAL}*"):
+            with FileLock(self.path / LOCK, timeout=0):
+                for partial in self.path.glob(f".*{PARTIAL}*"):
                     partial.unlink(missing_ok=True)
                 yield
         except Timeout as error:
-            raise ConfigError(f"{self}: another process is writing here") from error
+            raise ConfigError(f"{self}: another process is writing to this folder") from error
 
 
+@dataclass(frozen=True)
 class StoreFolder:
     """A folder in an object store, with the methods of LocalFolder. A file appears when its upload
     is complete. The methods raise CheckpointError and StoreUnreachable."""
 
-    def __init__(self, url: str):
-        self._url = url
+    url: str
 
     def __str__(self) -> str:
-        return self._url
+        return self.url
 
     def names(self) -> list[str]:
-        if not object_store.has_objects(self._url):
+        if not object_store.has_objects(self.url):
             return []
-        objects = object_store.find_objects(self._url)
-        return sorted(item.url.removeprefix(f"{self._url}/") for item in objects)
+        objects = object_store.find_objects(self.url)
+        return sorted(item.url.removeprefix(f"{self.url}/") for item in objects)
 
     def opened(self, name: str) -> Any:
-        return opened(f"{self._url}/{name}")
+        return opened(f"{self.url}/{name}")
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         with TemporaryDirectory(prefix="jaxembed-") as folder, unfinished(Path(folder)):
             yield Path(folder) / name
-            object_store.write_objects(Path(folder), [name], self._url)
+            object_store.write_objects(Path(folder), [name], self.url)
 
     def remove(self, name: str) -> None:
-        object_store.remove_object(f"{self._url}/{name}")
+        object_store.remove_object(f"{self.url}/{name}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -104,11 +105,11 @@ def destination(out: str, *, make: bool = True) -> Destination:
         return StoreFolder(str(object_store.location(out)))
     path = Path(out)
     if not make and not path.is_dir():
-        raise ConfigError(f"{out}: there is no such folder")
+        raise ConfigError(f"the folder {out} does not exist")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {out}: cannot make this folder: {error.strerror}") from error
+        raise ConfigError(f"--output {out}: cannot create this folder: {error.strerror}") from error
     return LocalFolder(path)
 
 

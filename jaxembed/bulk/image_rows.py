@@ -69,8 +69,8 @@ class _Images(RowSource):
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
         """Raise ConfigError: vectors of images are written as Parquet alone."""
         raise ConfigError(
-            f"--output {output}: vectors of images are written as Parquet, each with its path or "
-            "what --id-column keeps; name a folder"
+            f"--output {output}: vectors of images are written as Parquet files, each vector with "
+            "its path or the value of --id-column; name a folder"
         )
 
     def inputs(self, block: Block) -> list[RowInputs]:
@@ -121,8 +121,8 @@ class _Images(RowSource):
         """Return the spec of the route for images. Raises WrongTask if the model has none."""
         if routes.image is None:
             raise WrongTask(
-                f"{name} takes texts and no images, and the inputs are images; name a model of "
-                "both with --model, such as openai/clip-vit-base-patch32"
+                f"{name} takes only texts, and the inputs are images; choose a model of both with "
+                "--model, such as openai/clip-vit-base-patch32"
             )
         return routes.image
 
@@ -155,11 +155,12 @@ class ImageColumn(_Images):
         for place, block in read_rows(files, columns, start, rows_a_block=IMAGES_A_BLOCK):
             for index, value in enumerate(as_list(block.columns[column])):
                 row = block.sliced(index, index + 1)
-                image: RowImage | BadRow
                 try:
                     if row.bad:
                         raise BadRow(row.bad[0])  # the problem of its only row
-                    image = _image_of(value, column, files[place.file].name, stores)
+                    image: RowImage | BadRow = _image_of(
+                        value, column, files[place.file].name, stores
+                    )
                 except BadRow as problem:
                     image = problem
                 yield Place(place.file, place.row + index), _block(row.columns, image, row.share)
@@ -289,14 +290,14 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
     if not object_store.is_url(path, of_data=True):  # a path, relative to the folder of `file`
         if "://" in path:
             raise BadRow(
-                f"has {excerpt(path)}, and no such URL is fetched; wanted a path, a data URI or a "
-                "URL of s3://, gs:// or hf://"
+                f"has {excerpt(path)}, a URL that cannot be fetched; expected a path, a data URI "
+                "or a URL of s3://, gs:// or hf://"
             )
         scheme, _, place = file.partition("://")
         if not object_store.is_url(file, of_data=True):
             path = str(Path(file).parent / path)
         elif path.startswith("/"):
-            raise BadRow(f"has {excerpt(path)}, a path of a machine, in a file of {scheme}://")
+            raise BadRow(f"has {excerpt(path)}, a local path, in a file of {scheme}://")
         else:
             joined = posixpath.join(posixpath.dirname(place), path)
             path = f"{scheme}://{posixpath.normpath(joined)}"
@@ -313,7 +314,7 @@ def _read_whole(name: str, stores: dict[str, Any], prefix: str = "") -> bytes:
     """
     is_url = object_store.is_url(name, of_data=True)
     if prefix and not is_url and not os.path.isfile(name):  # Path.is_file raises for long names
-        raise BadRow(f"{prefix}is no file: {excerpt(name)}")
+        raise BadRow(f"{prefix}is not a file: {excerpt(name)}")
     context = opened(name)
     if is_url:
         scheme = name.partition("://")[0]
@@ -323,14 +324,12 @@ def _read_whole(name: str, stores: dict[str, Any], prefix: str = "") -> bytes:
     try:
         with context as file:
             data = file.read(MAX_FILE_BYTES + 1)
-    except StoreUnreachable:  # a CheckpointError that is no fault of the row
-        raise
     except CheckpointError as error:
-        if not prefix:
+        if not prefix or isinstance(error, StoreUnreachable):  # the row is not at fault
             raise
-        raise BadRow(f"{prefix}is not there or not to be read: {error}") from None
+        raise BadRow(f"{prefix}is missing or cannot be read: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
     if len(data) > MAX_FILE_BYTES:
-        raise BadRow(f"{prefix}has more than {MAX_FILE_BYTES} bytes, the most that is read")
+        raise BadRow(f"{prefix}has more than {MAX_FILE_BYTES} bytes, which is the limit")
     return data

@@ -177,7 +177,7 @@ def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]
             footer = msgspec.json.decode(source.metadata.metadata[FOOTER], type=Footer)
         except (arrow().ArrowInvalid, KeyError, TypeError, msgspec.DecodeError, OSError) as error:
             raise ConfigError(
-                f"{folder}: {name} is no part of a job: {error}; remove it and run again"
+                f"{folder}: {name} is not a part of a job: {error}; remove it and run again"
             ) from error
         yield source, footer
 
@@ -216,8 +216,8 @@ def refuse_others(folder: Destination) -> None:
     names = folder.names()
     if names and JOB not in names:
         raise ConfigError(
-            f"--output {folder}: this folder has files and no {JOB}: it is of no job to go on "
-            f"with. Choose a new one. Found: {', '.join(names[:3])}"
+            f"--output {folder}: this folder has files but no {JOB}, so it does not belong to a "
+            f"job that can be continued. Choose a new folder. Found: {', '.join(names[:3])}"
         )
 
 
@@ -234,14 +234,11 @@ def begin(job: BulkJob, folder: Destination) -> None:
             return
         more = len(differences) - MAX_DIFFERENCES
         lines = differences[:MAX_DIFFERENCES] + [f"and {more} more"] * (more > 0)
-        anew = (
-            ""
-            if finished_parts(folder)
-            else (f", or remove {JOB} to begin anew: no part of that job is finished")
-        )
+        again = f", or remove {JOB} to start again: no part of that job is finished"
         raise ConfigError(
-            f"--output {folder}: a job was begun there with another input or other options. "
-            f"Go on with those, or choose another folder{anew}:\n  " + "\n  ".join(lines)
+            f"--output {folder}: a job with other inputs or options was started there. Continue "
+            f"with those, or choose another folder{'' if finished_parts(folder) else again}:\n  "
+            + "\n  ".join(lines)
         )
     try:
         content = msgspec.json.format(msgspec.json.encode(job, order="sorted"), indent=1)
@@ -268,7 +265,7 @@ def read_job(folder: Destination) -> BulkJob:
         with folder.opened(JOB) as file:
             return msgspec.json.decode(file.read(), type=BulkJob)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{folder}: {JOB} is not that of a job: {error}") from error
+        raise ConfigError(f"{folder}: {JOB} does not describe a job: {error}") from error
 
 
 def _digest(value: Any) -> str:
@@ -287,9 +284,9 @@ def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
         for name in sorted(before.keys() | now.keys()):
             inner_path = f"{path}.{name}" if path else str(name)
             if name not in before:
-                yield f"{_with_option(inner_path)}: not there before, now {shown(now[name])}"
+                yield f"{_with_option(inner_path)}: missing before, now {shown(now[name])}"
             elif name not in now:
-                yield f"{_with_option(inner_path)}: {shown(before[name])} before, not there now"
+                yield f"{_with_option(inner_path)}: {shown(before[name])} before, missing now"
             else:
                 yield from _differences(before[name], now[name], inner_path)
     elif before != now:
@@ -320,11 +317,10 @@ class EarlierResults:
         self._names = [field.name for field in fields]
         if read_job(folder).of_texts != of_texts:
             raise ConfigError(
-                f"--reuse {folder}: its results are of another model or of other options; its "
-                "_job.json has them under `computation`"
+                f"--reuse {folder}: its results come from another model or other options; its "
+                f"{JOB} has them under `computation`"
             )
-        # for each row group: its digests as uint64 [n, 2], its index in _groups, and row indices
-        digests, groups, rows = [], [], []
+        digests: list[np.ndarray] = []  # of each row group, as uint64 [n, 2]
         self._groups: list[tuple[int, int]] = []  # part, row group
         for part in finished_parts(folder):
             with reading_part(folder, part) as (source, _):
@@ -333,17 +329,17 @@ class EarlierResults:
                     # the column may be a slice of its buffer: find its bytes
                     first, size = column.offset * DIGEST_BYTES, len(column) * DIGEST_BYTES
                     flat = np.frombuffer(column.buffers()[1], np.uint8)[first : first + size]
-                    in_group = flat.copy().view(np.uint64).reshape(-1, 2)
-                    digests.append(in_group)
-                    groups.append(np.full(len(in_group), len(self._groups), np.int32))
-                    rows.append(np.arange(len(in_group), dtype=np.int32))
+                    digests.append(flat.copy().view(np.uint64).reshape(-1, 2))
                     self._groups.append((part, group))
         unsorted = np.concatenate([np.zeros((0, 2), np.uint64), *digests])
         # sorted by the first half of a digest, then by the second, for `find`
         order = np.lexsort((unsorted[:, 1], unsorted[:, 0]))
         self._digests = unsorted[order]
-        self._group_of = np.concatenate([np.zeros(0, np.int32), *groups])[order]
-        self._row_of = np.concatenate([np.zeros(0, np.int32), *rows])[order]
+        # of each digest: the index of its group in _groups, and of its row in the group
+        sizes = np.array([len(in_group) for in_group in digests], np.int64)
+        self._group_of = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)[order]
+        rows = [np.arange(size, dtype=np.int32) for size in (0, *sizes)]
+        self._row_of = np.concatenate(rows)[order]
         self._read = lru_cache(GROUPS_KEPT)(self._read_group)
 
     def find(self, digests: Sequence[bytes]) -> np.ndarray:

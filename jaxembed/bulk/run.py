@@ -30,7 +30,7 @@ from jaxembed.bulk.job import (
 )
 from jaxembed.bulk.row_source import DIGEST_BYTES, RowInputs, RowStream
 from jaxembed.bulk.sources import STANDARD_INPUT, START, Block, Place, arrow, row_name
-from jaxembed.errors import ConfigError, InputTooLong, InvalidInput
+from jaxembed.errors import ConfigError, InputTooLong, InvalidInput, counted
 from jaxembed.platform import object_store
 
 logger = logging.getLogger(__name__)
@@ -103,12 +103,12 @@ def run_job(
     the errors of the computation and of object stores.
     """
     if STANDARD_INPUT in rows.inputs:
-        raise ConfigError("standard input cannot be read again by a job that goes on; name a file")
+        raise ConfigError("a job that continues cannot read standard input again; name a file")
     for name in rows.inputs:
         if _is_inside(out, name):
             raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
     if reuse is not None and _is_inside(out, reuse) and _is_inside(reuse, out):
-        raise ConfigError(f"--output {out} is the folder of --reuse, too; choose another one")
+        raise ConfigError(f"--output {out} is also the folder of --reuse; choose another one")
     source = computation.source
     files = source.files(rows.inputs)
     folder = destination(out)
@@ -139,12 +139,13 @@ def run_job(
             raise
         except OSError as error:
             raise ConfigError(
-                f"cannot write {folder}: {error}; finished parts stay: run the same command again"
+                f"cannot write {folder}: {error}; finished parts are kept: run the same command "
+                "again"
             ) from error
         if source.files(rows.inputs) != files:
             raise ConfigError(
-                f"the input changed while it was read: {folder} is of no one state of it; choose "
-                "another folder"
+                f"the input changed while it was read, so that {folder} mixes two versions of it; "
+                "choose another folder"
             )
         running.complete()
     return running.summary
@@ -176,7 +177,7 @@ class _Run:
         self._finished = set(finished_parts(self.folder))
         self.summary = Summary(parts_from_before=len(self._finished))
         if self._finished:
-            logger.info("%d parts are there: going on after them", len(self._finished))
+            logger.info("continuing after %s", counted(len(self._finished), "finished part"))
 
     def run(self, on_progress: Callable[[JobProgress], object]) -> None:
         """Write all missing parts. A thread finishes each part while the next one is computed."""
@@ -234,7 +235,7 @@ class _Run:
                 footer = read_footer(self.folder, part)
                 if footer.job != self._digest or footer.part != part:
                     raise ConfigError(
-                        f"{self.folder}: {PART.format(part)} is of another job; remove it"
+                        f"{self.folder}: {PART.format(part)} belongs to another job; remove it"
                     )
                 self.footers[part] = footer
                 place, stream = footer.end, None
@@ -329,7 +330,7 @@ class _Run:
                 if isinstance(error, InputTooLong):  # name the flag of the commands
                     problem = (
                         f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true "
-                        "cuts it"
+                        "truncates it"
                     )
                 wrong = int(new[error.index])
                 skipped.append(self._skip(chunk.numbers[wrong], *chunk.places[wrong], problem))
@@ -373,7 +374,7 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
     if whole is not None:
         return whole, {}
     bad = {
-        index: f"has {value!r:.60} as `{name}`, and the column is of {kind}"
+        index: f"has {value!r:.60} as `{name}`, and the column has the type {kind}"
         for index, value in enumerate(values)
         if _as_is([value], kind) is None
     }

@@ -13,11 +13,12 @@ import re
 import stat
 import sys
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from jaxembed.errors import ConfigError, InvalidInput
+from jaxembed.errors import ConfigError, InvalidInput, counted
 from jaxembed.memory import MIB
 from jaxembed.platform import object_store
 from jaxembed.platform.extras import require
@@ -154,7 +155,7 @@ def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
 def problem_of(text: Any, column: str) -> str | None:
     """Return what is wrong with a text of a column, as messages put it after the row; or None."""
     if text is None:
-        return f"has no `{column}`, or null (options such as --text-column name columns)"
+        return f"has no value for `{column}` (options such as --text-column name the columns)"
     if not isinstance(text, str):
         return f"has `{column}` of type {type(text).__name__}; wanted a string"
     return None if text else "is empty: there is nothing to embed"
@@ -202,7 +203,7 @@ def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]
             if common and common[name] != kind:
                 raise ConfigError(
                     f"{file.name}: column `{name}` is {kind}, and {common[name]} in {first}; "
-                    "a column has one type in all files"
+                    "a column must have the same type in all files"
                 )
         common, first = common or types, first or file.name
     return common
@@ -286,8 +287,11 @@ def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
             files = [file for file in objects if _is_data(file.name.removeprefix(base), suffixes)]
             files.sort(key=lambda file: file.name)
     elif path.is_dir():
-        inside = [file for file in path.rglob("*") if not file.is_dir()]
-        data = [file for file in inside if _is_data(str(file.relative_to(path)), suffixes)]
+        data = [
+            file
+            for file in path.rglob("*")
+            if not file.is_dir() and _is_data(str(file.relative_to(path)), suffixes)
+        ]
         files = [_local(file, suffixes) for file in sorted(data)]
     elif not path.exists() and WILD.intersection(name):
         matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
@@ -296,7 +300,9 @@ def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
     else:
         files = [_local(path, suffixes)]
     if not files:
-        raise ConfigError(f"{name}: there is no file of rows; they end in {_endings(suffixes)}")
+        raise ConfigError(
+            f"{name}: there are no input files; expected names that end in {_endings(suffixes)}"
+        )
     return files
 
 
@@ -315,7 +321,9 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for its writer
-        raise ConfigError(f"{path} is no regular file; what a program writes is read as -")
+        raise ConfigError(
+            f"{path} is not a regular file; to read what a program writes, give - as the input"
+        )
     return InputFile(str(path), status.st_size, str(status.st_mtime_ns))
 
 
@@ -326,7 +334,8 @@ def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
     suffix = next((end for end in suffixes if name.lower().endswith(end)), None)
     if suffix is None:
         raise ConfigError(
-            f"{name}: wanted a file that ends in {_endings(suffixes)}, or - for lines"
+            f"{name}: expected a file that ends in {_endings(suffixes)}, or - for lines of text on "
+            "standard input"
         )
     return suffix.removesuffix(COMPRESSED)
 
@@ -370,7 +379,7 @@ def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
 
 def _check_length(size: int) -> None:
     if size > LINE_BYTES:
-        raise BadRow(f"has over {LINE_BYTES} bytes, which is the limit; divide it")
+        raise BadRow(f"has over {LINE_BYTES} bytes, which is the limit; split it")
 
 
 def _next_rows(rows: Iterator[Any], count: int) -> list[Any]:
@@ -453,7 +462,7 @@ def _read_jsonl(
             return values
         if isinstance(value, str):
             return [value, *[None] * (len(columns) - 1)]
-        raise BadRow(f"is no string, and no object with a string `{columns[0]}`")
+        raise BadRow(f"is neither a string nor an object with a string `{columns[0]}`")
 
     return _blocks(islice(_lines(file, name), skip, None), parse, columns, file, rows_a_block)
 
@@ -469,12 +478,12 @@ def _shortened(line: bytes, columns: Columns) -> bytes:
     try:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise BadRow("is a long line that is no JSON object, or not valid JSON") from None
+        raise BadRow("is a long line, and not a valid JSON object") from None
     kept = {column: fields[column] for column in columns if column in fields}
     for column, value in kept.items():
         size = len(value)
         if size > AT_ONCE and memoryview(value)[:1] != b'"':
-            raise BadRow(f"has `{column}` of {size} bytes of JSON; only a string may be so long")
+            raise BadRow(f"has `{column}` of {size} bytes of JSON; only a string may be that long")
     return msgspec.json.encode(kept)
 
 
@@ -488,14 +497,12 @@ def _read_csv(
 
     def parse(row: list[str]) -> Sequence[str]:
         if len(row) != len(header):
-            raise BadRow(f"has {len(row)} fields, and the header has {len(header)}")
+            raise BadRow(f"has {counted(len(row), 'field')}, and the header has {len(header)}")
         values = [row[index] for index in indices]
-        # bytes that are not UTF-8 are surrogates here, which are not printable
-        if not "".join(values).isprintable():
-            try:
-                "".join(values).encode()
-            except UnicodeEncodeError:
-                raise BadRow("is not UTF-8") from None
+        try:  # bytes that are not UTF-8 are surrogates here, which cannot be encoded
+            "".join(values).encode()
+        except UnicodeEncodeError:
+            raise BadRow("is not UTF-8") from None
         return values
 
     return _blocks(islice(rows, skip, None), parse, columns, file, rows_a_block)
@@ -546,20 +553,17 @@ def _read_parquet(
         options = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
         source = pq.ParquetFile(file, **options)
     _column_indices(columns, source.schema_arrow.names, name)  # raises unless each is there once
-    total_rows, next_row, groups = source.metadata.num_rows, 0, []
-    for group in range(source.metadata.num_row_groups):
-        count = source.metadata.row_group(group).num_rows
-        if not groups and next_row + count <= skip:
-            next_row += count  # the group is not read
-        else:
-            groups.append(group)
+    metadata, num_groups = source.metadata, source.metadata.num_row_groups
+    sizes = (metadata.row_group(group).num_rows for group in range(num_groups))
+    starts = [0, *accumulate(sizes)]  # the first row of each group, and the number of all rows
+    first = bisect_right(starts, skip) - 1  # the group that has row `skip`
     batches = source.iter_batches(
         rows_a_block,
-        row_groups=groups,
+        row_groups=list(range(first, num_groups)),
         columns=list(columns),
         use_threads=not are_large,  # threads read ahead
     )
-    return _arrow_blocks(batches, name, columns, skip, rows_a_block, next_row, total_rows)
+    return _arrow_blocks(batches, name, columns, skip, rows_a_block, starts[first], starts[-1])
 
 
 def _arrow_blocks(
@@ -640,8 +644,11 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
     pa, suffix = arrow(), _suffix(name)
     if suffix in BINARY:
         with _reading(name):
-            schema = parquet().read_schema(file) if suffix == ".parquet" else None
-        schema = schema or _arrow_file(file, name).schema
+            schema = (
+                parquet().read_schema(file)
+                if suffix == ".parquet"
+                else _arrow_file(file, name).schema
+            )
         _column_indices(columns, schema.names, name)  # raises unless each is there once
         return {column: _plain_type(schema.field(column).type) for column in columns}
     if suffix not in (".jsonl", ".ndjson"):

@@ -31,8 +31,8 @@ def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None
     check_output(out, "--output", [".npy", ".jsonl"])  # raises for another folder or suffix
     if out.suffix == ".npy" and tuple(outputs) != DENSE:
         raise ConfigError(
-            f"--output {out}: .npy holds dense vectors alone, and --outputs has "
-            f"{', '.join(outputs)}; write .jsonl"
+            f"--output {out}: a .npy file holds only dense vectors, and --outputs has "
+            f"{', '.join(outputs)}; write a .jsonl file"
         )
 
 
@@ -133,7 +133,7 @@ def measure_ranges(
         on_progress(len(vectors))
     if count < FEWEST_TEXTS:
         raise ConfigError(
-            f"ranges need {FEWEST_TEXTS} texts, better {ENOUGH_TEXTS}. Given: {count}"
+            f"ranges need at least {FEWEST_TEXTS} texts, better {ENOUGH_TEXTS}; got {count}"
         )
     content_hash = embedder.model.routes[kinds[0].route].spec.content_hash
     return [

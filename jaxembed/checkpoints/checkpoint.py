@@ -41,7 +41,7 @@ from jaxembed.data.spec import (
     Task,
     scoring_heads,
 )
-from jaxembed.errors import CheckpointError
+from jaxembed.errors import CheckpointError, counted
 from jaxembed.platform.files import DISK_FULL, PARTIAL, unfinished
 
 MANIFEST = "manifest.json"
@@ -97,8 +97,8 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
                 altered = [key for key in names if _digest(key, arrays[key].read()) != digests[key]]
             if altered:
                 raise CheckpointError(
-                    f"{folder} reads back other values of {', '.join(altered)} than were written; "
-                    "check the disk and the memory of this machine"
+                    f"{folder}: the values that were read back differ from those that were written "
+                    f"for {', '.join(altered)}; check the disk and the memory of this machine"
                 )
             memory.trim()
         spec = msgspec.structs.replace(
@@ -160,10 +160,9 @@ def load_spec(path: Path) -> ModelSpec:
     """
     raw, header = _manifest(path)
     if header.routes is not None:
-        names = ", ".join(map(str, header.routes))
         raise CheckpointError(
-            f"{path} has several routes, and one is wanted: give {path / ROUTE_FOLDERS}/NAME, of "
-            f"{names}"
+            f"{path} has several routes, but one is needed: give {path / ROUTE_FOLDERS}/NAME with "
+            f"one of the names {', '.join(map(str, header.routes))}"
         )
     with _decoding(path):
         if header.format_version < HEADS_SINCE:
@@ -185,7 +184,7 @@ def _manifest(path: Path) -> tuple[bytes, "_Header"]:
                 f"{path} is a checkpoint of format {header.format_version}, written by "
                 f"{header.written_by or 'a newer jaxembed'}; this is {_this_version()}, which "
                 f"reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert the model "
-                "again with this one"
+                "again with this version"
             )
     return raw, header
 
@@ -234,8 +233,8 @@ def stream_params(
     dtypes = sorted({str(array.dtype) for array in stored.values()})
     if spec.dtype not in dtypes:
         raise CheckpointError(
-            f"{path}: the manifest says {spec.dtype}, the parameters are "
-            f"{', '.join(dtypes) or 'not there'}; convert the model again"
+            f"{path}: the manifest says {spec.dtype}, but the parameters are "
+            f"{', '.join(dtypes) or 'missing'}; convert the model again"
         )
     if check is not None:
         check(stored)
@@ -262,16 +261,18 @@ def verify(path: Path) -> int:
     actual = _file_digests(path)
     differences = {name: f"is not in {DIGESTS}" for name in actual.keys() - expected.keys()}
     differences |= {name: "is missing" for name in expected.keys() - actual.keys()}
-    for name in actual.keys() & expected.keys():
-        if actual[name] != expected[name]:
-            differences[name] = f"its SHA-256 is {actual[name]}, not {expected[name]}"
+    differences |= {
+        name: f"its SHA-256 is {actual[name]}, not {expected[name]}"
+        for name in actual.keys() & expected.keys()
+        if actual[name] != expected[name]
+    }
     problems = [f"{name}: {difference}" for name, difference in sorted(differences.items())]
     if _digest_lines(expected) != text:
-        problems.append(f"{DIGESTS}: not a list of digests in order, as it was written")
+        problems.append(f"{DIGESTS}: is not a sorted list of digests, as jaxembed writes it")
     if problems:
-        lines = "\n  ".join(problems)
         raise CheckpointError(
-            f"{path} is damaged: {len(problems)} problem(s); convert the model again\n  {lines}"
+            f"{path} is damaged: {counted(len(problems), 'problem')}; convert the model again\n  "
+            + "\n  ".join(problems)
         )
     return len(actual)
 
@@ -299,7 +300,7 @@ def verify_values(path: Path) -> None:
         found = _content_hash(digests, tokenizer)
         if found != spec.content_hash:
             raise CheckpointError(
-                f"{folder} holds other values than its {MANIFEST} says: their hash is {found}, not "
+                f"the values in {folder} do not match its {MANIFEST}: their hash is {found}, not "
                 f"{spec.content_hash}; convert the model again"
             )
 
@@ -310,15 +311,14 @@ def tokenizer_path(path: Path) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder looks like a converted checkpoint, of any format version."""
-    has_content = (path / PARAMETERS).is_dir() or (path / ROUTE_FOLDERS).is_dir()
-    return (path / MANIFEST).is_file() and has_content
+    return (path / MANIFEST).is_file() and (
+        (path / PARAMETERS).is_dir() or (path / ROUTE_FOLDERS).is_dir()
+    )
 
 
 def refuse_occupied(path: Path) -> None:
     """Raise CheckpointError unless `path` is free or an empty directory."""
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already; name another directory or remove it")
 
 
@@ -327,9 +327,9 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
     if error.errno in DISK_FULL:
         return CheckpointError(
             f"cannot write the converted checkpoint in {path.parent}: {error.strerror}; free some "
-            "or set --cache-dir (of `jaxembed convert`, OUT) to another disk"
+            "space, or set --cache-dir (for `jaxembed convert`, OUT) to a directory on another disk"
         )
-    return CheckpointError(f"cannot make {path}: {error}")
+    return CheckpointError(f"cannot create {path}: {error}")
 
 
 def discard_partial(path: Path) -> None:
@@ -503,14 +503,13 @@ def stored_arrays(folder: Path) -> dict[str, StoredArray]:
 
     base = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
     keys = tensorstore.KvStore.open(base).result().list().result()
-    members = [PurePosixPath(key.decode()) for key in keys]
     # TensorStore opens the array NAME by a spec; its metadata file is NAME/.zarray, for example.
     specs = {
         str(member.parent): {
             "driver": MEMBERS[member.name],
             "kvstore": base | {"path": f"{member.parent}/"},
         }
-        for member in members
+        for member in (PurePosixPath(key.decode()) for key in keys)
         if member.name in MEMBERS
     }
     if not specs:

@@ -58,7 +58,7 @@ NEVER_FETCHED = [
     "*.onnx_data",
     "*.h5",
     "*.msgpack",
-    "*.ot",
+    "*.ot",  # codespell:ignore
     "*.gguf",
 ]
 WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second if there is no first
@@ -103,11 +103,11 @@ def resolve(source: ModelSource) -> Path:
     if source.is_stored:
         source.refuse_choices(source.name)
         origin, stored = _ask_store(source)
-        if stored is not None:  # copied unless it is in the cache
-            copy = partial(stored_checkpoint.copy, stored)
-            return _checked_converted(_cached(origin, source.cache_dir, copy), source)
-        entry = _place(origin, source.cache_dir)
-        _remove_unused(origin, entry)
+        if stored is None:
+            entry = _place(origin, source.cache_dir)
+            _remove_unused(origin, entry)
+        else:  # copied unless it is in the cache
+            entry = _cached(origin, source.cache_dir, partial(stored_checkpoint.copy, stored))
         return _checked_converted(entry, source)
     if _is_converted(source):
         return _checked_converted(source.folder, source)
@@ -133,9 +133,7 @@ def describe_model(source: ModelSource) -> Routes:
         return checkpoint.load_routes(_checked_converted(source.folder, source))
     folder = _source_folder(source)
     entry = _place(folder, source.cache_dir)
-    if _is_current(entry, folder):
-        return checkpoint.load_routes(entry)
-    return _outline(folder)
+    return checkpoint.load_routes(entry) if _is_current(entry, folder) else _outline(folder)
 
 
 def verify_files(source: ModelSource) -> int:
@@ -180,7 +178,7 @@ def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     with tempfile.TemporaryDirectory() as temporary:
         spec = _converted(folder, Path(temporary) / "checkpoint")
         pinned = stored_checkpoint.publish(Path(temporary) / "checkpoint", where.url)
-    logger.info("%s names this content, whatever is there later", pinned)
+    logger.info("%s identifies this content, even if the checkpoint is replaced later", pinned)
     return spec
 
 
@@ -199,8 +197,8 @@ def fetch_source(source: ModelSource) -> SourceFolder:
         made_from = checkpoint.load_routes(source.folder).main.source
     if made_from is not None:
         raise CheckpointError(
-            f"{source.name} is a converted checkpoint, which other libraries cannot read; give "
-            f"what it was made from, {made_from}"
+            f"{source.name} is a converted checkpoint, which other libraries cannot read; give the "
+            f"model that it was converted from, {made_from}"
         )
     folder = _source_folder(replace(source, dense_path=None, adapters={}, pooling=None))
     folder.prepare()
@@ -214,7 +212,8 @@ def _source_folder(source: ModelSource) -> SourceFolder:
     if source.is_path:
         if source.revision is not None:
             raise CheckpointError(
-                f"revision {source.revision!r} was asked of {source.name}, a directory"
+                f"{source.name} is a directory, which has no revisions; leave out the revision "
+                f"{source.revision!r}"
             )
         folder = source.folder
     elif source.name == DEFAULT_MODEL and source.revision is None:
@@ -222,7 +221,7 @@ def _source_folder(source: ModelSource) -> SourceFolder:
         # imported, because that would import torch.
         package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
         locations = (package and package.submodule_search_locations) or ()
-        candidates = [Path(location) / "model" for location in locations]
+        candidates = (Path(location, "model") for location in locations)
         folder = next((path for path in candidates if (path / "config.json").is_file()), None)
     if folder is not None:  # a new fingerprint if the name, size or time of a file changes
         key, fingerprint = _identity(source, str(folder), _files(folder))
@@ -245,7 +244,12 @@ def _source_folder(source: ModelSource) -> SourceFolder:
         _outline(made)  # raises for such a model, before gigabytes are downloaded
         started = time.monotonic()
         fetch(_converters().weight_folders(snapshot, source.dense_path))
-        logger.info("%s (%s) is here after %.1f s", made.name, commit, time.monotonic() - started)
+        logger.info(
+            "the files of %s (%s) are complete after %.1f s",
+            made.name,
+            commit,
+            time.monotonic() - started,
+        )
 
     key, fingerprint = _identity(source, place=commit, content=commit)
     made = SourceFolder(source.name, key, fingerprint, source, snapshot, commit, prepare, fetch)
@@ -277,14 +281,14 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
     if source.offline:
         if cached is None:
             raise CheckpointError(f"{name} is not copied yet and --offline is set")
-        logger.info("%s: what is there now was not asked for; the copy in the cache is used", name)
+        logger.info("%s: using the copy in the cache, because --offline is set", name)
         return cached, None
     try:
         stored = stored_checkpoint.published(where)
     except StoreUnreachable as error:
         if cached is None:
             raise
-        logger.warning("%s; the copy of %s in the cache is used", error, name)
+        logger.warning("%s; using the copy of %s in the cache", error, name)
         return cached, None
     return Origin(name, key, stored.digest), stored
 
@@ -296,13 +300,13 @@ def _checked_converted(folder: Path, source: ModelSource) -> Path:
     source.refuse_choices(folder)
     if source.is_splade and spec.primary != "sparse":
         raise CheckpointError(
-            f"{folder} is converted already, and not for weights of terms; give --pooling splade "
+            f"{folder} is converted already, and not for sparse embeddings; give --pooling splade "
             "when converting its source"
         )
     if spec.task == "rerank" and checkpoint.lacks_token_types(folder):
         logger.warning(
-            "%s was converted by a version that gave every reranker the tokenizer's types, which "
-            "some are trained without; convert the model again to be sure of its scores",
+            "%s was converted by a version that gave every reranker token types, although some "
+            "rerankers are trained without them; convert the model again to be sure of its scores",
             folder,
         )
     return folder
@@ -377,13 +381,14 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
         ) from error
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{at} asks for consent on the hub, and a token that has it"
+            f"{at} is gated; accept its conditions on the hub, and set --hf-token (HF_TOKEN) to a "
+            "token of the account that did"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{name} has no revision {revision!r} on the hub") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{name} is not on the hub, or is private and wants a token"
+            f"{name} is not on the hub, or is private and needs a token"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if offline or constants.HF_HUB_OFFLINE:
@@ -419,19 +424,19 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
             make_private(entry.parent)
         except OSError as error:
             raise CheckpointError(
-                f"cannot make the cache {entry.parent}: {error.strerror}; name another one or "
-                "convert the model beforehand"
+                f"cannot create the cache directory {entry.parent}: {error.strerror}; set "
+                "--cache-dir to another one, or convert the model beforehand"
             ) from error
         if not os.access(entry.parent, os.W_OK):
             raise CheckpointError(
-                f"the cache {entry.parent} cannot be written; name another one or convert the "
-                "model beforehand"
+                f"the cache directory {entry.parent} is not writable; set --cache-dir to another "
+                "one, or convert the model beforehand"
             )
         lock = FileLock(entry.with_name(f".{entry.name}.lock"))  # released if its holder dies
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            logger.info("another process converts or copies %s; waiting for it", origin.name)
+            logger.info("another process is converting or copying %s; waiting for it", origin.name)
             lock.acquire()
         except OSError as error:
             raise checkpoint.write_error(entry, error) from error
@@ -439,7 +444,7 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
             if not _is_current(entry, origin):  # another process may have made it meanwhile
                 checkpoint.discard_partial(entry)
                 if entry.exists():
-                    logger.info("%s is incomplete: made anew", entry)
+                    logger.info("%s is incomplete; making it again", entry)
                     shutil.rmtree(entry)
                 make(entry)
                 entry.chmod(0o700)  # despite the umask: `_place` refuses what others can write
@@ -465,7 +470,7 @@ def _remove_unused(origin: Origin, entry: Path) -> None:
     for other in entry.parent.glob(f"{origin.key}*"):
         with suppress(OSError):
             if other != entry and time.time() - other.stat().st_mtime > UNUSED_S:
-                logger.info("%s was not used for a day: removed", other)
+                logger.info("removing %s, which was not used for a day", other)
                 shutil.rmtree(other, ignore_errors=True)
 
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from jaxtyping import Float
 
-from jaxembed.errors import CheckpointError, ConfigError
+from jaxembed.errors import CheckpointError, ConfigError, counted
 from jaxembed.platform.files import replacing
 
 RANGES = "ranges.json"
@@ -62,9 +62,12 @@ def load_ranges(checkpoint: Path) -> dict[VectorKind, StoredRanges]:
         for ranges in all_ranges:  # a range for each dimension
             low, high, dimensions = ranges.low, ranges.high, ranges.kind.dimensions
             if not dimensions == len(low) == len(high):
-                raise ValueError(f"{len(low)} and {len(high)} values for {dimensions} dimensions")
+                raise ValueError(
+                    f"{counted(len(low), 'lowest value')} and "
+                    f"{counted(len(high), 'highest value')} for {counted(dimensions, 'dimension')}"
+                )
             if any(lowest > highest for lowest, highest in zip(low, high, strict=True)):
-                raise ValueError("a lowest value is over the highest")
+                raise ValueError("a lowest value is larger than the highest")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
@@ -77,7 +80,10 @@ def load_ranges(checkpoint: Path) -> dict[VectorKind, StoredRanges]:
 def check_writable(checkpoint: Path) -> None:
     """Raise ConfigError unless ranges can be written to the folder of a checkpoint."""
     if not os.access(checkpoint, os.W_OK):
-        raise ConfigError(f"cannot write in {checkpoint}; calibrate where the model can be written")
+        raise ConfigError(
+            f"cannot write to {checkpoint}; run `jaxembed calibrate` where the directory of the "
+            "model is writable"
+        )
 
 
 def save_ranges(checkpoint: Path, new: Sequence[StoredRanges]) -> Path:
@@ -99,6 +105,7 @@ def save_ranges(checkpoint: Path, new: Sequence[StoredRanges]) -> Path:
             partial.write_bytes(msgspec.json.encode(_File(list(merged.values()))))
     except OSError as error:
         raise ConfigError(
-            f"cannot write {path}: {error.strerror}; calibrate where the model can be written"
+            f"cannot write {path}: {error.strerror}; run `jaxembed calibrate` where the directory "
+            "of the model is writable"
         ) from error
     return path

@@ -45,7 +45,7 @@ class ModelSource:
 
     def __post_init__(self) -> None:
         if self.model == "":
-            raise CheckpointError("the model is an empty string; wanted a directory or a hub id")
+            raise CheckpointError("the model is an empty string; expected a directory or a hub id")
         object.__setattr__(self, "adapters", adapter_folders(self.adapters))
 
     @property
@@ -79,7 +79,7 @@ class ModelSource:
         if not folder.is_dir():
             state = "is a file" if folder.exists() else "does not exist"
             raise CheckpointError(
-                f"model {self.name} {state}; wanted a directory, a hub id (owner/name) or the "
+                f"model {self.name} {state}; expected a directory, a hub id (owner/name) or the "
                 "s3:// or gs:// URL of a checkpoint"
             )
         return folder.resolve()
@@ -90,7 +90,8 @@ class ModelSource:
         `checkpoint`."""
         if self.revision is not None:
             raise CheckpointError(
-                f"revision {self.revision!r} was asked of {checkpoint}, a converted checkpoint"
+                f"{checkpoint} is a converted checkpoint, which has no revisions; leave out the "
+                f"revision {self.revision!r}"
             )
         for choice, is_set in (
             ("the dense path", self.dense_path is not None),
@@ -102,18 +103,20 @@ class ModelSource:
                 )
 
 
-def adapter_folders(given: object) -> dict[str, Path]:
+def adapter_folders(folders: object) -> dict[str, Path]:
     """Check the folders of adapters by name, as a caller gave them, and return their paths by name.
     Raises CheckpointError for names that requests cannot use, and for values that are not paths."""
-    if given is None:
+    if folders is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"adapters are {given!r}, wanted folders by the names of adapters")
-    for name, folder in given.items():
+    if not isinstance(folders, Mapping):
+        raise CheckpointError(
+            f"the adapters are {folders!r}; expected a mapping of names to folders"
+        )
+    for name, folder in folders.items():
         if not isinstance(name, str) or not re.fullmatch(_ADAPTER_NAME, name):
             raise CheckpointError(
-                f"an adapter has the name {name!r}, wanted letters, digits, '.', '_' and '-'"
+                f"an adapter has the name {name!r}; expected letters, digits, '.', '_' and '-'"
             )
         if not folder or not isinstance(folder, str | Path):
-            raise CheckpointError(f"adapter {name} has the folder {folder!r}, wanted a path")
-    return {name: Path(folder) for name, folder in given.items()}
+            raise CheckpointError(f"adapter {name} has the folder {folder!r}; expected a path")
+    return {name: Path(folder) for name, folder in folders.items()}

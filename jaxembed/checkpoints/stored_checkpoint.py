@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jaxembed.checkpoints import checkpoint
 from jaxembed.checkpoints.checkpoint import DIGESTS, MANIFEST, PARAMETERS, ROUTE_FOLDERS, TOKENIZER
 from jaxembed.data.spec import Routes
-from jaxembed.errors import CheckpointError
+from jaxembed.errors import CheckpointError, counted
 from jaxembed.platform import object_store
 from jaxembed.platform.object_store import Location
 
@@ -46,25 +46,27 @@ def published(where: Location) -> Published:
     lines = object_store.read_object(url, DIGESTS)
     if manifest is None or lines is None:
         raise CheckpointError(
-            f"{url} has no {MANIFEST if manifest is None else DIGESTS}; wanted a whole checkpoint, "
-            f"as `jaxembed convert MODEL {url}` writes it"
+            f"{url} has no {MANIFEST if manifest is None else DIGESTS}; expected a complete "
+            f"checkpoint, as `jaxembed convert MODEL {url}` writes it"
         )
     stored = Published(url, lines, checkpoint.listed_digests(lines.decode("ascii", "replace")))
     if where.digest not in (None, stored.digest):
         raise CheckpointError(
-            f"{url} is not the checkpoint that it is pinned to: wanted sha256:{where.digest}, and "
-            f"there is sha256:{stored.digest}"
+            f"{url} is pinned to the checkpoint sha256:{where.digest}, but the object store has "
+            f"sha256:{stored.digest}"
         )
     if stored.files.get(MANIFEST) != hashlib.sha256(manifest).hexdigest():
         raise CheckpointError(
-            f"{url}: {DIGESTS} is not of this {MANIFEST}; the checkpoint is being replaced, or was "
+            f"{url}: {DIGESTS} does not match {MANIFEST}; the checkpoint is being replaced, or was "
             "altered: try again later, or convert the model again to another path"
         )
     for name in stored.files:  # refuse any other path: files are copied to these paths
         top, *below = name.split("/")
         tops = (PARAMETERS, ROUTE_FOLDERS) if below else (MANIFEST, TOKENIZER)
         if top not in tops or {"", ".", ".."} & {*below}:
-            raise CheckpointError(f"{url}/{DIGESTS} names {name!r}, which no checkpoint has")
+            raise CheckpointError(
+                f"{url}/{DIGESTS} lists {name!r}, which is not a file of a checkpoint"
+            )
     return stored
 
 
@@ -75,7 +77,7 @@ def copy(found: Published, to: Path) -> None:
     be made; and StoreUnreachable.
     """
     started = time.monotonic()
-    logger.info("copying %s, %d files, once", found.url, len(found.files))
+    logger.info("copying %s, %s, once", found.url, counted(len(found.files), "file"))
     with checkpoint.atomic_folder(to) as partial:
         object_store.copy_objects(found.url, found.files, partial)
         (partial / DIGESTS).write_bytes(found.lines)
@@ -84,8 +86,8 @@ def copy(found: Published, to: Path) -> None:
             checkpoint.verify_values(partial)
         except CheckpointError as error:
             raise CheckpointError(
-                f"the copy of {found.url} was discarded, because it is not what its {DIGESTS} and "
-                f"{MANIFEST} say; try again, and if that gives the same, convert the model again\n"
+                f"the copy of {found.url} was discarded, because it does not match its {DIGESTS} "
+                f"and {MANIFEST}; try again, and if that fails, too, convert the model again\n"
                 f"  {error}"
             ) from error
     logger.info("copied %s in %.1f s: %s", found.url, time.monotonic() - started, to)
@@ -94,8 +96,8 @@ def copy(found: Published, to: Path) -> None:
 def read_routes(found: Published) -> Routes:
     """Return the specs of a checkpoint by route, from its manifests alone. Raises as
     `checkpoint.load_routes`."""
-    manifests = [name for name in found.files if name.rpartition("/")[2] == MANIFEST]
     with tempfile.TemporaryDirectory() as folder:
+        manifests = [name for name in found.files if name.rpartition("/")[2] == MANIFEST]
         object_store.copy_objects(found.url, manifests, Path(folder))
         return checkpoint.load_routes(Path(folder))
 
@@ -104,7 +106,9 @@ def refuse_unwritable(where: Location) -> None:
     """Raise CheckpointError if no checkpoint can be written to a location: it is in use or
     pinned."""
     if where.digest is not None:
-        raise CheckpointError(f"{where}: a checkpoint can be pinned only once it is there")
+        raise CheckpointError(
+            f"{where}: a checkpoint can be pinned only after it is written; leave the digest out"
+        )
     if object_store.has_objects(where.url):
         raise CheckpointError(f"{where} exists already; name another path or remove it")
 
@@ -118,7 +122,7 @@ def publish(folder: Path, url: str) -> Location:
     lines = (folder / DIGESTS).read_bytes()
     files = checkpoint.listed_digests(lines.decode())
     object_store.write_objects(folder, files.keys() - {MANIFEST}, url)
-    for name in (DIGESTS, MANIFEST):
+    for name in (DIGESTS, MANIFEST):  # MANIFEST last
         object_store.write_objects(folder, [name], url)
     logger.info("wrote %d files to %s in %.1f s", len(files) + 1, url, time.monotonic() - started)
     return Location(url, hashlib.sha256(lines).hexdigest())

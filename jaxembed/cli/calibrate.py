@@ -13,6 +13,7 @@ from jaxembed.cli.options import (
     TEXT_OPTIONS,
     Command,
 )
+from jaxembed.errors import counted
 
 logger = logging.getLogger("jaxembed")
 
@@ -77,10 +78,11 @@ def calibrate_command(
     embedder.close()
     if (count := ranges[0].texts) < ENOUGH_TEXTS:
         logger.warning(
-            "ranges of %d texts are narrow: values of other texts will be clipped; give %d or more",
+            "the ranges of %d texts are narrow, so that values of other texts are clipped; give %d "
+            "texts or more",
             count,
             ENOUGH_TEXTS,
         )
     path = save_ranges(embedder.model.path, ranges)
     widths = ", ".join(str(item.kind.dimensions) for item in ranges)
-    click.echo(f"{path}: ranges of {count} texts, of vectors of {widths} dimensions")
+    click.echo(f"{path}: ranges of {counted(count, 'text')}, for vectors of {widths} dimensions")

@@ -12,6 +12,7 @@ from jaxembed.cli.options import (
     EXIT_REFUSED,
     MODEL_OPTIONS,
     Command,
+    echo_json,
     tei_option,
 )
 from jaxembed.config import ServerConfig
@@ -25,7 +26,7 @@ DEFAULT_URL = f"http://127.0.0.1:{ServerConfig.port}"
 @tei_option(
     "--api-key",
     multiple=True,
-    help="Key to send to the server (default: none). Of several the first is sent.",
+    help="Key to send to the server (default: none). Only the first of several is sent.",
 )
 @click.option(
     "--model",
@@ -59,7 +60,9 @@ def doctor_command(
     not be asked.
     """
     if url is not None and model is not None:
-        raise click.UsageError("give URL or --model: a server says of itself which models it has")
+        raise click.UsageError(
+            "give URL or --model, not both: a server reports the models that it has"
+        )
     if model is None:
         key = api_key[0] if api_key else None
         try:
@@ -70,8 +73,7 @@ def doctor_command(
             click.echo(f"jaxembed: {error}", err=True)
         else:
             click.get_current_context().exit(EXIT_FINDINGS if has_findings else EXIT_HEALTHY)
-    has_findings = _examine_here(model, flags, as_json)
-    status = EXIT_FINDINGS if has_findings else EXIT_HEALTHY
+    status = EXIT_FINDINGS if _examine_here(model, flags, as_json) else EXIT_HEALTHY
     # without --model, no server answered
     click.get_current_context().exit(EXIT_REFUSED if model is None else status)
 
@@ -83,8 +85,6 @@ def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
     Raises ConfigError if no jaxembed server answers, and its subclass Unanswered if nothing
     answers.
     """
-    import msgspec
-
     from jaxembed.tools.doctor.page import model_page
     from jaxembed.tools.doctor.probe import ask, probe_model
 
@@ -96,8 +96,7 @@ def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
         }
         examinations = ask(url, key)  # again, for the times of the probes
     if as_json:
-        answer = {"models": examinations, "probes": probes}
-        click.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        echo_json({"models": examinations, "probes": probes})
     else:
         pages = [model_page(url, report, probes.get(name)) for name, report in examinations.items()]
         click.echo("\n\n".join(pages))
@@ -108,8 +107,6 @@ def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bo
     """Print what a model would use on this machine: device, kernels, buckets. Returns whether there
     are findings. Raises CheckpointError, ConfigError and BackendError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
-    import msgspec
-
     from jaxembed.checkpoints import hub
     from jaxembed.tools.doctor.local import examine_here
     from jaxembed.tools.doctor.page import local_page
@@ -118,7 +115,7 @@ def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bo
     spec = hub.describe_model(source).main
     examination = examine_here(source.name, spec, engine_config(flags), source.cache_dir)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(examination)).decode())
+        echo_json(examination)
     else:
         click.echo(local_page(examination))
     return bool(examination.findings)

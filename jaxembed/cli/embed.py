@@ -26,7 +26,7 @@ from jaxembed.cli.options import (
     Command,
 )
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.quantise import EmbeddingDtype
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ def embed_command(
     """
     outputs = tuple(dict.fromkeys(outputs))
     if role is not None and outputs == ("dense",):
-        raise ConfigError("--role is for other outputs than dense; name a prompt by --prompt-name")
+        raise ConfigError(
+            "--role is for outputs other than dense; choose a prompt with --prompt-name instead"
+        )
     source = _row_source(inputs, text_column, image_column, pdf_dpi, pdf_timeout)
     text_options = {"prompt_name": prompt_name, "role": role, **flags}
     for name in source.unused_flags:
@@ -155,8 +157,8 @@ def embed_command(
         for name in job_options:
             if _is_given(name):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is for a folder of Parquet, and --output {output} "
-                    "is one file; name a folder"
+                    f"--{name.replace('_', '-')} is for a folder of Parquet files, and --output "
+                    f"{output} is one file; name a folder"
                 )
         _write_file(load, lines, Path(output), outputs, options)
     else:
@@ -193,8 +195,8 @@ def _row_source(
     if _is_given("text_column"):
         if image_column is not None:
             raise ConfigError(
-                "--text-column and --image-column: a row is a text or an image. For both, run the "
-                "command twice, into two folders with the same --id-column"
+                "--text-column and --image-column exclude each other: a row is a text or an image. "
+                "To embed both, run the command twice, into two folders with the same --id-column"
             )
         column_flag = "--text-column"
     if column_flag is None:
@@ -203,9 +205,9 @@ def _row_source(
         if images and len(images) < len(files):
             other = next(name for name in files if not is_of_images(name))
             raise ConfigError(
-                f"the inputs have images, such as {images[0]}, and files of rows, such as {other}; "
-                "name one kind by a pattern such as 'photos/*.jpg', or say with --text-column or "
-                "--image-column which column of the rows to embed"
+                f"the inputs are images, such as {images[0]}, and files of rows, such as {other}; "
+                "choose one kind with a pattern such as 'photos/*.jpg', or name the column of the "
+                "rows to embed with --text-column or --image-column"
             )
         if images:
             return ImageFiles(pdf_dpi=pdf_dpi, pdf_timeout_s=pdf_timeout_s)
@@ -218,7 +220,9 @@ def _row_source(
     for name in ("pdf_dpi", "pdf_timeout"):
         if _is_given(name):
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} is for PDF files, and the inputs are files of rows")
+            raise ConfigError(
+                f"--{flag} is for PDF files, and the inputs are files of rows; leave it out"
+            )
     if image_column is None:
         return TextRows((text_column,))
     source = ImageColumn((image_column,))
@@ -228,8 +232,8 @@ def _row_source(
 
 def _is_given(name: str) -> bool:
     """Return whether the user has set an option of the current command."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is not ParameterSource.DEFAULT
+    context = click.get_current_context()
+    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _write_file(
@@ -254,4 +258,10 @@ def _write_file(
         )
     seconds = time.monotonic() - started_at
     embedder.close()
-    logger.info("%d texts to %s in %.1f s, %.0f a second", count, output, seconds, count / seconds)
+    logger.info(
+        "wrote the vectors of %s to %s in %.1f s (%.0f per second)",
+        counted(count, "text"),
+        output,
+        seconds,
+        count / seconds,
+    )

@@ -7,13 +7,14 @@ from typing import Any
 import click
 
 from jaxembed.cli.loading import model_source
-from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG, Command
+from jaxembed.cli.options import MODEL_OPTIONS, SPLADE_FLAG, Command, echo_json
+from jaxembed.errors import counted
 from jaxembed.memory import MIB
 
 TASKS = {
     "embed": "embed (turns texts into vectors)",
     "rerank": "rerank (scores documents for a query)",
-    "classify": "classify (gives texts labels)",
+    "classify": "classify (assigns labels to texts)",
 }
 MAX_LABELS = 20  # in the text for people
 LONGEST_PROMPT = 70  # characters
@@ -36,17 +37,15 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
     weights are read.
     """
     os.environ["JAX_PLATFORMS"] = "cpu"  # no other device is needed
-    import msgspec
-
     from jaxembed.checkpoints import hub
     from jaxembed.runtime.summary import summary_of_routes
 
     source = model_source(model, flags)
     if verify:  # before reading the manifest, which may be damaged
-        click.echo(f"{hub.verify_files(source)} files verified", err=True)
+        click.echo(f"{counted(hub.verify_files(source), 'file')} verified", err=True)
     facts = summary_of_routes(hub.describe_model(source))
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(facts)).decode())
+        echo_json(facts)
     else:
         click.echo("\n".join(_page(facts)))
 
@@ -59,9 +58,8 @@ def _page(facts: dict[str, Any]) -> Iterator[str]:
     for route, route_facts in facts.get("routes", {}).items():
         yield f"\nRoute {route}"
         yield from map(_line, _rows(route_facts))
-    state = "no: the first command that loads it converts it"
-    if facts["converted"]:
-        state = f"yes, content hash {facts['content_hash']}"
+    is_converted, digest = facts["converted"], facts["content_hash"]
+    state = f"yes, content hash {digest}" if is_converted else "no: the first load converts it"
     yield _line(("converted", state))
 
 

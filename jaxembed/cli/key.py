@@ -68,10 +68,9 @@ def new_key(name: str, **fields: Any) -> None:
 
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
     lines = ["[[key]]"]
-    fields = {"name": name, "sha256": digest_of(key.encode()).hex(), **fields}
-    for field, value in fields.items():
-        if value is None or value == ():
-            continue
+    given = {field: value for field, value in fields.items() if value not in (None, ())}
+    entry = {"name": name, "sha256": digest_of(key.encode()).hex(), **given}
+    for field, value in entry.items():
         shown = json.dumps(value, ensure_ascii=False)
         if field == "expires":  # a TOML date has no quotes; `parse_keys` refuses other values
             with suppress(tomllib.TOMLDecodeError):
@@ -81,4 +80,4 @@ def new_key(name: str, **fields: Any) -> None:
     table = "\n".join([*lines, "", ""])
     parse_keys(table, file="the key", taken={})  # refuses what a server would refuse
     click.echo(table, nl=False)
-    click.echo(f"the key of {name}, shown only now: {key}", err=True)
+    click.echo(f"the key of {name}, which is shown only once: {key}", err=True)

@@ -20,7 +20,7 @@ from jaxembed.cli.options import POOLING_CHOICES
 from jaxembed.config import EngineConfig, TextConfig
 from jaxembed.data.outputs import OutputName
 from jaxembed.data.spec import Task
-from jaxembed.errors import BackendError, ConfigError, WrongTask
+from jaxembed.errors import BackendError, ConfigError, WrongTask, counted
 from jaxembed.platform.signals import set_resume_hint
 
 if TYPE_CHECKING:
@@ -162,12 +162,12 @@ def load_for_outputs(
     routes = hub.describe_model(origin)
     name, task = origin.name, routes.main.task
     if task != "embed":
-        raise WrongTask(f"{name} is {KIND[task]}, which gives no vectors; use `jaxembed {task}`")
+        raise WrongTask(f"{name} is {KIND[task]}, which computes no vectors; use `jaxembed {task}`")
     offered = source.spec(routes, name).representations
     if missing := [output for output in outputs if output not in offered]:
         raise WrongTask(
-            f"{name} gives no {' and no '.join(missing)} output, only {' and '.join(offered)}, "
-            f"which `jaxembed embed` writes with --outputs {' --outputs '.join(offered)}"
+            f"{name} has no {' and no '.join(missing)} output; `jaxembed embed` can write "
+            f"--outputs {' --outputs '.join(offered)}"
         )
     route_names = source.named_routes(routes)
     if route_names and prompt_name is None and flags["default_prompt_name"] is None:
@@ -216,7 +216,7 @@ def step_lines() -> Callable[[str, int, int], None]:
         if terminal:
             click.echo(f"\r\033[K{what}{count}", nl=False, err=True)
         elif done == 1:
-            logger.info("%s%s", what, f", {total} in all" if total > 1 else "")
+            logger.info("%s%s", what, f", {total} in total" if total > 1 else "")
 
     return show
 
@@ -238,9 +238,10 @@ def check_folder_job(inputs: Sequence[str], output: str, files: str = "") -> Non
 
     if "." in output.rstrip("/").rpartition("/")[2].strip("."):  # not of `..` or `.name`
         raise ConfigError(
-            f"--output {output}: wanted {files}a folder, whose name has no dot, for Parquet"
+            f"--output {output}: expected {files}a folder for Parquet files, whose name must not "
+            "have a dot"
         )
-    require("parquet", f"--output {output}, a folder of Parquet")
+    require("parquet", f"--output {output}, a folder of Parquet files")
     object_store.require_extra(output)
     input_files(inputs, (*ROW_FILES, *IMAGE_FILES))
 
@@ -276,25 +277,26 @@ def run_folder_job(
                     bar.initial = bar.n = max(progress.rows - computation.rows_per_call, 0)
                 bar.update(progress.rows - bar.n)
 
-            set_resume_hint(f"run the same command to go on after the finished parts in {output}")
+            set_resume_hint(
+                f"run the same command again to continue after the finished parts in {output}"
+            )
             summary = run_job(computation, rows, output, reuse=reuse, on_progress=show)
         seconds = time.monotonic() - started_at
     finally:
         embedder.close()
-    earlier = (
-        f", {summary.parts_from_before} of them there before" if summary.parts_from_before else ""
-    )
-    reused = f", {summary.reused} taken from {reuse}" if summary.reused else ""
-    skipped = f", {summary.skipped} rows left out: see _skipped.jsonl" if summary.skipped else ""
     logger.info(
-        "%d rows in %d parts in %s%s; %d computed in %.1f s, %.0f a second%s%s",
-        summary.rows,
-        summary.parts,
+        "%s has %s in %s%s; computed %s in %.1f s (%.0f per second)%s%s",
         output,
-        earlier,
-        summary.computed,
+        counted(summary.rows, "row"),
+        counted(summary.parts, "part"),
+        f", {counted(summary.parts_from_before, 'part')} from earlier runs"
+        if summary.parts_from_before
+        else "",
+        counted(summary.computed, "row"),
         seconds,
         summary.computed / seconds,
-        reused,
-        skipped,
+        f", copied {counted(summary.reused, 'row')} from {reuse}" if summary.reused else "",
+        f", left out {counted(summary.skipped, 'row')}: see _skipped.jsonl"
+        if summary.skipped
+        else "",
     )

@@ -1,13 +1,10 @@
 """`jaxembed models`: searches the table of published models that jaxembed serves."""
 
-from typing import TYPE_CHECKING
-
 import click
 
-from jaxembed.cli.options import Command
-
-if TYPE_CHECKING:
-    from jaxembed.tools.known_models import KnownModel, KnownModels
+from jaxembed.cli.options import Command, echo_json
+from jaxembed.errors import ConfigError
+from jaxembed.tools.known_models import VERIFIED, KnownModel, KnownModels, known_models
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
 MAX_LANGUAGES = 2  # that a line names; for more it has their number
@@ -23,11 +20,6 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
     `static`, `images`, `pages`, an architecture or a licence. A single match is shown in full. No
     model is downloaded. Other models of the same architectures are served too.
     """
-    import msgspec
-
-    from jaxembed.errors import ConfigError
-    from jaxembed.tools.known_models import known_models
-
     table = known_models()
     found = table.search(words)
     if not found:
@@ -36,26 +28,26 @@ def models_command(words: tuple[str, ...], as_json: bool) -> None:
             "`jaxembed info MODEL` for a model that is not in the table"
         )
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
+        echo_json(found)
     elif len(found) == 1:
         click.echo(_described(found[0], table))
     else:
         click.echo("\n".join(_lines(found, table)))
 
 
-def _lines(models: "list[KnownModel]", table: "KnownModels") -> list[str]:
+def _lines(models: list[KnownModel], table: KnownModels) -> list[str]:
     """Return the lines of a plain-text table, with a heading for each kind of model."""
     rows = {}
     for model in models:
-        languages = f"{len(model.languages)} languages" if model.languages else ""
-        if len(model.languages) <= MAX_LANGUAGES:
-            languages = ", ".join(table.languages[code] for code in model.languages)
+        languages = [table.languages[code] for code in model.languages]
         rows[model.name] = (
             model.name,
             size(model.parameters),
             str(model.dimensions or ""),
             str(model.max_tokens or ""),
-            languages,
+            ", ".join(languages)
+            if len(languages) <= MAX_LANGUAGES
+            else f"{len(languages)} languages",
             model.licence or "",
         )
     widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]
@@ -71,10 +63,8 @@ def _aligned(cells: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(map(str.ljust, cells, widths)).rstrip()
 
 
-def _described(model: "KnownModel", table: "KnownModels") -> str:
+def _described(model: KnownModel, table: KnownModels) -> str:
     """Return the facts of a model as text, each on a line with its source."""
-    from jaxembed.tools.known_models import VERIFIED
-
     source_of = {fact: source for source, facts in model.sources.items() for fact in facts}
     values = {
         "type": model.type,
@@ -88,7 +78,7 @@ def _described(model: "KnownModel", table: "KnownModels") -> str:
         "licence": model.licence or "",
     }
     lines = [
-        f"  {fact:<11} {value}  [{source_of[fact]}]" if value else f"  {fact:<11} not known"
+        f"  {fact:<11} {value}  [{source_of[fact]}]" if value else f"  {fact:<11} unknown"
         for fact, value in values.items()
         if value or fact != "prompts"  # no prompts: the model has none
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+import msgspec
 
 from jaxembed.checkpoints.source import adapter_folders, default_cache_dir
 from jaxembed.config import EngineConfig
@@ -28,7 +29,6 @@ from jaxembed.platform.files import DISK_FULL
 OWN = "Options"  # title of the options that belong to one command alone
 MAX_SUMMARY_CHARACTERS = 10_000  # longer than any summary
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-TRACED_LINE = LINE + " trace_id=%(trace_id)s"
 
 
 def section(title: str, *options: Callable) -> Callable:
@@ -95,11 +95,16 @@ class Group(click.Group):
             )
 
 
+def echo_json(value: Any) -> None:
+    """Print a value as JSON on several lines, for `--json`."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
 def configure_logging(json_output: bool) -> None:
     """Log to standard error: jaxembed at the level LOG_LEVEL (default: INFO) and above, other
     libraries at WARNING and above. With `json_output` each line is a JSON object."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if json_output else TextFormatter())
+    handler.setFormatter(JsonFormatter() if json_output else TextFormatter(LINE))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     # Orbax logs many lines for each file, and tracebacks of errors that it also raises
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -112,16 +117,10 @@ def configure_logging(json_output: bool) -> None:
 class TextFormatter(logging.Formatter):
     """Formats each log line as text, with the trace id of its request, if any."""
 
-    def __init__(self) -> None:
-        super().__init__(LINE)
-        self._traced = logging.Formatter(TRACED_LINE)
-
-    def format(self, record: logging.LogRecord) -> str:
-        trace = current_trace()
-        if trace is None:
-            return super().format(record)
-        record.trace_id = trace.trace_id
-        return self._traced.format(record)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without the traceback, which `format` writes after it."""
+        line, trace = super().formatMessage(record), current_trace()
+        return line if trace is None else f"{line} trace_id={trace.trace_id}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -180,7 +179,9 @@ def named_folders(
     for value in given:
         name, equals, folder = value.partition("=")
         if not equals or name in folders:
-            raise click.BadParameter(f"{value!r}: wanted NAME=DIR, each with a NAME of its own")
+            raise click.BadParameter(
+                f"{value!r}: expected NAME=DIR, with a different NAME for each adapter"
+            )
         folders[name] = folder
     try:
         return adapter_folders(folders)
@@ -212,7 +213,7 @@ JOB_OPTIONS = section(
     click.option(
         "--id-column",
         help="Column of the input to copy as the first column of the output. A row without a value "
-        "there is bad.",
+        "in it is a bad row (see --on-error).",
     ),
     click.option(
         "--keep",
@@ -231,11 +232,12 @@ JOB_OPTIONS = section(
         type=click.Choice(["fail", "skip"]),
         default="fail",
         show_default=True,
-        help="What to do with a bad row: stop, or leave it out and list it in _skipped.jsonl.",
+        help="What to do with a row that cannot be read or computed: fail stops the job, skip "
+        "leaves the row out and lists it in _skipped.jsonl.",
     ),
     click.option(
         "--reuse",
-        help="Folder of an earlier run, whose results are copied for rows with equal inputs.",
+        help="Folder of an earlier job. Its results are copied for rows with equal inputs.",
     ),
 )
 
@@ -254,7 +256,7 @@ MODEL_OPTIONS = section(
     click.option(
         "--offline",
         is_flag=True,
-        help="Download nothing: use models that are on this machine already.",
+        help="Download nothing: use only models that are already on this machine.",
     ),
     tei_option("--hf-token", help="Access token for the Hugging Face hub."),
     tei_option(
@@ -266,7 +268,7 @@ MODEL_OPTIONS = section(
         multiple=True,
         metavar="NAME=DIR",
         callback=named_folders,
-        help="Low-rank adapter in PEFT's format to load with the model; requests ask for it by "
+        help="Low-rank adapter in PEFT's format to load with the model; requests choose it by its "
         "NAME. Repeat for several.",
     ),
     click.option(
@@ -291,13 +293,13 @@ ENGINE_OPTIONS = section(
     tei_option(
         "--pooling",
         type=click.Choice(list(POOLING_CHOICES)),
-        help="Pooling to use instead of the checkpoint's; splade makes a sparse encoder of a "
-        "masked language model.",
+        help="Pooling to use instead of the checkpoint's; splade turns a masked language model "
+        "into a sparse encoder.",
     ),
     tei_option(
         "--dtype",
         type=click.Choice(get_args(DType)),
-        help="Data type of weights and products (default: bfloat16 if the device has native "
+        help="Data type of weights and matrix products (default: bfloat16 if the device has native "
         "bfloat16 products, else float32).",
     ),
     click.option(
@@ -308,13 +310,14 @@ ENGINE_OPTIONS = section(
         type=click.Choice(["replicas", "sharded"]),
         default="replicas",
         show_default=True,
-        help="How to use several devices: each runs batches of its own, or all share every batch.",
+        help="How to use several devices: replicas runs different batches on each device, sharded "
+        "divides each batch among all devices.",
     ),
     click.option(
         "--warmup",
         type=click.Choice(["minimal", "full"]),
-        help="Batch shapes to compile before the model is ready: the few most needed, or all "
-        "(default: full on a GPU, else minimal).",
+        help="Batch shapes to compile before the model is ready: minimal compiles the few most "
+        "needed, full compiles all (default: full on a GPU, else minimal).",
     ),
     click.option(
         "--kernels",
@@ -353,7 +356,12 @@ ENGINE_OPTIONS = section(
         help="Share of a GPU's memory to use, allocated as needed (default: JAX allocates three "
         "quarters at the start).",
     ),
-    click.option("--null-model", is_flag=True, hidden=True, help="Constants: measures the host."),
+    click.option(
+        "--null-model",
+        is_flag=True,
+        hidden=True,
+        help="Answer with constants, to measure the host without a device.",
+    ),
 )
 
 TEXT_OPTIONS = section(
@@ -380,7 +388,8 @@ TEXT_OPTIONS = section(
     tei_option(
         "--tokenization-workers",
         type=click.IntRange(1),
-        help="Number of tokenizer threads (default: the number of cores less one, at least 4).",
+        help="Number of tokenizer threads (default: one less than the number of cores, at least "
+        "4).",
     ),
 )
 
@@ -415,9 +424,8 @@ def exit_status(error: BaseException) -> int:
     reason: BaseException | None = error
     while reason is not None:
         status = next((STATUSES[kind] for kind in type(reason).__mro__ if kind in STATUSES), None)
-        if status == EXIT_TEMPORARY:
-            return status
-        if isinstance(reason, OSError) and reason.errno in TEMPORARY_ERRNOS:
+        has_errno = isinstance(reason, OSError) and reason.errno in TEMPORARY_ERRNOS
+        if status == EXIT_TEMPORARY or has_errno:
             return EXIT_TEMPORARY
         reason = reason.__cause__
     return EXIT_REFUSED

@@ -19,8 +19,8 @@ from jaxembed.errors import ConfigError, JaxembedError
 
 logger = logging.getLogger("jaxembed")
 
-_ALONE = "serve that model in a process of its own"
-_CONVERT = "convert that model with `jaxembed convert {flag}`, and serve what comes out"
+_ALONE = "serve that model in a separate process"
+_CONVERT = "convert that model with `jaxembed convert {flag}`, and serve the converted checkpoint"
 SINGLE_MODEL_FLAGS = {  # flags for a single model, and what to do instead if there are several
     "revision": _CONVERT,
     "dense_path": _CONVERT,
@@ -132,15 +132,15 @@ def models_to_serve(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[
     """Return the models to serve, each once. MODEL on the command line overrides the environment
     variable MODEL_ID; --model-id adds to MODEL."""
     source = click.get_current_context().get_parameter_source("model_id")
-    is_overruled = model and source is ParameterSource.ENVIRONMENT
-    return tuple(dict.fromkeys(model if is_overruled else model + model_id))
+    if model and source is ParameterSource.ENVIRONMENT:
+        model_id = ()
+    return tuple(dict.fromkeys(model + model_id))
 
 
 def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
     """Raise ConfigError if a key is blank, or the admin key is also an API key. click treats a
     blank variable as unset, so the server would be open to everybody."""
-    blank = [key for key in keys if not key.strip()]
-    if blank:
+    if blank := [key for key in keys if not key.strip()]:
         raise ConfigError(
             f"--api-key is blank ({blank[0]!r}); give a key that clients can send, or leave the "
             "flag out and unset API_KEY to serve without one"
@@ -158,32 +158,30 @@ def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
             "ADMIN_KEY"
         )
     if admin_key in keys:
-        raise ConfigError("--admin-key is also an --api-key; give it a value of its own")
+        raise ConfigError("--admin-key is also an --api-key; give it a different value")
 
 
 def _access_line(keys: tuple[str, ...], in_file: int) -> str:
     """Return the log line that says whether requests need a key. `keys` are those of --api-key;
     `in_file` counts those of the key file."""
-    if in_file:
-        others = f", or {len(keys)} of --api-key" if keys else ""
-        return f"requests need an API key: one of {in_file} in --api-key-file{others}"
-    if not keys:
+    total = len(keys) + in_file
+    if not total:
         return "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"
-    return f"requests need {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"
+    needed = "the API key" if total == 1 else f"one of {total} API keys"
+    return f"requests need {needed}{f' ({in_file} in --api-key-file)' if in_file else ''}"
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
     """Raise UsageError if a flag of SINGLE_MODEL_FLAGS is set, for a server of several models.
     `models` are those of the command line."""
-    names = [name for name in SINGLE_MODEL_FLAGS if flags[name] not in (None, {})]
-    if names:
-        flag = "--" + names[0].replace("_", "-")
-        several = f"there are {len(models)}: {', '.join(models)}"
-        reason = several if len(models) > 1 else "others may be loaded"
-        raise click.UsageError(
-            f"{flag} is for one model, and {reason}; "
-            + SINGLE_MODEL_FLAGS[names[0]].format(flag=flag)
-        )
+    for name, remedy in SINGLE_MODEL_FLAGS.items():
+        if flags[name] not in (None, {}):
+            flag = "--" + name.replace("_", "-")
+            several = f"this server has {len(models)}: {', '.join(models)}"
+            reason = several if len(models) > 1 else "this server may load others"
+            raise click.UsageError(
+                f"{flag} is for a single model, and {reason}; {remedy.format(flag=flag)}"
+            )
 
 
 def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
@@ -196,7 +194,7 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
             model = models[0]
         if not name or model not in models:
             raise click.UsageError(
-                f"--served-model-name {value}: wanted NAME=MODEL, where MODEL is one of "
+                f"--served-model-name {value}: expected NAME=MODEL, where MODEL is one of "
                 + ", ".join(models)
             )
         aliases.setdefault(model, []).append(name)
@@ -236,7 +234,8 @@ def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
     max_bytes = flags["model_memory"]
     if max_bytes is not None and taken > max_bytes:
         raise ConfigError(
-            f"--model-memory {max_bytes}: the models of the command line take {taken} bytes"
+            f"--model-memory {max_bytes}: the models on the command line take {taken} bytes; give "
+            "at least as many"
         )
     if max_bytes is None:
         device = jax.local_devices()[0]

@@ -36,14 +36,14 @@ SERVER_OPTIONS = section(
     tei_option(
         "--model-id",
         multiple=True,
-        help="Model to serve, as MODEL. Repeat for several (default: all-MiniLM-L6-v2).",
+        help="Model to serve, like MODEL. Repeat for several (default: all-MiniLM-L6-v2).",
     ),
     tei_option(
         "--served-model-name",
         multiple=True,
         metavar="NAME[=MODEL]",
-        help="Name of the model in requests and responses (default: MODEL). Repeat for aliases; "
-        "with several models say whose name it is.",
+        help="Name of the model in requests and responses (default: MODEL). Repeat for aliases. A "
+        "server of several models needs NAME=MODEL.",
     ),
     click.option(
         "--host",
@@ -75,7 +75,7 @@ SERVER_OPTIONS = section(
         show_envvar=True,
         type=click.Path(path_type=Path),
         help="TOML file with the digest, the models, the routes and the quota of each API key. It "
-        "is read again when it changes and at SIGHUP.",
+        "is read again when it changes and on SIGHUP.",
     ),
     click.option(
         "--audit-log",
@@ -83,7 +83,7 @@ SERVER_OPTIONS = section(
         show_envvar=True,
         type=click.Path(path_type=Path),
         help="File to append one line of JSON per request to, without its texts; - is standard "
-        "output. It is opened again at SIGHUP.",
+        "output. It is opened again on SIGHUP.",
     ),
     tei_option(
         "--cors-allow-origin",
@@ -211,13 +211,13 @@ REPOSITORY_OPTIONS = section(
         multiple=True,
         metavar="[NAME=]MODEL",
         help="Directory, hub id or object store URL of a model that is loaded when a request asks "
-        "for it, by NAME if there is one. Repeat for several.",
+        "for it by this value, or by NAME if one is given. Repeat for several.",
     ),
     click.option(
         "--model-memory",
         type=click.IntRange(MIB),
-        help="Maximum memory for models, in bytes: of each device, or on a CPU of the host "
-        "(default: nine tenths of what there is).",
+        help="Maximum memory for models, in bytes: memory of each device, or of the host if the "
+        "models run on a CPU (default: nine tenths of the memory).",
     ),
     click.option(
         "--model-keep-alive",
@@ -259,7 +259,7 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
     networks = tuple(map(parse_media_network, flags["media_networks"]))
     if networks and not flags["media_hosts"]:
         raise ConfigError(
-            f"{NETWORK_FLAG} {networks[0]} changes nothing without {URLS_FLAG}, which names the "
+            f"{NETWORK_FLAG} {networks[0]} has no effect without {URLS_FLAG}, which names the "
             "hosts whose URLs are fetched; add it, or leave the network out"
         )
     return ServerConfig(
@@ -306,29 +306,33 @@ def tracer_of(flags: dict[str, Any]) -> Tracer | None:
     endpoint = flags["otlp_endpoint"]
     if endpoint is None:
         return None
-    protocol = "grpc"
-    for name in PROTOCOL_VARIABLES:
-        if value := os.environ.get(name):
-            if value not in PROTOCOLS:
-                raise click.UsageError(f"{name}={value}: wanted one of {', '.join(PROTOCOLS)}")
-            protocol = cast(Literal["grpc", "http/protobuf"], value)
-            break
+    variable = next((name for name in PROTOCOL_VARIABLES if os.environ.get(name)), None)
+    protocol = os.environ[variable] if variable else "grpc"
+    if protocol not in PROTOCOLS:
+        raise click.UsageError(
+            f"{variable} is {protocol!r}; expected one of {', '.join(PROTOCOLS)}"
+        )
     url = spans_url(endpoint, protocol)
     # OpenTelemetry would only warn and take the defaults
-    sampler, share = os.environ.get(SAMPLER), os.environ.get(SAMPLER_ARG, "")
-    if sampler is not None and sampler.lower() not in SAMPLERS:
-        raise click.UsageError(f"{SAMPLER}={sampler}: wanted one of {', '.join(SAMPLERS)}")
-    if sampler is not None and sampler.lower().endswith("traceidratio"):
-        try:
-            is_share = share == "" or 0 <= float(share) <= 1
-        except ValueError:
-            is_share = False
-        if not is_share:
-            raise click.UsageError(f"{SAMPLER_ARG}={share}: wanted a share from 0 to 1")
+    sampler = os.environ.get(SAMPLER, "parentbased_always_on")
+    if sampler.lower() not in SAMPLERS:
+        raise click.UsageError(f"{SAMPLER} is {sampler!r}; expected one of {', '.join(SAMPLERS)}")
+    share = os.environ.get(SAMPLER_ARG) or "1"
+    if sampler.lower().endswith("traceidratio") and not _is_share(share):
+        raise click.UsageError(f"{SAMPLER_ARG} is {share!r}; expected a number from 0 to 1")
     require("otel", "--otlp-endpoint")
     from jaxembed.server.otlp import OtlpTracer
 
-    return OtlpTracer(url, flags["otlp_service_name"], protocol)
+    checked = cast(Literal["grpc", "http/protobuf"], protocol)
+    return OtlpTracer(url, flags["otlp_service_name"], checked)
+
+
+def _is_share(text: str) -> bool:
+    """Return whether a text is a number from 0 to 1."""
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
 
 
 def spans_url(endpoint: str, protocol: str) -> str:

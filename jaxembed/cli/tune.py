@@ -45,7 +45,7 @@ from jaxembed.cli.options import (
     default=120.0,
     show_default=True,
     help="Approximate duration of the search, in seconds. The comparison of both grids on the "
-    "device comes on top.",
+    "device takes additional time.",
 )
 @click.option(
     "--max-buckets",
@@ -118,5 +118,5 @@ def tune_command(
     if picture is not None:
         report.draw(tuning, picture)
     loaded.close()
-    outcome = "is better" if tuning.is_better else "is not better: the one before was kept"
-    click.echo(f"\nThe grid found {outcome}. Use it: jaxembed serve --buckets {output}")
+    outcome = "is better" if tuning.is_better else "is not better, so the current one was kept"
+    click.echo(f"\nThe new grid {outcome}. To use it: jaxembed serve --buckets {output}")

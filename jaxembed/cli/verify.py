@@ -48,7 +48,9 @@ def verify_command(
     for flag in ("pooling", "dense_path", "adapter"):
         if flags[flag]:
             name = "--" + flag.replace("_", "-")
-            raise click.UsageError(f"{name}: {against} computes what the checkpoint says")
+            raise click.UsageError(
+                f"{name} cannot be compared: {against} computes what the checkpoint says"
+            )
     from jaxembed.bulk.sources import read_texts
     from jaxembed.tools.verify.report import HEADER, markdown_row, report_lines
     from jaxembed.tools.verify.verification import verify_model

@@ -71,7 +71,6 @@ class KeywordOptions:
         decorated: Any = call_async if inspect.iscoroutinefunction(method) else call
         decorated.__signature__ = signature.replace(parameters=[*own_parameters, *options])
         lines = [f"    {option.name}: {option.metadata['description']}" for option in self._fields]
-        decorated.__doc__ = "\n".join(
-            [f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:", *lines]
-        )
+        summary = f"{inspect.cleandoc(method.__doc__ or '')}\n\nOptions:"
+        decorated.__doc__ = "\n".join([summary, *lines])
         return decorated

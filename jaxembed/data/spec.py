@@ -121,12 +121,13 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     the logits of a masked language model. The activation makes weights of them, and a slot has the
     maximum or the sum over its tokens. Formal et al. 2021, arXiv:2109.10086.
 
-    A static model has no logits: its table holds one weight for each term, and a term among the
-    tokens of a slot has that weight, however often it occurs.
+    A static model, or the static query encoder of a model with several routes, has no logits: its
+    table holds one weight for each term, and a term among the tokens of a slot has that weight,
+    however often it occurs.
     """
 
     vocab_size: int
-    features: int  # rows of the table, which has a column for each term
+    features: int  # rows of the table, which has a column for each term; 1 in a static model
     modules: tuple[Module, ...] = ()
     over_tokens: Literal["max", "sum"] = "max"
     activation: Literal["relu", "log1p_relu"] = "relu"
@@ -173,11 +174,13 @@ def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
 
 
 class Expansion(msgspec.Struct, frozen=True):
-    """The augmentation tokens of a query: copies of `token_id`, up to `length` tokens in total.
+    """The augmentation tokens of a text: copies of `token_id`, up to `length` tokens in total.
 
-    They follow the last token, their positions continue, and each has a vector in the answer. If
-    they are not `attended`, they are hidden as keys: no token attends to them, and each attends
-    only to the query's tokens.
+    They follow the last token, and their positions continue. If they are not `attended`, they are
+    hidden as keys: no token attends to them, and each attends only to the tokens of the text.
+
+    A multi-vector model has them in queries, and returns a vector for each. SigLIP has them in all
+    texts: they are its padding tokens, to which the others attend.
     """
 
     token_id: int

@@ -108,11 +108,12 @@ def work_from_encodings(
     lengths = np.array([encoding.length for encoding in encodings], np.int32)
     planes = {"ids": _concatenated([encoding.ids for encoding in encodings])}
     if any(encoding.types is not None for encoding in encodings):
-        types = [
-            np.zeros(encoding.length, np.int32) if encoding.types is None else encoding.types
-            for encoding in encodings
-        ]
-        planes["types"] = _concatenated(types)
+        planes["types"] = _concatenated(
+            [
+                np.zeros(encoding.length, np.int32) if encoding.types is None else encoding.types
+                for encoding in encodings
+            ]
+        )
     pixels = [encoding.pixels for encoding in encodings if encoding.pixels is not None]
     if pixels:  # then all inputs have pixels: a model takes images or texts
         planes["pixels"] = _concatenated(pixels)
@@ -150,15 +151,10 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
     """Return the sequences of all parts, in order, as one Work with this adapter for these outputs,
     whatever those of the parts are."""
     if len(parts) == 1:
-        (part,) = parts
-        if part.outputs == outputs and part.adapter == adapter:
-            return part
-        columns = part.planes, part.lengths, part.bounds, part.slots
-        return Work(*columns, outputs, adapter, part.augmentation_tokens)
+        return msgspec.structs.replace(parts[0], outputs=outputs, adapter=adapter)
     augmentation_tokens = None
     if any(part.augmentation_tokens is not None for part in parts):
         augmentation_tokens = _concatenated([part.lengths - part.text_tokens for part in parts])
-    names = {"ids", *(name for part in parts for name in part.planes)}
     planes = {
         name: _concatenated(
             [
@@ -167,7 +163,7 @@ def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: in
             ]
         )
         for name in PLANES
-        if name in names
+        if name == "ids" or any(name in part.planes for part in parts)
     }
     return Work(
         planes,
@@ -209,8 +205,8 @@ class Ragged:
     def ordered(self, order: np.ndarray) -> "Ragged":
         """Return copies of the arrays with the numbers `order`, in this order."""
         arrays = [self[k] for k in order.tolist()]
-        ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
-        return Ragged(np.concatenate([self.values[:0], *arrays]), np.concatenate([[0], ends]))
+        offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
+        return Ragged(np.concatenate([self.values[:0], *arrays]), offsets)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,9 +245,10 @@ class SparseRows:
 
     def __getitem__(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
         """Return the rows with the numbers `chosen`, in this order, as views."""
-        chosen = list(chosen)
-        indices, values = self.indices, self.values
-        return SparseRows(self.width, [indices[k] for k in chosen], [values[k] for k in chosen])
+        numbers = list(chosen)
+        return SparseRows(
+            self.width, [self.indices[k] for k in numbers], [self.values[k] for k in numbers]
+        )
 
     def __setitem__(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
         """Replace the rows with the numbers `places` by copies of `rows`."""
@@ -288,9 +285,10 @@ def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
     result: WorkResult = {}
     for name in work.outputs:
         if OUTPUTS[name].sparse:
-            empty_row = np.zeros(0, np.int32), np.zeros(0, np.float32)  # indices and values
             result[name] = SparseRows(
-                widths[name], *([array] * len(work.bounds) for array in empty_row)
+                widths[name],
+                indices=[np.zeros(0, np.int32)] * len(work.bounds),
+                values=[np.zeros(0, np.float32)] * len(work.bounds),
             )
         elif OUTPUTS[name].per == "slot":
             result[name] = np.empty((len(work.bounds), widths[name]), np.float32)
@@ -306,9 +304,11 @@ def join_results(parts: Sequence[WorkResult]) -> WorkResult:
     for name, first in parts[0].items():
         results = [part[name] for part in parts]
         if isinstance(first, SparseRows):
-            indices = [columns for result in results for columns in result.indices]
-            values = [weights for result in results for weights in result.values]
-            joined[name] = SparseRows(first.width, indices, values)
+            joined[name] = SparseRows(
+                first.width,
+                indices=[columns for result in results for columns in result.indices],
+                values=[weights for result in results for weights in result.values],
+            )
         elif isinstance(first, Ragged):
             counts = np.concatenate([[0], *(np.diff(result.offsets) for result in results)])
             rows = np.concatenate([result.values for result in results])

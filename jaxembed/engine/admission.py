@@ -67,15 +67,16 @@ class Reservation:
                 open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE_DIVISOR
                 if wanted > open_to_all:
                     raise RequestTooLarge(
-                        f"the request and its answer take {wanted} bytes of memory, a request may "
-                        f"take {open_to_all}; send less at a time or raise --max-queue-bytes"
+                        f"the request and its answer need {wanted} bytes of memory, and the limit "
+                        f"of a request is {open_to_all}; send less at a time or raise "
+                        "--max-queue-bytes"
                     )
                 is_small = wanted <= capacity.max_bytes // SMALL_DIVISOR
                 if capacity.bytes + count > (capacity.max_bytes if is_small else open_to_all):
                     capacity.refused["bytes"] += 1
                     raise Overloaded(
                         f"Server is overloaded: requests hold {capacity.bytes} bytes of memory, "
-                        f"the limit is {capacity.max_bytes} (--max-queue-bytes)",
+                        f"and the limit is {capacity.max_bytes} (--max-queue-bytes)",
                         capacity.retry_after_s,
                     )
             self.bytes = wanted
@@ -184,20 +185,18 @@ class Admission:
                 raise ShuttingDown("the server is shutting down", retry_after_s=5)
             if cost.tokens > MAX_LIMITS_PER_REQUEST * capacity.max_tokens:
                 raise RequestTooLarge(
-                    f"the request holds about {cost.tokens} tokens, a request may hold "
+                    f"the request has about {cost.tokens} tokens, and the limit of a request is "
                     f"{MAX_LIMITS_PER_REQUEST * capacity.max_tokens}; send less at a time or raise "
                     "--max-queue-tokens"
                 )
             if reservation.account is not None and reservation.account.quota is not None:
-                tokens = cost.tokens if is_run else 0
-                reservation.account.quota.check(cost.inputs, tokens, reservation.account)
+                reservation.account.quota.check(
+                    cost.inputs, cost.tokens if is_run else 0, reservation.account
+                )
             # only a small request may use the reserve, while there is room
-            is_small = (
+            in_reserve = (
                 cost.inputs * SMALL_DIVISOR <= capacity.max_inputs
                 and cost.tokens * SMALL_DIVISOR <= capacity.max_tokens
-            )
-            in_reserve = (
-                is_small
                 and (capacity.small_inputs + cost.inputs) * RESERVE_DIVISOR <= capacity.max_inputs
                 and (capacity.small_tokens + cost.tokens) * RESERVE_DIVISOR <= capacity.max_tokens
             )
@@ -218,7 +217,7 @@ class Admission:
                 capacity.refused[full] += 1
                 raise Overloaded(
                     f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} "
-                    f"tokens wait, the limits are {capacity.max_inputs} "
+                    f"tokens wait, and the limits are {capacity.max_inputs} "
                     f"(--max-concurrent-requests) and {capacity.max_tokens} (--max-queue-tokens)",
                     capacity.retry_after_s,
                 )

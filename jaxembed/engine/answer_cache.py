@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import SparseRows, WorkResult, join_results
-from jaxembed.engine.future import Answers, Key, QueuedSequence, WorkFuture
+from jaxembed.engine.future import Answers, Key, WorkFuture
 from jaxembed.observability.metrics import Telemetry
 
 # The overhead of a cached answer in bytes, beside its values and the tokens in its key: tuples, an
@@ -29,7 +29,7 @@ class AnswerCache:
     """
 
     def __init__(self, max_bytes: int, telemetry: Telemetry):
-        self._most = max_bytes
+        self._max_bytes = max_bytes
         self._hits, self._misses = telemetry.cache_hits, telemetry.cache_misses
         self._answers: OrderedDict[tuple[OutputName, Key], Any] = OrderedDict()  # used last is last
         self._bytes = 0
@@ -44,15 +44,18 @@ class AnswerCache:
         names = future.work.outputs
         if any(OUTPUTS[name].per != "slot" for name in names):
             return None
-        hits: list[QueuedSequence] = []
-        results: list[WorkResult] = []
         with self._lock:
-            for sequence in future.sequences:
-                if all((name, sequence.key) in self._answers for name in names):
-                    for name in names:
-                        self._answers.move_to_end((name, sequence.key))
-                    hits.append(sequence)
-                    results.append({name: self._answers[name, sequence.key] for name in names})
+            hits = [
+                sequence
+                for sequence in future.sequences
+                if all((name, sequence.key) in self._answers for name in names)
+            ]
+            results: list[WorkResult] = [
+                {name: self._answers[name, sequence.key] for name in names} for sequence in hits
+            ]
+            for sequence in hits:
+                for name in names:
+                    self._answers.move_to_end((name, sequence.key))
         future.withdraw(hits)
         self._hits.inc(future.cached_inputs)
         self._misses.inc(future.inputs)
@@ -70,7 +73,7 @@ class AnswerCache:
                 continue
             for name, values in answers.values_of([position], sequence.outputs).items():
                 key = name, sequence.key
-                if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._most:
+                if OUTPUTS[name].per != "slot" or (size := _size(key, values)) > self._max_bytes:
                     continue
                 # a copy, because a view would keep the output of the whole batch in memory
                 copied = deepcopy(values) if isinstance(values, SparseRows) else np.array(values)
@@ -78,7 +81,7 @@ class AnswerCache:
                     if key not in self._answers:  # two batches may answer the same sequence
                         self._answers[key] = copied
                         self._bytes += size
-                        while self._bytes > self._most:
+                        while self._bytes > self._max_bytes:
                             self._bytes -= _size(*self._answers.popitem(last=False))
 
     def clear(self) -> None:

@@ -74,11 +74,10 @@ def choose_bucket(
     `cost` maps each usable bucket to the milliseconds of a run with short sequences. Raises
     ValueError if no bucket holds the first sequence.
     """
-    if len(waiting) == 1:  # every bucket that holds it has the same useful tokens
-        needed = waiting[0].min_row
-        return min((bucket for bucket in cost if needed <= bucket.length), key=cost.__getitem__)
-    lengths = np.array([sequence.min_row for sequence in waiting])
     holding = [bucket for bucket in cost if waiting[0].min_row <= bucket.length]
+    if len(waiting) == 1:  # every bucket that holds it has the same useful tokens
+        return min(holding, key=cost.__getitem__)
+    lengths = np.array([sequence.min_row for sequence in waiting])
     discount = 1 - BRIEF_LOSS if brief else 1.0
     token_ms: dict[Bucket, float] = {}  # milliseconds per useful token
     best_ms = math.inf

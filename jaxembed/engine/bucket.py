@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.platform.files import read_user_json, shown
 
 SHORTEST_ROW = 16  # tokens; a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
@@ -110,11 +110,10 @@ def default_grid(
     """
     # powers of two, and the limit rounded up to full tiles
     longest = -(-min(limit, LONGEST_DEFAULT_ROW) // tile) * tile
-    shortest = max(SHORTEST_ROW, tile)
-    lengths = [2**k for k in range(4, 14) if shortest <= 2**k < longest] + [longest]
+    unit = max(tile, SHORTEST_ROW)  # every length and every kernel's tile is a multiple of it
+    lengths = [2**k for k in range(4, 14) if unit <= 2**k < longest] + [longest]
     # row length -> numbers of rows on a device
     per_device = {length: _powers(max(max_batch_tokens // length, 1)) for length in lengths}
-    unit = max(tile, SHORTEST_ROW)  # every length and every kernel's tile is a multiple of it
     joined = min(max_batch_tokens, LONGEST_DEFAULT_ROW) // unit * unit
     if join and joined >= 1.5 * lengths[-1]:
         per_device[joined] = [1]
@@ -143,8 +142,8 @@ def one_length_grid(
     def row(count: int) -> int:  # the row length for `count` sequences
         return -(-count * length // tile) * tile
 
-    counts = range(1, max(min(max_batch_tokens // row(1), MAX_SLOTS), 1) + 1)
-    counts = [count for count in counts if count == 1 or row(count) <= max_batch_tokens]
+    largest = min(max_batch_tokens // row(1), MAX_SLOTS)
+    counts = [1, *(count for count in range(2, largest + 1) if row(count) <= max_batch_tokens)]
     best_count = max(counts, key=lambda count: (round(count * length / row(count), 2), -count))
     row_lengths = sorted({row(1), row(best_count)})
     per_device = {row_len: _powers(max(max_batch_tokens // row_len, 1)) for row_len in row_lengths}
@@ -190,34 +189,35 @@ def read_grid(path: Path) -> GridFile:
         hint, version = "", metadata.version("jaxembed")
         if writer not in (None, version):
             hint = (
-                f"; jaxembed {shown(writer)} wrote it, this is {version}: run `jaxembed tune` again"
+                f"; the file was written by jaxembed {shown(writer)}, and this is {version}: run "
+                "`jaxembed tune` again"
             )
-        raise ConfigError(f"--buckets {path}: {problem}; wanted {GRID_FORM}{hint}")
-    buckets = sorted({Bucket(rows, length) for rows, length in content["buckets"]})
-    return GridFile(path, tuple(buckets), content.get("max_batch_tokens"), content.get("tuned", {}))
+        raise ConfigError(f"--buckets {path}: {problem}; expected {GRID_FORM}{hint}")
+    buckets = tuple(sorted({Bucket(rows, length) for rows, length in content["buckets"]}))
+    return GridFile(path, buckets, content.get("max_batch_tokens"), content.get("tuned", {}))
 
 
 def _malformed(content: Any) -> Iterator[str]:
     """Yield a message for each error in the form of `content`, the parsed JSON of a grid file."""
     if not isinstance(content, dict):
-        yield f"it holds {shown(content)}"
+        yield f"the file contains {shown(content)}"
     elif "buckets" not in content:
-        yield 'there is no "buckets" in it'
+        yield 'the key "buckets" is missing'
     elif not isinstance(content["buckets"], list):
-        yield f'"buckets" is {shown(content["buckets"])}, no list'
+        yield f'"buckets" is {shown(content["buckets"])}, not a list'
     else:
         for number, pair in enumerate(content["buckets"]):
             numbers = pair if isinstance(pair, list) else []
             if [type(n) for n in numbers] != [int, int]:
-                yield f"buckets[{number}] is {shown(pair)}, not two whole numbers"
+                yield f"buckets[{number}] is {shown(pair)}, not two integers"
         budget, tuned = content.get("max_batch_tokens"), content.get("tuned", {})
         if budget is not None and (type(budget) is not int or budget < 1):
             yield (
-                f'"max_batch_tokens" is {shown(budget)}, no whole number from 1 on; leave it to '
-                "--max-batch-tokens"
+                f'"max_batch_tokens" is {shown(budget)}, not an integer of 1 or more; remove it, '
+                "or set --max-batch-tokens instead"
             )
         if not isinstance(tuned, dict):
-            yield f'"tuned" is {shown(tuned)}, no object'
+            yield f'"tuned" is {shown(tuned)}, not an object'
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
@@ -226,24 +226,27 @@ def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -
     `limit` is in tokens of an input, and `budget` in tokens of a batch on a device.
     """
     if not buckets:
-        yield "no bucket in it"
+        yield "the file contains no buckets"
         return
     for b in buckets:
         if b.rows < 1 or b.length < 1:
             yield f"bucket {b} has no tokens"
         elif b.length < SHORTEST_LENGTH:
-            yield f"bucket {b} is too short: a row has {SHORTEST_LENGTH} tokens or more"
+            yield f"bucket {b} is too short: a row must have {SHORTEST_LENGTH} tokens or more"
         elif b.rows % shards:
-            yield f"{b.rows} rows of bucket {b} do not divide over {shards} devices"
+            yield (
+                f"the rows of bucket {b} cannot be divided equally among "
+                f"{counted(shards, 'device')}"
+            )
         elif b.tokens > budget * shards:
             yield (
-                f"bucket {b} holds {b.tokens} tokens, over max_batch_tokens={budget}"
+                f"bucket {b} has {b.tokens} tokens, more than max_batch_tokens={budget}"
                 f"{f' on each of {shards} devices' if shards > 1 else ''}; raise --max-batch-tokens"
             )
     longest = max(b.length for b in buckets)
     if longest < limit:
         yield (
-            f"its longest row holds {longest} tokens, the model's limit is {limit}; add a longer "
+            f"the longest row has {longest} tokens, and the model's limit is {limit}; add a longer "
             f"bucket or set --max-input-length {longest}"
         )
 

@@ -25,7 +25,6 @@ from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
     SHORTEST_ROW,
     TPU_TILE,
-    Bucket,
     BucketGrid,
     GridFile,
     default_grid,
@@ -94,8 +93,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         devices = tuple(local[: config.devices])
     if config.dtype == "float16" and spec.config.get("overflows_float16"):
         raise ConfigError(
-            "--dtype float16: hidden states of this model leave the range of float16; use bfloat16 "
-            "or float32"
+            "--dtype float16: hidden states of this model exceed the range of float16; use "
+            "bfloat16 or float32"
         )
     calibration = Calibration(devices[0], cache_dir) if devices else None
     dtype: DType = config.dtype or (calibration.native_dtype() if calibration else "float32")
@@ -138,8 +137,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             grid = one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
         else:
             grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
-    full = config.warmup == "full" or (config.warmup is None and platform == "gpu")
-    plan = Plan(devices, dtype, limit, budget, grid, shards, full)
+    full_warmup = config.warmup == "full" or (config.warmup is None and platform == "gpu")
+    plan = Plan(devices, dtype, limit, budget, grid, shards, full_warmup)
     if calibration is None:
         return plan
     kernels = choose_kernels(
@@ -164,23 +163,23 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
     """
     if config.buckets is not None:
         raise ConfigError(
-            f"--buckets {config.buckets}: {spec.source} holds static embeddings, which run without "
-            "buckets; leave it out"
+            f"--buckets {config.buckets}: {spec.source} has static embeddings, which run without "
+            "buckets; leave out --buckets"
         )
     if config.null_model:
         raise ConfigError(
-            f"--null-model stands in for a device, and {spec.source} runs on none; leave it out"
+            f"--null-model replaces a device, and {spec.source} runs without one; leave out "
+            "--null-model"
         )
-    defaults = EngineConfig()
     names = ("dtype", "devices", "parallel", "warmup", "kernels")
     unused = [
         "--" + name.replace("_", "-")
         for name in (*names, "max_batch_requests", "cache_bytes")
-        if getattr(config, name) != getattr(defaults, name)
+        if getattr(config, name) != getattr(EngineConfig(), name)
     ]
     if unused:
         logger.warning(
-            "%s runs on the host in float32: %s is for models that run on devices",
+            "%s runs on the host in float32 and ignores %s",
             spec.source,
             ", ".join(unused),
         )
@@ -239,15 +238,15 @@ def stored_results(
     They come from a file in `cache_dir`, or from new trials. `identity` holds everything that they
     depend on. New results are saved unless a trial failed or other programs used the cores.
     """
-    file = SavedFile(cache_dir, identity, what="verdicts", suffix="-native")
+    file = SavedFile(cache_dir, identity, what="verdicts", suffix="-native")  # codespell:ignore
     saved = file.load(lambda content: {name: TrialResult(**part) for name, part in content.items()})
     if saved is not None:
         return saved
     results = try_native(program, device, dtype)
     if any(result.busy for result in results.values()):
         logger.warning(
-            "something else uses this machine: how fast the native kernels are is not kept, and is "
-            "measured anew at the next start"
+            "other programs use this machine, so the speed of the native kernels is not saved; it "
+            "is measured again at the next start"
         )
     elif not any(result.failed for result in results.values()):
         file.save({name: asdict(result) for name, result in results.items()})
@@ -260,8 +259,9 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
         return
     if costs.lost_share > MAX_WAITED:
         logger.warning(
-            "something else uses this machine: while buckets were timed, threads waited for a core "
-            "%.0f %% of the time. Such timings are not kept, but taken anew after the next start",
+            "other programs use this machine: while buckets were timed, threads waited for a core "
+            "%.0f %% of the time. These timings are not saved and are taken again after the next "
+            "start",
             100 * costs.lost_share,
         )
     if costs.timings:
@@ -299,7 +299,10 @@ def workers_of(
     groups: Sequence[Sequence[Device]] = (
         [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     )
-    float32_bucket = _float32_bucket(plan)
+    float32_bucket = None  # gets a second program, in float32: the smallest that holds any sequence
+    if plan.dtype == "float16":
+        longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
+        float32_bucket = min(longest, key=lambda b: b.rows)
     return [
         Worker(
             Replica(
@@ -330,17 +333,6 @@ def scheduler_of(device: Device) -> DeviceScheduler:
     return _schedulers.setdefault(device, DeviceScheduler.for_platform(device.platform))
 
 
-def _float32_bucket(plan: Plan) -> Bucket | None:
-    """Return the bucket that gets a second program in float32; None if the dtype is not float16.
-
-    It is the smallest bucket that holds every sequence.
-    """
-    if plan.dtype != "float16":
-        return None
-    longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
-    return min(longest, key=lambda b: b.rows)
-
-
 def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:
     """Return the largest number of tokens of an input, and the token budget of a device.
 
@@ -359,25 +351,23 @@ def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, in
         )
     elif positions is not None and limit > positions:
         raise ConfigError(
-            f"--max-input-length {limit} is more than the {positions} positions this model has"
+            f"--max-input-length {limit} exceeds the {positions} positions of this model"
         )
     if config.buckets is not None:
         return limit, budget if config.max_batch_tokens is not None else max(budget, limit)
-    longest = LONGEST_DEFAULT_ROW
-    if config.max_batch_tokens is not None:
-        longest = min(longest, budget)
+    longest, remedy = LONGEST_DEFAULT_ROW, "set --buckets to a file with longer buckets"
+    if config.max_batch_tokens is not None and budget < longest:
+        longest, remedy = budget, f"raise --max-batch-tokens (now {budget})"
     if limit <= longest:
         return limit, budget
-    remedy = "give a longer grid with --buckets"
-    if longest < LONGEST_DEFAULT_ROW:
-        remedy = f"raise --max-batch-tokens, now {budget}"
     if config.max_input_tokens is not None:
         raise ConfigError(
-            f"--max-input-length {limit} does not fit: the default buckets hold {longest} tokens; "
-            f"{remedy}"
+            f"--max-input-length {limit} does not fit in the default buckets, whose longest row "
+            f"has {longest} tokens; {remedy}"
         )
     logger.warning(
-        "the model takes %d tokens, the grid holds %d: longer inputs are cut; %s",
+        "the model accepts inputs of %d tokens, but the longest row of the default buckets has %d: "
+        "longer inputs are truncated; %s",
         limit,
         longest,
         remedy,
@@ -397,7 +387,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> None:
     """Warn if a grid was not tuned for `current`, the result of `tuned_for`: it may be slow."""
     differences = [
-        f"{name} {grid_file.tuned[name]}, here it is {value}"
+        f"{name} {grid_file.tuned[name]} (now {value})"
         for name, value in current.items()
         if grid_file.tuned.get(name, value) != value
     ]
@@ -405,5 +395,5 @@ def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> Non
         logger.warning(
             "--buckets %s was tuned for %s: run `jaxembed tune` again",
             grid_file.path,
-            "; for ".join(differences),
+            " and ".join(differences),
         )

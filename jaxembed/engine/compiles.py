@@ -128,8 +128,8 @@ def replace_unreadable_programs(folder: Path) -> None:
                     path.unlink(missing_ok=True)
                     removed += 1
             logger.warning(
-                "compiled programs in %s cannot be read; %d removed, what is missing is compiled "
-                "anew: %s",
+                "some compiled programs in %s cannot be read; %d were removed and are compiled "
+                "again: %s",
                 folder,
                 removed,
                 str(message).splitlines()[0],
@@ -166,10 +166,8 @@ class CompileEvents:
             self.seconds += duration_secs
 
 
-@cache
-def compile_events() -> CompileEvents:
-    """Return the counters of the process: always the same, because JAX keeps every listener."""
-    return CompileEvents()
+compile_events = cache(CompileEvents)
+"""Returns the counters of the process: always the same, because JAX keeps every listener."""
 
 
 @cache

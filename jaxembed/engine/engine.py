@@ -270,17 +270,15 @@ class Engine:
 
     def snapshot(self) -> EngineState:
         """Return the current state of the engine."""
-        calls = self._watchdog.calls
         with self._lock:
             now = time.monotonic()
-            queues: dict[Priority, QueueState] = {
-                name: QueueState(queue.inputs, queue.tokens, self._queue.oldest_s(queue, now))
-                for name, queue in self._queue.queues.items()
-            }
             return EngineState(
                 waiting_inputs=self._queue.inputs,
                 waiting_tokens=self._queue.tokens,
-                queues=queues,
+                queues={
+                    name: QueueState(queue.inputs, queue.tokens, self._queue.oldest_s(queue, now))
+                    for name, queue in self._queue.queues.items()
+                },
                 failures=tuple(worker.failures for worker in self.workers),
                 stuck=sum(worker.scheduler.stuck for worker in self.workers),
                 costs=self._costs.usable,
@@ -291,7 +289,7 @@ class Engine:
                 compiled=tuple(self.warmup.compiled),
                 covered=self.warmup.ready,
                 ran=dict(self._ran),
-                longest_call_s=max((call.age_s for call in calls), default=0.0),
+                longest_call_s=max((call.age_s for call in self._watchdog.calls), default=0.0),
                 closing=self._closing,
                 threads=sum(thread.is_alive() for thread in self._all_threads),
             )
@@ -322,9 +320,9 @@ class Engine:
         and a large request is bulk. Equal sequences that wait at the same time, even in different
         requests, are computed once. `trace` belongs to a request that is traced.
 
-        Raises EmptyInput, InputTooLong or TooManySpans for a sequence that no bucket can hold,
-        BackendError if the engine is closed or the model could not be compiled, and DeviceStuck if
-        every worker is stuck.
+        Raises InvalidInput for an unknown priority, EmptyInput, InputTooLong or TooManySpans for a
+        sequence that no bucket can hold, BackendError if the engine is closed or the model could
+        not be compiled, and DeviceStuck if every worker is stuck.
         """
         lengths = work.lengths.tolist()
         longest = max(lengths)
@@ -427,7 +425,7 @@ class Engine:
             try:
                 self._serve_batch(worker)
             except Exception:
-                logger.exception("the turn could not be had. This is a bug in jaxembed")
+                logger.exception("a worker could not take a batch. This is a bug in jaxembed")
                 self._fail_waiting(BackendError(INTERNAL))
 
     def _serve_batch(self, worker: Worker) -> None:
@@ -446,10 +444,9 @@ class Engine:
                 worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
                 started_at = time.monotonic()
                 with self._watchdog.watch(waiter, batch.bucket, batch) as call:
-                    recovery = Recovery(
+                    results = Recovery(
                         worker.runner, lambda: self._costs.usable, self._telemetry, call.begin
-                    )
-                    results = recovery.run(batch)
+                    ).run(batch)
                 seconds = time.monotonic() - started_at
             if self._is_traced:
                 self._trace(worker, batch, results, started_at, seconds)
@@ -464,7 +461,7 @@ class Engine:
         except BaseException:  # a thread that ends must not leave its batch unanswered
             if batch is None:
                 raise
-            logger.exception("a batch could not be run or settled. This is a bug in jaxembed")
+            logger.exception("a batch could not be answered. This is a bug in jaxembed")
             fail_sequences(batch.sequences, BackendError(INTERNAL))
 
     def _is_unusable(self, worker: Worker) -> bool:
@@ -531,8 +528,8 @@ class Engine:
         work = work_from_encodings(
             [Encoding(np.ones(1, np.int32))], frozenset({worker.runner.primary})
         )
-        future = WorkFuture(work, self._widths)
-        return place(min(usable, key=lambda bucket: bucket.tokens), future.sequences)
+        smallest = min(usable, key=lambda bucket: bucket.tokens)
+        return place(smallest, WorkFuture(work, self._widths).sequences)
 
     def _note(
         self, worker: Worker, batch: Batch, results: Sequence[Answers], waiter: Waiter
@@ -574,8 +571,7 @@ class Engine:
         futures = dict.fromkeys(
             future for sequence in batch.sequences for future in sequence.futures
         )
-        traces = [future.trace for future in futures if future.trace is not None]
-        if traces:
+        if traces := [future.trace for future in futures if future.trace is not None]:
             run = BatchRun(
                 model=self.name,
                 bucket=str(batch.bucket),
@@ -614,15 +610,15 @@ class Engine:
         The watchdog calls this method once for each overdue call, after it has taken the device out
         of use until the call returns. A call without a batch times a bucket, and is only logged.
         """
-        text = "%s: %s is overdue: nothing more runs on its device until it returns"
+        text = "%s: %s is overdue: its device runs nothing else until the call returns"
         if call.batch is None:
             logger.error(text, self.name, f"the timing of bucket {call.bucket}")
             return
         reference, description = reference_to(call.batch)
         logger.error(text, self.name, description)
         self._telemetry.failed_batches.inc()
-        failure = f"the device did not return in time from this batch (reference {reference})"
-        fail_sequences(call.batch.sequences, BackendError(failure))
+        message = f"the device did not return in time from this batch (reference {reference})"
+        fail_sequences(call.batch.sequences, BackendError(message))
 
     def _check_stuck(self) -> None:
         """Fail all waiting requests if every worker is stuck; otherwise wake threads if work waits.
@@ -650,5 +646,4 @@ def _join_until(threads: Sequence[threading.Thread], deadline: float) -> None:
     """
     for thread in threads:
         if thread.ident is not None:
-            left_s = deadline - time.monotonic()
-            thread.join(None if math.isinf(left_s) else max(0.0, left_s))
+            thread.join(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX))

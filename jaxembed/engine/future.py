@@ -159,7 +159,7 @@ class WorkFuture:
                 try:
                     self._wake()
                 except Exception:  # other futures of the batch still need their answers
-                    logger.exception("a waiter could not be woken")
+                    logger.exception("the callback of an answered request failed")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
         """Wait for the answer, and return it: an array, SparseRows or a Ragged for each output.

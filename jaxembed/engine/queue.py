@@ -14,6 +14,7 @@ from jaxembed.data.inputs import Priority
 from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
+from jaxembed.errors import InvalidInput
 
 # A request without a priority is interactive if it has at most INTERACTIVE_INPUTS inputs, and at
 # most INTERACTIVE_SHARE of the tokens of the largest bucket. So it takes a small part of a batch.
@@ -219,15 +220,20 @@ class RequestQueue:
 
         Without a `priority`, the size of the request decides on the priority queue. If an equal
         sequence waits already, it answers this future, too. The future's list of sequences is
-        emptied, because sequences and future refer to each other.
+        emptied, because sequences and future refer to each other. Raises InvalidInput for an
+        unknown priority.
         """
         if priority is None:
-            work = future.work
             is_small = (
-                len(work.lengths) <= INTERACTIVE_INPUTS
-                and len(work.planes["ids"]) <= self._max_interactive_tokens
+                len(future.work.lengths) <= INTERACTIVE_INPUTS
+                and len(future.work.planes["ids"]) <= self._max_interactive_tokens
             )
             priority = "interactive" if is_small else "bulk"
+        elif priority not in self.queues:
+            raise InvalidInput(
+                f"`priority` must be {' or '.join(self.queues)}. Given: {priority!r}",
+                field="priority",
+            )
         queue = self.queues[priority]
         if future.trace is not None:
             future.trace.queued_at, future.trace.trace.priority = future.queued_at, priority
@@ -245,11 +251,19 @@ class RequestQueue:
         ready = [sequence for sequence in sequences if sequence.min_row <= self._longest_row]
         parked = [sequence for sequence in sequences if sequence.min_row > self._longest_row]
         self._number += 1
-        inputs, tokens = future.inputs, future.tokens
-        flow = Flow(future, queue, self._number, queue.clock, ready[::-1], parked, inputs, tokens)
+        flow = Flow(
+            future,
+            queue,
+            self._number,
+            queue.clock,
+            ready[::-1],
+            parked,
+            future.inputs,
+            future.tokens,
+        )
         self._flows[future] = flow
-        queue.inputs += inputs
-        queue.tokens += tokens
+        queue.inputs += future.inputs
+        queue.tokens += future.tokens
         queue.insert(flow)
 
     def cancel(self, future: WorkFuture) -> None:
@@ -306,8 +320,8 @@ class RequestQueue:
             begins = [max(self._clock, queue.end) for queue in leads]
             begin = min(begins)
             lead = leads[begins.index(begin)]
-            enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
-            window = list(lead.peek(enough))[:max_sequences]
+            largest = max(bucket.tokens for bucket in cost)
+            window = list(lead.peek(WINDOW_BUCKETS * largest))[:max_sequences]
             if not window:  # all its sequences were taken with other requests
                 lead.requeue({})
                 continue

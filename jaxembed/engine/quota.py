@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from jaxembed.errors import QuotaExceeded, RequestTooLarge
 
@@ -16,7 +16,7 @@ WAITING_RETRY_S = 1  # retry time of a request that is refused because too many 
 
 Rate = Literal["requests", "tokens"]  # what is limited per minute
 Refusal = Literal["expired", "route", "model", "requests", "tokens", "inputs"]
-REFUSAL_REASONS: tuple[Refusal, ...] = ("expired", "route", "model", "requests", "tokens", "inputs")
+REFUSAL_REASONS: tuple[Refusal, ...] = get_args(Refusal)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class Quota:
             if max_waiting is not None and self.waiting + inputs > max_waiting:
                 self.refused["inputs"] += 1
                 raise QuotaExceeded(
-                    f"the key `{self.name}` has {self.waiting} inputs that wait, and may have "
-                    f"{max_waiting} (max_inputs_waiting): there is no room for {inputs} more now",
+                    f"the key `{self.name}` has {self.waiting} waiting inputs, and {inputs} more "
+                    f"would exceed its limit of {max_waiting} (max_inputs_waiting)",
                     WAITING_RETRY_S,
                 )
             self._check_rate("tokens", tokens)
@@ -147,8 +147,8 @@ class Quota:
             self.refused[kind] += 1
             about = "about " if kind == "tokens" else ""
             raise RequestTooLarge(
-                f"the request has {about}{size} {kind}, and the key `{self.name}` never has room "
-                f"for more than {limit} ({field}); send less at a time"
+                f"the request has {about}{size} {kind}, and the limit of the key `{self.name}` is "
+                f"{limit} ({field}); send less at a time"
             )
 
     def _check_rate(self, kind: Rate, amount: int) -> None:
@@ -159,7 +159,7 @@ class Quota:
             self.refused[kind] += 1
             seconds = math.ceil(wait_s)
             raise QuotaExceeded(
-                f"the key `{self.name}` has used its {bucket.per_minute} {kind} a minute; try "
+                f"the key `{self.name}` has used its {bucket.per_minute} {kind} per minute; try "
                 f"again in {seconds} s",
                 seconds,
             )

@@ -7,6 +7,7 @@ is not finite is run again alone.
 import logging
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,28 +30,22 @@ def reference_to(batch: Batch) -> tuple[str, str]:
     """
     reference = uuid.uuid4().hex[:12]
     lengths = sorted((sequence.length for sequence in batch.sequences), reverse=True)[:8]
-    size = f"{batch.bucket} of {len(batch.sequences)} sequences"
-    return reference, f"batch {size} (reference {reference}, longest {lengths})"
+    return reference, (
+        f"batch {batch.bucket} (sequences: {len(batch.sequences)}, longest {lengths}, reference "
+        f"{reference})"
+    )
 
 
+@dataclass(eq=False)
 class Recovery:
-    """Runs batches on a runner, and again in parts if something fails.
+    """Runs batches on a runner, and again in parts if something fails."""
 
-    `buckets` returns the buckets compiled so far. `on_call` is called with the bucket before each
-    run.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        buckets: Callable[[], Iterable[Bucket]],
-        telemetry: Telemetry,
-        on_call: Callable[[Bucket], object] = lambda bucket: None,
-    ):
-        self._runner = runner
-        self._buckets = buckets
-        self._telemetry = telemetry
-        self._on_call = on_call
+    runner: Runner
+    buckets: Callable[[], Iterable[Bucket]]  # returns the buckets compiled so far
+    telemetry: Telemetry
+    on_call: Callable[[Bucket], object] = lambda bucket: (
+        None
+    )  # called with the bucket before each run
 
     def run(self, batch: Batch) -> list[Answers]:
         """Run a batch, and then run each sequence whose result is not finite again, alone.
@@ -83,9 +78,9 @@ class Recovery:
         outputs = set().union(
             *(future.work.outputs for sequence in batch.sequences for future in sequence.futures)
         )
-        self._on_call(batch.bucket)
-        output = self._runner.run(
-            batch.bucket, pack(batch, self._runner.planes), outputs, in_float32=in_float32
+        self.on_call(batch.bucket)
+        output = self.runner.run(
+            batch.bucket, pack(batch, self.runner.planes), outputs, in_float32=in_float32
         )
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
@@ -109,12 +104,12 @@ class Recovery:
         """
         longest = max(sequence.min_row for sequence in batch.sequences)
         half = batch.bucket.tokens // 2
-        fitting = [b for b in self._buckets() if longest <= b.length and b.tokens <= half]
+        fitting = [b for b in self.buckets() if longest <= b.length and b.tokens <= half]
         if "RESOURCE_EXHAUSTED" not in str(error) or not fitting:
             return [self._failed(batch, error)]
-        self._telemetry.split_batches.inc()
+        self.telemetry.split_batches.inc()
         logger.warning(
-            "batch %s does not fit the device's memory, running it in halves", batch.bucket
+            "batch %s does not fit in the device's memory: it runs again in parts", batch.bucket
         )
         bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.sequences), []
         while left:
@@ -128,9 +123,9 @@ class Recovery:
         """Log and count a failed batch. Returns a BackendError for all its sequences."""
         reference, description = reference_to(batch)
         logger.error("%s failed", description, exc_info=error)
-        self._telemetry.failed_batches.inc()
-        failure = BackendError(f"the device failed on this batch (reference {reference})")
-        return Answers(batch.sequences, error=failure)
+        self.telemetry.failed_batches.inc()
+        message = f"the device failed on this batch (reference {reference})"
+        return Answers(batch.sequences, error=BackendError(message))
 
     def _alone(self, sequence: QueuedSequence, batch: Batch) -> list[Answers]:
         """Run a sequence of `batch` alone, because its result was not finite.
@@ -138,10 +133,10 @@ class Recovery:
         Then run it in float32 if the model is in float16. Returns the answer, or NotFinite or a
         BackendError as its error.
         """
-        self._telemetry.not_finite.inc()
-        fitting = [b for b in self._buckets() if sequence.min_row <= b.length]
+        self.telemetry.not_finite.inc()
+        fitting = [b for b in self.buckets() if sequence.min_row <= b.length]
         bucket = min(fitting, key=lambda b: b.tokens, default=batch.bucket)
-        alone, float32_bucket = place(bucket, [sequence]), self._runner.float32_bucket
+        alone, float32_bucket = place(bucket, [sequence]), self.runner.float32_bucket
         try:
             answers = self._attempt(alone)
             if _finite(answers).all():
@@ -153,7 +148,8 @@ class Recovery:
         except Exception as error:
             return self._after_failure(alone, error)
         attempts = "alone" if float32_bucket is None else "alone and in float32"
-        return [Answers([sequence], error=NotFinite(f"the result is not finite, run {attempts}"))]
+        message = f"the result is not finite, even when run {attempts}"
+        return [Answers([sequence], error=NotFinite(message))]
 
 
 def _finite(answers: Answers) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
 from jaxembed.engine.sparse import fetch_rows, gather_nonzero
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.tokens import PackedTokens
@@ -134,21 +134,21 @@ class Replica:
         program = self._programs.get((bucket, self.dtype))
         if program is None:
             return 0
-        memory: Any = program.memory_analysis()  # never None on a supported platform
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+        usage: Any = program.memory_analysis()  # never None on a supported platform
+        return usage.temp_size_in_bytes + usage.output_size_in_bytes
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
         """Compile and return the program of a bucket in `dtype`. Raises the errors of `compile`."""
         if bucket.rows % len(self.devices):
             raise ConfigError(
-                f"{bucket.rows} rows of bucket {bucket} do not divide over "
-                f"{len(self.devices)} devices"
+                f"the rows of bucket {bucket} cannot be divided equally among "
+                f"{counted(len(self.devices), 'device')}"
             )
 
         def forward(parameters, planes):
-            leaves = [leaf.astype(jnp.float32) for leaf in parameters]
-            leaves = leaves if dtype == FLOAT32 else parameters
-            computed = self._forward(leaves, planes, bucket.slots, self.outputs)
+            if dtype == FLOAT32:
+                parameters = [leaf.astype(jnp.float32) for leaf in parameters]
+            computed = self._forward(parameters, planes, bucket.slots, self.outputs)
             if self.devices[0].platform == "cpu":  # the outputs are in the memory of the host
                 return computed
             return {
@@ -168,8 +168,7 @@ class Replica:
         planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_rows)
         # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
         precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
-        attend = self._attention(bucket) if dtype == self.dtype else by_xla
-        with precision, using(attend):
+        with precision, using(self._attention(bucket) if dtype == self.dtype else by_xla):
             lowered = jax.jit(sharded).lower(self._parameters, planes)
         return compile_lowered(lowered, compiler_options(self.devices[0].platform))
 
@@ -209,8 +208,9 @@ class NullReplica:
             kind, width = OUTPUTS[name], self._widths[name]
             if kind.sparse:  # one nonzero value in each row
                 count = bucket.rows * bucket.slots
-                indices_values = [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
-                computed[name] = SparseRows(width, *indices_values)
+                computed[name] = SparseRows(
+                    width, [np.zeros(1, np.int32)] * count, [np.ones(1, np.float32)] * count
+                )
             else:
                 places = bucket.slots if kind.per == "slot" else bucket.length
                 computed[name] = np.ones((bucket.rows, places, width), np.float32)

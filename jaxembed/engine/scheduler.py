@@ -117,9 +117,9 @@ class DeviceScheduler:
     def idle_s(self) -> float:
         """Seconds since the last charged program ended; 0 while a program runs or waits."""
         with self._lock:
-            busy = any(c.share is not None for c in self._holding)
-            busy = busy or any(not c.idle for c in self._waiting)
-            return 0.0 if busy else self._now() - self._served_at
+            runs = any(c.share is not None for c in self._holding)
+            is_busy = runs or any(not c.idle for c in self._waiting)
+            return 0.0 if is_busy else self._now() - self._served_at
 
     def begin(self, share: VirtualTime) -> float:
         """Return the virtual time at which the next program of a model begins."""
@@ -148,7 +148,10 @@ class DeviceScheduler:
         all could see another one in front and go on waiting. If the most urgent waiter needs more
         permits than are free, the others wait, too; an idle waiter is skipped instead.
         """
-        while self._waiting and (free := self._free):
+        while self._waiting:
+            free = self.permits - sum(waiter.permits for waiter in self._holding)
+            if not free:
+                return
             # before a holder is charged, the urgencies of its model are too high
             if any(c.share is not None and c.expected_s is None for c in self._holding):
                 return
@@ -177,8 +180,3 @@ class DeviceScheduler:
             self._shared_s += (now - self._changed_at) / len(self._holding)
         self._changed_at = now
         return now
-
-    @property
-    def _free(self) -> int:
-        """The number of permits that no thread holds."""
-        return self.permits - sum(waiter.permits for waiter in self._holding)

@@ -57,7 +57,7 @@ class Watchdog:
         self._on_overdue = on_overdue
         self._on_check = on_check
         self._overdue_s = overdue_s
-        self._look_s = min(CHECK_EVERY_S, overdue_s / MIN_CHECKS)
+        self._interval_s = min(CHECK_EVERY_S, overdue_s / MIN_CHECKS)
         self.calls: list[WatchedCall] = []  # in progress; replaced, so reads need no lock
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -87,19 +87,19 @@ class Watchdog:
     def _work(self) -> None:
         """Check every call at regular intervals until `stop`."""
         checked_at = time.monotonic()
-        while not self._stop.wait(self._look_s):
+        while not self._stop.wait(self._interval_s):
             now = time.monotonic()
-            # a late check, for example after a sleep of the machine, adds two intervals at most
-            passed_s = min(now - checked_at, 2 * self._look_s)
+            # a delayed check, for example after a sleep of the machine, adds two intervals at most
+            passed_s = min(now - checked_at, 2 * self._interval_s)
             checked_at = now
             try:
                 for call in self.calls:
-                    self._look_at(call, passed_s)
+                    self._check(call, passed_s)
                 self._on_check()
             except Exception:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
 
-    def _look_at(self, call: WatchedCall, passed_s: float) -> None:
+    def _check(self, call: WatchedCall, passed_s: float) -> None:
         """Add `passed_s` seconds to the age of a call; mark and report it once it is overdue."""
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)

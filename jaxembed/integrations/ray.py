@@ -47,13 +47,13 @@ class _Actor:
         table or already has a column to add, and as `_column`."""
         if not isinstance(batch, pa.Table):
             raise InvalidInput(
-                f"batches must be of pyarrow.Table, and are of {type(batch).__name__}: add "
+                f"a batch must be a pyarrow.Table, not {type(batch).__name__}; add "
                 "batch_format='pyarrow' to map_batches"
             )
         if existing := [name for name in self._adds if name in batch.column_names]:
             raise InvalidInput(
-                f"the rows already have a column {existing[0]!r}, which is one of those to add; "
-                "rename it or drop it before",
+                f"the rows already have a column {existing[0]!r}, which would be added; rename it "
+                "or drop it first",
                 field=existing[0],
             )
         return [self._column(batch, name) for name in self._columns]
@@ -64,7 +64,7 @@ class _Actor:
         if name not in batch.column_names:
             raise InvalidInput(
                 f"the rows have no column {name!r}, only {', '.join(batch.column_names)}; name the "
-                "one with the texts in fn_constructor_kwargs",
+                "column of the texts in fn_constructor_kwargs",
                 field=name,
             )
         column = batch[name]
@@ -73,7 +73,7 @@ class _Actor:
         string_types = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
         if not any(test(column.type) for test in (*string_types, pa.types.is_null)):
             raise InvalidInput(
-                f"column {name!r} must be of strings, and is of {column.type}", field=name
+                f"column {name!r} must have strings, and has the type {column.type}", field=name
             )
         texts = column.to_pylist()
         for bad, why in ((None, "is null"), ("", "is empty")):
@@ -89,7 +89,7 @@ class _Actor:
         if self._id_column in batch.column_names:
             named = f"the row whose {self._id_column} is {batch[self._id_column][row].as_py()!r}"
         else:
-            named = f"row {row} of a batch of {batch.num_rows} (id_column= names rows by their ids)"
+            named = f"row {row} of a batch of {batch.num_rows} (id_column names rows by their ids)"
         return InvalidInput(f"{named}, column {column!r}: {why}.{quote}", column, row)
 
 

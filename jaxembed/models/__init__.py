@@ -89,10 +89,10 @@ def tower_config(spec: ModelSpec) -> Any:
         return config_class(**spec.config)
     except TypeError as error:  # its message names the field
         raise CheckpointError(
-            f"the {spec.architecture} of this checkpoint, written by "
-            f"{spec.written_by or 'an early jaxembed'}, is not known here "
+            f"the {spec.architecture} config of this checkpoint, written by "
+            f"{spec.written_by or 'an early jaxembed'}, does not fit this version of jaxembed "
             f"({str(error).partition(' ')[2]}): upgrade jaxembed, or convert the model again with "
-            "this one"
+            "this version"
         ) from error
 
 
@@ -135,12 +135,12 @@ class Program:
         """
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
-        for name, wanted in self.shapes.items():
-            actual = wanted.shape
-            if name in parameters:
-                actual = native.unpacked_shape(tuple(parameters[name].shape))
-            if actual != wanted.shape:
-                problems.append(f"{name}: wanted shape {wanted.shape}, got {actual}")
+        actual = {name: native.unpacked_shape(tuple(p.shape)) for name, p in parameters.items()}
+        problems += [
+            f"{name}: expected shape {expected.shape}, got {actual[name]}"
+            for name, expected in self.shapes.items()
+            if name in actual and actual[name] != expected.shape
+        ]
         if problems:
             raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
         return [parameters[name] for name in self.shapes]
@@ -150,11 +150,9 @@ def program(spec: ModelSpec) -> Program:
     """Build the model from shapes alone: no weights are made and no device is started. Raises
     UnsupportedModel or CheckpointError if the spec names no known model."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
-    flat = nnx.to_flat_state(state)
-    names = [".".join(map(str, path)) for path, _ in flat]
     shapes = {
-        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for name, leaf in zip(names, jax.tree.leaves(state), strict=True)
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for (path, _), leaf in zip(nnx.to_flat_state(state), jax.tree.leaves(state), strict=True)
     }
     structure = jax.tree.structure(state)
     interaction, image = spec.interaction, spec.image

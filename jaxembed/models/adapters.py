@@ -42,10 +42,11 @@ class LowRank(nnx.Module):
 
     def __init__(self, layer: Linear | Embedding, owners: Sequence[int] | Array):
         (inputs, outputs), width = layer.shape, len(owners)
-        if isinstance(layer, Linear):
-            self.down: Linear | Embedding = Linear(inputs, width, bias=False)
-        else:
-            self.down = Embedding(inputs, width)
+        self.down = (
+            Linear(inputs, width, bias=False)
+            if isinstance(layer, Linear)
+            else Embedding(inputs, width)
+        )
         self.up = Linear(width, outputs, bias=False)
         self.owners = owners
 
@@ -57,9 +58,11 @@ class LowRank(nnx.Module):
     def for_native(self) -> native.AdapterOperands:
         """Return the operands of a native call, which adds the adapters within its product."""
         assert isinstance(self.down, Linear)
-        owners = jnp.asarray(self.owners, jnp.int32)
         return native.AdapterOperands(
-            _current_numbers(), self.down.kernel[...], self.up.kernel[...], owners
+            numbers=_current_numbers(),
+            down=self.down.kernel[...],
+            up=self.up.kernel[...],
+            owners=jnp.asarray(self.owners, jnp.int32),
         )
 
 
@@ -90,7 +93,7 @@ def attach(backbone: nnx.Module, adapters: Sequence[Adapter]) -> None:
         for part in name.split(".")[1:]:  # after `tower.`, as in `tower.layers.0.mlp.up`
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
         if not isinstance(layer, Linear | Embedding):
-            raise CheckpointError(f"the model has no layer {name}, for which it has an adapter")
+            raise CheckpointError(f"an adapter changes the layer {name}, which the model lacks")
         layer.adapter = LowRank(
             layer, column_owners([adapter.ranks.get(name, 0) for adapter in adapters])
         )

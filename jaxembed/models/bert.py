@@ -75,8 +75,11 @@ class Bert(nnx.Module):
 
     def __init__(self, config: BertConfig):
         self.embeddings = BertEmbeddings(config)
-        reach = config.bias_reach
-        self.distance = None if reach is None else BiasByDistance(config.num_heads, reach)
+        self.distance = (
+            None
+            if config.bias_reach is None
+            else BiasByDistance(config.num_heads, config.bias_reach)
+        )
         self.alibi_heads = config.num_heads if config.alibi else None
         self.layers = nnx.List(
             [BertLayer(config, BertAttention(config)) for _ in range(config.num_layers)]
@@ -132,11 +135,11 @@ class BertEmbeddings(nnx.Module):
         self.word = Embedding(config.vocab_size, size)
         has_table = config.rope_theta is None and not config.alibi
         self.position = Embedding(config.max_positions, size) if has_table else None
-        types = config.type_vocab_size
-        self.type = Embedding(types, size) if types else None
+        self.type = Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
         self.norm = LayerNorm(size, eps=config.norm_eps)
-        is_projected = config.embedding_size is not None
-        self.projection = Linear(size, config.hidden_size) if is_projected else None
+        self.projection = (
+            None if config.embedding_size is None else Linear(size, config.hidden_size)
+        )
         self.pad_id = config.pad_id
 
     def __call__(self, tokens: PackedTokens) -> Hidden:

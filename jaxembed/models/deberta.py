@@ -75,10 +75,9 @@ class DebertaEmbeddings(nnx.Module):
 
     def __init__(self, config: DebertaConfig):
         width, size = config.hidden_size, config.embedding_size or config.hidden_size
-        types = config.type_vocab_size
         self.word = Embedding(config.vocab_size, size)
         self.position = Embedding(config.max_positions, size) if config.absolute_positions else None
-        self.type = Embedding(types, size) if types else None
+        self.type = Embedding(config.type_vocab_size, size) if config.type_vocab_size else None
         self.projection = Linear(size, width, bias=False) if size != width else None
         self.norm = LayerNorm(width, eps=config.norm_eps)
 
@@ -123,8 +122,7 @@ class DebertaAttention(BertAttention):
 
     def __init__(self, config: DebertaConfig):
         super().__init__(config)
-        table_rows = 2 * (config.buckets or config.max_distance)
-        shape = (table_rows, config.hidden_size)
+        shape = (2 * (config.buckets or config.max_distance), config.hidden_size)
         by_content, by_position = config.content_to_position, config.position_to_content
         self.relative_key = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_content else None
         self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None

@@ -97,8 +97,7 @@ POOLINGS: dict[str, Callable[[Hidden, PackedTokens], SlotVectors]] = {
 def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> SlotVectors:
     """Return for each slot the hidden state of the token at `index` of its row; zeros if empty."""
     chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
-    used = tokens.bounds[:, :, 1:] > 0
-    return jnp.where(used, chosen, 0.0)
+    return jnp.where(tokens.bounds[:, :, 1:] > 0, chosen, 0.0)
 
 
 def _total(weights: Float[Array, "rows slots length"]) -> Float[Array, "rows slots one"]:
@@ -157,8 +156,10 @@ class VocabularyHead(nnx.Module):
         x = _through(self.modules, hidden).reshape(-1, self.terms.shape[0])
         member = slot_members(tokens)
         row_start = jnp.arange(rows)[:, None] * slots
-        token_slots = jnp.where(member.any(axis=1), row_start + member.argmax(axis=1), rows * slots)
-        token_slots = token_slots.reshape(-1)  # over all rows; the last is for tokens in no slot
+        # the slot of each token, numbered over all rows; the last number is for tokens in no slot
+        token_slots = jnp.where(
+            member.any(axis=1), row_start + member.argmax(axis=1), rows * slots
+        ).reshape(-1)
         block = min(BLOCK_TOKENS, len(x))
         padding = -len(x) % block
         x = jnp.pad(x, ((0, padding), (0, 0)))
@@ -242,8 +243,11 @@ class Dense(Linear):
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias)
         self.activation = ACTIVATIONS[layer.activation]
         self.adds_input = layer.residual
-        sizes = layer.in_features, layer.out_features
-        self.residual = Linear(*sizes, bias=False) if layer.projects_residual else None
+        self.residual = (
+            Linear(layer.in_features, layer.out_features, bias=False)
+            if layer.projects_residual
+            else None
+        )
 
     def __call__(self, x: Float[Array, "rows slots in"]) -> Float[Array, "rows slots out"]:
         y = self.activation(super().__call__(x))

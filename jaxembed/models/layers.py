@@ -63,11 +63,10 @@ class Linear(nnx.Module):
         kernel, bias = self.parameters
         if native.is_packed(kernel):
             return native.linear(x, kernel, bias, adapters=self.native_adapters)
-        contract = (((2,), (0,)), ((), ()))
         y = lax.dot_general(
             x.astype(kernel.dtype),
             kernel,
-            contract,
+            (((2,), (0,)), ((), ())),
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
@@ -90,9 +89,14 @@ class Linear(nnx.Module):
         kernel, bias = self.parameters
         native_gelu = activation == "gelu" and is_native("gelu")
         if native.is_packed(kernel) and (native_gelu or activation == "identity"):
-            adapters, dtype = self.native_adapters, str(kernel.dtype)
-            epilogue = "gelu" if native_gelu else "linear"
-            return native.linear(x, kernel, bias, epilogue, dtype=dtype, adapters=adapters)
+            return native.linear(
+                x,
+                kernel,
+                bias,
+                "gelu" if native_gelu else "linear",
+                dtype=str(kernel.dtype),
+                adapters=self.native_adapters,
+            )
         return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
 
     @property
@@ -173,8 +177,14 @@ class LayerNorm(nnx.Module):
         kernel, bias = linear.parameters
         scale, shift = self.parameters
         if native.is_packed(kernel) and is_native("norm") and shift is not None:
-            norm, adapters = (hidden, scale, shift, self.eps), linear.native_adapters
-            return native.linear(x, kernel, bias, "norm", norm=norm, adapters=adapters)
+            return native.linear(
+                x,
+                kernel,
+                bias,
+                "norm",
+                norm=(hidden, scale, shift, self.eps),
+                adapters=linear.native_adapters,
+            )
         return self(hidden + linear(x))
 
 
@@ -224,8 +234,14 @@ class Mlp(nnx.Module):
         kernel, bias = self.gate_up.parameters
         gate_mode = f"gated_{self.activation}"
         if native.supports_gated(kernel, self.activation) and is_native(gate_mode):
-            adapters = self.gate_up.native_adapters
-            return native.linear(x, kernel, bias, gate_mode, dtype="bfloat16", adapters=adapters)
+            return native.linear(
+                x,
+                kernel,
+                bias,
+                gate_mode,
+                dtype="bfloat16",
+                adapters=self.gate_up.native_adapters,
+            )
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 

@@ -104,8 +104,7 @@ class Qwen3Positions(nnx.Module):
 
     def __call__(self, tokens: PackedTokens) -> tuple[Rotations, Rotations]:
         """Return the rotations of queries and keys in global layers, and those in local layers."""
-        theta, sections = self.theta, self.sections
-        key_rotation = Rotation.of(tokens, self.head_width, theta, self.scaling, sections)
+        key_rotation = Rotation.of(tokens, self.head_width, self.theta, self.scaling, self.sections)
         global_rotations = self._for_queries(key_rotation, tokens), key_rotation
         if self.local_theta is None:
             return global_rotations, global_rotations
@@ -162,10 +161,11 @@ class Qwen3Attention(nnx.Module):
         self.head_width = config.head_width
         reach = config.local_reach if is_local else None
         self.attention_mask = AttentionMask(causal=config.causal, reach=reach, cap=config.score_cap)
-        inner = config.num_heads * config.head_width
         heads = config.num_heads + 2 * config.num_key_heads
         self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
-        self.out = Linear(inner, config.hidden_size, bias=config.out_bias)
+        self.out = Linear(
+            config.num_heads * config.head_width, config.hidden_size, bias=config.out_bias
+        )
         self.query_norm, self.key_norm = (
             RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
             for _ in range(2)
@@ -179,8 +179,10 @@ class Qwen3Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         rotate_query, rotate_key = rotations
-        operands = rotate_query(query), rotate_key(key), value
-        query, key, value = (x.astype(self.qkv.kernel[...].dtype) for x in operands)
+        query, key, value = (
+            x.astype(self.qkv.kernel[...].dtype)
+            for x in (rotate_query(query), rotate_key(key), value)
+        )
         mixed = attend(
             query,
             key,

@@ -101,7 +101,7 @@ class StaticModel:
         shapes = static_shapes(spec)
         actual_shapes = {name: parameter.shape for name, parameter in parameters.items()}
         problems = [
-            f"{name}: wanted shape {shapes.get(name)}, got {actual_shapes.get(name)}"
+            f"{name}: expected shape {shapes.get(name)}, got {actual_shapes.get(name)}"
             for name in sorted(shapes.keys() | actual_shapes.keys())
             if shapes.get(name) != actual_shapes.get(name)
         ]

@@ -68,10 +68,8 @@ class PackedTokens:
         ids, positions, segments, types, slot_bounds = (planes[i] for i in range(cls.PLANES))
         key_segments = None
         if expansion is not None:
-            hidden_segment = -jnp.ones_like(segments)
-            key_segments = (
-                None if expansion.attended else jnp.where(segments < 0, hidden_segment, segments)
-            )
+            if not expansion.attended:
+                key_segments = jnp.where(segments < 0, -jnp.ones_like(segments), segments)
             segments = abs(segments)  # no query has the segment -1 of hidden keys
         bounds = jnp.stack([slot_bounds[:, :slots], slot_bounds[:, slots : 2 * slots]], axis=2)
         if image is not None:

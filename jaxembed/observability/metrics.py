@@ -172,8 +172,9 @@ class InputSeries(Collector):
                 ("_inference", "Seconds on the device, by input"),
             )
         ]
-        text = f"Seconds for an input to {verb}"
-        self._total = BufferedHistogram(f"{prefix}_duration", text, DURATION_BUCKETS)
+        self._total = BufferedHistogram(
+            f"{prefix}_duration", f"Seconds for an input to {verb}", DURATION_BUCKETS
+        )
         self._buffer: deque[tuple[float, float, float]] = deque()
         self._lock = threading.Lock()
 
@@ -222,11 +223,11 @@ class LengthCounts(BufferedHistogram):
     The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
     """
 
-    def __init__(self, most: int):
-        """`most` is the largest length that is counted separately, in tokens. Longer inputs count
-        as inputs of that length."""
+    def __init__(self, max_length: int):
+        """`max_length` is the largest length that is counted separately, in tokens. Longer inputs
+        count as inputs of that length."""
         super().__init__("jaxembed_input_tokens", INPUT_LENGTH, ())
-        self._counts = np.zeros(most + 1, np.int64)  # by length
+        self._counts = np.zeros(max_length + 1, np.int64)  # by length
 
     def _buckets_of(self, values: list[float]) -> np.ndarray:
         return np.minimum(values, len(self._counts) - 1).astype(np.int64)
@@ -237,9 +238,8 @@ class LengthCounts(BufferedHistogram):
         # cumulative[length] is the number of inputs of at most this length
         max_length, cumulative = len(counts) - 1, np.cumsum(counts)
         total = float(counts @ np.arange(max_length + 1))
-        powers = [power for power in POWERS[:20] if power <= max_length]
         for name, bounds in (
-            ("te_request_input_length", powers),
+            ("te_request_input_length", [power for power in POWERS[:20] if power <= max_length]),
             (self.name, row_lengths(max_length)),
         ):
             yield _histogram_of(
@@ -247,11 +247,11 @@ class LengthCounts(BufferedHistogram):
             )
 
 
-def row_lengths(most: int) -> list[int]:
-    """Return the row lengths in tokens that the histogram tells apart, ascending, up to `most`.
-    They are every eighth token up to 128, then eight lengths to an octave, and `most` itself."""
+def row_lengths(limit: int) -> list[int]:
+    """Return the row lengths in tokens that the histogram tells apart, ascending, up to `limit`.
+    They are every eighth token up to 128, then eight lengths to an octave, and `limit` itself."""
     octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
-    return [*(length for octave in octaves for length in octave if length < most), most]
+    return [*(length for octave in octaves for length in octave if length < limit), limit]
 
 
 def _histogram_of(
@@ -259,11 +259,8 @@ def _histogram_of(
 ) -> HistogramMetricFamily:
     """Return a histogram that has `cumulative[i]` values up to `bounds[i]`, and the sum `total`.
     The last bound is infinity."""
-    buckets = [
-        (floatToGoString(bound), float(count))
-        for bound, count in zip(bounds, cumulative, strict=True)
-    ]
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=total)
+    buckets = zip(map(floatToGoString, bounds), map(float, cumulative), strict=True)
+    return HistogramMetricFamily(name, text, buckets=list(buckets), sum_value=total)
 
 
 class Telemetry:
@@ -272,8 +269,8 @@ class Telemetry:
     def __init__(self, max_input_tokens: int = 2**19):
         self.registry = CollectorRegistry()
         self._reads: dict[int, list[Callable[[], float]]] = {}
-        self._add_series_of_tei(max_input_tokens)
-        self._add_our_series()
+        self._add_tei_metrics(max_input_tokens)
+        self._add_jaxembed_metrics()
 
     def exposition(self) -> bytes:
         """Return the metrics in Prometheus' text format, version 0.0.4."""
@@ -292,7 +289,7 @@ class Telemetry:
         reads.append(read)
         gauge.set_function(lambda: sum(function() for function in reads))
 
-    def _add_series_of_tei(self, max_input_tokens: int) -> None:
+    def _add_tei_metrics(self, max_input_tokens: int) -> None:
         self.request_count = self._counters(
             "te_request_count", "Requests accepted", "method", METHODS
         )
@@ -325,19 +322,20 @@ class Telemetry:
         )
         self.queue_size = self._gauge("te_queue_size", "Inputs waiting for a batch")
 
-    def _add_our_series(self) -> None:
+    def _add_jaxembed_metrics(self) -> None:
         self.queue_tokens = self._gauge("jaxembed_queue_tokens", "Tokens waiting for a batch")
         self.admitted_inputs = self._gauge(
             "jaxembed_admitted_inputs", "Inputs admitted and not answered"
         )
         self.admitted_tokens = self._gauge(
-            "jaxembed_admitted_tokens", "Tokens of these, roughly until they are tokenized"
+            "jaxembed_admitted_tokens",
+            "Tokens of admitted inputs, estimated until they are tokenized",
         )
         self.held_bytes = self._gauge(
             "jaxembed_held_bytes", "Memory that the requests of all models hold"
         )
         self.priority_queue_size = self._gauge(
-            "jaxembed_lane_size", "Inputs waiting for a batch, by lane", "lane"
+            "jaxembed_lane_size", "Inputs waiting for a batch, by priority", "lane"
         )
         for queue in PRIORITIES:
             self.priority_queue_size.labels(queue)
@@ -345,33 +343,33 @@ class Telemetry:
             "jaxembed_batch_fill_ratio", "Useful tokens over the bucket's tokens", FILL_BUCKETS
         )
         self.compile_count = self._counter(
-            "jaxembed_compile_count", "Programs compiled, persistent cache hits not counted"
+            "jaxembed_compile_count", "Programs compiled, without hits of the persistent cache"
         )
         self.compile_cache_hits = self._counter(
             "jaxembed_compile_cache_hits", "Programs found in the persistent cache"
         )
         self.compile_seconds = self._counter("jaxembed_compile_seconds", "Seconds spent compiling")
         self.bucket_timings = self._counter(
-            "jaxembed_bucket_timings", "Times that a bucket was timed while nothing waited"
+            "jaxembed_bucket_timings", "Timings of buckets while no request waited"
         )
         self.truncated_inputs = self._counter(
-            "jaxembed_truncated_inputs", "Inputs cut to the limit"
+            "jaxembed_truncated_inputs", "Inputs truncated to the limit"
         )
         self.cache_hits = self._counter(
             "jaxembed_cache_hits", "Inputs whose answer was in the cache"
         )
         self.cache_misses = self._counter(
-            "jaxembed_cache_misses", "Inputs whose answer was looked for there and missing"
+            "jaxembed_cache_misses", "Inputs whose answer was looked up in the cache and not found"
         )
         self.cache_bytes = self._gauge("jaxembed_cache_bytes", "Memory that cached answers take")
         self.cancelled_requests = self._counter(
-            "jaxembed_cancelled_requests", "Requests whose client went away"
+            "jaxembed_cancelled_requests", "Requests whose client disconnected"
         )
         self.not_finite = self._counter(
             "jaxembed_not_finite_sequences", "Sequences run again because of NaN or infinity"
         )
         self.split_batches = self._counter(
-            "jaxembed_split_batches", "Batches run again in halves for want of device memory"
+            "jaxembed_split_batches", "Batches run again in parts because device memory was full"
         )
         self.failed_batches = self._counter(
             "jaxembed_failed_batches", "Batches that failed for good"
@@ -379,9 +377,10 @@ class Telemetry:
         self.stuck_workers = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )
-        text = "Seconds in a stage of a request"
         stages = {
-            stage: BufferedHistogram("jaxembed_stage_seconds", text, DURATION_BUCKETS)
+            stage: BufferedHistogram(
+                "jaxembed_stage_seconds", "Seconds in a stage of a request", DURATION_BUCKETS
+            )
             for stage in STAGES
         }
         self.stage = self._add(Labelled("stage", stages))
@@ -453,5 +452,6 @@ def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False)
 
 def text_format(collector: CollectorRegistry | _ByModel) -> bytes:
     """Return the metrics of a collector in Prometheus' text format, version 0.0.4."""
-    text = generate_latest(collector)
-    return re.sub(rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", text, flags=re.MULTILINE)
+    return re.sub(
+        rb"^(# (?:HELP|TYPE) \S+)_total ", rb"\1 ", generate_latest(collector), flags=re.MULTILINE
+    )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 MAX_STAGES = 64  # stages of a request; a request in several parts has several of a name
@@ -42,30 +42,27 @@ class StageTimes:
     links: tuple[Any, ...] = ()
 
 
+@dataclass(eq=False)
 class Trace:
     """What is recorded of a sampled request until it is answered.
 
-    `span` is the tracer's span of the request. Threads of the engine and the tokenizer may add
-    stages.
+    Threads of the engine and the tokenizer may add stages.
     """
 
+    trace_id: str  # in hexadecimal digits
+    span: Any  # the tracer's span of the request
+    tracer: "Tracer"
+    stages: list[StageTimes] = field(default_factory=list)
     task: str | None = None  # what the model does for the request
     model: str | None = None  # as the request named it
     priority: str | None = None
-    inputs = 0
-    tokens = 0
-    truncated = 0
-    cached = 0
+    inputs: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    cached: int = 0
     status: int | None = None  # the HTTP status; None if the client disconnected first
     request_id: str | None = None
     error: str | None = None  # the class name of the error that it failed with, or another reason
-
-    def __init__(self, trace_id: str, span: Any, tracer: "Tracer"):
-        """`trace_id` is in hexadecimal digits."""
-        self.trace_id = trace_id
-        self.span = span
-        self.tracer = tracer
-        self.stages: list[StageTimes] = []
 
     def note(self, name: StageName, started_at: float, ended_at: float, *links: Any) -> None:
         """Add a stage with its batches' span contexts, unless there are MAX_STAGES stages."""
@@ -80,13 +77,13 @@ class Trace:
         self.cached += cached
 
 
+@dataclass(eq=False)
 class FutureTrace:
     """What the engine records of one future of a traced request."""
 
-    def __init__(self, trace: Trace):
-        self.trace = trace
-        self.queued_at: float | None = None  # None: the cache had every answer
-        self.runs: list[tuple[BatchRun, Any]] = []  # the batches, with their span contexts
+    trace: Trace
+    queued_at: float | None = None  # None: the cache had every answer
+    runs: list[tuple[BatchRun, Any]] = field(default_factory=list)  # with their span contexts
 
     def finish(self) -> None:
         """Add the stages of a future that is complete or was dropped.

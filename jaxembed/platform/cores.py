@@ -35,10 +35,7 @@ def host_id() -> str:
     Hosts that share a home directory may differ in speed, and may not run each other's compiled
     programs.
     """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = read_or_empty(Path("/proc/cpuinfo")).splitlines()
     traits = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
     identity = "\n".join([platform.machine(), *sorted(traits)]).encode()
     return hashlib.sha256(identity).hexdigest()[:12]
@@ -62,8 +59,7 @@ def quota_cores() -> float | None:
 
 def core_count() -> float:
     """Return the number of cores that the process may keep busy: its usable cores, or its quota."""
-    cores = float(len(usable_cores()))
-    quota = quota_cores()
+    cores, quota = float(len(usable_cores())), quota_cores()
     return cores if quota is None else min(cores, quota)
 
 

@@ -34,8 +34,8 @@ def _reason(error: Exception) -> str:
     if isinstance(error, urllib.error.HTTPError):  # the response may lack the status phrase
         return f"HTTP {error.code} {http.client.responses.get(error.code, '')}".rstrip()
     if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
-        return "it is no URL"
+        return "it is not a URL"
     if isinstance(error, http.client.HTTPException):
-        return "what answers does not speak HTTP"
+        return "the response is not HTTP"
     cause = getattr(error, "reason", error)
     return getattr(cause, "strerror", None) or str(cause)

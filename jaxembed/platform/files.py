@@ -62,9 +62,9 @@ def check_output(path: Path, flag: str, suffixes: Iterable[str]) -> None:
     """Raise ConfigError unless `path` has one of the suffixes and its directory exists. The message
     begins with the command line's `flag` and the path."""
     if path.suffix not in suffixes:
-        raise ConfigError(f"{flag} {path}: wanted a name that ends in {' or '.join(suffixes)}")
+        raise ConfigError(f"{flag} {path}: expected a name that ends in {' or '.join(suffixes)}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no directory {path.absolute().parent}")
+        raise ConfigError(f"{flag} {path}: the directory {path.absolute().parent} does not exist")
 
 
 def is_copy_of(path: Path, name: str) -> bool:
@@ -81,17 +81,19 @@ def read_user_json(path: Path, name: str, expectation: str) -> Any:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {name}: {error.strerror}; wanted {expectation}") from error
+        raise ConfigError(
+            f"cannot read {name}: {error.strerror}; expected {expectation}"
+        ) from error
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:
-        place = f"no JSON from line {error.lineno}, column {error.colno} on"
+        place = f"not valid JSON at line {error.lineno}, column {error.colno}"
         problem = place if data.strip() else "empty"
     except UnicodeDecodeError:
-        problem = "no text in UTF-8"
+        problem = "not UTF-8 text"
     except (RecursionError, ValueError):  # Python reads integers of at most 4,300 digits
-        problem = "nested too deeply, or holds a number of thousands of digits"
-    raise ConfigError(f"{name} is {problem}; wanted {expectation}")
+        problem = "nested too deeply, or contains a number of thousands of digits"
+    raise ConfigError(f"{name} is {problem}; expected {expectation}")
 
 
 def shown(value: Any) -> str:

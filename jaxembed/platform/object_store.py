@@ -60,14 +60,14 @@ def location(name: str) -> Location:
     if CREDENTIALS.search(url) or "?" in url or "#" in url:
         shown = CREDENTIALS.sub("//", re.split("[?#]", url)[0])
         raise CheckpointError(
-            f"{shown}: wanted {_scheme(url)}://bucket/path without user, password or parameters; "
+            f"{shown}: expected {_scheme(url)}://bucket/path without user, password or parameters; "
             "credentials come from the environment"
         )
     if not _path(url).strip("/").partition("/")[2]:
-        raise CheckpointError(f"{url}: wanted {_scheme(url)}://bucket/path, with a path")
+        raise CheckpointError(f"{url}: expected {_scheme(url)}://bucket/path, with a path")
     if pin and not DIGEST.fullmatch(digest):
         raise CheckpointError(
-            f"{name}: wanted 64 hexadecimal digits after {PIN}, as `jaxembed convert` shows them"
+            f"{name}: expected 64 hexadecimal digits after {PIN}, as `jaxembed convert` shows them"
         )
     return Location(url, digest if pin else None)
 
@@ -205,11 +205,11 @@ def _asking(failure: str) -> Iterator[None]:
     except JaxembedError:
         raise
     except FileNotFoundError as error:
-        raise CheckpointError(f"{failure}: there is no such object or bucket") from error
+        raise CheckpointError(f"{failure}: the object or bucket does not exist") from error
     except PermissionError as error:
         raise CheckpointError(
-            f"{failure}: access is denied ({_reason(error)}); give this process credentials that "
-            "have it"
+            f"{failure}: access is denied ({_reason(error)}); give this process credentials with "
+            "access"
         ) from error
     except Exception as error:  # each package of PACKAGES has its own error classes
         if isinstance(error, OSError) and error.errno in DISK_FULL:

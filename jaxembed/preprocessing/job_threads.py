@@ -36,8 +36,9 @@ class JobThreads(Executor):
 
     def __init__(self, workers: int, name: str):
         self.workers = workers
-        begin = partial(setattr, _thread, "is_for_small", True)
-        self._small = ThreadPoolExecutor(workers, name, begin)
+        self._small = ThreadPoolExecutor(
+            workers, name, initializer=partial(setattr, _thread, "is_for_small", True)
+        )
         self._large = ThreadPoolExecutor(workers, f"{name}-large")
 
     def submit(self, call: Callable, /, *arguments: Any, **keywords: Any) -> Future:

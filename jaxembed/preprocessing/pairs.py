@@ -107,25 +107,25 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
     pairs is not a frame: it repeats or reorders the texts, or changes the type within a part.
     """
     sample = tokenizer.encode("a", "b")
-    owners = sample.sequence_ids  # of each token: its text, 0 or 1, or None
-    texts = [owner for owner, _ in groupby(owners) if owner is not None]
-    columns = zip(owners, sample.special_tokens_mask, strict=True)
-    # tokens that belong to no text and are not special
-    strays = [1 for owner, special in columns if owner is None and not special]
-    if texts != [0, 1] or strays:
+    text_ids = sample.sequence_ids  # of each token: its text, 0 or 1, or None
+    is_in_order = [text_id for text_id, _ in groupby(text_ids) if text_id is not None] == [0, 1]
+    columns = zip(text_ids, sample.special_tokens_mask, strict=True)
+    if not is_in_order or any(text_id is None and not special for text_id, special in columns):
         raise UnsupportedModel(
             "the tokenizer's template for pairs does not hold each text once and in order"
         )
     # where the texts start and end
-    cuts = [owners.index(0), owners.index(0) + owners.count(0), owners.index(1)]
-    cuts += [owners.index(1) + owners.count(1)]
+    first, second = text_ids.index(0), text_ids.index(1)
+    cuts = [first, first + text_ids.count(0), second, second + text_ids.count(1)]
     before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
     types = None
     if with_types:
         # an empty part counts as type 0
         type_sets = [{*part.tolist()} or {0} for part in np.split(np.array(sample.type_ids), cuts)]
         if any(len(type_set) > 1 for type_set in type_sets):
-            raise UnsupportedModel("the tokenizer's template for pairs changes types within a part")
+            raise UnsupportedModel(
+                "the tokenizer's template for pairs changes token types within a part"
+            )
         types = tuple(type_set.pop() for type_set in type_sets)
     return Frame(before, between, after, types if types and any(types) else None)
 

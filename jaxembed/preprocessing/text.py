@@ -116,9 +116,8 @@ class TextProcessor:
         self._tokenizer = Tokenizer(path)
         sample = self._tokenizer.encode(["a"], fast=False)[0]
         text_at = [k for k, special in enumerate(sample.special_tokens_mask) if not special]
-        before, after = 0, 0  # for a tokenizer that has no token for the sample
-        if text_at:
-            before, after = text_at[0], len(sample) - 1 - text_at[-1]
+        # a tokenizer may have no token for the sample
+        before, after = (text_at[0], len(sample) - 1 - text_at[-1]) if text_at else (0, 0)
         self._around = before, after  # numbers of special tokens before and after a text
         self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
         # the tokenizers of XLM-R and others give pairs two types, though the backbone has only one
@@ -146,21 +145,21 @@ class TextProcessor:
             reserved = max(reserved, self._pair_frame.length)
         if spec.filled is not None and limit != spec.filled.length:
             raise ConfigError(
-                f"--max-input-length {limit}: texts of this model are filled up to "
-                f"{spec.filled.length} tokens, no more and no fewer; leave it out"
+                f"the limit of an input is {limit} tokens, but this model pads every text to "
+                f"{spec.filled.length}; leave out --max-input-length and --max-batch-tokens"
             )
         if spec.interaction is not None:
-            markers = {spec.interaction.query_marker, spec.interaction.document_marker}
-            reserved += markers != {None}  # one token if there is a marker
+            markers = spec.interaction.query_marker, spec.interaction.document_marker
+            reserved += markers != (None, None)  # one token if there is a marker
         if expansion is not None and expansion.length > limit:
             raise ConfigError(
-                f"--max-input-length {limit} is less than the {expansion.length} tokens that "
-                "queries of this model are filled up to"
+                f"the limit of an input is {limit} tokens, but this model extends queries to "
+                f"{expansion.length}; raise --max-input-length or --max-batch-tokens"
             )
         if limit <= reserved:
             raise ConfigError(
-                f"--max-input-length {limit} leaves no room for text beside the {reserved} special "
-                "tokens"
+                f"--max-input-length is {limit}, which leaves no room for text beside the special "
+                f"tokens ({reserved})"
             )
         self._default_prompt = default_prompt(config, spec)
         self.default_prompt_name = default_prompt_name(config, spec)
@@ -193,8 +192,11 @@ class TextProcessor:
             else slice(-max_characters, None)
         )
         prompted = ((tokenization.prompt + text.text)[cut] for text in texts)
-        text_encodings = self._tokenizer.encode_enough(prompted, self.limit, tokenization.side)
-        encoded = zip(texts, text_encodings, strict=True)
+        encoded = zip(
+            texts,
+            self._tokenizer.encode_enough(prompted, self.limit, tokenization.side),
+            strict=True,
+        )
         has_spans = self._has_spans(tokenization)
         if self._needs_only_ids and not has_spans and len(texts) == len(inputs):
             # Sequences without token types and spans: faster together than one by one.
@@ -228,7 +230,7 @@ class TextProcessor:
                     yield next(pairs)
                 elif self._spec.template is not None:
                     raise InvalidInput(
-                        "this model scores pairs, such as a query and a document, not texts"
+                        "this model scores pairs, such as a query and a document, not single texts"
                     )
                 else:
                     text, (encoding, whole) = next(encoded)
@@ -258,17 +260,15 @@ class TextProcessor:
         frame = self._frame
         room = self.limit - frame.length - len(query[0])
         division = self._division(room, frame.around_second, tokenization, with_query=True)
-        parts: list[Divided] = []
-        encodings: list[Encoding] = []
-        try:
+
+        def divided() -> Iterator[tuple[Divided, list[Encoding]]]:
             for document in documents:
                 part = self._divide(document, frame.second(document), division, tokenization)
-                parts.append(part)
-                encodings += [Encoding(*frame.join(query[0], row)) for row in part.rows]
-        except InvalidInput as error:
-            raise error.at(len(parts)) from error
-        # query[1]: whether the query is whole; if not, every pair counts as truncated
-        return _in_windows(parts, encodings, sum(part.is_cut or not query[1] for part in parts))
+                # query[1]: whether the query is whole; if not, every pair counts as truncated
+                part = part._replace(is_cut=part.is_cut or not query[1])
+                yield part, [Encoding(*frame.join(query[0], row)) for row in part.rows]
+
+        return _in_windows(divided())
 
     def encode_documents(
         self, documents: Sequence[Text], tokenization: TokenizationOptions
@@ -294,24 +294,21 @@ class TextProcessor:
         room = limit - len(before) - len(after)
         division = self._division(room, (prompt, ""), tokenization, with_query=False)
         has_spans = self._has_spans(tokenization)
-        parts: list[Divided] = []
-        encodings: list[Encoding] = []
-        try:
+
+        def encoding(document: Text, row: np.ndarray) -> Encoding:
+            ids = np.concatenate([before, row, after])
+            self._refuse_empty(document, len(ids), tokenization)
+            ids = self._checked_text_ids(ids)
+            # pool what is behind the prompt, at least the last token
+            spans = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
+            return Encoding(ids, spans=spans if has_spans else None)
+
+        def divided() -> Iterator[tuple[Divided, list[Encoding]]]:
             for document in documents:
-                text = prompt + document.text
-                parts.append(part := self._divide(document.text, text, division, tokenization))
-                for row in part.rows:
-                    ids = np.concatenate([before, row, after])
-                    is_given = bool(document.text) or tokenization.may_be_empty
-                    if not self._spec.is_static and not (is_given and len(ids)):
-                        raise EmptyInput()
-                    ids = self._checked_text_ids(ids)
-                    # pool what is behind the prompt, at least the last token
-                    spans = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
-                    encodings.append(Encoding(ids, spans=spans if has_spans else None))
-        except InvalidInput as error:
-            raise error.at(len(parts)) from error
-        return _in_windows(parts, encodings, sum(part.is_cut for part in parts))
+                part = self._divide(document.text, prompt + document.text, division, tokenization)
+                yield part, [encoding(document, row) for row in part.rows]
+
+        return _in_windows(divided())
 
     def encode_chunked_texts(
         self, texts: Sequence[ChunkedText], tokenization: TokenizationOptions, slots: int
@@ -359,14 +356,15 @@ class TextProcessor:
         """
         if not all(texts):
             raise EmptyInput()
-        prompted = [prompt + text for text in texts]
-        name_of = self._tokenizer.file.id_to_token
-        pieces = []
-        for chunk in chunks(prompted, len):
-            encodings = self._tokenizer.encode(chunk, special=special, fast=False)
-            encoded = zip(chunk, encodings, strict=True)
-            pieces += [token_pieces(text, encoding, name_of) for text, encoding in encoded]
-        return pieces
+        return [
+            token_pieces(text, encoding, self._tokenizer.file.id_to_token)
+            for chunk in chunks([prompt + text for text in texts], len)
+            for text, encoding in zip(
+                chunk,
+                self._tokenizer.encode(chunk, special=special, fast=False),
+                strict=True,
+            )
+        ]
 
     def term_names(self, ids: Sequence[int]) -> list[str]:
         """Return the tokens with these ids, as the vocabulary spells them; "" for an unknown id."""
@@ -426,8 +424,7 @@ class TextProcessor:
         expansion = interaction.expansion if tokenization.role == "query" else None
         marker_index = min(self._around[0], 1)  # behind a token such as [CLS]
         for text, (encoding, whole) in zip(texts, encodings, strict=True):
-            if not ((text.text or tokenization.may_be_empty) and len(encoding)):
-                raise EmptyInput()
+            self._refuse_empty(text, len(encoding), tokenization)
             count = len(encoding)
             if count > room and not tokenization.truncate:
                 # with the marker, which is limit - room
@@ -435,15 +432,13 @@ class TextProcessor:
             ids = self._within(np.array(encoding.ids, np.int32), room, tokenization.side)
             if marker is not None:
                 ids = np.insert(ids, marker_index, np.int32(marker))
-            augmentation_tokens = 0
-            if expansion is not None:
-                ids, augmentation_tokens = _filled(ids, expansion)
+            ids, augmentation_tokens = _augmented(ids, expansion)
             yield Encoding(ids, augmentation_tokens=augmentation_tokens), count > room
         if len(texts) < len(inputs):
             kind = "pairs" if isinstance(inputs[len(texts)], Pair) else "token ids"
             raise InvalidInput(
-                "this model compares texts token by token, and puts a marker into each and fills "
-                f"queries up: it takes no {kind}; send texts"
+                "this model compares texts token by token and prepares each as a query or a "
+                f"document, so it takes no {kind}; send texts"
             )
 
     def _limit_and_marker(
@@ -467,33 +462,36 @@ class TextProcessor:
 
         Raises EmptyInput, InputTooLong and InvalidInput.
         """
-        is_given = bool(text.text) or tokenization.may_be_empty
-        if not self._spec.is_static and not (is_given and len(encoding)):
-            raise EmptyInput()  # without special tokens a blank text has no tokens
+        self._refuse_empty(text, len(encoding), tokenization)
         count, max_chars = len(tokenization.prompt) + len(text.text), self._max_characters
         if count > max_chars and self._reads_whole:
             raise InvalidInput(
-                f"the text has {count} characters, of at most {max_chars} for a model that cuts "
-                "nothing; send it in parts, or set --max-input-length to have it cut"
+                f"the text has {count} characters, and the limit is {max_chars} for a model that "
+                "does not truncate; send it in parts, or set --max-input-length to truncate it"
             )
         is_cut = count > max_chars or len(encoding) > self.limit
         if is_cut and not tokenization.truncate:
             raise self._too_long(len(encoding), whole and count <= max_chars)
         ids = self._within(np.array(encoding.ids, np.int32), self.limit, tokenization.side)
         ids = self._checked_text_ids(ids)
-        types = None
+        types = spans = None
         if self._has_types:
-            types = self._within(
-                np.array(encoding.type_ids, np.int32), self.limit, tokenization.side
-            )
-        spans = None
+            types = np.array(encoding.type_ids, np.int32)
+            types = self._within(types, self.limit, tokenization.side)
         if self._has_spans(tokenization):
             # pool what is behind the prompt, at least the last token
             spans = ((min(self._prompt_length(tokenization.prompt), len(ids) - 1), len(ids)),)
-        augmentation_tokens = 0
-        if self._spec.filled is not None:
-            ids, augmentation_tokens = _filled(ids, self._spec.filled)
+        ids, augmentation_tokens = _augmented(ids, self._spec.filled)
         return Encoding(ids, types, spans, augmentation_tokens), is_cut
+
+    def _refuse_empty(
+        self, text: Text, token_count: int, tokenization: TokenizationOptions
+    ) -> None:
+        """Raise EmptyInput for an empty text, unless the options or a static model allow it. A
+        blank text has no tokens if the tokenizer adds no special tokens."""
+        is_given = bool(text.text) or tokenization.may_be_empty
+        if not self._spec.is_static and not (is_given and token_count):
+            raise EmptyInput()
 
     def _has_spans(self, tokenization: TokenizationOptions) -> bool:
         """Return whether texts are pooled without their prompt."""
@@ -505,8 +503,8 @@ class TextProcessor:
         if self._image_id is not None and (ids == self._image_id).any():
             name = self._tokenizer.file.id_to_token(self._image_id)
             raise InvalidInput(
-                f"the text has {name!r}, the token that stands for a part of an image; write it "
-                "otherwise, and send images as images"
+                f"the text contains {name!r}, the token that stands for a part of an image; spell "
+                "it in another way, and send images as images"
             )
         return ids if self._dropped_id is None else ids[ids != self._dropped_id]
 
@@ -590,7 +588,8 @@ class TextProcessor:
         """
         if tokenization.side == "left":
             raise InvalidInput(
-                "a divided document is not cut on the left; leave `truncation_direction` out",
+                "a document that is divided into windows cannot be truncated on the left; leave "
+                "`truncation_direction` out",
                 field="truncation_direction",
             )
         before, after = around
@@ -666,11 +665,8 @@ class TextProcessor:
         if len(ids) > self.limit and not tokenization.truncate:
             raise InputTooLong(self.limit, len(ids))
         truncate_ids = cut_tokens if tokenization.bare_ids else self._within
-        kept_ids = truncate_ids(ids, self.limit, tokenization.side)
-        kept_ids = self._checked_text_ids(kept_ids)
-        augmentation_tokens = 0
-        if self._spec.filled is not None:
-            kept_ids, augmentation_tokens = _filled(kept_ids, self._spec.filled)
+        kept = self._checked_text_ids(truncate_ids(ids, self.limit, tokenization.side))
+        kept_ids, augmentation_tokens = _augmented(kept, self._spec.filled)
         return Encoding(kept_ids, augmentation_tokens=augmentation_tokens), len(ids) > self.limit
 
 
@@ -693,13 +689,13 @@ def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def _filled(ids: np.ndarray, expansion: Expansion) -> tuple[np.ndarray, int]:
-    """Append augmentation tokens up to the expansion's length. Returns the ids, and how many were
-    added."""
-    augmentation_tokens = max(expansion.length - len(ids), 0)
-    return np.concatenate(
-        [ids, np.full(augmentation_tokens, expansion.token_id, np.int32)]
-    ), augmentation_tokens
+def _augmented(ids: np.ndarray, expansion: Expansion | None) -> tuple[np.ndarray, int]:
+    """Append augmentation tokens up to the expansion's length, if there is one. Returns the ids,
+    and how many were added."""
+    if expansion is None:
+        return ids, 0
+    added = max(expansion.length - len(ids), 0)
+    return np.concatenate([ids, np.full(added, expansion.token_id, np.int32)]), added
 
 
 def characters(item: Input | ChunkedText | str) -> int:
@@ -714,13 +710,23 @@ def characters(item: Input | ChunkedText | str) -> int:
     return len(item.first) + len(item.second) if isinstance(item, Pair) else 4 * len(item.ids)
 
 
-def _in_windows(
-    parts: Sequence[Divided], encodings: Sequence[Encoding], truncated: int
-) -> Tokenized:
-    """Collect the windows of some documents. `encodings` are those of all windows, and `truncated`
-    is the number of documents that were truncated."""
+def _in_windows(documents: Iterable[tuple[Divided, list[Encoding]]]) -> Tokenized:
+    """Collect the windows of documents. An item is a divided document, and the encodings of its
+    windows.
+
+    An InvalidInput that is raised by the iteration gets the index of its document.
+    """
+    parts: list[Divided] = []
+    encodings: list[Encoding] = []
+    try:
+        for part, part_encodings in documents:
+            parts.append(part)
+            encodings += part_encodings
+    except InvalidInput as error:
+        raise error.at(len(parts)) from error
     counts = np.array([len(part.rows) for part in parts])
     bounds = np.array([bound for part in parts for bound in part.bounds]).reshape(-1, 2)
+    truncated = sum(part.is_cut for part in parts)
     return Tokenized(work_from_encodings(encodings), truncated, Windows(counts, bounds))
 
 

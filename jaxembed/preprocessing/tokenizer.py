@@ -109,12 +109,9 @@ class Tokenizer:
         """
         first_cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
         for chunk in chunks(texts, len):
-            if max(map(len, chunk)) <= first_cut:  # whole texts
-                for encoding in self.encode(chunk, special=special, fast=fast):
-                    yield encoding, True
-                continue
-            parts = [_cut(text, first_cut, side) for text in chunk]
-            encodings = self.encode(parts, special=special, fast=False)
+            is_whole = max(map(len, chunk)) <= first_cut
+            parts = chunk if is_whole else [_cut(text, first_cut, side) for text in chunk]
+            encodings = self.encode(parts, special=special, fast=fast and is_whole)
             for text, encoding in zip(chunk, encodings, strict=True):
                 if len(text) <= first_cut:
                     yield encoding, True
@@ -139,8 +136,8 @@ class Tokenizer:
             if cut >= max_read_characters(max_tokens):
                 end = "first" if side == "right" else "last"
                 raise InvalidInput(
-                    f"the text has {len(text)} characters, and its {end} {cut} do not tell its "
-                    f"{end} {max_tokens} tokens: its words are too long; send it in parts"
+                    f"the text has {len(text)} characters, and its {end} {cut} do not determine "
+                    f"its {end} {max_tokens} tokens: its words are too long; send it in parts"
                 )
             cut = min(2 * cut, max_read_characters(max_tokens))
             encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
@@ -164,7 +161,7 @@ def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
             growth = growth * factor if multiplies else max(growth, factor)
             inserted += 2 * content  # twice: two insertions may be adjacent
         if growth > MAX_GROWTH:
-            raise ValueError(f"its normalizer makes up to {growth} characters of one")
+            raise ValueError(f"its normalizer makes up to {growth} characters from one")
         return tokenizers.Tokenizer.from_str(stored.decode())
     except INTERRUPTS:
         raise
@@ -183,9 +180,9 @@ def _steps(normalizer: Any) -> list[dict[str, Any]]:
     if not isinstance(normalizer, dict):
         return []
     steps = normalizer.get("normalizers")
-    return (
-        [sub for step in steps for sub in _steps(step)] if isinstance(steps, list) else [normalizer]
-    )
+    if not isinstance(steps, list):
+        return [normalizer]
+    return [sub for step in steps for sub in _steps(step)]
 
 
 def max_read_characters(max_tokens: int) -> int:

@@ -61,8 +61,8 @@ def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> in
         what = "the query leaves" if with_query else "the model has"
         how = "shorten the query, or leave" if with_query else "leave"
         raise InvalidInput(
-            f"{what} room for {max(room, 0)} tokens of a document, and windows need "
-            f"{MIN_WINDOW_TOKENS}; {how} `max_chunks_per_doc` out",
+            f"{what} too little room for a document: {max(room, 0)} of the {MIN_WINDOW_TOKENS} "
+            f"tokens that a window needs; {how} `max_chunks_per_doc` out",
             field="query" if with_query else "max_chunks_per_doc",
         )
     wanted = min(LARGEST_DEFAULT_OVERLAP, room // 4) if overlap is None else overlap
@@ -87,8 +87,10 @@ def join_windows(parts: Sequence[Windows | None]) -> Windows | None:
     divided = [part for part in parts if part is not None]
     if len(divided) <= 1:
         return divided[0] if divided else None
-    counts = np.concatenate([part.counts for part in divided])
-    return Windows(counts, np.concatenate([part.bounds for part in divided]))
+    return Windows(
+        np.concatenate([part.counts for part in divided]),
+        np.concatenate([part.bounds for part in divided]),
+    )
 
 
 class PooledChunks(msgspec.Struct, frozen=True, eq=False):
@@ -101,7 +103,7 @@ class PooledChunks(msgspec.Struct, frozen=True, eq=False):
     bounds: np.ndarray  # int64 [chunks, 2]: where each starts and ends, in its text's offset unit
     tokens: np.ndarray  # int64 [texts]: tokens of each with prompt and special tokens, no overlaps
     windows: np.ndarray  # int64 [texts]: the number of windows of each; 1 if it fits
-    owners: np.ndarray  # int64 [slots]: the index of the chunk of each slot
+    chunk_of_slot: np.ndarray  # int64 [slots]: the index of a chunk
 
 
 NO_CHUNKS = PooledChunks(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
@@ -195,7 +197,7 @@ def encode_chunked(
             if length > late.limit and not late.truncate:
                 raise InputTooLong(late.limit, length)
             text_windows = _windows(tokens, places, late)
-            owners: list[int] = []  # the chunk of each slot
+            chunk_of_slot: list[int] = []
             for window in text_windows:
                 planes = tokens.planes
                 if window.end - window.start < len(tokens.starts):  # a part of the text
@@ -213,18 +215,20 @@ def encode_chunked(
                     if places.at_start[chunk] and start == 0:
                         first = min(late.unpooled, stop - 1)
                     spans.append((first, stop))
-                for at in range(0, len(spans), late.slots):
-                    slots = tuple(spans[at : at + late.slots])
-                    encodings.append(Encoding(planes[0], types, slots))
-                owners += [piece.chunk for piece in window.pieces]
-            chunked = PooledChunks(
-                counts=np.array([len(places.ranges)]),
-                bounds=places.bounds,
-                tokens=np.array([length]),
-                windows=np.array([len(text_windows)]),
-                owners=np.array(owners, np.int64),
+                encodings += [
+                    Encoding(planes[0], types, tuple(spans[at : at + late.slots]))
+                    for at in range(0, len(spans), late.slots)
+                ]
+                chunk_of_slot += [piece.chunk for piece in window.pieces]
+            parts.append(
+                PooledChunks(
+                    counts=np.array([len(places.ranges)]),
+                    bounds=places.bounds,
+                    tokens=np.array([length]),
+                    windows=np.array([len(text_windows)]),
+                    chunk_of_slot=np.array(chunk_of_slot, np.int64),
+                )
             )
-            parts.append(chunked)
     except InvalidInput as error:
         raise error.at(len(parts)) from error
     return encodings, join_chunked(parts) or NO_CHUNKS
@@ -237,14 +241,14 @@ def join_chunked(parts: Sequence[PooledChunks | None]) -> PooledChunks | None:
     if len(chunked) <= 1:
         return chunked[0] if chunked else None
     # Each part counts its chunks from 0.
-    first_chunks = np.cumsum([0, *(len(part.bounds) for part in chunked)])
-    owners = [part.owners + first for part, first in zip(chunked, first_chunks, strict=False)]
+    first_chunks = np.cumsum([0, *(len(part.bounds) for part in chunked[:-1])])
+    slots = zip(chunked, first_chunks, strict=True)
     return PooledChunks(
         np.concatenate([part.counts for part in chunked]),
         np.concatenate([part.bounds for part in chunked]),
         np.concatenate([part.tokens for part in chunked]),
         np.concatenate([part.windows for part in chunked]),
-        np.concatenate(owners),
+        np.concatenate([part.chunk_of_slot + first_chunk for part, first_chunk in slots]),
     )
 
 
@@ -256,10 +260,10 @@ def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: PooledChunks) -> 
     each and the one after its last. The vector of a chunk with one slot is exactly the slot's.
     """
     slot_tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
-    chunk_tokens = np.bincount(chunked.owners, slot_tokens)
-    weighted = dense * (slot_tokens / chunk_tokens[chunked.owners])[:, None]
-    order = np.argsort(chunked.owners, kind="stable")  # the slots of a chunk side by side
-    first_slots = np.searchsorted(chunked.owners[order], np.arange(len(chunk_tokens)))
+    chunk_tokens = np.bincount(chunked.chunk_of_slot, slot_tokens)
+    weighted = dense * (slot_tokens / chunk_tokens[chunked.chunk_of_slot])[:, None]
+    order = np.argsort(chunked.chunk_of_slot, kind="stable")  # the slots of a chunk side by side
+    first_slots = np.searchsorted(chunked.chunk_of_slot[order], np.arange(len(chunk_tokens)))
     return np.add.reduceat(weighted[order], first_slots, axis=0).astype(np.float32)
 
 
@@ -293,11 +297,8 @@ def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) ->
         if pieces:
             planned.append(ChunkWindow(start, end, pieces))
         waiting = still_waiting
-        waiting_starts = [piece.start for piece in waiting]
-        first_unpooled = min(
-            waiting_starts + [ranges[chunk][0] for chunk in by_start[seen : seen + 1]],
-            default=count,
-        )
+        next_starts = [ranges[chunk][0] for chunk in by_start[seen : seen + 1]]
+        first_unpooled = min([*(piece.start for piece in waiting), *next_starts], default=count)
     return planned
 
 
@@ -309,13 +310,12 @@ def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
     whole = late.prompt + text.text
     if len(whole) > MAX_READ_CHARACTERS:
         raise InvalidInput(
-            f"the text has {len(whole)} characters, and its chunks can be of {MAX_READ_CHARACTERS} "
-            "at most; send it in parts"
+            f"the text has {len(whole)} characters, and the limit for a text with chunks is "
+            f"{MAX_READ_CHARACTERS}; send it in parts"
         )
     (encoding,) = late.tokenizer.encode([whole], fast=False)
     rows = [encoding.ids, encoding.type_ids] if late.has_types else [encoding.ids]
     before, tail = late.around
-    planes = np.array(rows, np.int32)
     offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
     # the first character of each token of text, and the one after its last
     bounds = offsets.reshape(-1, 2)[before : len(encoding) - tail]
@@ -330,7 +330,7 @@ def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
     starts = np.maximum.accumulate(starts) - len(late.prompt)
     first_own = int(np.searchsorted(starts, 0))  # index of the first token after the prompt
     return TokenizedText(
-        planes,
+        np.array(rows, np.int32),
         before + first_own,
         tail,
         starts[first_own:],
@@ -363,13 +363,14 @@ def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
         if not 0 <= start < end <= size:
             raise InvalidChunk(
                 chunk,
-                f"of [{start}, {end}] is no range of its text, which has {size} {unit}: wanted "
-                "0 <= start < end",
+                f"of [{start}, {end}] is not a range of its text, which has {size} {unit}: "
+                "expected 0 <= start < end",
             )
         if start < previous:
             raise InvalidChunk(
                 chunk,
-                f"of [{start}, {end}] starts before the one before it, at {previous}; sort them",
+                f"of [{start}, {end}] starts before the previous chunk, which starts at "
+                f"{previous}; sort the chunks",
             )
         previous = start
     bounds = np.array(text.chunks, np.int64)
@@ -403,26 +404,26 @@ def _windows(tokens: TokenizedText, places: ChunkPlaces, late: ChunkingSetup) ->
         return [ChunkWindow(start=0, end=text_tokens, pieces=pieces)]
     if room < MIN_WINDOW:
         raise InvalidInput(
-            f"the prompt leaves room for {max(room, 0)} tokens of a text, and windows need "
-            f"{MIN_WINDOW}; shorten the prompt or the text"
+            f"the prompt leaves too little room for the text: {max(room, 0)} of the {MIN_WINDOW} "
+            "tokens that a window needs; shorten the prompt or the text"
         )
     overlap = min(LARGEST_CONTEXT, room // 4)
     # Limit the number of pieces into which overlapping long chunks are divided.
     long_tokens = sum(end - start for start, end in places.ranges if end - start > room - overlap)
     if long_tokens > MAX_CHUNK_OVERLAP * text_tokens:
         raise InvalidInput(
-            f"the chunks that do not fit a window, which has room for {room - overlap} tokens, "
-            f"have {long_tokens} tokens together, and may have {MAX_CHUNK_OVERLAP} times the "
-            f"{text_tokens} of the text; send fewer of them"
+            f"the chunks of more than {room - overlap} tokens, which do not fit a window, have "
+            f"{long_tokens} tokens together; the limit is {MAX_CHUNK_OVERLAP} times the "
+            f"{text_tokens} tokens of the text: send fewer of them"
         )
     planned = plan_windows(places.ranges, text_tokens, room, overlap)
-    for piece in (piece for window in planned for piece in window.pieces):
+    for piece in chain.from_iterable(window.pieces for window in planned):
         start, end = places.ranges[piece.chunk]
         if not late.can_divide and end - start > piece.end - piece.start:
             raise InvalidChunk(
                 piece.chunk,
-                f"has {end - start} tokens, and a window has room for {room - overlap}; a layer "
-                "after this model's pooling is not linear, so that it cannot be pooled in parts: "
+                f"has {end - start} tokens, and a window has room for {room - overlap}; it cannot "
+                "be pooled in parts, because a layer after this model's pooling is not linear: "
                 "send smaller chunks",
             )
     return planned

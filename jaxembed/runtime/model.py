@@ -72,8 +72,8 @@ class LoadedModel(Dispatcher):
                 keep_programs(source.cache_dir)
             except OSError as error:
                 logger.warning(
-                    "compiled programs are not kept, and every start compiles again: %s; give a "
-                    "`cache_dir` that can be written, or `compile_cache=False`",
+                    "compiled programs are not saved, so every start compiles them again: %s; set "
+                    "a `cache_dir` that this process can write to, or `compile_cache=False`",
                     error,
                 )
         self.path = hub.resolve(source)  # of the checkpoint
@@ -103,24 +103,23 @@ class LoadedModel(Dispatcher):
         self.max_batch_tokens = max(plan.max_batch_tokens, plan.max_input_tokens)
         self.tokenization_workers = tokenizer_threads(self.text)
         # The largest memory that all tokenizer threads together take.
-        job_bytes = sum(route.processor.job_bytes for route in self.routes.values())
-        self.tokenizing_bytes = self.tokenization_workers * job_bytes
-        ranges = load_ranges(self.path)
-        self.tasks = Tasks(self.name, specs, self.main.text_processor, self.text, ranges)
-        queued_tokens = [
-            QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
-            for route in self.routes.values()
-        ]
-        capacity = capacity or capacity_of(self.config)
+        self.tokenizing_bytes = self.tokenization_workers * sum(
+            route.processor.job_bytes for route in self.routes.values()
+        )
+        self.tasks = Tasks(
+            self.name, specs, self.main.text_processor, self.text, load_ranges(self.path)
+        )
         engines = [route.engine for route in self.engines.values()]
         admission = Admission(
-            capacity,
-            max(queued_tokens),
+            capacity or capacity_of(self.config),
+            max(
+                QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
+                for route in self.routes.values()
+            ),
             # the recent throughput of the slowest engine; 0 before the first batch
             lambda: min(filter(None, [engine.tokens_per_s for engine in engines]), default=0.0),
         )
-        runners = {name: route.runner for name, route in self.routes.items()}
-        super().__init__(runners, admission)
+        super().__init__({name: route.runner for name, route in self.routes.items()}, admission)
         self.telemetry.set_compile_events(compile_events())
         self.telemetry.held_bytes.set_function(lambda: self.admission.capacity.bytes)
         self.telemetry.admitted_inputs.set_function(lambda: self.admission.inputs)
@@ -239,11 +238,10 @@ class LoadedModel(Dispatcher):
             "tokenizing_bytes": self.tokenizing_bytes,
             "cache_bytes": self.config.cache_bytes,
         }
-        texts = self._texts
-        if len(texts.specs) > 1:
-            described["default_route"] = texts.default
+        if len(self._texts.specs) > 1:
+            described["default_route"] = self._texts.default
             described["routes"] = {
-                route: _describe_route(self.routes[route]) for route in texts.specs
+                route: _describe_route(self.routes[route]) for route in self._texts.specs
             }
         for route in self.routes.values():
             if not route.takes_texts:

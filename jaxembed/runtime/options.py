@@ -109,16 +109,21 @@ class ScoreOptions:
     priority: Priority | None = described(None, PRIORITY)
 
 
-class Embeddings(msgspec.Struct, frozen=True, eq=False):
-    """The answer to a request for embeddings, in the order of the inputs."""
+class RequestStats(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The tokens and the times of an answered request."""
 
-    values: WorkResult  # each output, truncated, normalised and quantized as the options say
     num_tokens: np.ndarray  # int [n], tokens of each input after truncation
     truncated: int  # number of inputs that were truncated
     tokenization_s: float  # of all inputs together
     queue_s: float  # mean over the inputs
     inference_s: float  # mean over the inputs
     cached: int = 0  # inputs that were answered from the engine's cache
+
+
+class Embeddings(RequestStats, frozen=True, eq=False):
+    """The answer to a request for embeddings, in the order of the inputs."""
+
+    values: WorkResult  # each output, truncated, normalised and quantized as the options say
     chunked: PooledChunks | None = None  # for late chunking: the chunks that the vectors belong to
     windows: Windows | None = None  # of divided documents: then each window counts as an input
     vector_ids: np.ndarray | None = None  # int32 [vectors]: the token id of each of `multi_vector`
@@ -195,8 +200,8 @@ def best_windows(
     and of the best window of each document, both int64 `[documents]`, and the best windows.
     """
     firsts = np.cumsum(windows.counts) - windows.counts
-    scores_of = np.split(scores, firsts[1:])  # by document
-    best = np.array([int(np.argmax(part)) for part in scores_of], np.int64)
+    # in each document's part of the scores
+    best = np.array([np.argmax(part) for part in np.split(scores, firsts[1:])], np.int64)
     bounds = windows.bounds[firsts + best].tolist()
     chunks = [Chunk(k, *bound) for k, bound in zip(best.tolist(), bounds, strict=True)]
     return firsts, firsts + best, chunks
@@ -220,19 +225,12 @@ class Label:
     score: float
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(RequestStats, frozen=True, eq=False):
     """The answer of a reranker or classifier, in the order of the inputs."""
 
     logits: np.ndarray  # float32 [n, labels]
     labels: tuple[str, ...]
     score_function: ScoreFunction
-    num_tokens: np.ndarray  # int [n], tokens of each input after truncation
-    truncated: int  # number of inputs that were truncated
-    tokenization_s: float  # of all inputs together
-    queue_s: float  # mean over the inputs
-    inference_s: float  # mean over the inputs
-    cached: int = 0  # inputs that were answered from the engine's cache
     chunks: list[Chunk] | None = None  # the best window of each document, if they may be divided
 
     def shown(self, raw_scores: bool) -> np.ndarray:
@@ -247,14 +245,13 @@ class Scores:
 
     def labelled(self, raw_scores: bool) -> list[list[Label]]:
         """Return the labels of each input with their scores, the best first."""
-        rows = zip(self.logits, self.shown(raw_scores), strict=True)
         return [
-            [Label(self.labels[k], float(row[k])) for k in rank(logits)] for logits, row in rows
+            [Label(self.labels[k], float(row[k])) for k in rank(logits)]
+            for logits, row in zip(self.logits, self.shown(raw_scores), strict=True)
         ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Similarities(Scores):
+class Similarities(Scores, frozen=True, eq=False, kw_only=True):
     """The similarities of documents to a query, in `logits`. `num_tokens` has the query first."""
 
     raw: np.ndarray | None = None  # float32 [n, 1]: the sums of which `logits` are the means

@@ -48,7 +48,7 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def common_fields(self) -> dict[str, Any]:
-        """The fields that Embeddings and Scores have in common, by name."""
+        """The fields of RequestStats by name."""
         return {
             "num_tokens": self.tokenized.work.text_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
@@ -213,8 +213,9 @@ class MixedRequest(EncodeRequest):
         ids = answer.vector_ids
         if ids is not None:
             ids = Ragged(ids, answer.multi_vector.offsets).ordered(order).values
-        num_tokens = answer.num_tokens[order]
-        return msgspec.structs.replace(answer, values=values, num_tokens=num_tokens, vector_ids=ids)
+        return msgspec.structs.replace(
+            answer, values=values, num_tokens=answer.num_tokens[order], vector_ids=ids
+        )
 
 
 @dataclass(frozen=True)
@@ -270,8 +271,8 @@ class LateRequest(EncodeRequest):
         steps = [size.tokens - size.overlap for size in chunks if isinstance(size, ChunkSize)]
         if steps:
             max_chunks += len(steps) + tokens // min(steps)
-        vector_bytes = max_chunks * (INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim)
-        return Cost(base.inputs, base.tokens, base.bytes + vector_bytes)
+        chunk_bytes = INPUT_BYTES + 2 * FLOAT_BYTES * spec.dim
+        return base._replace(bytes=base.bytes + max_chunks * chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class QueryRequest(ScoreRequest):
         if windows is None:
             return answer
         firsts, best, chunks = best_windows(answer.logits[:, 0], windows)
-        return replace(
+        return msgspec.structs.replace(
             answer,
             logits=answer.logits[best],
             num_tokens=np.add.reduceat(answer.num_tokens, firsts),

@@ -50,8 +50,8 @@ class DevicePlan:
             self._program = program(spec)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the sizes in the manifest of {spec.source} make no model ({error}); convert the "
-                "model again"
+                f"the sizes in the manifest of {spec.source} do not make a model ({error}); "
+                "convert the model again"
             ) from error
         self.plan = make_plan(spec, self._program, config, cache_dir)
 
@@ -113,7 +113,7 @@ class HostPlan:
         try:
             means: Means = native.load_means(self._cache_dir)
         except native.NativeUnavailable as error:
-            logger.info("static embeddings run in numpy, slower: %s", error)
+            logger.info("static embeddings run in numpy, which is slower: %s", error)
             means = numpy_means
         return HostEngine(static_model(self._spec, parameters, means), telemetry, name=name)
 
@@ -161,8 +161,10 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
         return specs
     spec = specs.main
     if len(specs.specs) > 1:
-        names = ", ".join(specs.specs)
-        raise ConfigError(f"--pooling {pooling}: this checkpoint has the routes {names}")
+        raise ConfigError(
+            f"--pooling {pooling}: this checkpoint has several routes ({', '.join(specs.specs)}), "
+            "and their pooling cannot be replaced"
+        )
     if spec.task != "embed":
         raise ConfigError(
             f"--pooling {pooling} is for embedding models; this is {KIND[spec.task]}, and its head "
@@ -170,12 +172,13 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
         )
     if spec.primary != "dense":
         raise ConfigError(
-            f"--pooling {pooling}: this checkpoint pools nothing; its head gives {spec.primary}"
+            f"--pooling {pooling}: this checkpoint has no pooling; its head returns {spec.primary}"
         )
-    head = spec.dense
-    if len(head.pooling) > 1:
-        raise ConfigError(f"--pooling {pooling}: this checkpoint concatenates {head.pooling}")
-    head = msgspec.structs.replace(head, pooling=(pooling,))
+    if len(spec.dense.pooling) > 1:
+        raise ConfigError(
+            f"--pooling {pooling}: this checkpoint concatenates {' and '.join(spec.dense.pooling)}"
+        )
+    head = msgspec.structs.replace(spec.dense, pooling=(pooling,))
     return Routes({"": msgspec.structs.replace(spec, heads=spec.heads | {"dense": head})})
 
 
@@ -238,14 +241,16 @@ def load_routes(
     for route, spec in specs.specs.items():
         folder, plan = checkpoint.route_path(path, route), planned[route].plan
         if spec.takes_texts:
-            tokenizer = checkpoint.tokenizer_path(folder)
-            processor = TextProcessor(tokenizer, spec, plan.max_input_tokens, text, workers)
+            processor = TextProcessor(
+                checkpoint.tokenizer_path(folder), spec, plan.max_input_tokens, text, workers
+            )
         else:
             processor = ImageProcessor(spec, workers)
         log_name = f"{name}, {route}" if route else name
         engine = planned[route].load(folder, telemetry, partial(note, route), log_name)
-        runner = runner_of(engine, processor, telemetry, spec)
-        routes[route] = LoadedRoute(spec, plan, processor, engine, runner)
+        routes[route] = LoadedRoute(
+            spec, plan, processor, engine, runner_of(engine, processor, telemetry, spec)
+        )
     if specs.is_dual:
         return {"": routes.pop(TEXT_ROUTE)} | routes  # requests name no route for texts
     if specs.image is not None:  # the engine of the texts also runs the images
@@ -257,6 +262,10 @@ def load_routes(
                 f"--max-input-length {limit} is less than the {processor.limit} tokens of an image "
                 "of this model"
             )
-        runner = runner_of(texts.engine, processor, telemetry, texts.spec)
-        routes[IMAGE_ROUTE] = replace(texts, processor=processor, runner=runner, shares_engine=True)
+        routes[IMAGE_ROUTE] = replace(
+            texts,
+            processor=processor,
+            runner=runner_of(texts.engine, processor, telemetry, texts.spec),
+            shares_engine=True,
+        )
     return routes

@@ -415,9 +415,12 @@ def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
         if work is part.work:
             return part
         return Tokenized(work, part.truncated, part.windows, part.chunked)
-    truncated = sum([part.truncated for part in parts])
-    windows = join_windows([part.windows for part in parts])
-    return Tokenized(work, truncated, windows, join_chunked([part.chunked for part in parts]))
+    return Tokenized(
+        work,
+        sum(part.truncated for part in parts),
+        join_windows([part.windows for part in parts]),
+        join_chunked([part.chunked for part in parts]),
+    )
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:

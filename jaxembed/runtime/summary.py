@@ -17,10 +17,10 @@ def summary_of_routes(routes: Routes) -> dict[str, Any]:
     If the model has several routes, `routes` has the summary of each.
     """
     facts = summary(routes.main)
-    if len(routes.specs) == 1:
-        return facts
-    summaries = {route: summary(spec) for route, spec in routes.specs.items()}
-    return facts | {"default_route": routes.default, "routes": summaries}
+    if len(routes.specs) > 1:
+        facts["default_route"] = routes.default
+        facts["routes"] = {route: summary(spec) for route, spec in routes.specs.items()}
+    return facts
 
 
 def summary(spec: ModelSpec) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Tasks:
         texts_at = [k for k, item in enumerate(inputs) if not isinstance(item, Image)]
         if texts_at and intent.tokenization.role == "document" and self._spec.image is not None:
             raise InvalidInput(
-                f"the documents of {self._name} are images, and its texts are queries; send images"
+                f"{self._name} takes images as documents, and texts only as queries; send images"
             )
         plain = replace(plain, items=[inputs[k] for k in texts_at])
         if not images_at:
@@ -167,7 +167,7 @@ class Tasks:
             options = replace(options, outputs=self._named_outputs(requested))
         if requested.tokens and options.outputs == {"dense"}:
             raise InvalidInput(
-                "`return_tokens` is for sparse outputs and for several vectors",
+                "`return_tokens` applies only to sparse and multi-vector outputs",
                 field="return_tokens",
             )
         dtype = requested.dtype or embedding_dtype(options.output_dtype)
@@ -179,8 +179,8 @@ class Tasks:
             for name in ("prompt", "prompt_name", "route"):
                 if getattr(options, name):
                     raise InvalidInput(
-                        f"`{name}` is for texts, and the request has images; leave it out, with "
-                        "any `input_type` or `task` that chose it",
+                        f"`{name}` is for texts, and the request has images; leave it out, and "
+                        "any `input_type` or `task` that sets it",
                         field=name,
                     )
         types: dict[EmbeddingDtype, np.ndarray | None] = {
@@ -225,7 +225,7 @@ class Tasks:
         for field, (purpose, _, name) in chosen.items():
             if tasks and name not in tasks:
                 raise InvalidInput(
-                    f"`{field}` of {purpose!r}: the model has no such task; it has "
+                    f"`{field}` of {purpose!r} is not a task of this model; its tasks are "
                     + ", ".join(tasks),
                     field=field,
                 )
@@ -257,7 +257,7 @@ class Tasks:
         if requested.outputs:
             if unknown := [name for name in requested.outputs if name not in offered]:
                 raise InvalidInput(
-                    f"`outputs` must be some of {', '.join(offered)}, which the model gives. "
+                    f"`outputs` must be some of the model's outputs: {', '.join(offered)}. "
                     f"Given: {', '.join(unknown)}",
                     field="outputs",
                 )
@@ -275,7 +275,7 @@ class Tasks:
             return frozenset({"dense"} if "dense" in offered else offered)
         if "multi_vector" not in offered:
             raise InvalidInput(
-                f"`{field}` of true is not supported by this model, which gives "
+                f"`{field}` of true is not supported by this model; its outputs are "
                 f"{' and '.join(offered)}",
                 field=field,
             )
@@ -293,27 +293,27 @@ class Tasks:
         unknown = {*options.outputs}.difference(self._offered)
         if missing := [name for name in REPRESENTATIONS if name in unknown]:
             raise WrongTask(
-                f"{self._name} gives no {' and no '.join(missing)} output, only "
+                f"{self._name} has no {' and no '.join(missing)} output, only "
                 f"{' and '.join(self._offered)}"
             )
         vectors: list[OutputName] = [name for name in VECTORS if name in options.outputs]
         if options.dimensions is not None and not vectors and "sparse" in options.outputs:
             raise InvalidInput(
-                f"`{dimensions_field}` is for vectors; `max_active_dims` shortens sparse outputs",
+                f"`{dimensions_field}` is for vectors; use `max_active_dims` for sparse outputs",
                 field=dimensions_field,
             )
         for name in vectors:
             check_dimensions(self._widths[name], options.dimensions, dimensions_field)
         if options.output_dtype != "float" and options.outputs == {"sparse"}:
             raise InvalidInput(
-                f"`output_dtype` of {options.output_dtype} is for vectors; weights of terms are "
+                f"`output_dtype` of {options.output_dtype} is for vectors; sparse outputs are "
                 "float",
                 field="output_dtype",
             )
         max_terms = options.max_active_dims
         if max_terms is not None and "sparse" not in options.outputs:
             raise InvalidInput(
-                "`max_active_dims` is for sparse outputs; ask for one or leave it out",
+                "`max_active_dims` is for sparse outputs; request one or leave it out",
                 field="max_active_dims",
             )
         check_positive("max_active_dims", max_terms)
@@ -332,24 +332,25 @@ class Tasks:
         spec, options = self._routes.specs[intent.route], intent.options
         if "dense" not in spec.representations:
             raise InvalidInput(
-                "late chunking is for models that give a dense vector, and this one gives "
+                "late chunking is for models with dense vectors, and the outputs of this model are "
                 f"{' and '.join(spec.representations)}"
             )
         if options.outputs != {"dense"}:
-            raise InvalidInput("a chunk has a dense vector and no other outputs", field="outputs")
+            raise InvalidInput("late chunking supports only the dense output", field="outputs")
         if spec.dense.pooling != ("mean",):
             raise InvalidInput(
-                "late chunking is for models that pool by the mean, and this one pools by "
-                f"{' and '.join(spec.dense.pooling)}; send each chunk as an input of its own"
+                "late chunking is for models with mean pooling, and the pooling of this model is "
+                f"{' and '.join(spec.dense.pooling)}; send each chunk as a separate input"
             )
         if spec.is_static:
             raise InvalidInput(
-                "late chunking is for models whose tokens see each other, and this one has static "
-                "embeddings; send each chunk as an input of its own"
+                "late chunking is for models whose tokens attend to each other, and this model has "
+                "static embeddings; send each chunk as a separate input"
             )
         if options.truncation_side != "right":
             raise InvalidInput(
-                "late chunking cuts no text; leave `truncation_side` out", field="truncation_side"
+                "late chunking does not truncate texts; leave out `truncation_side`",
+                field="truncation_side",
             )
         for size in (text.chunks for text in texts if isinstance(text.chunks, ChunkSize)):
             if size.tokens < MIN_CHUNK:
@@ -390,20 +391,20 @@ class Tasks:
         # Calibration has ranges only for dense vectors that are normalised.
         which, normalize = None, options.normalize
         if "dense" not in options.outputs or options.outputs & PER_TOKEN:
-            which = "of inputs, not of tokens"
+            which = "dense vectors of whole inputs"
         elif not (self._spec.dense.normalize if normalize is None else normalize):
-            which = "of length one; ask for them by `normalize`"
+            which = "normalised vectors (set `normalize`)"
         if which is not None:
             others = ", ".join(t for t in get_args(EmbeddingDtype) if t not in NEEDS_RANGES)
             raise InvalidInput(
-                f"`{field}` of {dtype} is for vectors {which}; for others there are {others}",
+                f"`{field}` of {dtype} is only for {which}; other vectors support {others}",
                 field=field,
             )
         kind = self.kind(options)
         spec = self._routes.specs[kind.route]
         stored = self._ranges.get(kind)
         if stored is None or stored.content_hash != spec.content_hash:
-            why = "there are none" if stored is None else "those kept are of another checkpoint"
+            why = "there are none" if stored is None else "those stored are of another checkpoint"
             command = f"jaxembed calibrate {self._name} TEXTS"
             if kind.route:
                 command += f" --prompt-name {kind.route}"
@@ -412,7 +413,7 @@ class Tasks:
             if kind.dimensions != spec.dim:
                 command += f" --dimensions {kind.dimensions}"
             raise InvalidInput(
-                f"`{field}` of {dtype} needs ranges of these vectors, and {why}: run "
+                f"`{field}` of {dtype} needs calibration ranges for these vectors, and {why}: run "
                 f"`{command}` with the flags that load the model, and load it again",
                 field=field,
             )
@@ -521,14 +522,15 @@ class Tasks:
             or not 0 < sum(requested) < inf
         ):
             raise InvalidInput(
-                f"`weights` must be three numbers of 0 or more, of {', '.join(REPRESENTATIONS)}, "
-                f"not all 0. Given: {list(requested)}",
+                f"`weights` must be three numbers of 0 or more, not all 0, for "
+                f"{', '.join(REPRESENTATIONS)}. Given: {list(requested)}",
                 field="weights",
             )
         for name, weight in zip(REPRESENTATIONS, requested, strict=False):
             if weight and name not in self._offered:
                 raise InvalidInput(
-                    f"`weights` has {weight} for {name}, which the model does not give; send 0",
+                    f"`weights` has {weight} for {name}, which is not an output of this model; "
+                    "send 0",
                     field="weights",
                 )
         weights = weights_of(self._offered, options.weights)
@@ -590,15 +592,18 @@ class Tasks:
         for field in ("prompt", "prompt_name"):
             if self._spec.task != "embed" and getattr(options, field) is not None:
                 raise InvalidInput(
-                    f"{KIND[self._spec.task]} takes no `{field}`; leave it out", field=field
+                    f"{KIND[self._spec.task]} does not take `{field}`; leave it out", field=field
                 )
         tokenization = TokenizationOptions(
             prompt, self._truncate(options), options.truncation_side, role=self._role(options)
         )
-        chosen: frozenset[OutputName] = frozenset(name for name in offered if name in outputs)
-        route = self._route(options)
         return ComputeRequest(
-            inputs, tokenization, chosen, options.priority, route=route, adapter=adapter
+            inputs,
+            tokenization,
+            frozenset(name for name in offered if name in outputs),
+            options.priority,
+            route=self._route(options),
+            adapter=adapter,
         )
 
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
@@ -679,8 +684,8 @@ class Tasks:
             return replace(options, prompt_name=options.adapter), number
         if options.adapter is not None and name in names and name != options.adapter:
             raise InvalidInput(
-                f"`prompt_name` of `{name}` asks for the adapter of that name, and the request "
-                f"for the adapter `{options.adapter}`; ask for one of them",
+                f"`prompt_name` of `{name}` selects the adapter of that name, and the request "
+                f"names the adapter `{options.adapter}`; send one of them",
                 field="prompt_name",
             )
         return options, number or self._adapter_number(name if name in names else None)
@@ -691,7 +696,7 @@ class Tasks:
             return 0
         names = self._spec.adapter_names
         if adapter not in names:
-            known = f"it has {', '.join(names)}" if names else "it has none"
+            known = f"its adapters are {', '.join(names)}" if names else "it has no adapters"
             raise InvalidInput(f"the model has no adapter `{adapter}`; {known}", field="adapter")
         return names.index(adapter) + 1
 
@@ -701,7 +706,7 @@ class Tasks:
         template = self._spec.template
         if options.instruction is not None and not (template and template.takes_instruction):
             raise InvalidInput(
-                "this model takes no `instruction`; leave it out", field="instruction"
+                "this model does not take an `instruction`; leave it out", field="instruction"
             )
         _check_windows(options)
         return TokenizationOptions(
@@ -768,8 +773,8 @@ def check_task(name: str, spec: ModelSpec, task: Task) -> None:
 
 
 def _wrong_task(name: str, spec: ModelSpec, task: Task) -> WrongTask:
-    able = " and ".join(SUPPORTED_TASKS[spec.task])
-    return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {able}")
+    supported = " and ".join(SUPPORTED_TASKS[spec.task])
+    return WrongTask(f"{name} is {KIND[spec.task]}: it cannot {task}, only {supported}")
 
 
 def check_dimensions(width: int, dimensions: int | None, field: str = "dimensions") -> None:

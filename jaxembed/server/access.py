@@ -72,8 +72,8 @@ class Access:
         host = headers.get("host", "")
         if HOST.fullmatch(host) is None:  # RFC 9112, section 3.2
             raise BadRequest(
-                f"`Host` must be a name or an address, and may have a port after a colon; got "
-                f"`{host[:LONGEST_HOST]}`"
+                "`Host` must be a host name or an IP address, with an optional port after a colon; "
+                f"got `{host[:LONGEST_HOST]}`"
             )
         # RFC 9112, section 6.3: proxies disagree about which header counts, so a part of the body
         # could be read as another client's request (request smuggling).
@@ -91,8 +91,7 @@ class Access:
                 "Access-Control-Max-Age": "600",
             }
             return Response(b"", 204, headers=allowed)
-        path = request.path
-        if self._needs_key and not (_asks_open_route() or path.startswith(REPOSITORY)):
+        if self._needs_key and not (_asks_open_route() or request.path.startswith(REPOSITORY)):
             self._check_key()
         return None
 
@@ -109,7 +108,7 @@ class Access:
             if key.is_expired(keyring.now()):
                 quota.refuse("expired")  # counts the refusal
                 raise Unauthorized(
-                    f"the key `{key.name}` has expired: it was valid to {key.expires}"
+                    f"the key `{key.name}` has expired: it was valid until {key.expires}"
                 )
             use_key(key, quota)
             return
@@ -192,14 +191,14 @@ async def check_admin_key() -> None:
         name = "" if host is None else host["name"].strip("[]").lower()
         if "origin" in request.headers or not is_loopback(name):
             raise Unauthorized(
-                "the admin port takes requests for 127.0.0.1, localhost or ::1 from programs, not "
-                "from pages in a browser; for those set --admin-key"
+                "without --admin-key the admin port refuses web pages, and accepts only requests "
+                "whose host is 127.0.0.1, localhost or ::1; set --admin-key to accept others"
             )
         return
     if not _carries_one_of((key,)):
         raise Unauthorized(
-            "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key does "
-            "not do)"
+            "missing or wrong admin key; send it as `Authorization: Bearer <key>` (an API key is "
+            "not accepted here)"
         )
     g.key_name = ADMIN_FLAG
 
@@ -215,8 +214,7 @@ def is_loopback(host: str) -> bool:
 def _carries_one_of(keys: Sequence[str]) -> bool:
     """Return whether the request carries one of the keys. The duration does not show which one."""
     sent_key = _sent_key()
-    matches = [hmac.compare_digest(sent_key, key.encode()) for key in keys]
-    return any(matches)
+    return any([hmac.compare_digest(sent_key, key.encode()) for key in keys])  # compares with all
 
 
 def _sent_key() -> bytes:

@@ -121,16 +121,17 @@ def create_app(
         if config.media_hosts
         else None
     )
-    service = Service(
-        models,
-        config,
-        pool or ModelPool(models),
-        keyring=keyring,
-        audit=audit,
-        tracer=tracer,
-        fetcher=fetcher,
+    app = Server(
+        Service(
+            models,
+            config,
+            pool or ModelPool(models),
+            keyring=keyring,
+            audit=audit,
+            tracer=tracer,
+            fetcher=fetcher,
+        )
     )
-    app = Server(service)
     if fetcher is not None:
         app.after_serving(fetcher.aclose)
     for blueprint in BLUEPRINTS:

@@ -130,11 +130,11 @@ UNPREFIXED = ("/embeddings", "/classify", "/models")
 COHERE = ("/v1/embed",)  # Cohere's routes that are not under /v2/
 
 HINTS = {
-    404: "there is no such route as {path}; GET /docs lists those there are",
-    405: "this route does not take {method}; it takes {allowed}",
+    404: "the route {path} does not exist; GET /docs lists the routes",
+    405: "this route does not accept {method}; it accepts {allowed}",
     408: "the body did not arrive in time",
     413: "the body is larger than {limit} bytes; send smaller batches or raise --payload-limit",
-    415: "expected request with `Content-Type: application/json`, got {content_type}; "
+    415: "expected a request with `Content-Type: application/json`, got {content_type}; "
     "with curl add -H 'Content-Type: application/json'",
 }
 
@@ -157,29 +157,32 @@ async def refuse(error: Exception) -> Response:
     details of an unexpected exception."""
     # the reply of the error's class, or of its nearest base class that has one
     reply = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
-    if (trace := current_trace()) is not None:
-        trace.error = type(error).__name__
     if reply.err is not None:
         current_meter().telemetry.request_failure.labels(reply.err).inc()
-    dialect, request_id = dialect_of(request.path), g.get("request_id", "-")
+    is_tei, request_id = dialect_of(request.path) == "tei", g.get("request_id", "-")
     field, place = _places(error)
     if reply.err != "inference":
         # TEI names the field without an index; errors about images, which TEI lacks, have the index
-        names_field_only = dialect == "tei" and not isinstance(error, InvalidImage | MediaUrlError)
+        names_field_only = is_tei and not isinstance(error, InvalidImage | MediaUrlError)
         message = _clipped(_message(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
         logger.error("request %s failed: %s", request_id, error)
     else:  # the client gets no internal details; the log has them
         message = (
-            f"internal error: this is a bug in jaxembed; the log has it as request {request_id}"
+            "internal error: this is a bug in jaxembed; the server's log has the details of "
+            f"request {request_id}"
         )
-        logger.error("request %s met a bug", request_id, exc_info=error)
-    if dialect == "tei":
+        logger.error(
+            "request %s failed with an unexpected error. This is a bug in jaxembed",
+            request_id,
+            exc_info=error,
+        )
+    if is_tei:
         status, message, kind = reply.tei_status, reply.tei_prefix + message, reply.tei_type
     else:
         status, kind = reply.openai_status, reply.openai_type
-    response = _response(dialect, status, message, kind, place, reply.code)
+    response = _response(error, status, message, kind, place, reply.code)
     if isinstance(error, Overloaded):
         response.headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, ModelUnavailable):
@@ -204,12 +207,10 @@ async def refuse_http(error: HTTPException) -> Response:
             limit=current_service().config.payload_limit,
             content_type=f"`{request.content_type}`" if request.content_type else "none",
         )
-    if (trace := current_trace()) is not None:
-        trace.error = type(error).__name__
-    dialect, kind = dialect_of(request.path), _BAD
-    if dialect == "tei":
+    kind = _BAD
+    if dialect_of(request.path) == "tei":
         kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
-    response = _response(dialect, status, message, kind, param=None, code=None)
+    response = _response(error, status, message, kind, param=None, code=None)
     for name, value in error.get_headers():
         if name.lower() not in ("content-type", "content-length"):  # `Allow`, for example
             response.headers[name] = value
@@ -217,15 +218,19 @@ async def refuse_http(error: HTTPException) -> Response:
 
 
 def _response(
-    dialect: Dialect, status: int, message: str, kind: str, param: str | None, code: str | None
+    error: Exception, status: int, message: str, kind: str, param: str | None, code: str | None
 ) -> Response:
-    """Build an error response in the dialect's format. `kind` is the type of the error, `param` the
-    path of the wrong value, and `code` OpenAI's code."""
-    match dialect:
+    """Build the response to an error in the route's dialect, and note the error in the trace.
+    `kind` is the type of the error for clients, `param` the path of the wrong value, and `code`
+    OpenAI's code."""
+    if (trace := current_trace()) is not None:
+        trace.error = type(error).__name__
+    match dialect_of(request.path):
         case "openai":
-            details = {"message": message, "type": kind, "param": param, "code": code}
-            # clients of Voyage, Jina and Infinity read the message here
-            body = {"error": details, "detail": message}
+            body = {
+                "error": {"message": message, "type": kind, "param": param, "code": code},
+                "detail": message,  # clients of Voyage, Jina and Infinity read it here
+            }
         case "cohere":
             body = {"message": message}
         case "tei":
@@ -257,40 +262,42 @@ def _message(error: Exception, field: str) -> str:
             count = got if exact else f"at least {got}"
             return (
                 f"Input validation error: `{field}` must have less than {limit} tokens. Given: "
-                f"{count}. Send `truncate: true` or start the server with --auto-truncate true"
+                f"{count}. Let the request truncate (as its route documents it) or start "
+                "the server with --auto-truncate true"
             )
         case InvalidImage() | MediaUrlError():
             return f"`{field}`: {error}"
         case InvalidChunk(reason=reason):
             return f"`{field}` {reason}"
         case BareTokenIds(before=before, after=after):
-            reason = "which adds no special tokens to tell them by"
-            if before or after:
-                around = f"{list(before)} before and {list(after)} after"
-                reason = f"which puts special tokens around a text: {around}"
+            reason = (
+                f"puts {list(before)} before and {list(after)} after a text, which these ids lack"
+                if before or after
+                else "adds no special tokens by which its ids can be recognised"
+            )
             return (  # the message names both ways to have the token ids accepted
-                f"`{field}` holds token ids that are not known to be of this model's tokenizer, "
-                f"{reason}. Send texts (LangChain's OpenAIEmbeddings: check_embedding_ctx_length="
-                "False), or start the server with --accept-bare-token-ids to run the ids as they "
-                "are"
+                f"the token ids in `{field}` may be those of another tokenizer: this model's "
+                f"tokenizer {reason}. Send texts (LangChain's OpenAIEmbeddings: "
+                "check_embedding_ctx_length=False), or start the server with "
+                "--accept-bare-token-ids to run the ids unchanged"
             )
         case UnknownPrompt(name=name, available=available):
-            prompts = f"Available prompts: [{', '.join(available)}]"
-            reason = f"it was not found in the Sentence Transformers prompts. {prompts}"
-            if not available:
-                reason = "no prompts were found in the Sentence Transformers configuration"
+            reason = (
+                "it was not found in the Sentence Transformers prompts. Available prompts: "
+                f"[{', '.join(available)}]"
+                if available
+                else "no prompts were found in the Sentence Transformers configuration"
+            )
             return f"Input validation error: `prompt_name` is `{name}` but {reason}"
         case UnknownPurpose(purpose=purpose, known=known):
             return f"`{field}` of {purpose!r} is unknown; wanted one of {', '.join(known)}"
         case UnknownRoute(asked=asked, available=available):
-            routes = f"the routes of this model: {', '.join(available)}"
+            routes = f"one of the routes of this model: {', '.join(available)}"
             if asked is not None:
-                return f"`{field}` of {asked!r} names none of {routes}"
-            return (
-                f"`{field}` (or `input_type` or `task` of /v1/embeddings) must name one of {routes}"
-            )
+                return f"`{field}` of {asked!r} does not name {routes}"
+            return f"`{field}` (or `input_type` or `task` of /v1/embeddings) must name {routes}"
         case TokenizerError():
-            return f"tokenizer error {error}"
+            return f"tokenizer error {error}"  # as TEI
     return str(error)
 
 

@@ -33,7 +33,7 @@ def process_registry() -> CollectorRegistry:
         "platform": device.platform,
         "device_kind": device.device_kind,
     }
-    Info("jaxembed_build", "What the server runs, as labels", registry=registry).info(facts)
+    Info("jaxembed_build", "Versions and device, as labels", registry=registry).info(facts)
     return registry
 
 
@@ -58,17 +58,17 @@ class _AccessMetrics(Collector):
             quotas = keyring.quotas
             yield _counter(
                 "jaxembed_key_requests",
-                "Requests that a key opened",
+                "Accepted requests of a key",
                 [({"key": quota.name}, quota.requests) for quota in quotas],
             )
             yield _counter(
                 "jaxembed_key_tokens",
-                "Tokens of a key's requests that were answered",
+                "Tokens of a key's answered requests",
                 [({"key": quota.name}, quota.tokens) for quota in quotas],
             )
             yield _counter(
                 "jaxembed_key_refused",
-                "Requests refused because of what their key may use",
+                "Refused requests of a key, by reason",
                 [
                     ({"key": quota.name, "reason": reason}, quota.refused[reason])
                     for quota in quotas
@@ -77,7 +77,7 @@ class _AccessMetrics(Collector):
             )
             waiting = GaugeMetricFamily(
                 "jaxembed_key_waiting_inputs",
-                "Inputs of a key admitted and not answered",
+                "Inputs of a key that are admitted and not yet answered",
                 labels=["key"],
             )
             for quota in quotas:
@@ -85,17 +85,17 @@ class _AccessMetrics(Collector):
             yield waiting
             yield _counter(
                 "jaxembed_unknown_keys",
-                "Requests without a key, or with a wrong one",
+                "Requests without a key or with an unknown key",
                 [({}, keyring.unknown)],
             )
             yield _counter(
                 "jaxembed_key_file_reads",
-                "Times that the key file was read again, or could not be",
+                "Repeated reads of the key file, by result",
                 [({"result": "done"}, keyring.done), ({"result": "failed"}, keyring.failed)],
             )
             yield GaugeMetricFamily(
                 "jaxembed_key_file_ok",
-                "1 if the key file could be read the last time, 0 while earlier keys are in use",
+                "1 if the last read of the key file succeeded, 0 while earlier keys are in use",
                 value=float(keyring.is_current),
             )
             yield GaugeMetricFamily(
@@ -106,7 +106,7 @@ class _AccessMetrics(Collector):
         if self._audit is not None:
             yield _counter(
                 "jaxembed_audit_lines",
-                "Lines of the audit log, written or lost",
+                "Lines of the audit log, by result",
                 [
                     ({"result": "written"}, self._audit.written),
                     ({"result": "lost"}, self._audit.lost),

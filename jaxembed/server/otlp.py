@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from importlib import metadata
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from opentelemetry.context import Context
@@ -36,6 +35,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from jaxembed import __version__
 from jaxembed.observability.tracing import MAX_LINKS, BatchRun, FutureTrace, Trace
 from jaxembed.server.access import is_open
 
@@ -97,7 +97,7 @@ def _harmless(
         try:
             return method(*args, **kwargs)
         except Exception:
-            logger.exception("a span could not be made. This is a bug in jaxembed")
+            logger.exception("a span could not be built. This is a bug in jaxembed")
             return None
 
     return harmless
@@ -112,9 +112,7 @@ class OtlpTracer:
         # else OpenTelemetry logs a line for each batch of spans that it cannot send
         library = logging.getLogger("opentelemetry")
         library.handlers, library.propagate = [_Complaints()], False
-        resource = Resource.create(
-            {"service.name": service_name, "service.version": metadata.version("jaxembed")}
-        )
+        resource = Resource.create({"service.name": service_name, "service.version": __version__})
         exporter = (
             GrpcExporter(endpoint=endpoint)
             if protocol == "grpc"
@@ -127,9 +125,8 @@ class OtlpTracer:
             provider.add_span_processor(self._processor)
         self._sampler = sampling.sampler
         self._follows_parents = isinstance(sampling.sampler, ParentBased)  # obeys the client
-        name, version = "jaxembed", metadata.version("jaxembed")
-        self._request_tracer = sampling.get_tracer(name, version)
-        self._child_tracer = recording_all.get_tracer(name, version)  # records every span
+        self._request_tracer = sampling.get_tracer("jaxembed", __version__)
+        self._child_tracer = recording_all.get_tracer("jaxembed", __version__)  # records all spans
         self._offset_ns = time.time_ns() - time.monotonic_ns()  # added to monotonic times
 
     @_harmless
@@ -183,8 +180,12 @@ class OtlpTracer:
                 operation = OPERATIONS.get(trace.task, trace.task)
                 attributes |= {"operation": operation, "provider": "jaxembed"}
             if trace.inputs:
-                attributes |= {"tokens": trace.tokens, "inputs": trace.inputs}
-                attributes |= {"truncated": trace.truncated, "cached": trace.cached}
+                attributes |= {
+                    "tokens": trace.tokens,
+                    "inputs": trace.inputs,
+                    "truncated": trace.truncated,
+                    "cached": trace.cached,
+                }
         _set(span, **attributes)
         if trace.status is None or trace.status >= FAILED_STATUS:
             span.set_status(StatusCode.ERROR)
@@ -224,7 +225,7 @@ class OtlpTracer:
         closing.start()
         closing.join(timeout_s)
         if closing.is_alive():
-            logger.warning("the last spans were not sent within %g s", timeout_s)
+            logger.warning("the last spans could not be sent within %g s", timeout_s)
 
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
         """Return the context of the client's span; an empty context without a valid `traceparent`;
@@ -241,10 +242,8 @@ class OtlpTracer:
             flags = TraceFlags(int(parsed[3], 16))
             if self._follows_parents and not flags.sampled:
                 return None
-            client_span = NonRecordingSpan(
-                SpanContext(trace_id, int(parsed[2], 16), is_remote=True, trace_flags=flags)
-            )
-            context = set_span_in_context(client_span, _EMPTY)
+            client = SpanContext(trace_id, int(parsed[2], 16), is_remote=True, trace_flags=flags)
+            context = set_span_in_context(NonRecordingSpan(client), _EMPTY)
             result = self._sampler.should_sample(context, trace_id, "", SpanKind.SERVER)
             if not result.decision.is_sampled():
                 return None
@@ -275,10 +274,10 @@ class _Complaints(logging.Handler):
             self._skipped += 1
             return
         self._next_at = time.monotonic() + COMPLAINT_S
-        more = f" ({self._skipped} more such lines before)" if self._skipped else ""
+        more = f" (earlier lines left out: {self._skipped})" if self._skipped else ""
         self._skipped = 0
-        first_line = record.getMessage().splitlines()[:1]
-        logger.warning("OpenTelemetry: %s%s", "".join(first_line), more)
+        first_line = "".join(record.getMessage().splitlines()[:1])
+        logger.warning("OpenTelemetry: %s%s", first_line, more)
 
 
 def _set(span: Span, **values: Any) -> None:

@@ -109,13 +109,12 @@ async def serve(
     )
     try:
         if config.prometheus_port is not None:
-            metrics = create_metrics_app(app.service)
             bound = listen(config.host, config.prometheus_port, flag="--prometheus-port")
-            servers.append(_start(metrics, bound, closing, path="/metrics"))
+            servers.append(_start(create_metrics_app(app.service), bound, closing, "/metrics"))
         if config.admin_port is not None:
-            admin = create_admin_app(app.service)
             bound = listen(LOOPBACK, config.admin_port, flag="--admin-port")
-            servers.append(_start(admin, bound, closing, path="/v2/repository/index"))
+            admin = create_admin_app(app.service)
+            servers.append(_start(admin, bound, closing, "/v2/repository/index"))
         stopping = asyncio.create_task(shutdown.wait())
         ended, _ = await asyncio.wait({stopping, *servers}, return_when=asyncio.FIRST_COMPLETED)
         if stopping not in ended:
@@ -123,12 +122,12 @@ async def serve(
             for server in ended:
                 server.result()  # raises the error of a server that failed
         models.drain()
-        logger.info("draining %d requests", len(app.unanswered))
+        logger.info("draining (requests left: %d)", len(app.unanswered))
         if unanswered := await app.answered(config.drain_timeout_s):
             logger.warning(
-                "%d requests not answered within %g s; raise --drain-timeout",
-                unanswered,
+                "requests that were not answered within %g s: %d; raise --drain-timeout",
                 config.drain_timeout_s,
+                unanswered,
             )
             await app.expire(CLOSE_S)
     finally:
@@ -159,7 +158,7 @@ async def _sample(service: Service) -> None:
             if not service.models.capacity.bytes:
                 await asyncio.to_thread(trimmer.run)
         except Exception:
-            logger.exception("what was done of late could not be noted. This is a bug in jaxembed")
+            logger.exception("recent statistics could not be updated. This is a bug in jaxembed")
         due_at = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)
         delay_s = max(time.monotonic() - due_at, 0.0)
@@ -243,7 +242,7 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
         tell(config.notify_socket, STOPPING)
         # a thread in native code cannot be stopped or joined, so the watchdog ends the process
         seconds = config.drain_timeout_s + WATCHDOG_S
-        reason = f"still running {seconds:g} s after the signal; exiting"
+        reason = f"the server is still running {seconds:g} s after the signal; exiting"
         watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))  # exit status 0
         watchdog.daemon = True
         watchdog.start()
@@ -325,7 +324,7 @@ def tell(address: str | None, state: str) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(state.encode(), name)
     except OSError as error:
-        logger.warning("the supervisor at %s was not told %s: %s", address, state, error)
+        logger.warning("%s could not be sent to the supervisor at %s: %s", state, address, error)
 
 
 async def feed_watchdog(

@@ -64,9 +64,9 @@ def test_standard_input_has_a_text_in_each_line(monkeypatch):
         ("in.txt", "cat\n\ndog\n", "line 2 is empty"),
         ("in.jsonl", '"cat"\n""\n', "line 2 is empty"),
         ("in.jsonl", '"cat"\n"dog"\n{"text": \n', "line 3 is not JSON"),
-        ("in.jsonl", "7\n", "line 1 is no string, and no object with a string `text`"),
+        ("in.jsonl", "7\n", "line 1 is neither a string nor an object with a string `text`"),
         ("in.jsonl", '{"text": 7}\n', "line 1 has `text` of type int; wanted a string"),
-        ("in.jsonl", '{"body": "cat"}\n', "line 1 has no `text`, .*--text-column"),
+        ("in.jsonl", '{"body": "cat"}\n', "line 1 has no value for `text`.*--text-column"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(write, name, content, message):
@@ -85,7 +85,9 @@ def test_what_is_not_utf8_is_refused_with_its_line(write, monkeypatch):
 def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.txt: No such file"):
         list(read_texts([str(tmp_path / "none.txt")]))
-    with pytest.raises(ConfigError, match=r"wanted a file that ends in \.txt, \.jsonl, .*, or - "):
+    with pytest.raises(
+        ConfigError, match=r"expected a file that ends in \.txt, \.jsonl, .*, or - "
+    ):
         list(read_texts([write("in.doc", "cat\n")]))
 
 
@@ -121,7 +123,9 @@ def test_files_hold_the_dtype_asked_for(embedder, tmp_path, dtype, count):
 
 
 def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_path):
-    with pytest.raises(ConfigError, match=r"out\.csv: wanted a name that ends in \.npy or \.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"out\.csv: expected a name that ends in \.npy or \.jsonl"
+    ):
         embed_file(embedder, iter(TEXTS), tmp_path / "out.csv")
     assert list(tmp_path.iterdir()) == []
 

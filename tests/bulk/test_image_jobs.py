@@ -139,7 +139,7 @@ def test_equal_images_and_pages_are_reused_under_other_names(tmp_path, photos):
     ("name", "data", "where", "words"),
     [
         ("4a.png", b"no image", "4a.png", "is wrong: it is no PNG"),
-        ("4c.pdf", b"no file", "4c.pdf page 1", "cannot be read: a file of 7 bytes is no PDF"),
+        ("4c.pdf", b"no file", "4c.pdf page 1", "cannot be read: a file of 7 bytes is not a PDF"),
         ("4c.pdf", pdf([RED], encrypted=True), "4c.pdf page 1", "cannot be read: the PDF file is"),
         ("4c.pdf", pdf([RED], 9000, 9000), "4c.pdf page 1", "has 351562500 pixels (18750 by"),
     ],
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_read_is_told_by_its_name(photos):
         list(ImageFiles()._pages(InputFile("/proc/self/mem", 0, ""), 0))
     with pytest.raises(ConfigError, match=r"cannot read .*deep: Is a directory"):
         image_rows._read_whole(str(photos / "deep"), {})
-    with pytest.raises(ConfigError, match=r"README: wanted a file that ends in \.jpg, \.jpeg, "):
+    with pytest.raises(ConfigError, match=r"README: expected a file that ends in \.jpg, \.jpeg, "):
         input_files([str(photos / "README")], IMAGE_FILES)
 
 
@@ -261,9 +261,9 @@ BAD = [
     (None, "has no `photo` (--image-column names the column)"),
     (7, "has `photo` of type int; wanted bytes or a string"),
     ("", "has an empty `photo`: there is nothing to embed"),
-    ("none.png", "has 'none.png', which is no file: "),
-    ("A" * 9000, f"has '{'A' * 60}'..., which is no file: "),  # base64 that is no data URI
-    ("https://example.org/x.png", "has 'https://example.org/x.png', and no such URL is fetched"),
+    ("none.png", "has 'none.png', which is not a file: "),
+    ("A" * 9000, f"has '{'A' * 60}'..., which is not a file: "),  # base64 that is no data URI
+    ("https://example.org/x.png", "has 'https://example.org/x.png', a URL that cannot be fetched"),
     ("data:image/png,x", "is wrong: 'data:image/png,x' is a percent-encoded data URI"),
     ("data:image/png;base64,bm8=", "is wrong: it is no PNG"),
 ]
@@ -317,8 +317,8 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
     computation = DigestImages(ImageColumn(("photo",)))
     assert run_job(computation, rows, str(tmp_path / "out")).rows == 2
     reasons = [told["reason"] for told in skipped(tmp_path / "out")]
-    assert reasons[0].startswith("has 'none.png', which is not there or not to be read")
-    assert reasons[1] == "has '/etc/hostname', a path of a machine, in a file of s3://"
+    assert reasons[0].startswith("has 'none.png', which is missing or cannot be read")
+    assert reasons[1] == "has '/etc/hostname', a local path, in a file of s3://"
 
     opened = object_store.store_of
 
@@ -353,7 +353,7 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
     assert (summary.rows, summary.skipped) == (10, 3)
     told = [(Path(one["where"]).name, one["reason"]) for one in skipped(tmp_path / "out")]
     assert {name for name, _ in told} == {"1.png", "2.png", "7.png"}
-    assert "is no image; wanted a file of JPEG, PNG" in dict(told)["1.png"]
+    assert "is not an image; expected a JPEG, PNG" in dict(told)["1.png"]
     assert "is a damaged image" in dict(told)["2.png"]
     assert table(tmp_path / "out").schema.field("dense").type == pa.list_(pa.float16(), 16)
 
@@ -361,18 +361,21 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["photos", "rows.csv"], "and files of rows, such as rows.csv; name one kind"),
+        (["photos", "rows.csv"], "and files of rows, such as rows.csv; choose one kind"),
         (["rows.csv", "--text-column", "a", "--image-column", "b"], "a row is a text or an image"),
         (["photos/0.png", "--image-column", "b"], "0.png: image and PDF files have no columns"),
         (["photos/*.png", "--text-column", "b"], "leave --text-column out"),
-        (["photos", "--image-column", "b"], "photos: there is no file of rows; they end in .txt"),
+        (
+            ["photos", "--image-column", "b"],
+            "photos: there are no input files; expected names that end in .txt",
+        ),
         (["rows.csv", "--pdf-dpi", "72"], "--pdf-dpi is for PDF files"),
         (["rows.csv", "--pdf-timeout", "9"], "--pdf-timeout is for PDF files"),
         (["photos", "--id-column", "id"], "--id-column is for files of rows"),
         (["photos", "--keep", "id"], "--keep is for files of rows"),
         (["photos", "--prompt-name", "query"], "--prompt-name is for texts"),
         (["photos", "--default-prompt", "a"], "--default-prompt is for texts"),
-        (["photos", "-o", "out.npy"], "vectors of images are written as Parquet"),
+        (["photos", "-o", "out.npy"], "vectors of images are written as Parquet files"),
         (["none.png"], "cannot read none.png: No such file"),
     ],
 )
@@ -391,6 +394,6 @@ def test_a_model_of_texts_is_refused_without_its_weights(tmp_path, photos, monke
     flags = ["--model", str(source), "--cache-dir", str(cache), "-o", str(tmp_path / "out")]
     result = CliRunner().invoke(cli, ["embed", str(photos), *flags])
     assert isinstance(result.exception, WrongTask)
-    assert f"{source} takes texts and no images" in str(result.exception)
+    assert f"{source} takes only texts, and the inputs are images" in str(result.exception)
     assert not (cache / "models").exists()
     assert not (tmp_path / "out").exists()

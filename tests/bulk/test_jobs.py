@@ -157,7 +157,9 @@ def test_a_part_that_was_removed_is_made_anew_alone_and_one_that_is_none_is_name
     pq.write_table(pa.table({"row": [1]}), no_part)
     for damage in (b"", b"PAR1 no part", no_part.getvalue()):
         part.write_bytes(damage)
-        with pytest.raises(ConfigError, match=r"part-00001\.parquet is no part of a job.*remove"):
+        with pytest.raises(
+            ConfigError, match=r"part-00001\.parquet is not a part of a job.*remove"
+        ):
             run(rows_file, out)
 
 
@@ -206,7 +208,7 @@ def test_a_job_that_is_killed_twenty_times_gives_what_an_undisturbed_one_gives(t
     ("change", "words"),
     [
         ({"part_rows": 200}, "--part-rows (part_rows): 300 before, now 200"),
-        ({"keep": ()}, '--keep or --id-column (columns.n): "int64" before, not there now'),
+        ({"keep": ()}, '--keep or --id-column (columns.n): "int64" before, missing now'),
         ({"id_column": None}, '--id-column (id_column): "id" before, now null'),
         ({"computation": DigestRows(version=2)}, "computation.version: 1 before, now 2"),
     ],
@@ -217,7 +219,7 @@ def test_a_job_with_other_options_is_refused_with_the_difference(
     run(rows_file, tmp_path / "out")
     with pytest.raises(ConfigError) as refused:
         run(rows_file, tmp_path / "out", **change)
-    assert "a job was begun there with another input or other options" in str(refused.value)
+    assert "a job with other inputs or options was started there" in str(refused.value)
     assert words in str(refused.value)
 
 
@@ -228,7 +230,7 @@ def test_a_changed_input_is_refused_with_the_difference(tmp_path, rows_file):
         ConfigError, match=r"INPUTS \(inputs\..*in\.jsonl\.size\): \d+ before, now \d+"
     ):
         run(rows_file, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"INPUTS .*more\.jsonl\): not there before"):
+    with pytest.raises(ConfigError, match=r"INPUTS .*more\.jsonl\): missing before"):
         run([str(rows_file), str(write_rows(tmp_path / "more.jsonl", 2))], tmp_path / "out")
 
 
@@ -249,13 +251,13 @@ def test_an_interrupted_job_without_a_part_is_not_taken_over(tmp_path, rows_file
     begun = (tmp_path / "out" / "_job.json").read_bytes()
     with pytest.raises(ConfigError, match=r"--part-rows .*: 300 before, now 200") as refused:
         run(rows_file, tmp_path / "out", part_rows=200)
-    assert "remove _job.json to begin anew" in str(refused.value)
+    assert "remove _job.json to start again" in str(refused.value)
     assert (tmp_path / "out" / "_job.json").read_bytes() == begun
     assert run(rows_file, tmp_path / "out").rows == 1000
 
 
 def test_a_command_that_fails_at_its_first_rows_may_be_corrected(tmp_path, rows_file):
-    with pytest.raises(InvalidInput, match="has no `body`"):
+    with pytest.raises(InvalidInput, match="has no value for `body`"):
         run(rows_file, tmp_path / "out", DigestRows(TextRows(("body",))))
     assert names(tmp_path / "out") == []
     assert run(rows_file, tmp_path / "out").rows == 1000
@@ -273,11 +275,11 @@ def test_inputs_and_folders_that_cannot_be_are_refused_and_stay_as_they_are(tmp_
     (tmp_path / "twice.csv").write_text("text,id,text\na,b,c\n")
     with pytest.raises(ConfigError, match="has several columns `text`"):
         run(tmp_path / "twice.csv", tmp_path / "other", keep=())
-    with pytest.raises(ConfigError, match="standard input cannot be read again"):
+    with pytest.raises(ConfigError, match="cannot read standard input again"):
         run(["-"], tmp_path / "other")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"has files and no _job\.json.*thesis\.txt"):
+    with pytest.raises(ConfigError, match=r"has files but no _job\.json.*thesis\.txt"):
         run(rows_file, tmp_path / "out")
     assert names(tmp_path / "out") == ["thesis.txt"]
 
@@ -290,7 +292,7 @@ def test_a_value_that_its_column_cannot_hold_is_bad_and_never_changed(tmp_path, 
     rows = [{"id": "a", "text": "x", "n": first}] * 1100 + [{"id": "b", "text": "x", "n": other}]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(InvalidInput, match=r"line 1101 has .* as `n`, and the column is of"):
+    with pytest.raises(InvalidInput, match=r"line 1101 has .* as `n`, and the column has the type"):
         run(source, tmp_path / "out")
     run(source, tmp_path / "out", on_error="skip")
     assert table(tmp_path / "out")["n"].to_pylist() == [first] * 1100
@@ -323,7 +325,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
     first = threading.Thread(target=run, args=(rows_file, tmp_path / "out", Waiting()))
     first.start()
     assert inside.wait(60)
-    with pytest.raises(ConfigError, match="another process is writing here"):
+    with pytest.raises(ConfigError, match="another process is writing to this folder"):
         run(rows_file, tmp_path / "out")
     leave.set()
     first.join()
@@ -332,12 +334,15 @@ def test_two_processes_do_not_write_one_folder(tmp_path, rows_file):
 
 BAD = [
     ('{"id": "a", "text": ""}', "is empty: there is nothing to embed"),
-    ('{"id": "a", "text": null}', "has no `text`"),
+    ('{"id": "a", "text": null}', "has no value for `text`"),
     ('{"id": "a", "text": 7}', "has `text` of type int"),
     ('{"text": "x"}', "has no `id`"),
-    ('{"id": "a", "text": "x", "n": "many"}', "has 'many' as `n`, and the column is of int64"),
-    ('{"id": 7, "text": "x"}', "has 7 as `id`, and the column is of string"),
-    ("[1]", "is no string, and no object"),
+    (
+        '{"id": "a", "text": "x", "n": "many"}',
+        "has 'many' as `n`, and the column has the type int64",
+    ),
+    ('{"id": 7, "text": "x"}', "has 7 as `id`, and the column has the type string"),
+    ("[1]", "is neither a string nor an object"),
     ('{"id": "a", ', "is not JSON"),
     ('{"id": "a", "text": "too long"}', "has 9 tokens, the limit is 8; --auto-truncate true"),
 ]
@@ -414,14 +419,14 @@ def test_results_of_equal_texts_are_reused_and_only_new_ones_computed(tmp_path, 
 
 def test_results_of_another_computation_or_of_no_job_are_not_reused(tmp_path, rows_file):
     run(rows_file, tmp_path / "first")
-    with pytest.raises(ConfigError, match="of another model or of other options"):
+    with pytest.raises(ConfigError, match="come from another model or other options"):
         run(rows_file, tmp_path / "out", DigestRows(version=2), reuse=str(tmp_path / "first"))
     with pytest.raises(ConfigError, match=r"_job\.json"):
         run(rows_file, tmp_path / "out2", reuse=str(tmp_path))
-    with pytest.raises(ConfigError, match="none: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"the folder .*none does not exist"):
         run(rows_file, tmp_path / "out2", reuse=str(tmp_path / "none"))
     assert not (tmp_path / "none").exists()
-    with pytest.raises(ConfigError, match="is the folder of --reuse"):
+    with pytest.raises(ConfigError, match="is also the folder of --reuse"):
         run(rows_file, tmp_path / "first", reuse=f"{tmp_path / 'first'}/")
 
 
@@ -436,7 +441,9 @@ def test_a_full_disk_is_told_and_the_job_goes_on_later(tmp_path, rows_file, monk
 
     flush = jobs.PartWriter._flush
     monkeypatch.setattr(jobs.PartWriter, "_flush", full)
-    with pytest.raises(ConfigError, match="No space left on device; finished parts stay") as told:
+    with pytest.raises(
+        ConfigError, match="No space left on device; finished parts are kept"
+    ) as told:
         run(rows_file, tmp_path / "out")
     assert exit_status(told.value) == EXIT_TEMPORARY
     assert names(tmp_path / "out") == ["_job.json", "part-00000.parquet", "part-00001.parquet"]

@@ -94,7 +94,7 @@ def test_a_small_group_of_rows_after_the_one_in_which_reading_starts_is_read(tmp
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, name):
     path = write(tmp_path / name, TEXTS)
     if name == "a.jsonl":  # each row has its own
-        with pytest.raises(InvalidInput, match=r"a\.jsonl line 1 has no `body`"):
+        with pytest.raises(InvalidInput, match=r"a\.jsonl line 1 has no value for `body`"):
             list(read_texts([path], "body"))
     else:
         with pytest.raises(ConfigError, match=r"has no column `body`\. It has: id, text"):
@@ -118,7 +118,7 @@ def test_rows_of_csv_with_too_few_fields_or_no_utf8_are_bad_and_empty_lines_none
     path.write_bytes(b"id,text\n1,a\n\n2\n3,caf\xe9\n4,b\n")
     ((_, block),) = read_rows(input_files([str(path)]), ["text"])
     assert block.count == 4
-    assert block.bad == {1: "has 1 fields, and the header has 2", 2: "is not UTF-8"}
+    assert block.bad == {1: "has 1 field, and the header has 2", 2: "is not UTF-8"}
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
@@ -133,7 +133,7 @@ def test_a_line_over_the_limit_is_a_bad_row_and_the_others_are_read(tmp_path, mo
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
         ((_, block),) = read_rows(input_files([str(path)]), ["text"])
         assert block.count == 5
-        too_long = "has over 100 bytes, which is the limit; divide it"
+        too_long = "has over 100 bytes, which is the limit; split it"
         assert block.bad == dict.fromkeys((1, 2, 4), too_long)
         assert [text for text in block.columns["text"] if text] == [
             line.strip('"') for line in (lines[0], lines[3])
@@ -165,9 +165,9 @@ def test_long_lines_of_json_are_read_without_what_nobody_asked_for(tmp_path, mon
     assert block.columns["text"] == ["x" * 60, None, "y" * 60, None, None]
     assert block.columns["id"][0] == 123456789012345678901234567890
     assert block.bad == {
-        1: "has `text` of 301 bytes of JSON; only a string may be so long",
-        3: "is a long line that is no JSON object, or not valid JSON",
-        4: "is a long line that is no JSON object, or not valid JSON",
+        1: "has `text` of 301 bytes of JSON; only a string may be that long",
+        3: "is a long line, and not a valid JSON object",
+        4: "is a long line, and not a valid JSON object",
     }
 
 
@@ -204,8 +204,8 @@ def test_names_stand_for_files_in_order(tmp_path):
     odd.write_text("x\n")
     assert names(str(odd)) == ["x[1].txt"]
     for given, words in (
-        (f"{folder}/e.pdf", r"e\.pdf: wanted a file that ends in \.txt"),
-        (f"{folder}/*.csv", "there is no file of rows"),
+        (f"{folder}/e.pdf", r"e\.pdf: expected a file that ends in \.txt"),
+        (f"{folder}/*.csv", "there are no input files"),
         (f"{folder}/none.csv", "cannot read .*No such file"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -214,7 +214,7 @@ def test_names_stand_for_files_in_order(tmp_path):
 
 def test_what_cannot_be_read_as_a_file_is_refused_and_not_passed_over(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(ConfigError, match=r"pipe\.txt is no regular file"):
+    with pytest.raises(ConfigError, match=r"pipe\.txt is not a regular file"):
         input_files([str(tmp_path / "pipe.txt")])
     folder = tmp_path / "in"
     folder.mkdir()

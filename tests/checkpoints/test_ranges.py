@@ -83,8 +83,8 @@ def test_new_ranges_replace_those_of_their_kind_and_of_earlier_content_of_their_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"low": [-0.5]}, "1 and 2 values for 2 dimensions"),
-        ({"low": [-0.5, 0.8]}, "a lowest value is over the highest"),
+        ({"low": [-0.5]}, "1 lowest value and 2 highest values for 2 dimensions"),
+        ({"low": [-0.5, 0.8]}, "a lowest value is larger than the highest"),
         ({"high": [0.5, 3.0]}, "1.01"),
         ({"high": [0.5, None]}, "Expected `float`"),
         ({"kind": 7}, "Expected `object`"),
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_refused(tmp_path, change, message):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     missing = tmp_path / "missing"
-    with pytest.raises(ConfigError, match=r"calibrate where the model can be written"):
+    with pytest.raises(ConfigError, match=r"where the directory of the model is writable"):
         check_writable(missing)
     with pytest.raises(ConfigError, match=r"cannot write .*ranges\.json: No such file"):
         save_ranges(missing, [KEPT])
@@ -135,7 +135,9 @@ def test_ranges_are_of_vectors_cut_and_normalised(embedder, measured, dimensions
 
 def test_fewer_than_two_texts_have_no_ranges(embedder):
     for texts in ([], ["the cat"]):
-        with pytest.raises(ConfigError, match=f"need 2 texts, better 100. Given: {len(texts)}"):
+        with pytest.raises(
+            ConfigError, match=f"need at least 2 texts, better 100; got {len(texts)}"
+        ):
             measure_ranges(embedder, iter(texts))
 
 
@@ -175,7 +177,7 @@ def test_bytes_are_by_the_ranges_of_such_vectors(calibrated, measured, dtype, di
             {"dimensions": 5},
             "there are none: run `jaxembed calibrate .* TEXTS --dimensions 5` with",
         ),
-        ({"normalize": False}, "for vectors of length one; ask for them by `normalize`; for other"),
+        ({"normalize": False}, r"is only for normalised vectors \(set `normalize`\); other"),
     ],
 )
 def test_vectors_without_ranges_are_refused(calibrated, options, message):
@@ -187,7 +189,7 @@ def test_vectors_without_ranges_are_refused(calibrated, options, message):
 
 def test_vectors_of_tokens_have_no_ranges():
     options = EncodeOptions(outputs=frozenset({"tokens"}), normalize=True, output_dtype="int8")
-    with pytest.raises(InvalidInput, match="of inputs, not of tokens; for others there are float,"):
+    with pytest.raises(InvalidInput, match="of whole inputs; other vectors support float,"):
         tasks_with(tiny_spec()).embed([], options)
 
 
@@ -195,7 +197,7 @@ def test_a_model_that_does_not_normalise_is_asked_to():
     spec = tiny_spec(modules=())
     kind = VectorKind("", ("mean",), None, 32)
     tasks = tasks_with(spec, StoredRanges(kind, "", 100, [-0.5] * 32, [0.5] * 32))
-    with pytest.raises(InvalidInput, match="ask for them by `normalize`"):
+    with pytest.raises(InvalidInput, match="set `normalize`"):
         tasks.embed([], EncodeOptions(output_dtype="int8"))
     request = tasks.embed([], EncodeOptions(output_dtype="int8", normalize=True))
     assert request.ranges is not None
@@ -206,7 +208,7 @@ def test_ranges_of_another_checkpoint_or_pooling_are_refused():
     ranges = StoredRanges(kind, "old", 100, [-0.5] * 32, [0.5] * 32)
     options = EncodeOptions(output_dtype="uint8")
     assert tasks_with(tiny_spec(content_hash="old"), ranges).embed([], options).ranges is not None
-    with pytest.raises(InvalidInput, match="those kept are of another checkpoint: run `jaxembed"):
+    with pytest.raises(InvalidInput, match="those stored are of another checkpoint: run `jaxembed"):
         tasks_with(tiny_spec(content_hash="new"), ranges).embed([], options)
     with pytest.raises(InvalidInput, match="there are none"):
         tasks_with(tiny_spec(("cls",), content_hash="old"), ranges).embed([], options)

@@ -201,7 +201,7 @@ def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path, caplog, conversions
     checkpoint.load_spec(hub.resolve(ModelSource(str(source), cache_dir=cache)))
     assert conversions == [source]
     assert not list((cache / "models").glob("*partial*"))
-    assert told(caplog, HUB)[0] == f"{entry} is incomplete: made anew"
+    assert told(caplog, HUB)[0] == f"{entry} is incomplete; making it again"
     assert len(told(caplog, HUB)) == 3  # and of the conversion
 
 
@@ -243,7 +243,7 @@ def test_programs_that_cannot_be_read_are_compiled_anew_once_and_told_of_in_one_
     for number, path in enumerate(programs):
         path.write_bytes(path.read_bytes()[: 100 * (number % 2)])  # empty, and truncated
     (line,) = warnings_of_a_run()
-    assert f"{len(programs)} removed" in line
+    assert f"{len(programs)} were removed" in line
     assert not warnings_of_a_run()
     assert all(path.stat().st_size > 100 for path in programs if path.exists())
 
@@ -275,7 +275,8 @@ def test_a_grid_of_a_later_version_that_cannot_be_read_is_refused_with_that_vers
     grid.write_text('{"buckets": [[2, 64, 8]], "tuned": {"versions": {"jaxembed": "9.1.0"}}}')
     with pytest.raises(ConfigError) as error:
         read_grid(grid)
-    assert str(error.value).startswith(f"--buckets {grid}: buckets[0] is [2, 64, 8], not two whole")
+    assert str(error.value).startswith(f"--buckets {grid}: buckets[0] is [2, 64, 8], not two int")
     assert str(error.value).endswith(
-        f'; jaxembed "9.1.0" wrote it, this is {__version__}: run `jaxembed tune` again'
+        f'; the file was written by jaxembed "9.1.0", and this is {__version__}: run '
+        "`jaxembed tune` again"
     )

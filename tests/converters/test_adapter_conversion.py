@@ -205,7 +205,11 @@ def test_the_scale_is_that_of_peft(config, scale, source, tmp_path):
         ({"alpha_pattern": [1]}, CheckpointError, r"is \[1\], wanted an object of numbers"),
         ({"alpha_pattern": {"query": "x"}}, CheckpointError, "object of numbers by pattern"),
         ({"alpha_pattern": {"query": np.nan}}, CheckpointError, "object of numbers by pattern"),
-        ({"alpha_pattern": {"(": 1}}, CheckpointError, "alpha_pattern.* is no regular expression"),
+        (
+            {"alpha_pattern": {"(": 1}},
+            CheckpointError,
+            "alpha_pattern.* is not a regular expression",
+        ),
         ({"use_rslora": "false"}, CheckpointError, 'use_rslora is "false", wanted true or false'),
         ({"peft_type": ["LORA"]}, CheckpointError, r'peft_type is \["LORA"\], wanted a string'),
     ],
@@ -219,9 +223,9 @@ def test_what_a_config_asks_for_and_is_not_run_is_named(config, error, message, 
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({QUERY: (HIDDEN, HIDDEN + 1)}, rf"wanted shape \(3, {HIDDEN}\) for this model"),
+        ({QUERY: (HIDDEN, HIDDEN + 1)}, rf"wanted shape \(3, {HIDDEN}\)"),
         ({"encoder.layer.7.output.dense": (HIDDEN, HIDDEN)}, "unused: .*layer.7"),
-        ({"embeddings.LayerNorm": (HIDDEN, HIDDEN)}, "LayerNorm.weight takes no adapter"),
+        ({"embeddings.LayerNorm": (HIDDEN, HIDDEN)}, "LayerNorm.weight cannot take an adapter"),
     ],
 )
 def test_an_adapter_of_another_model_is_refused(weights, message, refused, tmp_path):
@@ -347,7 +351,7 @@ def test_values_that_would_reach_other_sequences_are_refused_by_their_tensor(
         # rank 0
         (
             lambda one: {DOWN: one[DOWN][:0].copy(), UP: one[UP][:, :0].copy()},
-            "is no part of a low-rank adapter",
+            "is not part of a low-rank adapter",
         ),
         # as PEFT names them in memory
         (
@@ -365,13 +369,13 @@ def test_tensors_that_are_no_adapter_are_refused(changed, message, adapter, refu
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"": "folder"}, "the name '', wanted letters"),
-        ({"a:b": "folder"}, "the name 'a:b', wanted letters"),
-        ({"a\n": "folder"}, "wanted letters"),
-        ({1: "folder"}, "the name 1, wanted letters"),
-        ({"a": ""}, "adapter a has the folder '', wanted a path"),
-        ({"a": None}, "adapter a has the folder None, wanted a path"),
-        (["folder"], "wanted folders by the names"),
+        ({"": "folder"}, "the name ''; expected letters"),
+        ({"a:b": "folder"}, "the name 'a:b'; expected letters"),
+        ({"a\n": "folder"}, "expected letters"),
+        ({1: "folder"}, "the name 1; expected letters"),
+        ({"a": ""}, "adapter a has the folder ''; expected a path"),
+        ({"a": None}, "adapter a has the folder None; expected a path"),
+        (["folder"], "expected a mapping of names to folders"),
     ],
     ids=str,
 )

@@ -326,7 +326,7 @@ def expanded(**expansion: Any) -> dict[str, Any]:
     [
         (stanford, {"similarity": "l2"}, "similarity 'l2' is not supported"),
         (stanford, {"interaction": "flipr"}, "interaction 'flipr' is not supported"),
-        (stanford, {"query_maxlen": 3}, "a length is 3, wanted at least 4"),
+        (stanford, {"query_maxlen": 3}, "documents is 3, wanted at least 4"),
         (stanford, {"query_maxlen": 25}, "filled up to 25 tokens, and there are 24 positions"),
         (stanford, {"query_maxlen": "32"}, 'query_maxlen is "32", wanted a whole number'),
         (stanford, {"attend_to_mask_tokens": "no"}, 'mask_tokens is "no", wanted true or false'),
@@ -347,7 +347,7 @@ def expanded(**expansion: Any) -> dict[str, Any]:
         (write_native, {"query_expansion": {"strategy": "min"}}, "query_expansion lacks length"),
         (write_native, expanded(length=0), "query_expansion.length is 0"),
         (write_native, expanded() | {"query_length": 8}, "query_length 8 is less than the 9 token"),
-        (write_native, expanded(token="lacking"), "filled up with 'lacking', which is no token"),
+        (write_native, expanded(token="lacking"), "filled up with 'lacking', which is not a token"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(source, write, said, message):
@@ -389,7 +389,7 @@ def test_fillers_beyond_a_window_would_see_no_key(source, attend, refused):
     if not refused:
         assert spec_of(source).interaction is not None
         return
-    with pytest.raises(UnsupportedModel, match=r"filled up to 9 tokens .* some layers see 8"):
+    with pytest.raises(UnsupportedModel, match=r"filled up to 9 tokens .* some layers see only 8"):
         spec_of(source)
 
 
@@ -397,8 +397,8 @@ def test_it_is_not_verified_and_takes_no_pooling(source, tmp_path):
     write_pylate(source)
     with pytest.raises(
         ConfigError,
-        match="--pooling mean: this checkpoint pools nothing; its head gives multi_vector",
+        match="--pooling mean: this checkpoint has no pooling; its head returns multi_vector",
     ):
         Embedder(str(source), cache_dir=tmp_path, pooling="mean")
-    with pytest.raises(ConfigError, match="gives multi_vector; only vectors of whole texts"):
+    with pytest.raises(ConfigError, match="computes multi_vector; only vectors of whole texts"):
         verification.comparable_spec(Routes({"": spec_of(source)}))

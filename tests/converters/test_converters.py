@@ -188,7 +188,7 @@ def test_without_modules_json_mean_pooling_and_a_warning(tmp_path, caplog):
         record for record in caplog.records if record.name.startswith("converters")
     ]  # not Orbax's
     assert [record.message for record in ours] == [
-        f"{source} has no modules.json: mean pooling, not normalised"
+        f"{source} has no modules.json: its vectors are pooled by the mean and not normalised"
     ]
 
 
@@ -216,8 +216,10 @@ def test_limit_comes_from_the_first_that_names_one_and_never_exceeds_the_positio
     assert _limit(tmp_path, None, 1e30, 24) == 24
     assert _limit(tmp_path, 16, None, None) == 16
     assert _limit(tmp_path, 512, None, 24) == 24
-    assert "max_seq_length is 512 but there are 24 positions" in caplog.text
-    with pytest.raises(CheckpointError, match="names no limit of tokens; set max_seq_length"):
+    assert "max_seq_length is 512, and the model has 24 positions" in caplog.text
+    with pytest.raises(
+        CheckpointError, match="does not limit the tokens of an input; set max_seq_length"
+    ):
         _limit(tmp_path, None, 1e30, None)
 
 
@@ -421,7 +423,7 @@ def for_sentencepiece(source: Path) -> None:
         (partial(dense, bias=False), ConversionError, r"unused: 3_Dense/linear\.bias"),
         (partial(dense, activation_function="torch.nn.ELU"), UnsupportedModel, "ELU"),
         (partial(dense, use_residual=True), UnsupportedModel, "use_residual"),
-        (dense_of_8, CheckpointError, "wants 8 features and is given 6"),
+        (dense_of_8, CheckpointError, "takes 8 features and gets 6"),
         (prompt_missing, CheckpointError, "default prompt 'c' is not among the prompts: a"),
         (alone, UnsupportedModel, r"modules\.json has no Pooling"),
         (partial(alone, architectures=None), UnsupportedModel, "nothing says whether .* embeds or"),
@@ -444,7 +446,7 @@ def test_a_broken_source_is_refused_by_what_is_wrong(source, broken, error, mess
 
 def test_ids_beyond_the_embeddings_are_refused(tmp_path):
     source = sources.write_sentence_bert(tmp_path / "source", vocab_size=9)
-    with pytest.raises(CheckpointError, match="ids up to 10, the model only 9 embeddings"):
+    with pytest.raises(CheckpointError, match="ids up to 10, and the model has only 9 embeddings"):
         converted(source)
 
 
@@ -476,7 +478,9 @@ def test_do_lower_case_changes_nothing_that_lowers_already(source, caplog):
     converted(source)
     saved = source.parent / "source-out" / "tokenizer.json"
     assert saved.read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert "do_lower_case=False, tokenizer.json True; the latter is used" in caplog.text
+    assert (
+        "do_lower_case is False in tokenizer_config.json and True in tokenizer.json" in caplog.text
+    )
 
 
 def test_a_tokenizer_is_built_from_its_vocabulary(source):

@@ -163,5 +163,7 @@ def test_json_without_end_is_refused(tmp_path):
 def test_what_no_check_foresaw_names_the_model_and_what_was_wrong(tmp_path):
     source = write_sentence_bert(tmp_path / "source")
     write_json(source / "sentence_bert_config.json", {"modality_config": 5})
-    with pytest.raises(CheckpointError, match=r"source is damaged, or has a form .* TypeError: "):
+    with pytest.raises(
+        CheckpointError, match=r"source is damaged, or has an unexpected form: TypeError: "
+    ):
         outline_routes(source)

@@ -139,8 +139,12 @@ def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
     [
         ({"position_embedding_type": "alibi"}, UnsupportedModel, "known: rotary, absolute"),
         ({"lora_rank": None}, CheckpointError, "without a lora_rank over 0"),
-        ({"lora_rank": 2}, ConversionError, "its adapters are not 5 of rank 2"),
-        ({"lora_adaptations": TASKS[:3]}, ConversionError, "its adapters are not 3 of rank 3"),
+        ({"lora_rank": 2}, ConversionError, "expected stacks of rank 2, and in each 5 adapters"),
+        (
+            {"lora_adaptations": TASKS[:3]},
+            ConversionError,
+            "expected stacks of rank 3, and in each 3 adapters",
+        ),
         ({"lora_adaptations": None}, ConversionError, "unused: .*lora_A"),
     ],
 )

@@ -60,7 +60,7 @@ def test_one_of_the_two_files_is_refused(files, tmp_path, names):
     found, missing = names
     source = Path(shutil.copytree(files, tmp_path / "source"))
     (source / missing).unlink()
-    with pytest.raises(UnsupportedModel, match=f"has {found} and not {missing}, and BGE-M3 has"):
+    with pytest.raises(UnsupportedModel, match=f"has {found} but not {missing}, and BGE-M3 has"):
         outline(source)
     (source / found).unlink()
     assert outline(source).spec.representations == ("dense",)
@@ -119,5 +119,5 @@ def test_files_hold_an_object_for_each_text(embedder, tmp_path):
         assert line["sparse"]["indices"] == wanted["sparse"].indices[number].tolist()
         np.testing.assert_allclose(line["sparse"]["values"], wanted["sparse"].values[number])
         np.testing.assert_allclose(line["dense"], wanted["dense"][number], rtol=1e-6)
-    with pytest.raises(ConfigError, match=r"\.npy holds dense vectors alone"):
+    with pytest.raises(ConfigError, match=r"a \.npy file holds only dense vectors"):
         embed_file(embedder, iter(TEXTS), tmp_path / "out.npy", outputs=names)

@@ -156,7 +156,7 @@ def test_an_end_that_is_no_token_is_an_error(tmp_path):
     source = write_embedder(tmp_path / "source", QWEN2)
     options = {"add_eos_token": True, "eos_token": "</s>"}
     sources.change_json(source / "tokenizer_config.json", **options)
-    with pytest.raises(CheckpointError, match="there is no token '</s>'"):
+    with pytest.raises(CheckpointError, match="the tokenizer has no token '</s>'"):
         converted(source)
 
 
@@ -338,7 +338,7 @@ def test_logit_score_with_a_chat_template_for_talk_is_refused(tmp_path):
     sources.change_json(source / "tokenizer_config.json", chat_template=TALK)
     modality = {"modality_config": {"text": {}, "message": {"method": "forward"}}}
     sources.write_json(source / "sentence_bert_config.json", modality)
-    with pytest.raises(UnsupportedModel, match="takes no query and document"):
+    with pytest.raises(UnsupportedModel, match="does not take a query and a document"):
         converted(source)
 
 
@@ -382,7 +382,10 @@ def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, caplog, name
     spec, params = converted(source, name=name)
     assert spec.template == template
     assert spec.task == ("rerank" if labels == 1 else "classify")
-    warned = f"{name} is a language model that scores pairs, and nothing says how" in caplog.text
+    warned = (
+        f"{name} is a language model that scores pairs, and its files have no template"
+        in caplog.text
+    )
     assert warned == (labels == 1 and template is None)
     assert spec.head.pooling == ("lasttoken",)
     np.testing.assert_array_equal(params["heads.logits.modules.0.kernel"], score.T)

@@ -42,7 +42,7 @@ def test_each_route_becomes_a_checkpoint_of_its_own(source):
     facts = summary_of_routes(routes)
     assert facts["default_route"] == "query"
     assert [one["config"]["num_layers"] for one in facts["routes"].values()] == [1, 2]
-    with pytest.raises(CheckpointError, match=r"router-out/routes/NAME, of query, document"):
+    with pytest.raises(CheckpointError, match=r"routes/NAME with one of the names query, document"):
         checkpoint.load_spec(source.parent / "router-out")
     assert list(routes.specs) == ["query", "document"]
     assert routes.default == "query"  # the first, as nothing else is said
@@ -152,11 +152,11 @@ def test_a_route_is_named_by_the_task_that_chooses_it(tmp_path):
     [
         ({"(None, 'text')": "query"}, "chooses 'query' by (None, 'text')"),
         ({"('query', 'image')": "query"}, "chooses 'query' by ('query', 'image')"),
-        ({"('query', ('image', 'text'))": "query"}, "known: a task, of texts"),
-        ({"query": "query"}, "has 'query', no pair"),
+        ({"('query', ('image', 'text'))": "query"}, "known: a task of texts"),
+        ({"query": "query"}, "has the key 'query', which is not a pair"),
         ({"('query', None)": "questions"}, "no route 'questions' among query, document"),
-        ({"('a', None)": "query", "('b', None)": "query"}, "'a' and 'b' have one route"),
-        ({"('document', None)": "query"}, "two routes are of one task: document, document"),
+        ({"('a', None)": "query", "('b', None)": "query"}, "'a' and 'b' share a route"),
+        ({"('document', None)": "query"}, "two routes have the same task: document, document"),
     ],
 )
 def test_other_ways_of_routing_are_refused(tmp_path, mappings, message):

@@ -206,11 +206,11 @@ def test_weights_by_token_are_read(make, tmp_path, beside):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({}, "its weights, idf.json, are not there or empty"),
+        ({}, "its weights, idf.json, is missing or empty"),
         ({"hello": "much"}, "the weight of 'hello' is \"much\", wanted a finite number"),
         ({"hello": float("inf")}, "the weight of 'hello' is Infinity, wanted a finite number"),
         ({"hello": True}, "the weight of 'hello' is true, wanted a finite number"),
-        ({"greetings": 1}, "'greetings' is no token of the tokenizer"),
+        ({"greetings": 1}, "'greetings' is not a token of the tokenizer"),
     ],
 )
 def test_weights_by_token_that_cannot_be_read_are_refused(tmp_path, content, message):
@@ -234,7 +234,7 @@ def test_an_unknown_setting_of_a_query_encoder_is_refused(tmp_path):
     ("weights", "error", "message"),
     [
         (np.ones((TERMS, 2), np.float32), ConversionError, "wanted one value a term, got shape"),
-        (np.ones(TERMS - 2, np.float32), CheckpointError, "ids up to 10, the model only 9"),
+        (np.ones(TERMS - 2, np.float32), CheckpointError, "ids up to 10, and the model has only 9"),
         (np.ones(TERMS + 2, np.float32), UnsupportedModel, "13 of query, 11 of document"),
     ],
 )
@@ -295,7 +295,7 @@ def test_what_is_converted_as_a_sparse_encoder_stays_one(make, tmp_path):
     assert hub.describe_model(
         ModelSource(str(tmp_path / "raw"), cache_dir=cache, pooling="splade")
     ).main == (msgspec.structs.replace(spec, content_hash="", written_by=None))
-    with pytest.raises(ConfigError, match="--pooling cls: this checkpoint pools nothing"):
+    with pytest.raises(ConfigError, match="--pooling cls: this checkpoint has no pooling"):
         make(tmp_path / "out", pooling="cls")
 
 
@@ -312,7 +312,7 @@ def test_other_models_cannot_be_asked_to_be_sparse_encoders(tmp_path):
     backbone = sources.write_bert(tmp_path / "tower")
     nameless = sources.write_bert(tmp_path / "nameless", architectures=None)
     for source, message in [
-        (embedder, "modules.json of .* says otherwise"),
+        (embedder, "modules.json of .* names other modules"),
         (backbone, "config.json of .* names BertModel; known: classes ...ForMaskedLM"),
         (nameless, "names no class"),
     ]:

@@ -108,7 +108,7 @@ def test_what_could_never_be_held_is_refused_for_good():
     capacity = Capacity(10, 1000, max_bytes=8000)
     with capacity.request() as reservation:
         reservation.charge(7000)
-        with pytest.raises(RequestTooLarge, match=r"take 7001 bytes.*7000.*--max-queue-bytes"):
+        with pytest.raises(RequestTooLarge, match=r"need 7001 bytes.*7000.*--max-queue-bytes"):
             reservation.charge(1)
         assert capacity.bytes == 7000
 
@@ -163,7 +163,7 @@ def test_models_of_one_capacity_share_its_limits():
     other.admit(Cost(1, 30))
     assert (capacity.inputs, capacity.tokens) == (3, 50)
     assert (one.inputs, other.inputs) == (2, 1)
-    with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, the limits are 3"):
+    with pytest.raises(Overloaded, match="3 inputs and about 50 tokens wait, and the limits are 3"):
         one.admit(Cost(1, 1))
 
 

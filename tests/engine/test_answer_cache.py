@@ -220,5 +220,5 @@ def test_the_towers_of_a_router_divide_the_cache(tmp_path, grid_file):
         dtype="float32", buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG
     )
     with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
-        most = [vars(one.engine)["_cache"]._most for one in embedder.model.routes.values()]
-    assert most == [BIG // 2, BIG // 2]
+        sizes = [vars(one.engine)["_cache"]._max_bytes for one in embedder.model.routes.values()]
+    assert sizes == [BIG // 2, BIG // 2]

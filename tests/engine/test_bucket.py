@@ -94,28 +94,31 @@ def test_a_grid_is_read_from_a_file_sorted_and_without_doubles(write):
     assert joined == (Bucket(1, 16), Bucket(1, 32), Bucket(1, 64), Bucket(1, 256))
 
 
-NUMBERS = "not two whole numbers"
+NUMBERS = "not two integers"
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("", " is empty"),
-        ("not json", " is no JSON from line 1, column 1 on"),
-        ('{"buckets":\n [[1, 16],]}', " is no JSON from line 2, column 1"),
+        ("not json", " is not valid JSON at line 1, column 1"),
+        ('{"buckets":\n [[1, 16],]}', " is not valid JSON at line 2, column 1"),
         ("[" * 100_000, " is nested too deeply"),
         ("1" * 5000, "a number of thousands of digits"),
-        ("[[1, 16]]", ": it holds [[1, 16]]"),
-        ("{}", ': there is no "buckets" in it'),
-        ('{"buckets": 3}', ': "buckets" is 3, no list'),
+        ("[[1, 16]]", ": the file contains [[1, 16]]"),
+        ("{}", ': the key "buckets" is missing'),
+        ('{"buckets": 3}', ': "buckets" is 3, not a list'),
         ('{"buckets": [[1, 16], [1, 16, 2]]}', f": buckets[1] is [1, 16, 2], {NUMBERS}"),
         ('{"buckets": [["1", "16"]]}', f': buckets[0] is ["1", "16"], {NUMBERS}'),
         ('{"buckets": [[1.5, 16]]}', f": buckets[0] is [1.5, 16], {NUMBERS}"),
         ('{"buckets": [[true, 16]]}', f": buckets[0] is [true, 16], {NUMBERS}"),
         ('{"buckets": [[Infinity, 16]]}', f": buckets[0] is [Infinity, 16], {NUMBERS}"),
-        ('{"buckets": [[1, 16]], "max_batch_tokens": 0}', ': "max_batch_tokens" is 0, no whole'),
-        ('{"buckets": [[1, 16]], "max_batch_tokens": 1.5}', "leave it to --max-batch-tokens"),
-        ('{"buckets": [[1, 16]], "tuned": 3}', ': "tuned" is 3, no object'),
+        (
+            '{"buckets": [[1, 16]], "max_batch_tokens": 0}',
+            ': "max_batch_tokens" is 0, not an',
+        ),
+        ('{"buckets": [[1, 16]], "max_batch_tokens": 1.5}', "set --max-batch-tokens"),
+        ('{"buckets": [[1, 16]], "tuned": 3}', ': "tuned" is 3, not an object'),
     ],
 )
 def test_a_malformed_file_is_refused_with_what_came_and_what_was_wanted(write, text, problem):
@@ -126,28 +129,34 @@ def test_a_malformed_file_is_refused_with_what_came_and_what_was_wanted(write, t
     assert message.startswith(f"--buckets {path}")
     assert problem in message
     assert message.endswith(
-        '; wanted {"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
+        '; expected {"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
     )
 
 
 def test_a_missing_file_or_one_that_is_not_text_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read --buckets .*: No such file .*; wanted"):
+    with pytest.raises(ConfigError, match=r"cannot read --buckets .*: No such file .*; expected"):
         read_grid(tmp_path / "none.json")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"--buckets .* is no text in UTF-8; wanted"):
+    with pytest.raises(ConfigError, match=r"--buckets .* is not UTF-8 text; expected"):
         read_grid(tmp_path / "bytes.json")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "no bucket in it"),
+        ("[]", "the file contains no buckets"),
         ("[[0, 16]]", "bucket 0x16 has no tokens"),
         ("[[1, 0]]", "bucket 1x0 has no tokens"),
-        ("[[4, 1]]", "bucket 4x1 is too short: a row has 2 tokens or more"),
+        ("[[4, 1]]", "bucket 4x1 is too short: a row must have 2 tokens or more"),
         ("[[-1, 16]]", "bucket -1x16 has no tokens"),
-        ("[[5, 16]]", r"5x16 holds 80 tokens, over max_batch_tokens=64; raise --max-batch-tokens"),
-        ("[[1, 8]]", r"longest row holds 8 tokens, the model's limit is 16.*--max-input-length 8"),
+        (
+            "[[5, 16]]",
+            r"80 tokens, more than max_batch_tokens=64; raise --max-batch-tokens",
+        ),
+        (
+            "[[1, 8]]",
+            r"row has 8 tokens, and the model's limit is 16.*--max-input-length 8",
+        ),
     ],
 )
 def test_a_grid_that_cannot_serve_is_refused(write, text, message):
@@ -159,9 +168,9 @@ def test_all_problems_of_a_file_are_told_at_once(write):
     path = write('{"buckets": [[3, 8], [64, 8], [0, 4]]}')
     with pytest.raises(ConfigError) as raised:
         read_grid(path).grid(16, 64, shards=2)
-    for part in ("3 rows of bucket 3x8 do not divide over 2", "64x8 holds 512", "0x4", "limit is"):
+    for part in ("bucket 3x8 cannot be divided equally among 2", "64x8 has 512", "0x4", "limit is"):
         assert part in str(raised.value)
     path = write('{"buckets": [[8, 16], [4, 32]]}')
     assert len(read_grid(path).grid(32, 32, shards=4).buckets) == 2
-    with pytest.raises(ConfigError, match="over max_batch_tokens=31 on each of 4 devices"):
+    with pytest.raises(ConfigError, match="more than max_batch_tokens=31 on each of 4 devices"):
         read_grid(path).grid(32, 31, shards=4)

@@ -17,7 +17,7 @@ from jaxembed.engine.autotune.costs import BucketCosts
 from jaxembed.engine.autotune.kernels import Choice
 from jaxembed.engine.autotune.native_trial import LATE, TrialResult
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.build import build, make_plan, stored_results
+from jaxembed.engine.build import build, make_plan, stored_results, workers_of
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program
@@ -81,7 +81,7 @@ def test_a_limit_over_the_positions_of_the_model_is_refused(planned):
     assert planned(max_input_tokens=64).max_input_tokens == 64
     assert planned(max_input_tokens=20).max_input_tokens == 20
     assert planned(tiny_spec(max_input_tokens=512)).max_input_tokens == 64
-    with pytest.raises(ConfigError, match="--max-input-length 65 is more than the 64 positions"):
+    with pytest.raises(ConfigError, match="--max-input-length 65 exceeds the 64 positions"):
         planned(max_input_tokens=65)
 
 
@@ -91,10 +91,10 @@ def test_a_limit_over_the_grid_or_the_token_budget_is_clamped_unless_the_user_as
     made = planned(long_spec())
     assert made.max_input_tokens == made.grid.max_length == 8192
     assert made.max_batch_tokens == 512
-    assert "the model takes 32768 tokens, the grid holds 8192" in caplog.text
+    assert "accepts inputs of 32768 tokens, but the longest row" in caplog.text
     made = planned(long_spec(limit=2048), max_batch_tokens=1024)
     assert made.max_input_tokens == made.grid.max_length == 1024
-    assert "longer inputs are cut" in caplog.text
+    assert "longer inputs are truncated" in caplog.text
     with pytest.raises(ConfigError, match=r"--max-input-length 2048 does not fit.*1024 tokens"):
         planned(long_spec(), max_batch_tokens=1024, max_input_tokens=2048)
     made = planned(long_spec(), buckets=grid_of(tmp_path, [1, 32_768]))
@@ -130,16 +130,16 @@ def test_costs_are_those_of_the_cores_and_the_quota_that_the_process_has(planned
 def test_native_kernels_are_tried_again_unless_the_machine_was_quiet(
     tmp_path, monkeypatch, caplog, first, kept
 ):
-    def verdicts_of_a_start(result):
+    def results_of_a_start(result):
         results = {"linear": TrialResult(0.001, 0.5), "mlp": result}
         monkeypatch.setattr(build_module, "try_native", lambda *arguments: results)
         device = jax.local_devices()[0]
         return stored_results(program(tiny_spec()), device, "bfloat16", tmp_path, {})["mlp"]
 
-    assert verdicts_of_a_start(first) == first
-    assert ("something else uses this machine" in caplog.text) == first.busy
+    assert results_of_a_start(first) == first
+    assert ("other programs use this machine" in caplog.text) == first.busy
     second = TrialResult(0.001, 0.75)
-    assert verdicts_of_a_start(second) == (first if kept else second)
+    assert results_of_a_start(second) == (first if kept else second)
 
 
 def test_the_log_says_that_buckets_were_timed_beside_other_programs(planned, monkeypatch, caplog):
@@ -193,7 +193,7 @@ def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
     assert made.shards == 8
     assert all(bucket.rows % 8 == 0 for bucket in made.grid.buckets)
     assert planned(devices=8, parallel="replicas").shards == 1
-    with pytest.raises(ConfigError, match="1 rows of bucket 1x64 do not divide over 8 devices"):
+    with pytest.raises(ConfigError, match="bucket 1x64 cannot be divided equally among 8 devices"):
         planned(devices=8, parallel="sharded", buckets=grid_of(tmp_path, [1, 64]))
 
 
@@ -229,9 +229,11 @@ def test_a_replica_for_each_device_or_one_over_all(planned, parallel, groups):
 
 @pytest.mark.usefixtures("whole_grids")
 def test_only_float16_keeps_a_float32_program_of_the_longest_bucket(planned):
-    made = planned(dtype="float16")
-    assert build_module._float32_bucket(made) == Bucket(1, 64)
-    assert build_module._float32_bucket(planned(dtype="bfloat16")) is None
+    spec = tiny_spec()
+    for dtype, bucket in (("float16", Bucket(1, 64)), ("bfloat16", None)):
+        made = planned(dtype=dtype, devices=1)
+        (worker,) = workers_of(made, program(spec), random_parameters(spec).items())
+        assert worker.runner._float32_bucket == bucket
 
 
 def tuned_grid(tmp_path, **tuned):
@@ -250,8 +252,8 @@ def test_a_grid_tuned_for_something_else_serves_with_a_warning(planned, tmp_path
     assert not warnings_of(caplog)
     assert made.max_batch_tokens == 1024  # of the file
     assert made.grid.buckets == (Bucket(1, 64), Bucket(64, 16))
-    with pytest.raises(ConfigError, match="64x16 holds 1024 tokens, over max_batch_tokens=512"):
+    with pytest.raises(ConfigError, match="64x16 has 1024 tokens, more than max_batch_tokens=512"):
         planned(buckets=tuned_grid(tmp_path), max_batch_tokens=512)
     planned(buckets=tuned_grid(tmp_path, dtype="bfloat16", device="abacus"))
     (line,) = warnings_of(caplog)
-    assert "was tuned for dtype bfloat16, here it is float32; for device abacus, here it is" in line
+    assert "was tuned for dtype bfloat16 (now float32) and device abacus (now " in line

@@ -121,7 +121,7 @@ def test_a_rate_of_a_busy_machine_serves_one_start_and_the_next_measures_again(
         calibration.token_ms(program(tiny_spec()), "float32")
     assert not calibration.sure
     assert measured["times"] == 2 * ROUNDS  # of each dtype
-    assert "something else uses this machine" in caplog.text
+    assert "other programs use this machine" in caplog.text
     assert list(tmp_path.iterdir()) == []
     measured["quiet"] = True
     budget(tmp_path)

@@ -58,4 +58,4 @@ def test_a_damaged_file_is_ignored_and_told_of(tmp_path, caplog, text):
 def test_where_nothing_can_be_written_the_log_says_so(tmp_path, caplog):
     (tmp_path / "costs").write_text("in the way")
     file_in(tmp_path).save(TIMINGS)
-    assert "cannot keep the timings" in caplog.text
+    assert "cannot save the timings" in caplog.text

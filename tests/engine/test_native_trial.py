@@ -11,7 +11,7 @@ from test_adapters import adapted_spec
 
 from jaxembed.engine import build
 from jaxembed.engine.autotune import native_trial
-from jaxembed.engine.autotune.kernels import choose_native
+from jaxembed.engine.autotune.kernels import UNSUITED, choose_native
 from jaxembed.engine.autotune.native_trial import TrialResult, native_calls_of, try_native
 from jaxembed.models import native, program
 from jaxembed.models.attention import ByNative
@@ -156,7 +156,7 @@ def test_a_call_that_is_timed_beside_other_programs_is_refused_for_this_start(
     results = try_native(backbone("qwen3"), jax.local_devices()[0], "bfloat16")
     assert {result.busy for result in results.values()} == {busy}
     refusal = "takes 1.50 times as long as XLA"
-    refusal += ", beside other programs: the next start tries again" if busy else ""
+    refusal += " while other programs ran; the next start tries again" if busy else ""
     assert results["linear"].refusal(faster=True) == refusal
     assert results["linear"].refusal(faster=False) is None
 
@@ -177,10 +177,10 @@ def test_a_model_of_other_widths_says_so(tmp_path):
     model = program(tiny_spec(architecture="bert", config=sizes, hidden_size=36))
     choice = choose_native(model, jax.local_devices()[0], "bfloat16", "auto", tmp_path)
     assert choice.native is None
-    assert choice.refused == {"native": "takes multiples of 32, this model has none"}
+    assert choice.refused == {"native": UNSUITED}
 
 
-def test_verdicts_are_kept_with_the_costs_and_the_next_start_tries_nothing(
+def test_results_are_kept_with_the_costs_and_the_next_start_tries_nothing(
     monkeypatch, tmp_path, caplog
 ):
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["qwen3"])

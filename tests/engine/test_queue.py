@@ -14,6 +14,7 @@ from jaxembed.engine.batch import BRIEF_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import QueuedSequence, WorkFuture
 from jaxembed.engine.queue import INTERACTIVE_INPUTS, MAX_WINDOW_SEQUENCES, RequestQueue
+from jaxembed.errors import InvalidInput
 
 ONE, FULL = Bucket(1, 16), Bucket(64, 16)
 COST = {ONE: 2.0, FULL: 40.0}  # milliseconds
@@ -384,3 +385,8 @@ def test_each_lane_knows_what_waits_in_it_and_since_when():
     assert queue.oldest_s(interactive, later) == later - query.queued_at
     queue.cancel(query)
     assert queue.oldest_s(interactive, later) == 0
+
+
+def test_an_unknown_priority_is_refused():
+    with pytest.raises(InvalidInput, match="must be interactive or bulk"):
+        Queue().submit(1, priority="urgent")

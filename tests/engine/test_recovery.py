@@ -56,7 +56,7 @@ def test_a_batch_too_large_for_memory_is_halved_until_it_fits(telemetry, max_tok
     assert {bucket.tokens for bucket in fitting} == {max_tokens}
     assert count_of(telemetry.split_batches) == len(runner.ran) - len(fitting)
     assert count_of(telemetry.failed_batches) == 0
-    assert "running it in halves" in caplog.text
+    assert "it runs again in parts" in caplog.text
     runner, sequences = SumRunner(32), entries_of([1] * 20, [2] * 12)  # for one length of 32
     results = recover(runner, telemetry, sequences, Bucket(2, 32), [*BUCKETS, Bucket(2, 32)])
     assert by_entry(results, sequences) == [20, 24]
@@ -92,7 +92,7 @@ def test_a_sequence_that_is_not_finite_is_run_alone_and_only_it_is_refused(telem
     first, second, third = by_entry(recover(runner, telemetry, sequences, Bucket(1, 16)), sequences)
     assert (first, third) == (3.0, 9.0)
     assert isinstance(second, NotFinite)
-    assert str(second) == "the result is not finite, run alone"
+    assert str(second) == "the result is not finite, even when run alone"
     assert runner.ran == [Bucket(1, 16), Bucket(1, 16)]  # the batch, then the one alone
     assert count_of(telemetry.not_finite) == 1
 

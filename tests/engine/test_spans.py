@@ -153,6 +153,6 @@ def test_an_embedders_vectors_are_not_normalised(embedder):
 
 @pytest.mark.parametrize("field", ["prompt", "prompt_name"])
 def test_a_classifier_takes_no_prompt(classifier, field):
-    with pytest.raises(InvalidInput, match=f"a classifier takes no `{field}`") as raised:
+    with pytest.raises(InvalidInput, match=f"a classifier does not take `{field}`") as raised:
         classifier.compute("the cat", ["logits"], **{field: "query"})
     assert raised.value.field == field

@@ -75,7 +75,7 @@ def test_one_thread_compiles_in_the_order_of_the_plan_and_tells_each_step(caplog
     warmup = warmup_of(compiler, on_progress=on_progress)
     assert not warmup.ready
     warmup.start()
-    assert f"preparing 6 buckets, {len(COVERING)} of them before it is ready" in caplog.text
+    assert f"preparing 6 buckets, {len(COVERING)} of them before the model is ready" in caplog.text
     assert reached.wait(60)
     assert compiler.order == COVERING + REST
     assert warmup.compiled == compiler.order

@@ -46,7 +46,7 @@ def test_a_batch_that_does_not_return_fails_with_a_reference_that_the_log_has(
     (line,) = [r.getMessage() for r in caplog.records if "overdue" in r.getMessage()]
     assert reference in line
     assert line.startswith("a/model: batch ")
-    assert "of 2 sequences" in line
+    assert "sequences: 2" in line
     assert "longest [9, 1]" in line
     assert count_of(engine.telemetry.failed_batches) == 1
 
@@ -182,7 +182,7 @@ class Look(Watchdog):
 
     def look(self, seconds: float) -> int:
         for call in self.calls:
-            self._look_at(call, seconds)
+            self._check(call, seconds)
         return len(self.overdue)
 
 

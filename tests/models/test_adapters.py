@@ -161,7 +161,7 @@ def test_native_kernels_compute_a_text_as_if_it_were_alone(name, native_kernels)
 
 def test_an_adapter_of_a_layer_that_the_tower_lacks_is_refused():
     layer = "tower.layers.0.attention.key"
-    with pytest.raises(CheckpointError, match=f"no layer {layer}"):
+    with pytest.raises(CheckpointError, match=f"an adapter changes the layer {layer}"):
         program(tiny_spec(adapters=(Adapter("a", {layer: 4}),)))
 
 

@@ -71,7 +71,7 @@ def test_parameters_that_do_not_fit_are_all_listed_at_once():
         "missing: tower.layers.0.mlp.up.bias",
         "missing: tower.embeddings.norm.scale",
         "unknown: pooler.kernel",
-        "tower.layers.1.attention.out.kernel: wanted shape (32, 32), got (32, 31)",
+        "tower.layers.1.attention.out.kernel: expected shape (32, 32), got (32, 31)",
     ):
         assert line in str(raised.value)
 

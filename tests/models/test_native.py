@@ -785,7 +785,7 @@ FAULTY = {
     "is something else": ("int x;", "does not run on this machine: exit status 1"),
     "is newer than jaxlib": (
         GOOD.replace("ffi_minor = 0", "ffi_minor = 999"),
-        r"built for XLA FFI 0\.999, the installed jaxlib has \d+\.\d+: upgrade",
+        r"built for XLA FFI 0\.999, but the installed jaxlib has \d+\.\d+: upgrade",
     ),
 }
 
@@ -811,7 +811,7 @@ def test_what_others_could_have_changed_is_refused(fresh, instead, tmp_path):
     assert_unavailable(fresh, "mode 0702: others can change what would run here; remove it")
     library.rename(tmp_path / "elsewhere.so")
     library.symlink_to(tmp_path / "elsewhere.so")
-    assert_unavailable(fresh, "is a link or no file; remove it")
+    assert_unavailable(fresh, "is a link or not a regular file; remove it")
     fresh.chmod(0o770)
     assert_unavailable(fresh, "cache directory .* mode 0770, and others can write to it")
 
@@ -823,7 +823,7 @@ def test_a_library_that_xla_does_not_take_is_refused(fresh, instead, monkeypatch
     instead(GOOD + "void jaxembed_linear(void) {}")
     monkeypatch.setattr(native.library, "CALLS", ("linear",))
     monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
-    assert_unavailable(fresh, "jaxlib does not take the native kernels: FFI handler registration")
+    assert_unavailable(fresh, "jaxlib refuses the native kernels: FFI handler registration")
 
 
 @pytest.mark.usefixtures("no_calls")
@@ -961,7 +961,7 @@ def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
     monkeypatch.setattr(native.compiler.platform, "machine", lambda: machine)
     monkeypatch.setattr(native.compiler.platform, "libc_ver", lambda: (libc, ""))
     with pytest.raises(
-        native.NativeUnavailable, match=f"for Linux x86_64 with glibc, .* {machine}"
+        native.NativeUnavailable, match=f"need Linux x86_64 with glibc, .* {machine}"
     ):
         native.compiler.build_all()
 

@@ -116,7 +116,7 @@ def test_an_interrupted_job_ends_at_once_and_can_go_on(tmp_path, wait):
             said = process.stdout.read()
         finally:
             process.kill()
-    assert f"run the same command to go on after the finished parts in {out}\n" in said
+    assert f"run the same command again to continue after the finished parts in {out}\n" in said
     assert list(out.iterdir()) == []
 
 

@@ -407,11 +407,11 @@ def test_places_are_counted_in_the_unit_asked_for(make_reader, unit, places):
 @pytest.mark.parametrize(
     ("chunks", "unit", "chunk", "words"),
     [
-        ([(0, 3), (4, 4)], "code-points", 1, "of \\[4, 4\\] is no range of its text, which has 10"),
+        ([(0, 3), (4, 4)], "code-points", 1, "of \\[4, 4\\] is not a range of its text, which"),
         ([(0, 11)], "code-points", 0, "which has 10 code-points"),
-        ([(-1, 3)], "code-points", 0, "wanted 0 <= start < end"),
-        ([(0, 10**30)], "code-points", 0, "is no range"),
-        ([(0, 3), (4, 8), (3, 9)], "utf-16", 2, "starts before the one before it, at 4"),
+        ([(-1, 3)], "code-points", 0, "expected 0 <= start < end"),
+        ([(0, 10**30)], "code-points", 0, "is not a range"),
+        ([(0, 3), (4, 8), (3, 9)], "utf-16", 2, "the previous chunk, which starts at 4"),
         ([(0, 7)], "utf-16", 0, "within a character in utf-16"),
         ([(0, 3), (3, 4)], "code-points", 1, "has no tokens: it is empty or white space"),
     ],
@@ -434,8 +434,8 @@ def test_a_chunk_that_is_wrong_is_named(embedder, chunks, unit, chunk, words):
         (["the cat", " ", "sat"], InvalidChunk, "chunk 1 has no tokens"),
         (ChunkedText("the cat", []), InvalidInput, "the text has no chunks"),
         (ChunkedText("  ", ChunkSize(8)), InvalidInput, "has no tokens: it is white space"),
-        ("the cat", TypeError, "not one string"),
-        (["a" * 21], InvalidInput, "21 characters, and its chunks can be of 20 at most"),
+        ("the cat", TypeError, "not a string"),
+        (["a" * 21], InvalidInput, "21 characters, and the limit for a text with chunks is 20"),
     ],
 )
 def test_a_text_that_has_no_chunks_is_refused(embedder, monkeypatch, text, error, words):
@@ -448,33 +448,33 @@ def test_many_long_chunks_above_each_other_are_refused(embedder):
     """Each is in every window: so many of them would take much memory before they are run."""
     text, length = prose(200), len(prose(200))
     assert len(chunks_of(embedder, ChunkedText(text, [(0, length)] * 16))) == 16
-    with pytest.raises(InvalidInput, match="have 3400 tokens together, and may have 16 times the"):
+    with pytest.raises(InvalidInput, match="have 3400 tokens together; the limit is 16 times the"):
         embedder.encode_chunks([ChunkedText(text, [(0, length)] * 17)])
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(embedder):
     prompt = "the " * (ROOM - 15)
     assert len(chunks_of(embedder, [prose(15)], prompt=prompt)) == 1  # it needs no windows
-    with pytest.raises(InvalidInput, match="room for 15 tokens of a text, and windows need 16"):
+    with pytest.raises(InvalidInput, match="too little room for the text: 15 of the 16 tokens"):
         embedder.encode_chunks([[prose(16)]], prompt=prompt)
 
 
 @pytest.mark.parametrize(
     ("pooling", "words"),
-    [(("cls",), "by cls;"), (("mean", "max"), "by mean and max;"), (("lasttoken",), "lasttoken")],
+    [(("cls",), "cls;"), (("mean", "max"), "mean and max;"), (("lasttoken",), "lasttoken")],
 )
 def test_other_poolings_are_refused_by_name(open_embedder, pooling, words):
     embedder = open_embedder(null_model=True, pooling=pooling)
-    with pytest.raises(InvalidInput, match=f"this one pools .*{words}"):
+    with pytest.raises(InvalidInput, match=f"the pooling of this model is .*{words}"):
         embedder.encode_chunks([PARTS])
 
 
 def test_options_that_late_chunking_does_not_take_are_refused(embedder):
     options = EncodeOptions(truncation_side="left")
-    with pytest.raises(InvalidInput, match="late chunking cuts no text") as raised:
+    with pytest.raises(InvalidInput, match="late chunking does not truncate texts") as raised:
         embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
     assert raised.value.field == "truncation_side"
     options = EncodeOptions(outputs=frozenset({"tokens"}))
-    with pytest.raises(InvalidInput, match="no other outputs") as raised:
+    with pytest.raises(InvalidInput, match="only the dense output") as raised:
         embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
     assert raised.value.field == "outputs"

@@ -34,12 +34,12 @@ def test_the_bytes_of_a_data_uri(head):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data:image/gif;base64", "no data URI; wanted data:"),
-        ("data:", "no data URI"),
-        ("", "no data URI"),
-        (" data:image/gif;base64,QQ==", "no data URI"),
-        ("https://example.com/a,b", "no data URI"),
-        ("data:image/svg+xml,%3Csvg/%3E", "percent-encoded data URI; wanted base64"),
+        ("data:image/gif;base64", "is not a data URI; expected data:"),
+        ("data:", "is not a data URI"),
+        ("", "is not a data URI"),
+        (" data:image/gif;base64,QQ==", "is not a data URI"),
+        ("https://example.com/a,b", "is not a data URI"),
+        ("data:image/svg+xml,%3Csvg/%3E", "percent-encoded data URI; expected base64"),
         ("data:,QQ==", "percent-encoded data URI"),
         ("data:image/gif;base64;charset=utf-8,QQ==", "percent-encoded data URI"),
         ("data:image/gif;base64,QQ%3D%3D", "'%' at character 2"),
@@ -55,8 +55,8 @@ def test_what_is_no_data_uri_of_base64_is_refused(text, message):
     [
         ("QQ", "multiple of 4 characters"),
         ("====", "multiple of 4 characters"),
-        ("QQ==QQ==", "at the end alone"),
-        ("=QQQ", "at the end alone"),
+        ("QQ==QQ==", "only at the end"),
+        ("=QQQ", "only at the end"),
         ("QQ Q", "' ' at character 2"),
         ("Q-_Q", "'-' at character 1"),  # the alphabet of URLs
         ("QQ==#", "'#' at character 4"),

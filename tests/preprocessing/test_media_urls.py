@@ -146,28 +146,28 @@ def test_a_url_is_taken_apart(text, host, port, target, authority):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("", "wanted http:// or https://"),
-        ("a.test/cat.png", "wanted http"),
-        ("file:///etc/passwd", "wanted http"),
-        ("data:image/gif;base64,QQ==", "wanted http"),
+        ("", "expected http:// or https://"),
+        ("a.test/cat.png", "expected http"),
+        ("file:///etc/passwd", "expected http"),
+        ("data:image/gif;base64,QQ==", "expected http"),
         ("http://a.test:0/", "host or port is malformed"),
         ("http://a.test:65536/", "host or port is malformed"),
         ("http://a.test:\uff18\uff10/", "host or port is malformed"),
         ("http://a.test:80:80/", "host or port is malformed"),
         ("http://::1/", "host or port is malformed"),
         ("http://127%2e0%2e0%2e1/", "host or port is malformed"),
-        ("http://[fe80::1%25eth0]/", "host or port is malformed|no URL"),
-        ("http://[::1/", "no URL"),
-        ("http://[a.test]/", "host or port is malformed|no URL"),
-        ("http://[127.0.0.1]/", "neither a name nor an address|no URL"),
-        ("http://a℀b.test/", "no URL"),  # NFKC has a slash in it
+        ("http://[fe80::1%25eth0]/", "host or port is malformed|not a URL"),
+        ("http://[::1/", "not a URL"),
+        ("http://[a.test]/", "host or port is malformed|not a URL"),
+        ("http://[127.0.0.1]/", "neither a name nor an address|not a URL"),
+        ("http://a℀b.test/", "not a URL"),  # NFKC has a slash in it
         ("http://a.test../", "neither a name nor an address"),
         ("http://a$b.test/", "neither a name nor an address"),
         (f"http://{'a' * 64}.test/", "neither a name nor an address"),
         (f"http://{'a.' * 130}test/", "neither a name nor an address"),
         (f"http://{'ü.' * 130}test/", "neither a name nor an address"),
-        ("http://a.test\ud800/", "neither a name nor an address|no URL"),
-        ("http://a.test/\ud800", "no URL"),
+        ("http://a.test\ud800/", "neither a name nor an address|not a URL"),
+        ("http://a.test/\ud800", "not a URL"),
         ("http://@a.test/", "user name or password"),
         ("http://a.test\\@b.test/", "backslash"),
         ("http:\\\\a.test/", "backslash"),
@@ -252,14 +252,14 @@ def test_allowed_hosts(hosts, text):
 @pytest.mark.parametrize(
     ("hosts", "text", "rule"),
     [
-        ([], "http://a.test/", "this server fetches no URLs; --allow-media-urls names"),
-        (["a.test"], "http://b.test/", "its host is none of those that --allow-media-urls names"),
-        (["a.test"], "http://xa.test/", "its host is none"),
-        (["a.test"], "http://a.test.b.test/", "its host is none"),
-        (["*.a.test"], "http://a.test/", "its host is none"),
-        (["*.a.test"], "http://ba.test/", "its host is none"),
-        (["8.8.8.8"], "http://[::ffff:8.8.8.8]/", "its host is none"),
-        (["a.test"], "http://\u0430.test/", "its host is none"),  # a Cyrillic letter
+        ([], "http://a.test/", "this server does not fetch URLs; --allow-media-urls allows"),
+        (["a.test"], "http://b.test/", "its host is not one of those"),
+        (["a.test"], "http://xa.test/", "its host is not one"),
+        (["a.test"], "http://a.test.b.test/", "its host is not one"),
+        (["*.a.test"], "http://a.test/", "its host is not one"),
+        (["*.a.test"], "http://ba.test/", "its host is not one"),
+        (["8.8.8.8"], "http://[::ffff:8.8.8.8]/", "its host is not one"),
+        (["a.test"], "http://\u0430.test/", "its host is not one"),  # a Cyrillic letter
         (["a.test"], "http://a.test:8080/", "its port is not 80 or 443, nor one that --allow-m"),
         (["a.test:8443"], "https://a.test/", "its port is not"),
         (["a.test:8443", "b.test"], "https://b.test:8443/", "its port is not"),
@@ -278,5 +278,5 @@ NO_HOSTS = """
 
 @pytest.mark.parametrize("host", ["", "a b", *NO_HOSTS.split()])
 def test_what_names_no_host_is_no_setting(host):
-    with pytest.raises(ConfigError, match=r"--allow-media-urls of .*; wanted a host"):
+    with pytest.raises(ConfigError, match=r"--allow-media-urls .*; expected a host"):
         AllowedHosts([host])

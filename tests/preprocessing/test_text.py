@@ -202,10 +202,10 @@ def test_a_prompt_is_given_named_or_the_default(make, processor):
 
 
 def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor):
-    with pytest.raises(InvalidInput, match="no prompt 'title': passage, query") as raised:
+    with pytest.raises(InvalidInput, match="no prompt 'title'; it has passage, query") as raised:
         processor.prompt(None, "title")
     assert raised.value.field == "prompt_name"
-    with pytest.raises(InvalidInput, match="it has none"):
+    with pytest.raises(InvalidInput, match="it has no prompts"):
         make(prompts={}).prompt(None, "query")
     with pytest.raises(ConfigError, match="--default-prompt-name title"):
         make(text=TextConfig(default_prompt_name="title"))
@@ -366,7 +366,7 @@ def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor):
     """Not even its tokens are known before it is read to its end, and that takes 400 MB."""
     assert ids_of(processor, Text("z" * MAX_READ_CHARACTERS)) == [CLS, 1, SEP]
     for truncate in (True, False):
-        with pytest.raises(InvalidInput, match="first 524288 do not tell its first 8") as raised:
+        with pytest.raises(InvalidInput, match="first 524288 do not determine its first") as raised:
             processor.encode(
                 [Text("cat"), Text("z" * (MAX_READ_CHARACTERS + 1))],
                 tokenization(truncate=truncate),
@@ -452,7 +452,7 @@ def test_pieces_are_uncut_and_without_special_tokens_where_not_asked_for(process
 
 def test_a_limit_without_room_for_text_is_refused(make):
     assert ids_of(make(limit=3), Text("cat dog")) == [CLS, ID["cat"], SEP]
-    with pytest.raises(ConfigError, match=r"--max-input-length 2 leaves no room.* 2 special"):
+    with pytest.raises(ConfigError, match=r"-length is 2, .* no room.* special tokens \(2\)"):
         make(limit=2)
 
 

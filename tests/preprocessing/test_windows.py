@@ -127,7 +127,7 @@ def test_a_query_that_leaves_no_room_is_refused(make):
     processor = make()
     query = "cat " * (ROOM - MIN_WINDOW_TOKENS + 3)
     row = processor.tokenize_query(query, tokenization())
-    with pytest.raises(InvalidInput, match="leaves room for 63 tokens") as raised:
+    with pytest.raises(InvalidInput, match="little room for a document: 63 of the 64") as raised:
         processor.encode_pairs_of_query(row, ["cat"], tokenization(max_windows=2))
     assert raised.value.field == "query"
 
@@ -193,7 +193,7 @@ def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
         ({"max_chunks_per_doc": 2, "overlap_tokens": -1}, "overlap_tokens"),
         ({"max_chunks_per_doc": 2, "long_documents": "truncate"}, "contradicts"),
         ({"long_documents": "mean"}, "long_documents"),
-        ({"max_chunks_per_doc": 2, "aggregation": "mean"}, "best window counts"),
+        ({"max_chunks_per_doc": 2, "aggregation": "mean"}, "best window gives the score"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(reranker, asked, words):

@@ -55,15 +55,15 @@ def test_a_role_without_a_prompt_gets_none_beside_adapters_either(model):
 
 
 def test_an_adapter_with_the_prompt_of_another_is_refused(model):
-    with pytest.raises(InvalidInput, match=r"`retrieval\.query` asks for the adapter of that name"):
+    with pytest.raises(InvalidInput, match=r"`retrieval\.query` selects the adapter of that name"):
         model.encode("cat", adapter="sql", prompt_name="retrieval.query")
 
 
 def test_an_unknown_adapter_is_told_those_there_are(model):
-    with pytest.raises(InvalidInput, match=f"no adapter `x`; it has {', '.join(NAMES)}") as raised:
+    with pytest.raises(InvalidInput, match=f"`x`; its adapters are {', '.join(NAMES)}") as raised:
         model.encode("cat", adapter="x")
     assert raised.value.field == "adapter"
-    with pytest.raises(InvalidInput, match="no adapter `x`; it has none"):
+    with pytest.raises(InvalidInput, match="no adapter `x`; it has no adapters"):
         FakeEmbedder().tasks.embed([Text("cat")], EncodeOptions(adapter="x"))
 
 
@@ -113,7 +113,7 @@ def test_a_task_that_the_model_lacks_is_refused_with_those_it_has(field, models)
     assert response.status_code == 400
     assert body["error"]["param"] == field
     assert body["error"]["message"].endswith(
-        "the model has no such task; it has retrieval.query, retrieval.passage, text-matching"
+        "not a task of this model; its tasks are retrieval.query, retrieval.passage, text-matching"
     )
 
 

@@ -157,11 +157,11 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
         (of_images(rope_parameters={"rope_type": "yarn"}), "rope_type 'yarn' of images"),
         (of_text(rope_parameters=LINEAR), "rope_type 'linear' with mrope_section"),
         # files that contradict each other
-        (of_images(hidden_size=32), "gives 32 numbers a token"),
+        (of_images(hidden_size=32), "outputs 32 numbers per token"),
         (of_images(num_heads=16), "4 \\* num_heads"),
         ({"image_token_id": 3}, "0 tokens 3, which stand for images"),
         (of_images(spatial_merge_size=4), "merges 2 by 2"),
-        (of_text(max_position_embeddings=64), "positions for 64"),
+        (of_text(max_position_embeddings=64), "the model has 64 positions"),
         (of_text(rope_parameters={"mrope_section": [4, 6]}), "mrope_section is \\[4, 6\\]"),
     ],
 )

@@ -107,7 +107,7 @@ def idle() -> Facts:
 
 
 def asked() -> Facts:
-    """Of a healthy server that lone queries of nine tokens come to."""
+    """Of a healthy server that single queries of nine tokens come to."""
     facts = idle()
     facts.buckets[0] = BucketFacts(1, 16, True, 2.5, "timed", 600, 5400, 1500.0, 600)
     means = (0.1, 0.2, 0.1, 2.9, 0.1)
@@ -189,7 +189,7 @@ def waiting(oldest_s: float) -> Facts:
 
 XLA = {"16": "xla", "256": "xla"}
 NO_COMPILER = {"native": "there is no C compiler: install gcc or clang"}
-FLOAT32 = {"dtype": "float32", "dtype_reason": "--dtype float32 asks for it", "dtype_asked": True}
+FLOAT32 = {"dtype": "float32", "dtype_reason": "--dtype float32 is set", "dtype_asked": True}
 
 
 def changed_kernels(**device) -> Facts:
@@ -206,7 +206,7 @@ SICK = {  # by the cause that is found: what helps, and the facts
         ("log", changed(asked, "window", failed_batches=3)),
         ("log", changed(asked, "device", failing=1)),
     ],
-    "batches do not fit the device's memory": [
+    "batches do not fit in the device's memory": [
         ("--max-batch-tokens", changed(flooded, "window", split_batches=2)),
     ],
     "results are not finite and are computed again": [
@@ -223,7 +223,7 @@ SICK = {  # by the cause that is found: what helps, and the facts
         ("nice", changed(idle, "window", other_cores=2.0)),
         ("nice", changed(idle, "programs", lost_share=0.6)),
     ],
-    "the process may use one core only": [("taskset", changed(asked, "machine", cores=1))],
+    "the process may use only one core": [("taskset", changed(asked, "machine", cores=1))],
     "the native kernels are not used": [
         ("leave out --kernels xla", changed(idle, "kernels", asked="xla", used=XLA)),
         ("install gcc or clang", changed(idle, "kernels", used=XLA, not_used=NO_COMPILER)),
@@ -253,11 +253,11 @@ SICK = {  # by the cause that is found: what helps, and the facts
     "the queue holds too few tokens": [
         ("leave out --max-queue-tokens", refusing("tokens", 8000, 7900)),
     ],
-    "more work comes than the server does": [
+    "more work arrives than the server can do": [
         ("add servers", refusing("tokens", 262_144, 262_000)),
         ("--max-concurrent-requests", refusing("inputs", 8192, 8192)),
     ],
-    "requests hold all the memory they may": [
+    "requests hold all the memory that they may use": [
         ("--max-queue-bytes", refusing("bytes", 2**20, 2**20)),
     ],
     "interactive requests wait": [("x-priority", waiting(9.0))],
@@ -265,7 +265,7 @@ SICK = {  # by the cause that is found: what helps, and the facts
         ("leave out --tokenization-workers 1", changed_workers(1)),
     ],
     "the event loop is busy": [("base64", changed(asked, "window", loop_share=0.9))],
-    "texts are cut": [('"truncate": false', changed(asked, "window", truncated=200))],
+    "texts are truncated": [('"truncate": false', changed(asked, "window", truncated=200))],
 }
 EACH_SICK = [(cause, *case) for cause, cases in SICK.items() for case in cases]
 
@@ -334,7 +334,7 @@ def test_the_worst_comes_first():
     assert [finding.cause for finding in findings_of(facts)] == [
         "batches fail on the device",
         "something else uses the machine",
-        "texts are cut",
+        "texts are truncated",
     ]
 
 
@@ -608,7 +608,7 @@ def test_a_probe_times_lone_queries():
     with answering(told(asked()), (200, b"[[0.0]]")) as (url, seen):
         done = doctor(url, "--probe")
     assert done.exit_code == 0, done.output
-    assert f"Probe: {PROBES} lone queries were answered, p50 " in done.output
+    assert f"Probe: {PROBES} single queries were answered, p50 " in done.output
     assert [path for path, _ in seen].count("/embed") == PROBES
 
 
@@ -616,7 +616,7 @@ def test_a_probe_that_is_refused_says_so():
     with answering(told(asked()), (429, b"{}")) as (url, _):
         done = doctor(url, "--probe")
     said = " ".join(done.output.split())
-    assert f"Probe: 0 lone queries were answered; {PROBES} failed: cannot read" in said
+    assert f"Probe: 0 single queries were answered; {PROBES} failed: cannot read" in said
     assert "HTTP 429" in said
 
 
@@ -624,9 +624,9 @@ def test_a_probe_that_is_refused_says_so():
     ("page", "message"),
     [
         ((401, b"{}"), "HTTP 401 Unauthorized; expected the URL of a running jaxembed server"),
-        ((200, b"{}"), "says nothing that this version of `jaxembed doctor` understands"),
-        ((200, b"<html>"), "says nothing that this version of `jaxembed doctor` understands"),
-        ((200, b'{"jaxembed": {"doctor": {"a": {}}}}'), "says nothing that this version"),
+        ((200, b"{}"), "does not answer as this version of `jaxembed doctor` expects"),
+        ((200, b"<html>"), "does not answer as this version of `jaxembed doctor` expects"),
+        ((200, b'{"jaxembed": {"doctor": {"a": {}}}}'), "does not answer as this version"),
     ],
 )
 def test_what_is_no_server_of_ours_cannot_be_asked(page, message):
@@ -659,7 +659,7 @@ def test_without_a_server_it_says_what_this_machine_has(tiny_checkpoint, tmp_pat
     done = doctor(*flags, "--dtype", "float32", "--kernels", "xla", "--json")
     said = msgspec.json.decode(done.stdout, type=LocalExamination)
     assert done.exit_code == int(bool(said.findings))
-    assert said.facts.device.dtype_reason == "--dtype float32 asks for it"
+    assert said.facts.device.dtype_reason == "--dtype float32 is set"
     assert set(said.facts.kernels.used.values()) == {"xla"}
     done = doctor(*flags, "--dtype", "float32", "--kernels", "xla")
     assert f"Here, {tiny_checkpoint} would have:" in done.stdout

@@ -218,7 +218,7 @@ def test_a_healthy_idle_server_has_no_finding(serve):
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Nothing is wrong with this server." in done.stdout
     assert causes == []
-    assert "Probe: 20 lone queries were answered" in done.stdout
+    assert "Probe: 20 single queries were answered" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_healthy_idle_server_has_no_finding(serve):
             marks=pytest.mark.skipif(not has_avx512_bf16(), reason="no bfloat16 on this CPU"),
         ),
         pytest.param(
-            "the process may use one core only", [], {"program": ON_ONE_CORE}, marks=on_two_cores
+            "the process may use only one core", [], {"program": ON_ONE_CORE}, marks=on_two_cores
         ),
         (
             "freed memory is not kept for the next batch",
@@ -262,7 +262,7 @@ def test_a_cold_start(serve):
     ("cause", "grid", "text"),
     [
         ("the buckets do not fit the traffic", "[[1, 64], [4, 64]]", "the cat sat"),
-        ("texts are cut", GRID, "the cat sat on a red mat " * 30),
+        ("texts are truncated", GRID, "the cat sat on a red mat " * 30),
     ],
 )
 def test_lone_queries(serve, cause, grid, text):
@@ -292,7 +292,7 @@ def test_one_tokenizer_thread(serve):
     [
         ("the queue holds too few tokens", ["--max-queue-tokens", "256"], GRID, SHORT[:100], 8),
         ("batches may hold few tokens", ["--max-batch-tokens", "64"], None, SHORT[:200], 16),
-        ("more work comes than the server does", [], GRID, SHORT, 12),
+        ("more work arrives than the server can do", [], GRID, SHORT, 12),
     ],
 )
 def test_a_flood(serve, cause, flags, grid, texts, clients):

@@ -244,7 +244,7 @@ def test_an_image_comes_as_a_file_bytes_an_array_or_one_of_pillow(dual, tmp_path
         dual("clip").encode(images=[colours / 255])
     with pytest.raises(InvalidImage, match="an image is a int"):
         dual("clip").encode(images=[7])
-    with pytest.raises(InvalidImage, match=r"begins with b'no'.*wanted a file of JPEG") as caught:
+    with pytest.raises(InvalidImage, match=r"begins with b'no'.*expected a JPEG") as caught:
         dual("clip").encode(["w1", path, Image(b"no")])
     assert caught.value.index == 2
 
@@ -271,7 +271,7 @@ def test_what_a_model_of_texts_and_images_refuses(dual):
 
 def test_a_limit_of_texts_that_are_filled_up_is_refused(converted, tmp_path):
     config = EngineConfig(devices=1, max_input_tokens=8)
-    with pytest.raises(ConfigError, match="filled up to 12 tokens"):
+    with pytest.raises(ConfigError, match="pads every text to 12;"):
         Embedder(str(converted["siglip"]), cache_dir=tmp_path, config=config)
 
 
@@ -350,7 +350,9 @@ def test_the_tokenizer_of_siglip_ends_texts_and_makes_letters_small(tmp_path):
     stored = outline_routes(folder)[0][TEXT_ROUTE].tokenizer
     assert Tokenizer.from_str(stored.decode()).encode("W1").ids == [4, 1]
     change_json(folder / "tokenizer_config.json", eos_token="<end>")
-    with pytest.raises(CheckpointError, match=r"ends texts with \[1\], and the model with 24"):
+    with pytest.raises(
+        CheckpointError, match=r"ends texts with the ids \[1\], and the model needs 24"
+    ):
         outline_routes(folder)
 
 

@@ -213,7 +213,7 @@ def test_a_cache_that_cannot_be_written_is_logged_and_stops_nothing(
     config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
     with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config) as embedder:
         assert embedder.encode("the cat").shape == (32,)
-    assert "compiled programs are not kept" in caplog.text
+    assert "compiled programs are not saved" in caplog.text
 
 
 def test_options_that_are_equal_and_of_other_types_are_not_mixed_up(embedder):
@@ -626,7 +626,7 @@ def test_what_a_model_cannot_do_is_refused_by_what_it_is(embedder, reranker, cla
 def test_an_instruction_is_refused_where_it_has_no_place(reranker, open_scorer):
     template = PairTemplate("[CLS]", "the {query}", " {document}", "[SEP]", "")
     for model in (reranker, open_scorer(template=template)):
-        with pytest.raises(InvalidInput, match="takes no `instruction`") as raised:
+        with pytest.raises(InvalidInput, match="does not take an `instruction`") as raised:
             model.rerank(QUERY, DOCUMENTS, instruction="find it")
         assert raised.value.field == "instruction"
         assert model.model.describe()["instruction"] is None

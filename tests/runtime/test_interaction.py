@@ -224,12 +224,14 @@ def test_a_document_that_is_cut_is_refused_where_nothing_may_be(opened):
             opened(name).rerank(QUERY, ["cat", prose(300)], max_chunks=2, truncate=False)
         assert refused.value.index == 1
         assert opened(name).rerank(QUERY, [prose(300)], max_chunks=5, truncate=False)
-    with pytest.raises(InvalidInput, match="not cut on the left"):
+    with pytest.raises(InvalidInput, match="cannot be truncated on the left"):
         opened("m3").rerank(QUERY, ["cat"], max_chunks=2, truncation_side="left")
 
 
 def test_windows_need_room(opened):
-    with pytest.raises(InvalidInput, match="the model has room for 57 tokens") as refused:
+    with pytest.raises(
+        InvalidInput, match="the model has too little room for a document: 57"
+    ) as refused:
         opened("short").rerank(QUERY, ["cat"], max_chunks=2)
     assert refused.value.field == "max_chunks_per_doc"
 

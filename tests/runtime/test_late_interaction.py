@@ -141,7 +141,7 @@ def test_a_long_query_is_refused_where_nothing_may_be_cut(make):
 
 
 def test_a_limit_below_the_expansion_is_refused(make):
-    with pytest.raises(ConfigError, match="less than the 12 tokens that queries"):
+    with pytest.raises(ConfigError, match="extends queries to 12;"):
         make(limit=11)
 
 

@@ -52,9 +52,9 @@ def test_pages_are_ranked_by_the_best_product_of_each_vector_of_the_query(embedd
 
 
 def test_texts_are_no_documents(embedder):
-    with pytest.raises(InvalidInput, match=r"the documents of .* are images"):
+    with pytest.raises(InvalidInput, match="takes images as documents"):
         embedder.rerank("w1", ["a text"])
-    with pytest.raises(InvalidInput, match=r"the documents of .* are images"):
+    with pytest.raises(InvalidInput, match="takes images as documents"):
         embedder.encode_multi(["a text"], role="document")
 
 

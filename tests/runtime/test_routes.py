@@ -137,7 +137,7 @@ def test_no_name_is_refused_where_no_route_is_the_default(undecided, wanted):
 
 
 def test_unknown_names_are_refused(routed, embedder):
-    with pytest.raises(UnknownRoute, match="'image', which is no route"):
+    with pytest.raises(UnknownRoute, match="'image', which is not a route"):
         routed.encode(TEXTS, route="image")
     with pytest.raises(UnknownPrompt):
         routed.encode(TEXTS, prompt_name="passage")
@@ -147,7 +147,7 @@ def test_unknown_names_are_refused(routed, embedder):
 
 
 def test_another_pooling_is_refused(saved, tmp_path):
-    with pytest.raises(ConfigError, match="--pooling max: this checkpoint has the routes"):
+    with pytest.raises(ConfigError, match="--pooling max: this checkpoint has several routes"):
         Embedder(str(saved), cache_dir=tmp_path, pooling="max")
 
 
@@ -250,7 +250,7 @@ def test_a_purpose_without_a_route_is_refused(routed, field):
     body = {"input": TEXTS, field: "classification"}
     _, answer = ask(body, models=Models([routed.model]), status=400)
     assert answer["error"]["param"] == field
-    assert f"`{field}` of 'classification' names none of the routes" in answer["error"]["message"]
+    assert f"`{field}` of 'classification' does not name one of" in answer["error"]["message"]
 
 
 def test_the_doctor_examines_each_route(routed):

@@ -190,7 +190,7 @@ FLOATS = {"embeddings": TABLE, "mapping": np.zeros(11)}
         (FLOATS, {}, "mapping: wanted one of int32, int64, got"),
         ({"embeddings": TABLE.astype(np.int64)}, {}, "wanted one of"),
         (OUTSIDE, {}, "mapping has row 4, embeddings only 4 rows"),
-        ({"embedding.weight": TABLE[:-1]}, {}, "ids up to 10, the model only 10"),
+        ({"embedding.weight": TABLE[:-1]}, {}, "ids up to 10, and the model has only 10"),
         (OF_MODEL2VEC, {"head_config": {"labels": ["a"]}}, "head_config"),
         *((OF_MODEL2VEC, {"max_length": one}, "max_length is") for one in (0, -1, "512", True)),
     ],
@@ -289,11 +289,11 @@ def test_without_a_library_numpy_computes_the_same(source, load, monkeypatch, ca
     monkeypatch.setattr(native, "load_means", refuse)
     with caplog.at_level(logging.INFO):
         np.testing.assert_array_equal(load(source).encode(texts), wanted)
-    assert "run in numpy, slower: there is no C compiler" in caplog.text
+    assert "run in numpy, which is slower: there is no C compiler" in caplog.text
 
 
 def test_parameters_of_another_model_are_refused():
-    with pytest.raises(CheckpointError, match="table: wanted shape"):
+    with pytest.raises(CheckpointError, match="table: expected shape"):
         StaticEmbeddings(spec_of(), {"table": np.ones((3, WIDTH), np.float32)})
 
 
@@ -356,7 +356,7 @@ def test_texts_that_nothing_cuts_are_refused_when_they_are_huge(source, load, mo
     monkeypatch.setattr(text_module, "MAX_READ_CHARACTERS", 100)
     embedder = load(source)
     embedder.encode("hello " * 16)
-    with pytest.raises(InvalidInput, match="120 characters, of at most 100") as caught:
+    with pytest.raises(InvalidInput, match="120 characters, and the limit is 100") as caught:
         embedder.encode(["a", "hello " * 20])
     assert caught.value.index == 1
 

@@ -68,28 +68,28 @@ def test_a_key_has_what_its_table_says(tmp_path):
     ("text", "words"),
     [
         ("", "there is no key; wanted tables [[key]]"),
-        ("key = 3", "`key` is no list of tables"),
+        ("key = 3", "`key` is not a list of tables"),
         ("[[key]", "is not TOML: "),
         ("\n[[key]]\nname = \n", "(at line 3, column "),
-        ("a = " + "9" * 5000, "a number of thousands of digits"),
+        ("a = " + "9" * 5000, "a number with thousands of digits"),
         ("a = " + "[" * 5000, "nested too deeply"),
         (f"version = 1\n{table()}", "`version` is unknown"),
         ("[[key]]", "[[key]] number 1: `name` is missing; [[key]] number 1: `sha256` is missing"),
         (table(model=["a"]), "number 1 (one): `model` is unknown; wanted one of name, sha256"),
         (table(" a"), "number 1: `name` is ' a'; wanted 1 to 64 letters"),
-        ("[[key]]\nname = 'a'\nsha256 = 'jx-secret'", "`sha256` is a text of 9 characters; wanted"),
-        ("[[key]]\nname = 'a'\nsha256 = 3", "`sha256` is no text; wanted the 64 hexadecimal"),
+        ("[[key]]\nname = 'a'\nsha256 = 'jx-secret'", "`sha256` is a string of length 9; wanted"),
+        ("[[key]]\nname = 'a'\nsha256 = 3", "`sha256` is not a string; wanted the 64 hexadecimal"),
         (table(models=[]), "`models` is an empty list; wanted"),
-        (table(models=[" "]), "`models` holds ' '"),
-        (table(routes=["embed"]), "`routes` holds 'embed'; wanted paths such as '/v1/embeddings'"),
-        (table(requests_per_minute=0), "`requests_per_minute` is 0; wanted a whole number from 1"),
+        (table(models=[" "]), "`models` contains ' '"),
+        (table(routes=["embed"]), "`routes` contains 'embed'; wanted paths such as"),
+        (table(requests_per_minute=0), "`requests_per_minute` is 0; wanted an integer of 1"),
         (table(tokens_per_minute=1.5), "`tokens_per_minute` is 1.5; wanted"),
         (table(tokens_per_minute=10**400), "`tokens_per_minute` is 1000"),
         (table(expires="2027-01-31"), "`expires` is '2027-01-31'; wanted a date"),
         (table() + "expires = 12:00:00", "`expires` is datetime.time(12, 0); wanted a date"),
-        (table() + table(key="other"), "number 2 (one): `name` is also that of [[key]] number 1"),
-        (table() + table("two"), "number 2 (two): `sha256` is that of a key that [[key]] number 1"),
-        (table(key="flag"), "number 1 (one): `sha256` is that of a key that --api-key has already"),
+        (table() + table(key="other"), "(one): `name` is the same as that of [[key]] number 1"),
+        (table() + table("two"), "(two): `sha256` is the same as that of [[key]] number 1"),
+        (table(key="flag"), "number 1 (one): `sha256` is the same as that of --api-key"),
     ],
 )
 def test_a_wrong_file_is_refused_with_table_field_and_what_was_wanted(text, words):
@@ -113,20 +113,20 @@ def test_what_is_no_file_of_text_is_refused(tmp_path):
     os.mkfifo(fifo)
     for path, words in (
         (tmp_path / "nowhere", "No such file"),
-        (tmp_path, "cannot read|no regular file"),
-        (fifo, "is no regular file"),
-        (Path("/dev/null"), "is no regular file"),
+        (tmp_path, "cannot read|not a regular file"),
+        (fifo, "is not a regular file"),
+        (Path("/dev/null"), "is not a regular file"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_key_file(path, {})
     latin = tmp_path / "latin"
     latin.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="no text in UTF-8"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         read_key_file(latin, {})
     huge = tmp_path / "huge"
     with huge.open("wb") as file:
         file.truncate(17 * 2**20)
-    with pytest.raises(ConfigError, match="a key file may have"):
+    with pytest.raises(ConfigError, match="a key file can have"):
         read_key_file(huge, {})
 
 
@@ -164,13 +164,13 @@ def test_a_broken_file_changes_nothing_and_a_good_one_everything(tmp_path, caplo
     keys.path.unlink()
     assert not keys.read_again()
     assert (keys.done, keys.failed, keys.is_current) == (0, 6, False)
-    assert "the keys in use stay as they are: " in caplog.text
+    assert "so the earlier keys stay valid: " in caplog.text
     file_of(tmp_path, table("new", "third"), table("two", "fourth"))
     assert keys.read_again()
     assert keys.find(b"secret") is keys.find(b"other") is None
     assert keys.find(b"third").name == "new"
     assert keys.find(b"fourth").name == "two"
-    assert caplog.messages[-1].endswith("was read again: 2 keys, new new, gone one")
+    assert caplog.messages[-1].endswith("was read again (keys: 2; added: new; removed: one)")
     assert not [one for one in ("secret", DIGEST, OTHER) if one in caplog.text]
 
 
@@ -299,7 +299,7 @@ async def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
     site.now += timedelta(seconds=1)
     response, body = await site.embed(["x"], path, status=401)
     assert response.headers["www-authenticate"] == "Bearer"
-    assert said(body).startswith("the key `late` has expired: it was valid to 2027-01-01 00:0")
+    assert said(body).startswith("the key `late` has expired: it was valid until 2027-01-01 00:0")
 
 
 @pytest.mark.parametrize("path", EMBED)
@@ -371,9 +371,9 @@ async def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path
         assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
     site = Site(tmp_path, table("stale", models=["gone"]), models=three())
     _, body = await site.embed(status=403)
-    assert "none of the models that the API key may use is served" in said(body)
+    assert "none of the models that the API key may use" in said(body)
     _, body = await site.get("/info", status=403)
-    assert "none of the models that the API key may use is served" in said(json.loads(body))
+    assert "none of the models that the API key may use" in said(json.loads(body))
 
 
 def loading(folder: Path, load, *names: str, **aliases: str):
@@ -451,7 +451,7 @@ async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
     await site.embed(["a"], path, status=200)
     response, body = await site.embed(["a"], path)
     assert (response.status_code, response.headers["retry-after"]) == (429, "30")
-    assert said(body) == "the key `batch` has used its 2 requests a minute; try again in 30 s"
+    assert said(body) == "the key `batch` has used its 2 requests per minute; try again in 30 s"
     assert rates(response)["remaining-requests"] == "0"
     assert rates(response)["reset-requests"] == "1m0s"
     if path.startswith("/v1/"):
@@ -480,9 +480,9 @@ async def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_req
     await embedder.entered.wait()
     response, body = await site.embed(["c", "d"])
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-    assert "the key `batch` has 2 inputs that wait, and may have 3" in said(body)
+    assert "the key `batch` has 2 waiting inputs, and" in said(body)
     _, body = await site.embed(["a"] * 4, status=400)
-    assert "never has room for more than 3" in said(body)
+    assert "the limit of the key `batch` is 3" in said(body)
     other = asyncio.create_task(site.embed(["a"] * 9, key="other"))
     embedder.gate.set()
     assert [(await one)[0].status_code for one in (waiting, other)] == [200, 200]

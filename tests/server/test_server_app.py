@@ -195,7 +195,7 @@ def test_livez_fails_when_a_model_is_stuck_for_then_only_a_new_process_helps():
     embedder = FakeEmbedder()
     embedder.stuck = True
     _, body = fetch_json("/livez", embedder=embedder, status=503)
-    assert "end this process" in body["error"]
+    assert "restart the server" in body["error"]
 
 
 @pytest.mark.parametrize(

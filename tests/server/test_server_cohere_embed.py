@@ -160,13 +160,16 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
             "takes texts and no images",
         ),
         ({"inputs": [{"content": [{"type": "video"}]}]}, "at `$.inputs[0].content[0].type`"),
-        ({"images": ["data:image/png;base64,AA"]}, "both hold what to embed"),
+        ({"images": ["data:image/png;base64,AA"]}, "send one of them"),
         ({"input_type": "image"}, "`input_type` of 'image' is unknown"),
         ({"embedding_types": ["int4"]}, "wanted one of 'float', 'int8'"),
         ({"truncate": "end"}, "wanted one of 'NONE', 'START', 'END'"),
         ({"output_dimension": DIM + 1}, f"from 1 to {DIM}"),
         ({"dimensions": 3}, "send `output_dimension`"),
-        ({"normalize": False, "embedding_types": ["int8"]}, "`embedding_types` of int8 is for"),
+        (
+            {"normalize": False, "embedding_types": ["int8"]},
+            "`embedding_types` of int8 is only for",
+        ),
         ({"max_tokens": 5}, "`max_tokens` of 5 is not supported"),
     ],
 )
@@ -189,7 +192,7 @@ def test_an_input_may_have_many_parts_which_are_lines_of_one_text(path, size):
     assert "batch size 5 > maximum allowed batch size 4" in body["message"]
     inputs[0]["content"].append(text_part("a"))
     _, body = embed(path, config=config, inputs=inputs, status=400)
-    assert f"at most {MAX_CONTENT} parts of an input" in body["message"]
+    assert f"at most {MAX_CONTENT} parts in an input" in body["message"]
 
 
 @each_path

@@ -122,24 +122,28 @@ LATE = {"input": PARTS, "late_chunking": True}
 @pytest.mark.parametrize(
     ("body", "field", "words"),
     [
-        (LATE | {"chunks": PLACES}, "chunks", "`late_chunking` and `chunks` both say"),
-        ({"input": TEXT, "chunks": PLACES, "chunk_size": 9}, "chunk_size", "both say what"),
-        ({"input": TEXT, "chunk_overlap": 5}, "chunk_overlap", "goes with `chunk_size`"),
-        (LATE | {"offset_unit": "utf-8"}, "offset_unit", "goes with `chunks` or `chunk_size`"),
+        (LATE | {"chunks": PLACES}, "chunks", "`late_chunking` and `chunks` both define"),
+        ({"input": TEXT, "chunks": PLACES, "chunk_size": 9}, "chunk_size", "both define the"),
+        ({"input": TEXT, "chunk_overlap": 5}, "chunk_overlap", "requires `chunk_size`"),
+        (LATE | {"offset_unit": "utf-8"}, "offset_unit", "requires `chunks` or `chunk_size`"),
         ({"input": TEXT, "chunk_size": 10, "chunk_overlap": 6}, "chunk_overlap", "from 0 to 5"),
-        ({"input": [5, 6], "late_chunking": True}, "input", "only texts have chunks"),
+        ({"input": [5, 6], "late_chunking": True}, "input", "only texts can have chunks"),
         ({"input": TEXT, "chunk_size": 0}, "chunk_size", "must be 8 tokens or more. Given: 0"),
         ({"input": ["a", " ", "b"], "late_chunking": True}, "input[1]", "has no tokens"),
         (
             {"input": ["a", "b"], "chunks": PLACES},
             "chunks",
-            "for each text. Wanted: 2 of them. Given: 1",
+            "for each text. Number of texts: 2. Number of lists: 1",
         ),
-        ({"input": TEXT, "chunks": [[[0, 1], 2]]}, "chunks[0][1]", "two whole numbers"),
-        ({"input": [TEXT, "a"], "chunks": [PLACES, []]}, "chunks[1]", "is empty; wanted one"),
-        ({"input": TEXT, "chunks": [[0, 11], [12, 12]]}, "chunks[1]", "is no range of its text"),
+        ({"input": TEXT, "chunks": [[[0, 1], 2]]}, "chunks[0][1]", "two integers"),
+        ({"input": [TEXT, "a"], "chunks": [PLACES, []]}, "chunks[1]", "each text needs one"),
+        ({"input": TEXT, "chunks": [[0, 11], [12, 12]]}, "chunks[1]", "is not a range of its text"),
         ({"input": TEXT, "chunks": [[0, 11], [12, 10**20]]}, "chunks[1]", "has 41 code-points"),
-        ({"input": TEXT, "chunks": [[12, 22], [0, 11]]}, "chunks[1]", "starts before the one"),
+        (
+            {"input": TEXT, "chunks": [[12, 22], [0, 11]]},
+            "chunks[1]",
+            "starts before the previous chunk",
+        ),
     ],
 )
 def test_what_is_wrong_with_chunks_is_named(post, body, field, words):
@@ -165,14 +169,14 @@ def test_other_routes_refuse_chunks_by_name(post, path, field, value):
     key = "texts" if path == "/v2/embed" else "inputs"
     response, answer = post(path, **{key: [TEXT], field: value})
     assert response.status_code in (400, 422)
-    assert "only /v1/embeddings and /embeddings have chunks" in str(answer)
+    assert "only /v1/embeddings and /embeddings support chunks" in str(answer)
 
 
 def test_a_model_that_pools_otherwise_is_refused_by_name():
     for path, body in (("/v1/embeddings", LATE), (CONTEXTUALIZED, {"inputs": [PARTS]})):
         response, answer = ask(body, path=path)  # it pools the last token
         assert response.status_code == 400
-        assert "this one pools by lasttoken" in answer["detail"]
+        assert "the pooling of this model is lasttoken" in answer["detail"]
 
 
 # /v1/contextualizedembeddings
@@ -225,14 +229,14 @@ def test_a_query_may_be_a_string(post, embedder):
     [
         ({"inputs": []}, "inputs", "`inputs` cannot be empty"),
         ({"inputs": [["a"], []]}, "inputs[1]", "cannot be empty"),
-        ({"inputs": [["a"]], "chunk_size": 10}, "chunk_size", "goes with `enable_auto_chunking`"),
+        ({"inputs": [["a"]], "chunk_size": 10}, "chunk_size", "requires `enable_auto_chunking`"),
         ({"inputs": [["a"], ["b", ""]]}, "inputs[1][1]", "cannot be empty"),
         ({"inputs": [["a"], ["b", " "]]}, "inputs[1][1]", "has no tokens"),
-        ({"inputs": [["a"], "b"]}, "inputs[1]", "must be the list of the chunks"),
+        ({"inputs": [["a"], "b"]}, "inputs[1]", "must be a list of the chunks"),
         (
             {"inputs": [["a", "b"]], "enable_auto_chunking": True},
             "inputs[0]",
-            "holds 2 chunks; with `enable_auto_chunking` a document is one string",
+            "has 2 chunks; with `enable_auto_chunking` a document must be one string",
         ),
         ({"inputs": [["a"]], "output_dimension": 99}, "output_dimension", "from 1 to 32"),
         ({"inputs": [["a"]], "late_chunking": True}, "late_chunking", "is not supported"),

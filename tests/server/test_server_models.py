@@ -52,7 +52,7 @@ def of_kinds(names: str) -> Models:
 def test_a_model_that_is_made_to_rerank_comes_first(specs, chosen):
     served = Models([fake(name, spec=spec) for name, spec in specs.items()])
     if chosen is None:
-        with pytest.raises(InvalidInput, match="`model` must say which: e, s"):
+        with pytest.raises(InvalidInput, match="`model` must name one of e, s"):
             served.find(None, "rerank")
     else:
         assert served.find(None, "rerank").loaded.name == chosen
@@ -94,7 +94,7 @@ def test_no_model_that_gives_what_is_asked_for():
     served = Models([fake("a"), fake("b")])
     body = {"input": "x", "outputs": ["sparse"]}
     _, answer = ask(body, models=served, status=400)
-    words = "`model` must say which: a, b; none of them gives sparse"
+    words = "`model` must name one of a, b; none of them supports sparse"
     assert answer["error"]["message"] == words
 
 
@@ -118,8 +118,8 @@ def test_a_name_means_its_model_and_no_name_the_only_one_that_can(tasks, name, t
 @pytest.mark.parametrize(
     ("tasks", "name", "task", "error", "message"),
     [
-        ("e r", None, None, InvalidInput, "`model` must say which: e, r"),
-        ("e e2 r", None, "embed", InvalidInput, "`model` must say which: e, e2$"),
+        ("e r", None, None, InvalidInput, "`model` must name one of e, r"),
+        ("e e2 r", None, "embed", InvalidInput, "`model` must name one of e, e2$"),
         ("e r", "x", "embed", UnknownModel, "`x` does not exist; this server has e, r"),
         ("e r", "r", "embed", WrongTask, r"not an embedding model: `r` is a reranker \(/rerank"),
         ("e c", "c", "rerank", WrongTask, r"not a re-ranker model: `c` is a classifier \(/predict"),
@@ -134,7 +134,7 @@ def test_what_means_no_one_model_is_told_why(tasks, name, task, error, message):
 
 def test_aliases_are_names_and_the_first_is_carried():
     served = Models([fake("a"), fake("b")], {"a": ["one", "uno"]})
-    assert served.names == ("one", "uno", "b")
+    assert served.names_among() == ("one", "uno", "b")
     assert served["uno"] is served["one"]
     assert served.name_of(served["uno"].loaded) == "one"
     with pytest.raises(UnknownModel):
@@ -144,9 +144,9 @@ def test_aliases_are_names_and_the_first_is_carried():
 @pytest.mark.parametrize(
     ("ids", "aliases", "clash"),
     [
-        (["a", "a"], {}, "a and a would both be served as a"),
-        (["a", "b"], {"a": ["x"], "b": ["x"]}, "a and b would both be served as x"),
-        (["a", "b"], {"b": ["a"]}, "a and b would both be served as a"),
+        (["a", "a"], {}, "a and a cannot both be served as a"),
+        (["a", "b"], {"a": ["x"], "b": ["x"]}, "a and b cannot both be served as x"),
+        (["a", "b"], {"b": ["a"]}, "a and b cannot both be served as a"),
     ],
 )
 def test_two_models_of_one_name_are_refused(ids, aliases, clash):

@@ -137,7 +137,7 @@ def test_served_names_and_none_are_answered_by_the_first_and_others_are_told_the
 @pytest.mark.parametrize(
     ("raw", "param", "message"),
     [
-        (b"{", None, "the body ends too early"),
+        (b"{", None, "the body is incomplete"),
         (b"", None, "the body is empty"),
         (b'{"input": NaN}', None, "malformed"),
         (b'{"input": "a"} x', None, "trailing"),
@@ -154,7 +154,7 @@ def test_served_names_and_none_are_answered_by_the_first_and_others_are_told_the
         (
             b'{"input": [{"text": "a", "image": "u"}]}',
             "input[0]",
-            "an object with `text` or `image`",
+            "an object with either `text` or `image`",
         ),
         (b'{"input": [[1], 2]}', "input[1]", "at `$.input[1]`"),
         (b'{"input": [-1]}', "input[0]", ">= 0"),

@@ -217,7 +217,7 @@ def test_raw_bytes_are_of_the_dense_vector_alone(embedder, path, asked):
     )
     assert response.status_code == 400
     assert answer["error"]["param"] == "outputs"
-    assert "`Accept: application/octet-stream` is for the dense vector alone" in answer["detail"]
+    assert "`Accept: application/octet-stream` supports only the dense output" in answer["detail"]
 
 
 @pytest.mark.parametrize("most", [1, 3, 100])
@@ -248,7 +248,14 @@ def test_a_model_without_the_output_is_refused_in_teis_words(path):
 async def test_no_slice_has_more_terms_than_one_turn_writes():
     row = [np.arange(10_000, dtype=np.int32)], [np.ones(10_000, np.float32)]
     values = {"sparse": SparseRows(10_000, *row)}
-    answer = Embeddings(values, np.ones(1, np.int64), 0, 0.0, 0.0, 0.0)
+    answer = Embeddings(
+        values,
+        num_tokens=np.ones(1, np.int64),
+        truncated=0,
+        tokenization_s=0.0,
+        queue_s=0.0,
+        inference_s=0.0,
+    )
     parts = [part async for part in tei._terms(answer, None)]
     assert max(part.count(b"{") for part in parts) == tei.SLICE_TERMS
     assert len(json.loads(b"".join(parts))[0]) == 10_000
@@ -275,19 +282,19 @@ def test_a_route_of_one_output_takes_no_other_as_outputs(embedder, path, only):
 def test_a_model_without_dense_vectors_is_refused_where_they_are_answered(path, body):
     response, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS))
     assert response.status_code in (400, 424), answer
-    assert "gives no dense output, only multi_vector" in str(answer)
+    assert "has no dense output, only multi_vector" in str(answer)
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (SPARSE, "only sparse, which /embed_sparse answers"),
-        (SEVERAL_VECTORS, "only multi_vector, which /embed_multi answers"),
+        (SPARSE, "only sparse; send the request to /embed_sparse"),
+        (SEVERAL_VECTORS, "only multi_vector; send the request to /embed_multi"),
     ],
 )
 def test_embed_names_the_route_of_a_model_without_dense_vectors(spec, message):
     _, answer = ask({"inputs": "a"}, path="/embed", embedder=FakeEmbedder(spec=spec), status=424)
-    assert answer["error"].endswith(f"test/fake gives no dense output, {message}")
+    assert answer["error"].endswith(f"test/fake has no dense output, {message}")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +306,7 @@ def test_embed_names_the_route_of_a_model_without_dense_vectors(spec, message):
 )
 def test_late_chunking_of_a_model_without_dense_vectors_blames_no_field(path, body):
     _, answer = ask(body, path=path, embedder=FakeEmbedder(spec=SEVERAL_VECTORS), status=400)
-    assert "give a dense vector, and this one gives multi_vector" in answer["error"]["message"]
+    assert "the outputs of this model are multi_vector" in answer["error"]["message"]
     assert answer["error"]["param"] is None
 
 
@@ -327,5 +334,5 @@ def test_raw_bytes_of_more_inputs_than_a_header_holds_are_refused(embedder, monk
     _, body = ask(
         asked, path="/embed_multi", embedder=embedder.model, headers=raw_bytes, status=422
     )
-    assert "send fewer inputs, or accept JSON" in body["error"]
+    assert "send fewer inputs or accept JSON" in body["error"]
     ask(asked, path="/embed_multi", embedder=embedder.model, status=200)

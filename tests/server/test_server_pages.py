@@ -44,13 +44,13 @@ def test_pages_are_ranked_by_a_query(colpali, path):
 
 def test_documents_that_are_no_pages_are_refused(colpali):
     answer = post(colpali, {"query": "w1", "documents": ["a text"]}, "/v1/rerank", 400)
-    assert "are images, and its texts are queries" in answer["error"]["message"]
+    assert "takes images as documents" in answer["error"]["message"]
     body = {"query": "w1", "documents": [{"image": URIS[0]}], "return_documents": True}
     answer = post(colpali, body, "/v1/rerank", 400)
-    assert "`return_documents` is for texts" in answer["error"]["message"]
+    assert "`return_documents` supports only texts" in answer["error"]["message"]
     for document in ({}, {"text": "a", "image": URIS[0]}):
         answer = post(colpali, {"query": "w1", "documents": [document]}, "/v1/rerank", 400)
-        assert "an object with `text`, or with `image`" in answer["error"]["message"]
+        assert "an object with either `text` or `image`" in answer["error"]["message"]
 
 
 def test_a_broken_page_is_named_by_its_place(colpali):
@@ -85,7 +85,7 @@ def test_voyages_route_says_that_it_answers_dense_vectors(colpali):
     for part in ({"type": "text", "text": "a"}, {"type": "image_base64", "image_base64": URIS[0]}):
         body = {"inputs": [{"content": [part]}]}
         answer = post(colpali, body, "/v1/multimodalembeddings", 400)
-        assert "gives no dense output" in str(answer)
+        assert "has no dense output" in str(answer)
 
 
 def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
@@ -98,4 +98,4 @@ def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
 def test_similarity_takes_no_text_for_a_page(colpali):
     inputs = {"source_sentence": "w1", "sentences": ["w1 w2"]}
     answer = post(colpali, {"inputs": inputs}, "/similarity", 422)
-    assert "are images, and its texts are queries" in str(answer)
+    assert "takes images as documents" in str(answer)

@@ -10,10 +10,10 @@ from test_server_app import fetch, fetch_json
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.registry.models import Models
-from jaxembed.server.routes.playground import FILE
+from jaxembed.server.routes.playground import PAGE
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
-HTML = FILE.read_text()
+HTML = PAGE.decode()
 
 
 def policy_of(response) -> dict[str, list[str]]:

@@ -119,7 +119,7 @@ async def test_the_drain_ends_when_its_time_is_up(caplog):
         assert late.headers["connection"] == "close"
         assert late.headers["x-request-id"] != "-"
     assert embedder.cancelled.is_set()
-    assert "1 requests not answered within 0.05 s" in caplog.text
+    assert "not answered within 0.05 s: 1; raise" in caplog.text
 
 
 async def test_an_idle_connection_does_not_hold_up_shutdown():

@@ -49,7 +49,7 @@ def test_a_body_may_name_its_model_among_several(path):
     _, answer = ask({**body, "model": "third"}, path=path, models=models, status=404)
     assert "this server has test/fake, second" in answer["error"]
     _, answer = ask(body, path=path, models=models, status=422)
-    assert "`model` must say which: test/fake, second" in answer["error"]
+    assert "`model` must name one of test/fake, second" in answer["error"]
 
 
 def test_embed_all_answers_a_matrix_for_each_input():
@@ -119,7 +119,8 @@ def test_what_is_empty_is_a_400_in_the_words_of_tei(path, body, message):
         (
             {"inputs": " ".join("x" * 20), "truncate": False},
             "`inputs` must have less than 16 tokens. Given: 20. "
-            "Send `truncate: true` or start the server with --auto-truncate true",
+            "Let the request truncate (as its route documents it) or start "
+            "the server with --auto-truncate true",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_modality_other_than_text_is_refused(path):
     response, answer, embedder = send(path, modality="image")
     assert response.status_code in (400, 422)
     serves = path in ("/v1/embeddings", "/embeddings")
-    refusal = '`modality` of "image" is not supported: this route takes texts alone'
+    refusal = '`modality` of "image" is not supported: this route accepts only texts'
     assert ("takes texts and no images" if serves else refusal) in str(answer)
     assert not embedder.requested
 
@@ -65,7 +65,7 @@ def test_an_adapter_is_asked_for_by_the_model_alone(path, field):
     response, answer, embedder = send(path, **{field: "law"})
     assert response.status_code in (400, 422)
     assert f'`{field}` of "law" is not supported' in str(answer)
-    assert "by the model `<served name>:<adapter>`" in str(answer)
+    assert "send `<served name>:<adapter>` as the `model`" in str(answer)
     assert not embedder.requested
 
 

@@ -137,7 +137,7 @@ def test_each_name_of_the_field_is_taken(path, fields, dtype):
         (
             {"encoding_type": "int8", "dimensions": 3},
             "output_dtype",
-            "`output_dtype` of int8 needs ranges of these vectors, and there are none: run "
+            "of int8 needs calibration ranges for these vectors, and there are none: run "
             "`jaxembed calibrate test/fake TEXTS --dimensions 3` with the flags",
         ),
     ],

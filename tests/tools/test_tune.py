@@ -81,16 +81,16 @@ def test_lengths_are_read_from_json(tmp_path, text):
     ("text", "problem"),
     [
         ("", " is empty"),
-        ("nine", " is no JSON from line 1, column 1 on"),
-        ("3", ": it holds 3"),
-        ("[9, 1.5]", ": 1.5 is no length"),
-        ('["9"]', ': "9" is no length'),
-        ("[true]", ": true is no length"),
-        ("[0]", ": 0 is no length"),
-        ('{"-9": 1}', ': "-9" is no length'),
-        ('{"9": "2"}', ': "2" is no count of inputs of 9 tokens'),
-        ('{"9": -1}', ": -1 is no count of inputs of 9 tokens"),
-        (f'{{"9": {10**19}}}', f": {10**19} is no count of inputs of 9 tokens"),
+        ("nine", " is not valid JSON at line 1, column 1"),
+        ("3", " holds 3"),
+        ("[9, 1.5]", ": 1.5 is not a length"),
+        ('["9"]', ': "9" is not a length'),
+        ("[true]", ": true is not a length"),
+        ("[0]", ": 0 is not a length"),
+        ('{"-9": 1}', ': "-9" is not a length'),
+        ('{"9": "2"}', ': "2" is not a number of inputs of 9 tokens'),
+        ('{"9": -1}', ": -1 is not a number of inputs of 9 tokens"),
+        (f'{{"9": {10**19}}}', f": {10**19} is not a number of inputs of 9 tokens"),
     ],
 )
 def test_another_shape_is_refused_with_what_came_and_what_was_wanted(tmp_path, text, problem):
@@ -100,10 +100,10 @@ def test_another_shape_is_refused_with_what_came_and_what_was_wanted(tmp_path, t
         of_file(path)
     message = str(raised.value)
     assert message.startswith(f"{path}{problem}")
-    assert "; wanted a list of lengths such as [9" in message
+    assert "; expected a list of lengths such as [9" in message
     assert message.endswith("; texts go into a .txt or .jsonl file")
     path.write_text('{"9": 0}')
-    with pytest.raises(ConfigError, match="no inputs in it"):
+    with pytest.raises(ConfigError, match="has no inputs"):
         of_file(path)
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json"):
         of_file(tmp_path / "none.json")
@@ -113,10 +113,10 @@ def test_another_shape_is_refused_with_what_came_and_what_was_wanted(tmp_path, t
     ("answer", "message"),
     [
         (b"# TYPE a counter\na 1\n", "has no series jaxembed_input_tokens"),
-        (b"<html>", "answers with no metrics"),
-        (b"\xff\xfe{", "answers with no metrics"),
+        (b"<html>", "does not return metrics"),
+        (b"\xff\xfe{", "does not return metrics"),
         # prometheus_client 0.21 reads it
-        (b'a_bucket{le="1", ="e"} 1\n', "(answers with no metrics|has no series jaxembed_)"),
+        (b'a_bucket{le="1", ="e"} 1\n', "(does not return metrics|has no series jaxembed_)"),
     ],
 )
 def test_what_is_no_server_of_ours_is_refused(metrics_url, answer, message):
@@ -140,8 +140,8 @@ class Broken(socketserver.StreamRequestHandler):
         ("HTTP/1.1 404 \r\nContent-Length: 0\r\n\r\n", "HTTP 404 Not Found"),
         ("HTTP/1.1 401 Nope\r\nContent-Length: 0\r\n\r\n", "HTTP 401 Unauthorized"),
         ("HTTP/1.1 599 \r\nContent-Length: 0\r\n\r\n", "HTTP 599"),
-        ("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n#", "what answers does not speak HTTP"),
-        ("220 mail\r\n", "what answers does not speak HTTP"),
+        ("HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n#", "the response is not HTTP"),
+        ("220 mail\r\n", "the response is not HTTP"),
     ],
 )
 def test_an_answer_that_is_none_is_told_with_its_reason(answer, reason):
@@ -182,9 +182,11 @@ def test_lengths_are_read_from_the_metrics_of_a_server(metrics_url):
 def test_of_several_models_one_must_be_named(metrics_url):
     url = metrics_url(exposition({"a": counted(5), "b": counted(5, 5)}))
     assert of_server(url, "b").total == 2
-    with pytest.raises(ConfigError, match="serves a, b; say which with --served-model-name"):
+    with pytest.raises(ConfigError, match="serves a, b; choose one with --served-model-name"):
         of_server(url)
-    with pytest.raises(ConfigError, match="serves a, b, not c; say which with --served-model-name"):
+    with pytest.raises(
+        ConfigError, match="serves a, b, not c; choose one with --served-model-name"
+    ):
         of_server(url, "c")
 
 
@@ -325,7 +327,7 @@ def test_a_tuned_grid_holds_every_input_and_can_be_served(opened, tmp_path, monk
     assert made.grid.max_length == LIMIT
     assert set(made.timings) == set(made.grid.buckets)  # so that a server times nothing
     assert tuning.after.grid.max_length == LIMIT
-    assert {what for what, _, _ in seen} >= {"measuring the grid in use", "searching"}
+    assert {what for what, _, _ in seen} >= {"measuring buckets of the current grid", "searching"}
     draw(tuning, tmp_path / "found.svg")
     bars = (tmp_path / "found.svg").read_text().count("fill: #1f77b4")
     assert bars == 3  # of the inputs' lengths: 7, 9 and the limit
@@ -450,7 +452,7 @@ def test_texts_do_not_say_how_long_pairs_are(tmp_path):
     model = load_measured(
         ModelSource(str(path), cache_dir=tmp_path), config=config, text=TextConfig()
     )
-    with pytest.raises(WrongTask, match="do not say how long its pairs are"):
+    with pytest.raises(WrongTask, match="do not tell the lengths of pairs"):
         model.count_tokens(["the cat"])
     model.close()
 
@@ -460,17 +462,17 @@ def test_texts_do_not_say_how_long_pairs_are(tmp_path):
     [
         ("none.txt", "cannot read none.txt"),
         ("none.json", "cannot read none.json"),
-        ("texts.doc", "wanted a file that ends in .txt"),
+        ("texts.doc", "expected a file that ends in .txt"),
         ("http://127.0.0.1:9", "cannot read http://127.0.0.1:9/metrics: Connection refused"),
-        ("http://[::1", "cannot read http://[::1/metrics: it is no URL"),
+        ("http://[::1", "cannot read http://[::1/metrics: it is not a URL"),
         ("http://", "/metrics: no host given"),
-        ("lengths.json -o grid.txt", "--output grid.txt: wanted a name that ends in .json"),
-        ("lengths.json -o none/grid.json", "there is no directory"),
-        ("lengths.json --picture plot.gif", "--picture plot.gif: wanted a name that ends in .png"),
-        ("lengths.json --picture none/plot.png", "--picture none/plot.png: there is no directory"),
-        ("grid.json", 'grid.json: "buckets" is no length in tokens'),
-        ("lengths.json --buckets lengths.json", "--buckets lengths.json: it holds [9]"),
-        ("lengths.json --null-model", "--null-model runs on no device"),
+        ("lengths.json -o grid.txt", "--output grid.txt: expected a name that ends in .json"),
+        ("lengths.json -o none/grid.json", "does not exist"),
+        ("lengths.json --picture plot.gif", "plot.gif: expected a name that ends in .png"),
+        ("lengths.json --picture none/plot.png", "--picture none/plot.png: the directory"),
+        ("grid.json", 'grid.json: "buckets" is not a length in tokens'),
+        ("lengths.json --buckets lengths.json", "--buckets lengths.json: the file contains [9]"),
+        ("lengths.json --null-model", "--null-model does not use a device"),
     ],
 )
 def test_what_cannot_be_read_or_written_is_known_at_once(tmp_path, monkeypatch, line, message):

@@ -117,11 +117,10 @@ class Calibration:
         An earlier run has saved them, or they are measured now, with the dtypes in alternation."""
         keys: dict[DType, str] = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
         saved = _rates_in(self._file)
-        unknown: list[DType] = [dtype for dtype in dtypes if dtype not in self._rates]
-        for dtype in unknown:
-            if keys[dtype] in saved:
+        for dtype in dtypes:
+            if dtype not in self._rates and keys[dtype] in saved:
                 self._rates[dtype] = Rate(saved[keys[dtype]], sure=True)
-        unknown = [dtype for dtype in unknown if dtype not in self._rates]
+        unknown: list[DType] = [dtype for dtype in dtypes if dtype not in self._rates]
         rounds = [[_measure(dtype) for dtype in unknown] for _ in range(ROUNDS)]
         for dtype, measured in zip(unknown, zip(*rounds, strict=True), strict=True):
             # The fastest round counts, because disturbances only slow it down. The rate is an
@@ -133,8 +132,8 @@ class Calibration:
             logger.info("this CPU multiplies %s at %.0f GFLOP/s", dtype, rate.flops / 1e9)
             if not rate.sure:
                 logger.warning(
-                    "that is an estimate, because something else uses this machine. It is not "
-                    "kept, and is measured anew at the next start"
+                    "this rate is an estimate, because other programs use this machine. It is not "
+                    "saved and is measured again at the next start"
                 )
             elif self._file is not None:
                 save_json(
@@ -158,8 +157,9 @@ def device_id(device: Device) -> str:
 
 def _flops_per_token(program: Program) -> float:
     """Return the floating-point operations per token of a model: two per element of a weight."""
-    shapes = program.shapes.items()
-    return 2.0 * sum(np.prod(s.shape) for name, s in shapes if name.endswith(".kernel"))
+    return 2.0 * sum(
+        np.prod(leaf.shape) for name, leaf in program.shapes.items() if name.endswith(".kernel")
+    )
 
 
 def _rates_in(file: Path | None) -> dict[str, float]:

@@ -30,7 +30,7 @@ def save_json(path: Path, content: Any, what: str) -> None:
         with replacing(path) as temporary:
             temporary.write_text(json.dumps(content, indent=1))
     except OSError as error:
-        logger.warning("cannot keep %s in %s: %s", what, path, error.strerror)
+        logger.warning("cannot save %s in %s: %s", what, path, error.strerror)
 
 
 class SavedFile:
@@ -57,9 +57,8 @@ class SavedFile:
             return None
         except (OSError, RecursionError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning(
-                "%s is ignored, and the %s are taken anew: %s: %s",
+                "%s is ignored, and its content is measured again: %s: %s",
                 self._path,
-                self._what,
                 type(error).__name__,
                 error,
             )
@@ -110,7 +109,7 @@ class CostFile:
             match = KEY.fullmatch(key)
             ms = [float(value) for value in values]
             if match is None or not ms or not all(0 < value < float("inf") for value in ms):
-                raise ValueError(f"{key!r}: no timings of a bucket")
+                raise ValueError(f"{key!r}: these are not timings of a bucket")
             bucket = Bucket(int(match[1]), int(match[2]))
             if self._kernel_of(bucket) == match[3]:
                 timings[bucket] = ms

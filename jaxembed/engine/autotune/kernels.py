@@ -38,8 +38,8 @@ from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 logger = logging.getLogger(__name__)
 
 AUTO, XLA, NATIVE = "auto", "xla", "native"
-HIDING = "hides no keys, as this model's queries need it"
-UNSUITED = f"takes multiples of {native.PANEL}, this model has none"
+HIDING = "cannot hide keys, and the queries of this model have hidden keys"
+UNSUITED = f"supports only sizes that are multiples of {native.PANEL}, and this model has none"
 PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
 HIDDEN_EVERY = 8  # a trial for a model that hides keys hides every eighth token as a key
@@ -113,7 +113,7 @@ def choose_kernels(
     options = [AUTO, XLA, *([NATIVE] if device.platform == "cpu" else []), *candidates]
     if option not in options:
         raise ConfigError(
-            f"--kernels {option}: on {device.platform} there are {', '.join(options)}"
+            f"--kernels {option}: on {device.platform} the choices are {', '.join(options)}"
         )
     lengths = tuple(sorted({bucket.length for bucket in grid.buckets}))
     if native_choice.native is not None:
@@ -128,8 +128,8 @@ def choose_kernels(
             )
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
     if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
-        reason = choice.refused.get(option, f"no row holds {SHORTEST_PROBED_ROW} tokens")
-        raise ConfigError(f"--kernels {option} can be used nowhere: {reason}")
+        reason = choice.refused.get(option, f"no row has {SHORTEST_PROBED_ROW} tokens")
+        raise ConfigError(f"--kernels {option} cannot be used: {reason}")
     if choice.taken or choice.native is not None or choice.refused:
         logger.info("kernels: used %(used)s, not used %(not_used)s", choice.describe())
     return choice
@@ -152,7 +152,7 @@ def choose_native(
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
     if dtype != "bfloat16":
-        return Choice(refused={NATIVE: f"computes in bfloat16, this model in {dtype}"})
+        return Choice(refused={NATIVE: f"computes in bfloat16, but this model in {dtype}"})
     try:
         native.load_library(cache_dir)
         result_of = try_native(program, device, dtype) if results is None else results()
@@ -251,7 +251,7 @@ def _try_each(
             continue
         for kernel in usable:
             if time.monotonic() > stop_at:
-                refused[kernel.name] = f"rows of {length}: {PROBE_S:.0f} s of probing are over"
+                refused[kernel.name] = f"rows of {length}: not tried within {PROBE_S:.0f} s"
                 continue
             try:
                 ms = trial.milliseconds_if_right(kernel)
@@ -261,7 +261,9 @@ def _try_each(
             if ms < best:
                 taken[length], best = kernel, ms
             else:
-                refused[kernel.name] = f"rows of {length}: {ms:.3f} ms, where there is {best:.3f}"
+                refused[kernel.name] = (
+                    f"rows of {length}: {ms:.3f} ms, not faster than {best:.3f} ms"
+                )
     return taken, refused
 
 
@@ -301,7 +303,7 @@ class KernelTrial:
             difference = np.abs(output - exact) / (1 + np.abs(exact))
             worst = np.where(np.isfinite(difference), difference, np.inf)[self._segments != 0].max()
             if worst > allowed:
-                raise NotRight(f"{call}: off by {worst:.2g}, {allowed:.2g} are allowed")
+                raise NotRight(f"{call}: off by {worst:.2g}; at most {allowed:.2g} is allowed")
         return total_ms
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:

@@ -45,7 +45,7 @@ MAX_DIFFERENCE = 0.02
 NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], "self_attention", "mlp")}
 RUN = 8  # number of neighbouring tokens or columns with the same adapter
 GATED = "gated_"  # prefix of the activation in names of calls
-LATE = f"was not tried: {TRIAL_S:.0f} s were over"
+LATE = f"was not tried within {TRIAL_S:.0f} s"
 
 Operands = Mapping[str, Any]  # arrays by name, on the host or traced
 
@@ -67,9 +67,9 @@ class TrialResult:
         if self.failed:
             return self.failed
         if not self.off <= MAX_DIFFERENCE:  # also refuses NaN
-            return f"off by {self.off:.2g}, {MAX_DIFFERENCE:.2g} are allowed"
+            return f"off by {self.off:.2g}; at most {MAX_DIFFERENCE:.2g} is allowed"
         if faster and self.times_xla > CLEARLY_SLOWER:
-            beside = ", beside other programs: the next start tries again" if self.busy else ""
+            beside = " while other programs ran; the next start tries again" if self.busy else ""
             return f"takes {self.times_xla:.2f} times as long as XLA{beside}"
         return None
 
@@ -98,10 +98,12 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
         failures = [trial for trial in results if trial.failed]
         if failures or not results:
             combined[name] = failures[0] if failures else TrialResult(failed=LATE)
-            continue
-        off = float(np.max([trial.off for trial in results]))  # NaN if any is NaN
-        times_xla = geometric_mean(trial.times_xla for trial in results)
-        combined[name] = TrialResult(off, times_xla, busy=any(trial.busy for trial in results))
+        else:
+            combined[name] = TrialResult(
+                off=float(np.max([trial.off for trial in results])),  # NaN if any is NaN
+                times_xla=geometric_mean(trial.times_xla for trial in results),
+                busy=any(trial.busy for trial in results),
+            )
     return combined
 
 

@@ -162,9 +162,12 @@ class ConcurrentRuns:
         self._errors: list[Exception] = []
         self._seconds = 0.0
         for k in range(count):
-            # calls `_work`, as in the engine's threads
-            work, name = (self._work,), f"timing-{k}"
-            Thread(target=memory.in_kept_heap, args=work, name=name, daemon=True).start()
+            Thread(
+                target=memory.in_kept_heap,  # calls `_work`, as in the engine's threads
+                args=(self._work,),
+                name=f"timing-{k}",
+                daemon=True,
+            ).start()
 
     def run(
         self, runner: Runner, bucket: Bucket, planes: np.ndarray, seconds: float = 0.0

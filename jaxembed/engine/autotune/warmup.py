@@ -75,8 +75,8 @@ class Warmup:
     def start(self) -> None:
         """Start the threads, which end when no bucket is left."""
         logger.info(
-            "%s: preparing %d buckets, %d of them before it is ready; those that the cache of "
-            "programs lacks are compiled",
+            "%s: preparing %d buckets, %d of them before the model is ready; buckets that are not "
+            "in the compile cache are compiled",
             self._name,
             self._total,
             len(self._required),

@@ -71,8 +71,8 @@ class Kernel:
 def refuses_changed_scores(call: Call) -> str | None:
     """Return why a kernel refuses a call that changes scores before the softmax, or None."""
     if call.has_bias:
-        return "it takes no bias of scores"
-    return None if call.attention_mask.cap is None else "it takes no soft cap of scores"
+        return "it supports no bias of scores"
+    return None if call.attention_mask.cap is None else "it supports no soft cap of scores"
 
 
 def kernel(path: str) -> Kernel:

@@ -22,7 +22,7 @@ def refuses(call: Call, length: int) -> str | None:
     if call.width > FLASH_MAX_HEAD:
         return f"heads of {call.width} are wider than {FLASH_MAX_HEAD}"
     if call.hides_keys:
-        return "it hides no keys"
+        return "it supports no hidden keys"
     return refuses_changed_scores(call)
 
 

@@ -22,9 +22,9 @@ SPLASH_LOCAL_BLOCK = 256  # tokens; with a window, larger blocks hold keys that 
 def refuses(call: Call, length: int) -> str | None:
     """Return why the kernel does not take this call in rows of `length` tokens, or None."""
     if length % TPU_LANES:
-        return f"{length} tokens are no multiple of {TPU_LANES}"
+        return f"{length} tokens are not a multiple of {TPU_LANES}"
     if call.dtype not in ("bfloat16", "float32"):
-        return f"{call.dtype} has no products on TPU"
+        return f"it supports bfloat16 and float32, not {call.dtype}"
     return refuses_changed_scores(call)
 
 

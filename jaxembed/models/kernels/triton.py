@@ -33,7 +33,7 @@ def refuses(call: Call, length: int) -> str | None:
     a minute and spilled 9 kB of registers a thread, where bfloat16 spills none.
     """
     if call.dtype not in ("bfloat16", "float16"):
-        return f"{call.dtype} products are not the tensor cores'"
+        return f"it supports bfloat16 and float16, not {call.dtype}"
     if call.width > TRITON_MAX_HEAD:
         return f"heads of {call.width} are wider than {TRITON_MAX_HEAD}"
     return refuses_changed_scores(call)

@@ -88,14 +88,15 @@ class NativeCall:
         """
         names = operand_names(self.target, self.mode)
         if operands.keys() != set(names):
-            given_names = ", ".join(operands)
-            raise TypeError(f"native {self.target} takes {', '.join(names)}, not {given_names}")
+            raise TypeError(
+                f"native {self.target} takes {', '.join(names)}, not {', '.join(operands)}"
+            )
         result = jax.ShapeDtypeStruct(self.shape, self.dtype)
         call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
         return call(*(operands[name] for name in names), **dict(self.attributes))
 
 
-_recorded: ContextVar[dict[NativeCall, None] | None] = ContextVar("noted", default=None)
+_recorded: ContextVar[dict[NativeCall, None] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
@@ -175,8 +176,14 @@ def linear(
     if adapters is not None:
         operands |= _adapter_operands(adapters)
         mode |= ADAPTED
-    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
-    return _call("linear", (*x.shape[:-1], out), jnp.dtype(dtype), operands, **attributes)
+    return _call(
+        "linear",
+        (*x.shape[:-1], out),
+        jnp.dtype(dtype),
+        operands,
+        mode=np.int64(mode),
+        eps=np.float32(eps),
+    )
 
 
 def supports_gated(kernel: Any, activation: str) -> bool:
@@ -210,8 +217,14 @@ def attention(
     """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
     optional, mode = _position_operands(distance_bias, angles=None)
-    mask = _mask_attributes(causal, reach, cap)
-    return _call("attention", query.shape, query.dtype, operands | optional, **mode, **mask)
+    return _call(
+        "attention",
+        query.shape,
+        query.dtype,
+        operands | optional,
+        **mode,
+        **_mask_attributes(causal, reach, cap),
+    )
 
 
 def joint_attention(
@@ -230,11 +243,16 @@ def joint_attention(
     `attention`.
     """
     rows, length, _, heads, width = joint.shape
-    shape = (rows, length, heads, width)
     operands = {"joint": joint, "segments": segments}
     optional, mode = _position_operands(distance_bias, angles)
-    mask = _mask_attributes(causal, reach, cap)
-    return _call("joint_attention", shape, joint.dtype, operands | optional, **mode, **mask)
+    return _call(
+        "joint_attention",
+        (rows, length, heads, width),
+        joint.dtype,
+        operands | optional,
+        **mode,
+        **_mask_attributes(causal, reach, cap),
+    )
 
 
 def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
@@ -282,8 +300,15 @@ def self_attention(
     if adapters is not None:
         optional |= _adapter_operands(adapters)
         mode["mode"] |= ADAPTED
-    attributes = {**mode, "heads": np.int64(heads), **_mask_attributes(causal, reach, cap)}
-    return _call("self_attention", hidden.shape, jnp.bfloat16, operands | optional, **attributes)
+    return _call(
+        "self_attention",
+        hidden.shape,
+        jnp.bfloat16,
+        operands | optional,
+        **mode,
+        heads=np.int64(heads),
+        **_mask_attributes(causal, reach, cap),
+    )
 
 
 def mlp(
@@ -305,20 +330,19 @@ def mlp(
     "out", "up" or "down".
     """
     mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
-    parameters = {"out": out, "up": up, "down": down}
     part_names = ("kernel", "bias", "scale", "shift")
-    operands = {
+    operands = {"mixed": mixed, "hidden": hidden} | {
         f"{name}_{part}": _or_zeros(parameter, _columns(product[0]))
-        for name, product in parameters.items()
+        for name, product in (("out", out), ("up", up), ("down", down))
         for part, parameter in zip(part_names, product, strict=False)  # `up` has no norm
     }
-    operands = {"mixed": mixed, "hidden": hidden, **operands}
     for name, product_adapters in (adapters or {}).items():
         if product_adapters is not None:
             operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
             mode |= ADAPTED | ADAPTS[name]
-    attributes = {"mode": np.int64(mode), "eps": np.float32(eps)}
-    return _call("mlp", hidden.shape, jnp.float32, operands, **attributes)
+    return _call(
+        "mlp", hidden.shape, jnp.float32, operands, mode=np.int64(mode), eps=np.float32(eps)
+    )
 
 
 def _mask_attributes(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:

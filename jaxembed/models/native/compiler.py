@@ -87,14 +87,20 @@ def compile_library(build: Build, library: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailable("there is no C compiler: install gcc or clang")
-    # a library holds its digest, by which the loader tells whether a prebuilt one is up to date
-    digest_option = f'-DJAXEMBED_SOURCE="{digest(build)}"'
     jaxlib = importlib.util.find_spec("jaxlib")  # which has XLA's headers
     if jaxlib is None or not jaxlib.submodule_search_locations:
         raise NativeUnavailable("jaxlib, whose headers the native kernels need, is not installed")
-    include = Path(jaxlib.submodule_search_locations[0], "include")
-    options = [*build.flags, digest_option, f"-I{include}", "-o", str(library)]
-    process = run_command([compiler, *options, str(SOURCES / build.source)], COMPILE_S)
+    command = [
+        compiler,
+        *build.flags,
+        # a library holds its digest, by which the loader tells whether a prebuilt one is up to date
+        f'-DJAXEMBED_SOURCE="{digest(build)}"',
+        f"-I{Path(jaxlib.submodule_search_locations[0], 'include')}",
+        "-o",
+        str(library),
+        str(SOURCES / build.source),
+    ]
+    process = run_command(command, COMPILE_S)
     if process.returncode:
         lines = process.stderr.strip().splitlines()
         error = next((line for line in lines if "error" in line), lines[-1] if lines else "nothing")
@@ -120,9 +126,9 @@ def build_all() -> str:
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     libc = platform.libc_ver()[0]
     if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
-        platform_name = f"{sys.platform} {platform.machine()} {libc}".strip()
         raise UnsupportedPlatform(
-            f"the native kernels are for Linux x86_64 with glibc, this is {platform_name}"
+            "the native kernels need Linux x86_64 with glibc, and this is "
+            f"{sys.platform} {platform.machine()} {libc}".rstrip()
         )
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
     partial.mkdir()

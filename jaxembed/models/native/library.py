@@ -32,7 +32,7 @@ CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
 FAULTS = {  # messages by the exit status of jaxembed_check in check.h
     2: "the system does not let this process use AMX",
     3: "there was no memory for the check",
-    4: "what was compiled gives wrong numbers on this machine",
+    4: "the compiled library computes wrong numbers on this machine",
 }
 
 
@@ -129,8 +129,7 @@ def load_means(cache_dir: Path) -> NativeMeans:
 def source_digest() -> str:
     """Return a hash of the sources of the loaded kernels, or of those that this CPU would load.
     Raises OSError if a source is missing."""
-    runnable = _runnable() or compiler.INSTRUCTION_SETS
-    return compiler.digest(_build or runnable[0])
+    return compiler.digest(_build or (_runnable() or compiler.INSTRUCTION_SETS)[0])
 
 
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
@@ -187,7 +186,7 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
         if isinstance(error, OSError):
             raise NativeUnavailable(f"cannot load {path}: {error}") from error
         raise
-    logger.info("native code: %s", path)
+    logger.info("loaded the native library %s", path)
     return library
 
 
@@ -222,7 +221,7 @@ def _is_compiled(library: Path) -> bool:
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(status.st_mode):
-        raise NativeUnavailable(f"{library} is a link or no file; remove it")
+        raise NativeUnavailable(f"{library} is a link or not a regular file; remove it")
     if status.st_uid not in (os.geteuid(), ROOT) or status.st_mode & OTHERS_WRITE:
         owner = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         raise NativeUnavailable(
@@ -246,10 +245,10 @@ def _register(library: ctypes.CDLL) -> None:
     versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", header, re.MULTILINE)
     installed = tuple(map(int, versions)) if len(versions) == 2 else ()
     if installed and (installed[0] != built_for[0] or installed < built_for):
-        ours, theirs = (".".join(map(str, version)) for version in (built_for, installed))
+        built_ffi, jaxlib_ffi = (".".join(map(str, version)) for version in (built_for, installed))
         raise NativeUnavailable(
-            f"the native kernels were built for XLA FFI {ours}, the installed jaxlib has {theirs}: "
-            "upgrade jaxlib, or build jaxembed with this one"
+            f"the native kernels were built for XLA FFI {built_ffi}, but the installed jaxlib has "
+            f"{jaxlib_ffi}: upgrade jaxlib, or build jaxembed with this one"
         )
     try:
         for name in CALLS:
@@ -258,7 +257,7 @@ def _register(library: ctypes.CDLL) -> None:
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or ["nothing"])[0][:200]
         raise NativeUnavailable(
-            f"the installed jaxlib does not take the native kernels: {line}"
+            f"the installed jaxlib refuses the native kernels: {line}"
         ) from error
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxembed.data.inputs import Image as ImageInput
-from jaxembed.errors import InvalidImage
+from jaxembed.errors import InvalidImage, counted
 from jaxembed.platform.extras import require
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ BYTES_A_PIXEL = {"JPEG": 12, "PNG": 9, "WEBP": 20, "GIF": 6, "BMP": 9, "TIFF": 1
 FORMATS = tuple(BYTES_A_PIXEL)
 MAX_BYTES = max(BYTES_A_PIXEL.values()) * MAX_PIXELS
 SPARE_TILE = 1024 * 1024  # pixels by which a tile of a TIFF may exceed its image
-READABLE = "a file of JPEG, PNG, WebP, GIF, BMP or TIFF"
+READABLE = "a JPEG, PNG, WebP, GIF, BMP or TIFF file"
 WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
 UNBOUNDED = ("I", "F")  # modes whose values have no known range
 ACCEPTED = "a path, bytes, a Pillow image or a uint8 array [height, width, 3]"
@@ -104,8 +104,12 @@ def image_facts(data: bytes) -> ImageFacts:
     with _opened(data, MAX_PIXELS) as image:
         # the bits of a pixel by mode; other modes have 8 bits for each channel
         bits_of_mode = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
-        bits = bits_of_mode.get(image.mode, 8 * len(image.getbands()))
-        return ImageFacts(image.width, image.height, image.format.lower(), bits)
+        return ImageFacts(
+            image.width,
+            image.height,
+            format=image.format.lower(),
+            bit_depth=bits_of_mode.get(image.mode, 8 * len(image.getbands())),
+        )
 
 
 def image_size(data: bytes) -> tuple[int, int, int]:
@@ -157,12 +161,12 @@ def read_image(source: Any) -> ImageInput:
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
             raise InvalidImage(
-                f"an image is an array of {source.dtype} {list(source.shape)}; wanted {ACCEPTED}"
+                f"an image is an array of {source.dtype} {list(source.shape)}; expected {ACCEPTED}"
             )
         return ImageInput(np.ascontiguousarray(source))
     if hasattr(source, "convert") and hasattr(source, "mode"):  # without importing Pillow
         return ImageInput(to_rgb_array(source))
-    raise InvalidImage(f"an image is a {type(source).__name__}; wanted {ACCEPTED}")
+    raise InvalidImage(f"an image is a {type(source).__name__}; expected {ACCEPTED}")
 
 
 def _in_rgb(image: Picture) -> Picture:
@@ -207,7 +211,7 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
 
     for parts, _ in enumerate(_parts_of(data), start=1):
         if parts > MAX_FILE_PARTS:
-            raise InvalidImage(f"the image has over {MAX_FILE_PARTS} parts; save it anew")
+            raise InvalidImage(f"the image has over {MAX_FILE_PARTS} parts; save it again")
     _silence()
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
@@ -217,12 +221,13 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
                 raise InvalidImage(f"the image has {height} rows and {width} columns of pixels")
             if pixels > max_pixels:
                 raise InvalidImage(
-                    f"the image has {pixels} pixels ({width} by {height}), of at most {max_pixels}"
+                    f"the image has {pixels} pixels ({width} by {height}); the limit is "
+                    f"{max_pixels}"
                 )
             if max(height, width) > LONGEST_SIDE:
                 raise InvalidImage(
-                    f"the image is {width} by {height} pixels, of at most {LONGEST_SIDE} on a "
-                    "side; cut it"
+                    f"the image is {width} by {height} pixels; the limit for a side is "
+                    f"{LONGEST_SIDE}: crop or resize it"
                 )
             if tile > pixels + SPARE_TILE:
                 raise InvalidImage(
@@ -233,11 +238,11 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     except InvalidImage:
         raise
     except Image.DecompressionBombError as error:
-        raise InvalidImage(f"the image has too many pixels, of at most {max_pixels}") from error
+        raise InvalidImage(f"the image has too many pixels; the limit is {max_pixels}") from error
     except Image.UnidentifiedImageError as error:
-        raise InvalidImage(f"{_shown(data)} is no image; wanted {READABLE}") from error
+        raise InvalidImage(f"{_shown(data)} is not an image; expected {READABLE}") from error
     except Exception as error:  # Pillow raises a dozen kinds for damaged files
-        raise InvalidImage(f"{_shown(data)} is a damaged image; wanted {READABLE}") from error
+        raise InvalidImage(f"{_shown(data)} is a damaged image; expected {READABLE}") from error
 
 
 @cache
@@ -256,7 +261,7 @@ def _silence() -> None:
 
 def _shown(data: bytes) -> str:
     """Describe a file for a message: its size and its first bytes."""
-    return f"a file of {len(data)} bytes that begins with {data[:SHOWN_BYTES]!r}"
+    return f"a file of {counted(len(data), 'byte')} that begins with {data[:SHOWN_BYTES]!r}"
 
 
 def tile_pixels(data: bytes) -> int:
@@ -306,7 +311,7 @@ def _parts_of(data: bytes) -> Iterator[int]:
             return
         scans += kind == SCAN
         if scans > MAX_SCANS:
-            raise InvalidImage(f"the image has over {MAX_SCANS} scans; save it anew")
+            raise InvalidImage(f"the image has over {MAX_SCANS} scans; save it again")
         position = marker.end()
         if kind not in ALONE:
             position += int.from_bytes(data[position : position + 2])

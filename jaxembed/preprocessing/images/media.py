@@ -22,10 +22,11 @@ def read_data_uri(text: str, max_bytes: int) -> bytes:
     """
     head, comma, payload = text.partition(",")
     if not is_data_uri(text) or not comma:
-        raise InvalidImage(f"{excerpt(text)} is no data URI; wanted data:[type];base64,...")
+        raise InvalidImage(f"{excerpt(text)} is not a data URI; expected data:[type];base64,...")
     if head.rpartition(";")[2].strip(" ").lower() != "base64":
         raise InvalidImage(
-            f"{excerpt(text)} is a percent-encoded data URI; wanted base64: data:[type];base64,..."
+            f"{excerpt(text)} is a percent-encoded data URI; expected base64: "
+            "data:[type];base64,..."
         )
     return read_base64(payload, max_bytes)
 
@@ -54,11 +55,11 @@ def read_base64(text: str, max_bytes: int) -> bytes:
     try:
         return base64.b64decode(digits, validate=True)
     except ValueError as error:
-        fault = "wanted a multiple of 4 characters, with `=` at the end alone"
+        fault = "expected a multiple of 4 characters, with `=` only at the end"
         if (foreign := _FOREIGN.search(digits)) is not None:
             fault = (
-                f"it has {foreign[0]!r} at character {foreign.start()}; wanted A-Z, a-z, 0-9, + "
-                "and /, with `=` at the end"
+                f"it has {foreign[0]!r} at character {foreign.start()}; expected A-Z, a-z, 0-9, + "
+                "and /, with `=` only at the end"
             )
         raise InvalidImage(f"{excerpt(digits)} is not base64: {fault}") from error
 

@@ -110,7 +110,7 @@ class MediaFetcher:
                     target = parse_media_url(answer, label, current)
                     self._hosts.check(target, label)
                     if current.scheme == "https" and target.scheme != "https":
-                        raise MediaUrlError(label, "it leads from https to http")
+                        raise MediaUrlError(label, "it redirects from https to http")
                     current = target
                 raise MediaUrlError(source, f"it has more than {self._max_redirects} redirects")
         except TimeoutError as error:
@@ -136,9 +136,8 @@ class MediaFetcher:
         if url.address is not None:
             addresses = [unmapped(url.address)]
         else:
-            loop = asyncio.get_running_loop()
             try:
-                resolved = await loop.run_in_executor(
+                resolved = await asyncio.get_running_loop().run_in_executor(
                     self._threads, self._resolve, url.host, url.port
                 )
                 addresses = [unmapped(ip_address(address)) for address in resolved]
@@ -158,7 +157,7 @@ class MediaFetcher:
         for address in addresses:
             try:
                 async with asyncio.timeout(self._timeout_s / len(addresses)):
-                    connection = await asyncio.open_connection(str(address), url.port, **tls)
+                    reader, writer = await asyncio.open_connection(str(address), url.port, **tls)
                     break
             except OSError as error:  # TimeoutError is one
                 failure = error
@@ -167,7 +166,6 @@ class MediaFetcher:
             if isinstance(failure, ssl.SSLCertVerificationError):
                 reason = "its host has no certificate that is valid for its name"
             raise MediaUrlError(source, reason) from failure
-        reader, writer = connection
         headers = [
             ("Host", url.authority),
             ("User-Agent", "jaxembed"),
@@ -185,7 +183,9 @@ class MediaFetcher:
             return await _read_response(reader, http, self._max_bytes, source)
         except (OSError, h11.ProtocolError) as error:
             raise MediaUrlError(
-                source, "its host broke off, or its answer is no HTTP or has a head too long"
+                source,
+                "its host closed the connection, its response is not HTTP, or its headers are too "
+                "long",
             ) from error
         finally:
             writer.transport.abort()  # `close` would wait for a peer that may not answer
@@ -213,19 +213,19 @@ async def _read_response(
         if isinstance(response := await next_event(), h11.Response):
             break
     else:
-        raise MediaUrlError(source, "its host puts off the answer with too many of status 1xx")
+        raise MediaUrlError(source, "its host sends too many responses with a status of 1xx")
     headers = dict(response.headers)  # h11 has names in lower case
     if response.status_code in REDIRECTS:
         if b"location" not in headers:
-            raise MediaUrlError(source, "its redirect leads nowhere")
+            raise MediaUrlError(source, "its redirect has no location")
         try:
             return headers[b"location"].decode()
         except UnicodeDecodeError as error:
-            raise MediaUrlError(source, "its redirect leads to what is no URL") from error
+            raise MediaUrlError(source, "the location of its redirect is not a URL") from error
     if response.status_code != 200:
-        raise MediaUrlError(source, "the status of the answer is not 200")
+        raise MediaUrlError(source, "the status of the response is not 200")
     if b"content-encoding" in headers:
-        raise MediaUrlError(source, "its file is compressed; wanted no Content-Encoding")
+        raise MediaUrlError(source, "its file is compressed; expected no Content-Encoding")
     if int(headers.get(b"content-length", 0)) > max_bytes:
         raise MediaUrlError(source, too_large)
     body, pieces = bytearray(), 0

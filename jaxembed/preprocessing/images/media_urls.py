@@ -145,16 +145,14 @@ def is_public_address(address: Address) -> bool:
     address = unmapped(address)
     if isinstance(address, IPv6Address) and (address not in _GLOBAL_V6 or address.scope_id):
         return False
-    if not address.is_global or address.is_multicast:
-        return False
-    return not any(address in network for network in _NOT_PUBLIC)
+    is_special = address.is_multicast or any(address in network for network in _NOT_PUBLIC)
+    return address.is_global and not is_special
 
 
 def unmapped(address: Address) -> Address:
     """Return the IPv4 address that is mapped into an IPv6 address (::ffff:0:0/96), else
     `address`."""
-    mapped = getattr(address, "ipv4_mapped", None)
-    return address if mapped is None else mapped
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,9 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
         # percent-encode what is not ASCII
         path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     except ValueError as error:
-        raise MediaUrlError(source, "it is no URL") from error
+        raise MediaUrlError(source, "it is not a URL") from error
     if parts.scheme not in _DEFAULT_PORTS:
-        raise MediaUrlError(source, "wanted http:// or https://")
+        raise MediaUrlError(source, "expected http:// or https://")
     if "@" in parts.netloc:
         unquoted = "the URL" if base is None else source  # a quote would repeat the password
         raise MediaUrlError(unquoted, "it has a user name or password; send it without")
@@ -225,16 +223,16 @@ class AllowedHosts:
         self._ports = tuple(ports)
         self._rules: list[tuple[str, int | None]] = []  # name, address or *.suffix; port if given
         for text in hosts:
-            wanted = "wanted a host, *.suffix or an address, with :port or without"
+            expected = "expected a host, *.suffix or an address, with or without :port"
             name = text.removeprefix("*.")
             try:
                 is_bare = name.count(":") > 1 and name[0] != "["  # IPv6 without brackets
                 authority = f"[{ip_address(name)}]" if is_bare else name
                 host, port, address = _host_of(authority, name)
             except (MediaUrlError, ValueError) as error:
-                raise ConfigError(f"{URLS_FLAG} of {text!r} names no host; {wanted}") from error
+                raise ConfigError(f"{URLS_FLAG} {text!r} is not a host; {expected}") from error
             if name != text and address is not None:
-                raise ConfigError(f"{URLS_FLAG} of {text!r} has an address as its suffix; {wanted}")
+                raise ConfigError(f"{URLS_FLAG} {text!r} has an address as its suffix; {expected}")
             self._rules.append((host if name == text else f"*.{host}", port))
 
     def check(self, url: MediaUrl, source: str) -> None:
@@ -242,7 +240,7 @@ class AllowedHosts:
         if not self._rules:
             raise MediaUrlError(
                 source,
-                f"this server fetches no URLs; {URLS_FLAG} names the hosts it may fetch from",
+                f"this server does not fetch URLs; {URLS_FLAG} allows it for the hosts it names",
             )
         is_name = url.address is None
         named_ports = [  # of the rules for this host; None for a rule without a port
@@ -252,11 +250,11 @@ class AllowedHosts:
             or (is_name and pattern.startswith("*.") and url.host.endswith(pattern[1:]))
         ]
         if not named_ports:
-            raise MediaUrlError(source, f"its host is none of those that {URLS_FLAG} names")
+            raise MediaUrlError(source, f"its host is not one of those that {URLS_FLAG} allows")
         if url.port not in {p for port in named_ports for p in ([port] if port else self._ports)}:
             usual = " or ".join(map(str, self._ports))
             raise MediaUrlError(
-                source, f"its port is not {usual}, nor one that {URLS_FLAG} names with its host"
+                source, f"its port is not {usual}, nor one that {URLS_FLAG} allows for its host"
             )
 
 
@@ -289,5 +287,5 @@ def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | No
         return name, port, IPv4Address(name)
     except ValueError as error:
         raise MediaUrlError(
-            source, "its host is a number; wanted a name, or an address as 1.2.3.4"
+            source, "its host is a number; expected a name, or an address such as 1.2.3.4"
         ) from error

@@ -39,7 +39,7 @@ START_S = 60.0  # for starting the process, on a busy machine
 MAX_REPLY_BYTES = 65_536
 COPIED_BYTES = 16 * 2**20  # of a PDF file, copied at a time
 OPENING, RENDERING, CLOSING = "opening the file", "rendering the page", "closing the file"
-MALFORMED_REPLY = "its answer makes no sense"
+MALFORMED_REPLY = "its reply is malformed"
 _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
 
 
@@ -72,7 +72,7 @@ class PdfFile:
             self.pages = self._renderer.open(timeout_s)
             if self.pages > MAX_PAGES:
                 raise InvalidImage(
-                    f"the PDF file has {self.pages} pages, of at most {MAX_PAGES}; divide it"
+                    f"the PDF file has {self.pages} pages; the limit is {MAX_PAGES}: divide it"
                 )
         except BaseException:
             self.close()
@@ -132,8 +132,7 @@ class _Renderer:
             self._size += len(chunk)
             if self._size > MAX_PDF_BYTES:
                 raise InvalidImage(
-                    f"the PDF file has more than {MAX_PDF_BYTES} bytes, the most that is read; "
-                    "divide it"
+                    f"the PDF file is larger than the limit of {MAX_PDF_BYTES} bytes; divide it"
                 )
             remaining = memoryview(chunk)
             try:
@@ -157,8 +156,13 @@ class _Renderer:
         """Render a page as `PdfFile.render` does, in a new process if none runs."""
         if not self._is_running:
             self.open(timeout_s)
-        bounds = {"max_pixels": max_pixels, "longest_side": LONGEST_SIDE}
-        request = {"do": "render", "page": page, "dpi": dpi, **bounds}
+        request = {
+            "do": "render",
+            "page": page,
+            "dpi": dpi,
+            "max_pixels": max_pixels,
+            "longest_side": LONGEST_SIDE,
+        }
         reply = self._ask(request, timeout_s, RENDERING)
         if min(reply.height, reply.width) < 1 or reply.height * reply.width > max_pixels:
             raise self._malformed_reply(RENDERING)
@@ -211,8 +215,12 @@ class _Renderer:
             raise ConfigError(f"{sys.executable!r} cannot be started: {error}") from error
         self._end = weakref.finalize(self, _end, self._process)
         self._replies = SimpleQueue()
-        receiving = self._process.stdout, self._replies
-        threading.Thread(target=_receive, args=receiving, name="pdf-replies", daemon=True).start()
+        threading.Thread(
+            target=_receive,
+            args=(self._process.stdout, self._replies),
+            name="pdf-replies",
+            daemon=True,
+        ).start()
         try:
             self._exchange(b"", START_S)  # wait until it is ready
         except (TimeoutError, _ProcessLost) as error:
@@ -290,7 +298,7 @@ def _crash(doing: str, how: str) -> InvalidImage:
     """Return the error for a crash in the step `doing`; `how` says how the process ended."""
     return InvalidImage(
         f"{doing} crashed ({how}): the file is damaged, or needs more than "
-        f"{MAX_MEMORY / 10**9:g} GB of memory; save it anew, or choose a lower --pdf-dpi"
+        f"{MAX_MEMORY / 10**9:g} GB of memory; save it again, or choose a lower --pdf-dpi"
     )
 
 
@@ -315,8 +323,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _unwritable(reason: str | None) -> ConfigError:
     """Return the error for a temporary file that cannot be written."""
     return ConfigError(
-        f"pages of PDF files go through a temporary file, which cannot be written: {reason}; name "
-        "a folder that has room by the environment variable TMPDIR"
+        f"cannot write the temporary file for pages of PDF files: {reason}; set the environment "
+        "variable TMPDIR to a directory that has room"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pypdfium2
 
-from jaxembed.errors import InvalidImage
+from jaxembed.errors import InvalidImage, counted
 
 POINTS_AN_INCH = 72  # a PDF file counts lengths in points
 COLOURS = 3  # bytes of a pixel
@@ -95,10 +95,10 @@ class _Renderer:
         except pypdfium2.PdfiumError as error:
             if error.err_code == _PASSWORD:
                 raise InvalidImage(
-                    "the PDF file is encrypted, and its password is not known; save it without"
+                    "the PDF file is encrypted; save it without a password"
                 ) from error
             raise InvalidImage(
-                f"a file of {size} bytes is no PDF file, or a damaged one: {error}"
+                f"a file of {counted(size, 'byte')} is not a PDF file, or is damaged: {error}"
             ) from error
         return {"pages": len(self._document)}
 
@@ -120,13 +120,13 @@ class _Renderer:
                     raise InvalidImage(f"the page has {height} rows and {width} columns of pixels")
                 if width * height > max_pixels:
                     raise InvalidImage(
-                        f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi, "
-                        f"of at most {max_pixels}; choose a lower --pdf-dpi"
+                        f"the page has {width * height} pixels ({width} by {height}) at {dpi} dpi; "
+                        f"the limit is {max_pixels}: choose a lower --pdf-dpi"
                     )
                 if max(width, height) > longest_side:
                     raise InvalidImage(
-                        f"the page is {width} by {height} pixels at {dpi} dpi, of at most "
-                        f"{longest_side} on a side; choose a lower --pdf-dpi"
+                        f"the page is {width} by {height} pixels at {dpi} dpi; the limit for a "
+                        f"side is {longest_side}: choose a lower --pdf-dpi"
                     )
                 opened.render(scale=scale, rev_byteorder=True, bitmap_maker=self._bitmap).close()
         except pypdfium2.PdfiumError as error:

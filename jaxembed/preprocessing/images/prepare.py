@@ -30,8 +30,7 @@ def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     from PIL import Image  # only models of images need it
 
     height, width = resized_size(image.height, image.width, rules)
-    resample = Image.Resampling[rules.resample.upper()]
-    resized = np.asarray(image.resize((width, height), resample))
+    resized = np.asarray(image.resize((width, height), Image.Resampling[rules.resample.upper()]))
     if rules.crop is not None:
         crop_height, crop_width = rules.crop
         top, left = (height - crop_height) // 2, (width - crop_width) // 2
@@ -67,7 +66,7 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
     if high * wide > MAX_PIXELS:
         raise InvalidImage(
             f"the image is {width} by {height} pixels, and would be resized to {wide} by {high}, "
-            f"more than {MAX_PIXELS} pixels; cut it"
+            f"more than {MAX_PIXELS} pixels; crop it"
         )
     return high, wide
 
@@ -82,8 +81,8 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
-            f"the image is {width} by {height} pixels, and the model takes none whose one side is "
-            f"over {MAX_ASPECT} times the other; cut it"
+            f"the image is {width} by {height} pixels, and the model accepts no image whose longer "
+            f"side is over {MAX_ASPECT} times the shorter; crop it"
         )
     min_pixels, max_pixels = area
     high, wide = (round(length / side) * side for length in (height, width))

@@ -45,9 +45,10 @@ class ImageProcessor:
         self._budget = _MemoryBudget(MAX_BYTES)
         self.executor = JobThreads(workers, "decode")
 
-    def encode(self, inputs: Sequence[Input], rules: TokenizationOptions) -> Tokenized:
+    def encode(self, inputs: Sequence[Input], tokenization: TokenizationOptions) -> Tokenized:
         """Decode and resize images in the calling thread. If that is a thread for small images and
-        an image is large, the job starts anew in a thread for large images. `rules` has no effect.
+        an image is large, the job starts anew in a thread for large images. `tokenization` has no
+        effect.
 
         Raises InvalidImage for the first image at fault, and InvalidInput for any other kind of
         input.
@@ -62,14 +63,18 @@ class ImageProcessor:
         try:
             for item, size in zip(inputs, memory_bytes, strict=True):
                 if not isinstance(item, Image):
-                    raise InvalidInput("the input is no image, and this is the tower of images")
+                    raise InvalidInput(
+                        "the input is not an image; this route of the model takes only images"
+                    )
                 # if the size is 0, `_bytes` raises the image's error
                 encodings.append(self._encode(item, size or self._bytes(item)))
         except InvalidInput as error:
             raise error.at(len(encodings)) from error
         return Tokenized(work_from_encodings(encodings), truncated=0)
 
-    def estimate(self, inputs: Sequence[Input], rules: TokenizationOptions) -> tuple[int, int]:
+    def estimate(
+        self, inputs: Sequence[Input], tokenization: TokenizationOptions
+    ) -> tuple[int, int]:
         """Return the number of sequences of the inputs, and the most tokens that they may have."""
         return len(inputs), len(inputs) * self.limit
 
@@ -98,10 +103,9 @@ class ImageProcessor:
         with self._budget.taken(0 if is_for_small() else memory_bytes):
             image = decode_image(data) if isinstance(data, bytes) else to_pillow(data)
             patches = prepare_image(image, self._rules)
-        before, after = self._rules.before, self._rules.after
+        before, place_numbers = self._rules.before, self._rules.place_numbers
         patch_ids = [self._rules.token_id] * len(patches)
-        ids = np.array([*before, *patch_ids, *after], np.int32)
-        place_numbers = self._rules.place_numbers
+        ids = np.array([*before, *patch_ids, *self._rules.after], np.int32)
         # for each token the numbers of its position, and then the bytes of its patches as int32
         pixels = np.zeros((len(ids), place_numbers + patches.shape[1] // WORD.itemsize), np.int32)
         if place_numbers:

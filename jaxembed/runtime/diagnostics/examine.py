@@ -64,10 +64,10 @@ class Window:
     `seconds` is the time between these two, `delay_s` the largest of the samples.
     """
 
-    def __init__(self, moments: list[Sample]):
-        self._first, self._last = moments[0], moments[-1]
+    def __init__(self, samples: list[Sample]):
+        self._first, self._last = samples[0], samples[-1]
         self.seconds = self._last.at - self._first.at
-        self.delay_s = max(moment.delay_s for moment in moments)
+        self.delay_s = max(sample.delay_s for sample in samples)
 
     def machine(self, name: str) -> float | None:
         """Return the seconds by which one of `machine_counts` grew; None if the system lacks it."""
@@ -92,9 +92,9 @@ class Window:
     @property
     def device_s(self) -> dict[str, float]:
         """Device time of each model in this window, in seconds, by served name."""
-        models = self._last.models
         return {
-            model: sum((use.device_s for use in self.ran(model).values()), 0.0) for model in models
+            model: sum((use.device_s for use in self.ran(model).values()), 0.0)
+            for model in self._last.models
         }
 
     def _at_start(self, model: str) -> ModelTotals:
@@ -110,21 +110,21 @@ class History:
     """The samples of the last WINDOW_S seconds. Only the thread of the event loop may use it."""
 
     def __init__(self) -> None:
-        self._moments: deque[Sample] = deque()
+        self._samples: deque[Sample] = deque()
 
     def __len__(self) -> int:
-        return len(self._moments)
+        return len(self._samples)
 
     def note(self, models: Mapping[str, LoadedModel], delay_s: float = 0.0) -> None:
         """Take a sample now, and drop the samples that are older than WINDOW_S seconds."""
-        self._moments.append(_sample(models, delay_s))
-        oldest_at = self._moments[-1].at - WINDOW_S
-        while self._moments[0].at < oldest_at:
-            self._moments.popleft()
+        self._samples.append(_sample(models, delay_s))
+        oldest_at = self._samples[-1].at - WINDOW_S
+        while self._samples[0].at < oldest_at:
+            self._samples.popleft()
 
     def window(self, models: Mapping[str, LoadedModel]) -> Window:
         """Return the window from the oldest sample until now; 0 seconds if there is no sample."""
-        return Window([*self._moments, _sample(models, 0.0)])
+        return Window([*self._samples, _sample(models, 0.0)])
 
 
 def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Sample:
@@ -170,8 +170,9 @@ def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Exam
     for name, loaded in models.items():
         for route in loaded.text_routes:
             facts = facts_of(name, loaded, window, route)
-            examination = Examination(bound_by(facts), findings_of(facts), facts)
-            examinations[name_of_route(name, route)] = examination
+            examinations[name_of_route(name, route)] = Examination(
+                bound_by(facts), findings_of(facts), facts
+            )
     return examinations
 
 
@@ -184,17 +185,6 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
     device.failing = sum(failures > 0 for failures in state.failures)
     device.stuck = state.stuck
     device.longest_call_s = state.longest_call_s
-    programs = ProgramFacts(
-        ready=state.covered,
-        healthy=served.engine.healthy,
-        buckets=len(grid.buckets),
-        compiled=len(state.compiled),
-        timed=state.timed,
-        drift=state.drift,
-        lost_share=state.lost_share,
-        compiles=int(window.total(name, "compiles")),
-        cache_hits=int(window.total(name, "cache_hits")),
-    )
     ran, compiled, no_use = window.ran(name), set(state.compiled), BucketUse()
     buckets = [
         BucketFacts(
@@ -217,7 +207,17 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
         device=device,
         kernels=kernel_facts(served.plan, loaded.config),
         machine=machine_facts(),
-        programs=programs,
+        programs=ProgramFacts(
+            ready=state.covered,
+            healthy=served.engine.healthy,
+            buckets=len(grid.buckets),
+            compiled=len(state.compiled),
+            timed=state.timed,
+            drift=state.drift,
+            lost_share=state.lost_share,
+            compiles=int(window.total(name, "compiles")),
+            cache_hits=int(window.total(name, "cache_hits")),
+        ),
         buckets=buckets,
         lanes={
             priority: QueueFacts(queue.inputs, queue.tokens, queue.oldest_s)
@@ -231,9 +231,9 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
 def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
     """Describe the devices of a plan, its dtype, and why this dtype was chosen."""
     if config.dtype == plan.dtype:
-        reason = f"--dtype {config.dtype} asks for it"
+        reason = f"--dtype {config.dtype} is set"
     elif plan.platform == "host":
-        reason = "the host computes static embeddings in it"
+        reason = "the host computes static embeddings in float32"
     elif plan.dtype == "bfloat16":
         reason = "the device multiplies bfloat16 natively"
     else:
@@ -272,7 +272,6 @@ def _admission(
     def limit(kind: Limit, allowed: int, used: int) -> LimitFacts:
         return LimitFacts(allowed, used, int(window.count(name, f"refused {kind}")))
 
-    shortest = TPU_TILE if plan.platform == "tpu" else SHORTEST_ROW
     return AdmissionFacts(
         inputs=limit("inputs", capacity.max_inputs, capacity.inputs),
         tokens=limit("tokens", capacity.max_tokens, capacity.tokens),
@@ -281,7 +280,7 @@ def _admission(
         max_batch_tokens=plan.max_batch_tokens,
         batch_tokens_asked=config.max_batch_tokens is not None,
         batch_target_ms=1000 * BATCH_S if plan.platform == "cpu" else None,
-        least_batch_tokens=shortest * plan.shards,
+        least_batch_tokens=plan.shards * (TPU_TILE if plan.platform == "tpu" else SHORTEST_ROW),
         buckets_asked=config.buckets is not None,
         max_input_tokens=plan.max_input_tokens,
         model_input_tokens=min(checkpoint_limit, positions),

@@ -159,14 +159,19 @@ def name_of_route(model: str, route: str) -> str:
     return f"{model}, {route}" if route else model
 
 
-class Facts(msgspec.Struct):
-    """All facts of one served model, or of one of its routes."""
+class Setup(msgspec.Struct):
+    """The facts that need no traffic: what a model is or would be computed on."""
 
     model: str
-    task: str
     device: DeviceFacts
     kernels: KernelFacts
     machine: MachineFacts
+
+
+class Facts(Setup):
+    """All facts of one served model, or of one of its routes."""
+
+    task: str
     programs: ProgramFacts
     buckets: list[BucketFacts]
     lanes: dict[str, QueueFacts]
@@ -191,13 +196,9 @@ class Examination(msgspec.Struct):
     facts: Facts
 
 
-class LocalFacts(msgspec.Struct):
+class LocalFacts(Setup):
     """The devices, kernels and limits that a model would have if it were served on this machine."""
 
-    model: str
-    device: DeviceFacts
-    kernels: KernelFacts
-    machine: MachineFacts
     compiler: str | None  # the C compiler that would build the native kernels
     cache_dir: str
     kept_programs: int  # compiled programs in the cache for this kind of CPU

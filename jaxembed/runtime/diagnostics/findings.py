@@ -8,15 +8,10 @@ import math
 from collections.abc import Iterator
 
 from jaxembed.engine.autotune.kernels import NATIVE, UNSUITED
+from jaxembed.errors import counted
 from jaxembed.observability.metrics import ANSWER_STAGES
 from jaxembed.platform.cores import MAX_WAITED
-from jaxembed.runtime.diagnostics.facts import (
-    Bound,
-    BucketFacts,
-    Facts,
-    Finding,
-    LocalFacts,
-)
+from jaxembed.runtime.diagnostics.facts import Bound, BucketFacts, Facts, Finding, Setup
 
 # Shares of the time of the last minute
 BUSY = 0.6  # at this share the device, the event loop or the tokenizer threads are the limit
@@ -41,9 +36,6 @@ QUEUE_FLAGS = {
 }
 
 
-Setup = Facts | LocalFacts  # rules that need no traffic read only fields of both
-
-
 def findings_of(facts: Facts) -> list[Finding]:
     """Apply all rules to a served model. Return the findings, the worst first."""
     return [
@@ -66,7 +58,7 @@ def bound_by(facts: Facts) -> Bound:
     if window.refused:
         return "admission"
     shares: dict[Bound, float] = {"host": window.loop_share, "tokenizing": tokenizing_share(facts)}
-    busiest = max(shares, key=lambda name: shares[name])
+    busiest = max(shares, key=shares.__getitem__)
     if shares[busiest] >= BUSY:
         return busiest
     used = max(window.device_share_of_all, *shares.values())
@@ -98,29 +90,31 @@ def _failures(facts: Facts) -> Iterator[Finding]:
     if device.stuck:
         yield Finding(
             "a device does not return from a call",
-            f"{device.stuck} of {device.count} devices, for {device.longest_call_s:.0f} s by now",
-            "end the process and let its supervisor start it again (/livez tells it when); the log "
-            "has the batch",
+            f"{device.stuck} of {counted(device.count, 'device')}, for "
+            f"{device.longest_call_s:.0f} s so far",
+            "end the process and let its supervisor restart it (/livez fails when this is needed); "
+            "the log names the batch",
         )
     if window.failed_batches or device.failing:
         yield Finding(
             "batches fail on the device",
             f"{window.failed_batches} batches failed in {window.seconds:.0f} s; {device.failing} "
-            f"of {device.count} devices fail again and again",
-            "look for `failed` and its reference in the log; /health is 503 while no device "
+            f"of {counted(device.count, 'device')} failed on the last batches",
+            "search the log for `failed` and its reference; /health returns 503 while no device "
             "answers",
         )
     if window.split_batches:
         yield Finding(
-            "batches do not fit the device's memory",
-            f"{window.split_batches} batches ran in halves in {window.seconds:.0f} s",
+            "batches do not fit in the device's memory",
+            f"{window.split_batches} batches were run again in parts in {window.seconds:.0f} s",
             f"lower --max-batch-tokens, now {facts.admission.max_batch_tokens}, or raise "
             "--device-memory-fraction",
         )
     if window.not_finite >= FEWEST:
         yield Finding(
             "results are not finite and are computed again",
-            f"{window.not_finite} sequences in {window.seconds:.0f} s, in {device.dtype}",
+            f"{counted(window.not_finite, 'sequence')} in {window.seconds:.0f} s, in "
+            f"{device.dtype}",
             "serve with --dtype bfloat16 or float32, which hold larger numbers"
             if device.dtype == "float16"
             else "check the checkpoint: `jaxembed info MODEL --verify`, `jaxembed verify MODEL`",
@@ -134,18 +128,17 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
         ready = "ready" if programs.ready else "not ready"
         yield Finding(
             "not every bucket is compiled",
-            f"{programs.compiled} of {programs.buckets} buckets, {ready}; since the start "
-            f"{programs.compiles} programs were compiled and {programs.cache_hits} found in the "
-            "cache",
-            "wait; keep --cache-dir on a disk that outlives the process, so that the next start "
-            "finds them; the log names a bucket that does not compile",
+            f"{programs.compiled} of {counted(programs.buckets, 'bucket')}, {ready}; since the "
+            f"start {programs.compiles} programs were compiled and {programs.cache_hits} found in "
+            "the cache",
+            "wait; put --cache-dir on a persistent disk, so that the next start finds the "
+            "programs; the log names the buckets that do not compile",
         )
     if window.throttled_share >= THROTTLED_SHARE:
-        quota = machine.quota_cores
         yield Finding(
             "the CPU quota stops the process",
-            f"for {window.throttled_share:.0%} of {window.seconds:.0f} s it was throttled"
-            + (f"; its control group may use {quota:g} cores" if quota else ""),
+            f"it was throttled for {window.throttled_share:.0%} of {window.seconds:.0f} s"
+            + (f" (quota: {machine.quota_cores:g} cores)" if machine.quota_cores else ""),
             "raise the CPU limit of the container, or remove it and keep the request",
         )
     others = window.other_cores or 0.0
@@ -156,8 +149,10 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
             f"may use, over {window.seconds:.0f} s"
         )
     if programs.lost_share > MAX_WAITED:
-        lost = f"{programs.lost_share:.0%}"
-        evidence.append(f"while buckets were timed, threads waited for a core {lost} of the time")
+        evidence.append(
+            "while buckets were timed, threads waited for a core "
+            f"{programs.lost_share:.0%} of the time"
+        )
     if evidence and programs.drift > SLOWER:
         evidence.append(f"batches take {programs.drift:.1f} times as long as was timed")
     if evidence:
@@ -178,9 +173,9 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
     device, kernels, machine = facts.device, facts.kernels, facts.machine
     if machine.cores == 1 < machine.machine_cores:
         yield Finding(
-            "the process may use one core only",
+            "the process may use only one core",
             f"1 of the machine's {machine.machine_cores} cores: the model, the tokenizer and the "
-            "server take turns on it",
+            "server share it",
             "start it without `taskset`, or give its container more cores (cpuset)",
         )
     is_cpu = device.platform == "cpu"
@@ -190,9 +185,11 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
         reason = kernels.not_used.get(NATIVE, "the log says why")
         remedy = "install gcc or clang, and start again"
         if "compiler" not in reason:
-            remedy = "remove the reason, and start again; `--kernels native` insists"
+            remedy = (
+                "remove this reason, and start again; `--kernels native` uses them even if slower"
+            )
         if kernels.asked == "xla":
-            reason, remedy = "--kernels xla asks for it", "leave out --kernels xla"
+            reason, remedy = "--kernels xla is set", "leave out --kernels xla"
         yield Finding(
             "the native kernels are not used",
             f"XLA computes all rows in {device.dtype}: {reason}",
@@ -210,14 +207,15 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
         yield Finding(
             "freed memory is not kept for the next batch",
             f"{machine.not_kept}; each batch faults its pages in again",
-            "unset GLIBC_TUNABLES, `ulimit -v unlimited`, or run where glibc is 2.33 or later",
+            "unset GLIBC_TUNABLES, run `ulimit -v unlimited`, or use a system with glibc 2.33 or "
+            "later",
         )
     elif is_cpu and machine.huge_pages in ("never", "off for this process"):
         yield Finding(
             "huge pages are off",
             f"transparent huge pages: {machine.huge_pages}",
-            "as root: `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`; in a process "
-            "whose parent has switched them off (prctl), start it otherwise",
+            "as root, run `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`; if the "
+            "parent process has switched them off (prctl), start this process in another way",
         )
 
 
@@ -258,8 +256,8 @@ def _batches(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "batches may hold few tokens",
                 f"--max-batch-tokens {admission.max_batch_tokens}: the largest bucket, of "
-                f"{largest} tokens, takes {cost_ms:.1f} ms, where {target_ms:.0f} ms are the "
-                "default's aim",
+                f"{largest} tokens, takes {cost_ms:.1f} ms, and the default target is "
+                f"{target_ms:.0f} ms",
                 "leave out --max-batch-tokens, or raise it",
             )
 
@@ -273,8 +271,8 @@ def _waits(facts: Facts) -> Iterator[Finding]:
     name, limit = max(limits.items(), key=lambda item: item[1].refused)
     flag = QUEUE_FLAGS[name]
     evidence = (
-        f"{limit.refused} requests were refused (429) in {window.seconds:.0f} s, for want of "
-        f"room for {name}: {limit.held} of {limit.limit} are held now ({flag})"
+        f"{limit.refused} requests were refused (429) in {window.seconds:.0f} s because the limit "
+        f"of {name} was reached: {limit.held} of {limit.limit} are in use now ({flag})"
     )
     few_tokens = name == "tokens" and limit.limit < FEW_BATCHES * admission.max_batch_tokens
     if limit.refused and few_tokens:
@@ -285,10 +283,10 @@ def _waits(facts: Facts) -> Iterator[Finding]:
         )
     elif limit.refused and name == "bytes":
         remedy = f"raise {flag}, or send less in a request; token vectors and JSON take most"
-        yield Finding("requests hold all the memory they may", evidence, remedy)
+        yield Finding("requests hold all the memory that they may use", evidence, remedy)
     elif limit.refused:
         yield Finding(
-            "more work comes than the server does",
+            "more work arrives than the server can do",
             f"{evidence}; {waiting}",
             "add servers behind a load balancer, or let clients wait as Retry-After says; a higher "
             f"{flag} only lets them wait longer",
@@ -299,7 +297,8 @@ def _waits(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "interactive requests wait",
             f"{waiting}; the oldest interactive one for {oldest_s:.1f} s",
-            'send what nobody waits for with "priority": "bulk" (or x-priority), or add servers',
+            'send requests that nobody waits for with "priority": "bulk" (or x-priority), or add '
+            "servers",
         )
 
 
@@ -313,20 +312,20 @@ def _host_work(facts: Facts) -> Iterator[Finding]:
         remedy = "send shorter texts, or token ids; more cores help"
         if workers < max(cores, 4):
             remedy = (
-                f"leave out --tokenization-workers {workers}: by default there are four at least"
+                f"leave out --tokenization-workers {workers}: by default there are at least four"
             )
         yield Finding(
             "tokenizing takes longer than the model",
-            f"{tokenizing.mean_ms:.1f} ms of a request on average, {inference.mean_ms:.1f} ms on "
-            f"the device and {queue.mean_ms:.1f} ms in the queue; {workers} tokenizer threads",
+            f"{tokenizing.mean_ms:.1f} ms per request on average, {inference.mean_ms:.1f} ms on "
+            f"the device and {queue.mean_ms:.1f} ms in the queue; tokenizer threads: {workers}",
             remedy,
         )
     if window.loop_share >= BUSY and window.requests >= FEWEST:
         yield Finding(
             "the event loop is busy",
-            f"decoding and encoding took {window.loop_share:.0%} of its time; a timer came "
-            f"{window.loop_delay_ms:.0f} ms late",
-            'ask for base64 or raw float32 instead of JSON numbers (`"encoding_format": '
+            f"decoding and encoding took {window.loop_share:.0%} of its time; a timer was "
+            f"delayed by {window.loop_delay_ms:.0f} ms",
+            'request base64 or raw float32 instead of JSON numbers (`"encoding_format": '
             '"base64"`), or run several servers',
         )
     if window.truncated >= max(FEWEST, CUT_SHARE * window.inputs):
@@ -334,11 +333,11 @@ def _host_work(facts: Facts) -> Iterator[Finding]:
         remedy = 'split texts before they are sent; with "truncate": false they are refused instead'
         if limit < model_limit:
             remedy = (
-                f"the model takes {model_limit}: raise --max-input-length, --max-batch-tokens or "
-                "the longest row of --buckets"
+                f"the model accepts {model_limit} tokens: raise --max-input-length, "
+                "--max-batch-tokens or the longest row of --buckets"
             )
         yield Finding(
-            "texts are cut",
+            "texts are truncated",
             f"{window.truncated} of {window.inputs} inputs were longer than {limit} tokens, in "
             f"{window.seconds:.0f} s",
             remedy,

@@ -42,8 +42,8 @@ class AuditLog:
             self._file = _opened(path)
         except OSError as error:
             raise ConfigError(
-                f"--audit-log {path} cannot be opened: {error.strerror}; wanted a file that can be "
-                "appended to, or - for standard output"
+                f"--audit-log {path} cannot be opened: {error.strerror}; set it to a writable file "
+                "or to - for standard output"
             ) from error
         self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
@@ -115,14 +115,15 @@ class AuditLog:
             return
         old_file, self._file, self._is_torn = self._file, new_file, False
         os.close(old_file)
-        logger.info("--audit-log %s was opened again", self._path)
+        logger.info("--audit-log %s: the file was opened again", self._path)
 
     def _complain(self, error: OSError) -> None:
         """Log an error, at most once every COMPLAIN_S seconds."""
         if time.monotonic() - self._complained_at >= COMPLAIN_S:
             self._complained_at = time.monotonic()
             logger.error(
-                "--audit-log %s cannot be written: %s; %d lines are lost so far, requests go on",
+                "--audit-log %s cannot be written: %s (lines lost so far: %d); requests are still "
+                "answered",
                 self._path,
                 error.strerror or errno.errorcode.get(error.errno or 0, "?"),
                 self.lost,

@@ -80,16 +80,16 @@ def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]
         with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{path} is no regular file; {WANTED_TABLES}")
+                raise ConfigError(f"{path} is not a regular file; {WANTED_TABLES}")
             if status.st_size > LARGEST_FILE:
                 raise ConfigError(
-                    f"{path} has {status.st_size} bytes, a key file may have {LARGEST_FILE}"
+                    f"{path} has {status.st_size} bytes; a key file can have at most {LARGEST_FILE}"
                 )
             text = file.read().decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; {WANTED_TABLES}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8; {WANTED_TABLES}") from error
+        raise ConfigError(f"{path} is not UTF-8 text; {WANTED_TABLES}") from error
     return parse_keys(text, str(path), taken)
 
 
@@ -102,17 +102,17 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
         raise ConfigError(f"{file} is not TOML: {error}; {WANTED_TABLES}") from error
     except (RecursionError, ValueError) as error:  # Python reads integers of at most 4,300 digits
         raise ConfigError(
-            f"{file} is nested too deeply, or holds a number of thousands of digits"
+            f"{file} is nested too deeply, or has a number with thousands of digits"
         ) from error
     tables = document.get("key", [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{file}: `key` is no list of tables; {WANTED_TABLES}")
+        raise ConfigError(f"{file}: `key` is not a list of tables; {WANTED_TABLES}")
     problems = [f"`{name[:LONGEST_VALUE]}` is unknown" for name in document if name != "key"]
     if not tables:
         problems.append("there is no key")
     keys: dict[bytes, ApiKey] = {}
     place_by_name: dict[str, str] = {}
-    owner_by_digest: dict[bytes, str] = {digest: flag for digest, flag in taken.items()}
+    owner_by_digest = dict(taken)
     for number, table in enumerate(tables, 1):
         place, name = f"[[key]] number {number}", table.get("name")
         if isinstance(name, str) and KEY_NAME.fullmatch(name):
@@ -120,17 +120,16 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
         key, faults = _read_table(table)
         if key is not None:
             if key.name in place_by_name:
-                other = place_by_name[key.name]
-                faults.append(f"`name` is also that of {other}; each key needs one of its own")
+                faults.append(f"`name` is the same as that of {place_by_name[key.name]}")
             if key.digest in owner_by_digest:
-                other = owner_by_digest[key.digest]
-                faults.append(f"`sha256` is that of a key that {other} has already")
+                faults.append(f"`sha256` is the same as that of {owner_by_digest[key.digest]}")
             place_by_name[key.name], owner_by_digest[key.digest] = place, place
             keys[key.digest] = key
         problems += [f"{place}: {problem}" for problem in faults]
     if problems:
-        more = len(problems) - MAX_PROBLEMS
-        shown = problems[:MAX_PROBLEMS] + [f"and {more} more"] * (more > 0)
+        shown = problems[:MAX_PROBLEMS]
+        if more := len(problems) - len(shown):
+            shown.append(f"and {more} more")
         raise ConfigError(f"{file}: {'; '.join(shown)}; {WANTED_TABLES}")
     return keys
 
@@ -170,7 +169,7 @@ def _read_name(value: Any) -> str:
     if not isinstance(value, str) or not KEY_NAME.fullmatch(value):
         raise ValueError(
             f"is {_shown_value(value)}; wanted 1 to 64 letters, digits, dots, dashes and "
-            "underscores, a letter or digit first"
+            "underscores, with a letter or digit first"
         )
     return value
 
@@ -179,7 +178,7 @@ def _read_digest(value: Any) -> bytes:
     """Return a digest as bytes. Raises ValueError without the value, which may be the key
     itself."""
     if not isinstance(value, str) or not HEX_DIGEST.fullmatch(value):
-        received = f"a text of {len(value)} characters" if isinstance(value, str) else "no text"
+        received = f"a string of length {len(value)}" if isinstance(value, str) else "not a string"
         raise ValueError(f"is {received}; wanted the 64 hexadecimal digits of the key's SHA-256")
     return bytes.fromhex(value)
 
@@ -194,18 +193,17 @@ def _read_texts(
     `is_right` checks each text; `wanted` describes a valid text in messages. Raises ValueError."""
     if not isinstance(value, list) or not value:
         received = "an empty list" if value == [] else _shown_value(value)
-        raise ValueError(f"is {received}; wanted a list of {wanted}, or no such field for all")
+        raise ValueError(f"is {received}; wanted a list of {wanted}; leave it out to allow all")
     for text in value:
         if not isinstance(text, str) or not is_right(text):
-            raise ValueError(f"holds {_shown_value(text)}; wanted {wanted}")
+            raise ValueError(f"contains {_shown_value(text)}; wanted {wanted}")
     return collection(value)
 
 
 def _read_limit(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= LARGEST_LIMIT:
         raise ValueError(
-            f"is {_shown_value(value)}; wanted a whole number from 1 on, or no such field for no "
-            "limit"
+            f"is {_shown_value(value)}; wanted an integer of 1 or more; leave it out for no limit"
         )
     return value
 
@@ -230,13 +228,13 @@ KEY_FIELDS: dict[str, Callable[[Any], Any]] = {
     "models": partial(
         _read_texts,
         frozenset,
-        "names of models as requests give them",
+        "model names as sent in requests",
         lambda name: bool(name.strip()),
     ),
     "routes": partial(
         _read_texts,
         tuple,
-        "paths such as '/v1/embeddings', or with a * at the end such as '/v1/*'",
+        "paths such as '/v1/embeddings', or prefixes that end in * such as '/v1/*'",
         lambda path: path.startswith("/") and "*" not in path[:-1],
     ),
     **dict.fromkeys(LIMIT_FIELDS, _read_limit),
@@ -277,7 +275,7 @@ class Keyring:
         self._use(read_key_file(path, self._taken))
         self._woken, self._closed = threading.Event(), False
         self._lock = threading.Lock()  # held while the file is read
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="key-file", daemon=True)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -290,12 +288,11 @@ class Keyring:
 
     def quota(self, key: ApiKey) -> Quota:
         """Return the quota of a key: its limits and what it has used."""
-        # a key that has just left the file gets a new quota
+        # a key that is new, or has just left the file, gets a new quota
         return self._quotas.get(key.name) or Quota(key.name, key.limits, self._clock)
 
     def watch(self) -> None:
         """Start the thread that reads the file when it changes. It runs until `close`."""
-        self._thread = threading.Thread(target=self._watch, name="key-file", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
@@ -306,7 +303,7 @@ class Keyring:
         """End the thread."""
         self._closed = True
         self._woken.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join()
 
     def read_again(self) -> bool:
@@ -318,7 +315,9 @@ class Keyring:
             except ConfigError as error:
                 self.failed += 1
                 self.is_current = False
-                logger.error("the keys in use stay as they are: %s", error)
+                logger.error(
+                    "the key file cannot be used, so the earlier keys stay valid: %s", error
+                )
                 return False
             old_names = {key.name for key in self._keys.values()}
             self._use(keys)
@@ -327,7 +326,7 @@ class Keyring:
             self.read_at = time.time()
             new_names = {key.name for key in keys.values()}
             logger.info(
-                "%s was read again: %d keys, new %s, gone %s",
+                "%s was read again (keys: %d; added: %s; removed: %s)",
                 self.path,
                 len(keys),
                 some_of(new_names - old_names),
@@ -338,14 +337,10 @@ class Keyring:
     def _use(self, keys: dict[bytes, ApiKey]) -> None:
         """Make these the keys in use. Quotas are replaced before the keys, so that each key that
         `find` returns has a quota."""
-        quotas = {}
+        quotas = {key.name: self.quota(key) for key in keys.values()}
         for key in keys.values():
-            quota = self._quotas.get(key.name)
-            if quota is None:
-                quota = Quota(key.name, key.limits, self._clock)
-            elif quota.limits != key.limits:
-                quota.change(key.limits)
-            quotas[key.name] = quota
+            if quotas[key.name].limits != key.limits:
+                quotas[key.name].change(key.limits)
         self._quotas = quotas
         self._keys = keys
 

@@ -29,7 +29,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import h11
@@ -174,8 +174,7 @@ class BoundedBody:
     def mark_answered(self) -> None:
         """Mark the request as answered, and discard the rest of its body, because the message that
         the client disconnects is queued behind it."""
-        if self._discarded is None:
-            self.discard()
+        self.discard()
         self._is_answered.set()
 
     async def end(self, pause_s: float) -> None:
@@ -345,8 +344,7 @@ class Connection(TCPServer):
     async def _read_data(self) -> None:
         """Handle received bytes until the client closes the connection. Also stop when an HTTP/2
         frame is too long, because h2 checks the length only after the whole frame has arrived."""
-        reading = self._reading = asyncio.current_task()
-        assert reading is not None
+        reading = self._reading = cast(asyncio.Task, asyncio.current_task())
         max_frame_bytes = FRAME_HEAD + self.config.h2_max_inbound_frame_size
         try:
             while not self.reader.at_eof():
@@ -369,10 +367,10 @@ class Connection(TCPServer):
             reading.uncancel()
             await self.protocol.handle(Closed())
         except Exception as error:  # else Hypercorn stops the sending task and waits for it forever
-            logger.error("a connection was closed, because its data led to %.200r", error)
+            logger.error("a connection was closed because its data caused an error: %.200r", error)
             await self.protocol.handle(Closed())
         self._reading = None
-        self.idle.end()
+        await self.idle.end()
 
     async def _idle_timeout(self) -> None:
         if self.idle.running:  # else a request arrived in the turn in which the timer expired
@@ -400,9 +398,7 @@ class IdleTimer:
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
         """Restart the timer, unless `end` was called. When it expires, it runs `action` in `tasks`,
         Hypercorn's TaskGroup."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        await self.stop()
         if not self._ended:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._seconds, tasks.spawn, action)
@@ -412,11 +408,10 @@ class IdleTimer:
             self._timer.cancel()
             self._timer = None
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Stop the timer for good: `restart` no longer starts it."""
         self._ended = True
-        if self._timer is not None:
-            self._timer.cancel()
+        await self.stop()
 
 
 class Http1(H11Protocol):
@@ -466,8 +461,7 @@ class Exchange(ASGIHTTPConnection):
     async def __call__(self, receive: Any, send: Any) -> None:
         """Handle the request while a second task receives its body. That task ends when the client
         disconnects, and then cancels this one."""
-        task = asyncio.current_task()
-        assert task is not None
+        task = cast(asyncio.Task, asyncio.current_task())
         with self.app.capacity.request() as reservation:
             if not self.scope["path"].startswith("/"):
                 # an absolute URL, or a query without a path; `*` and other texts match no route
@@ -522,9 +516,7 @@ class Exchange(ASGIHTTPConnection):
         except asyncio.CancelledError:
             if not self.app.expired:
                 raise  # the client disconnected
-            task = asyncio.current_task()
-            assert task is not None
-            task.uncancel()
+            cast(asyncio.Task, asyncio.current_task()).uncancel()
             response = await self.app.refuse_late(request)
         self._body.discard()
         assert isinstance(response, Response)

@@ -35,10 +35,8 @@ async def json_items(
         if start:
             await asyncio.sleep(0)
             yield b","
-        part = orjson.dumps(
-            items(start, min(start + step, count)), option=orjson.OPT_SERIALIZE_NUMPY
-        )
-        yield part[1:-1]
+        part = items(start, min(start + step, count))
+        yield orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def object_width(texts: Sequence[str]) -> int:
@@ -136,9 +134,9 @@ async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield part
 
 
-async def octet_response(vectors: np.ndarray) -> Response:
+async def octet_response(vectors: np.ndarray, shape: str | None = None) -> Response:
     """Return a response with the little-endian bytes of the vectors, row by row, and their shape in
-    a header."""
+    a header, or another `shape` if one is given."""
     response = Response(to_bytes(vectors), content_type=OCTETS)
-    response.headers["x-embedding-shape"] = ",".join(str(size) for size in vectors.shape)
+    response.headers["x-embedding-shape"] = shape or ",".join(map(str, vectors.shape))
     return response

@@ -13,7 +13,14 @@ from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, Unsupport
 
 from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Priority, Text, Tokens
 from jaxembed.engine.admission import Reservation
-from jaxembed.errors import BatchTooLarge, EmptyInput, InvalidInput, MediaUrlError, RequestTooLarge
+from jaxembed.errors import (
+    BatchTooLarge,
+    EmptyInput,
+    InvalidInput,
+    MediaUrlError,
+    RequestTooLarge,
+    counted,
+)
 from jaxembed.preprocessing.images.decode import MAX_PIXELS, ImageFacts, image_facts
 from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 from jaxembed.runtime.requests import INPUT_BYTES
@@ -30,7 +37,6 @@ CONCURRENT_IMAGES = 4  # images of one request that are read at the same time
 # of a lossless WebP took 1.3 s of CPU time.
 MAX_PIXELS_A_REQUEST = 20 * MAX_PIXELS
 DECODED_AT_ONCE = 16 * 1024  # characters of base64 decoded on the event loop, in about 20 us
-MEDIA_FLAG = "--allow-media-urls"
 MAX_CONTENT = 2048  # parts of one input
 
 # Fields with lists of values, not of inputs; the maximum exceeds the number of valid values.
@@ -60,10 +66,15 @@ class ImageSource(msgspec.Struct, frozen=True):
 
 
 class TextOrImage(msgspec.Struct):
-    """The base of objects that hold a text, or an image as a URL, a data URI or base64."""
+    """The base of objects that hold a text, or an image as a URL, a data URI or base64. Raises
+    ValueError for an object with both or neither."""
 
     text: str | None = None
     image: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.image is None):
+            raise ValueError("Expected an object with either `text` or `image`")
 
     @property
     def source(self) -> str | ImageSource:
@@ -82,7 +93,7 @@ class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         wanted, other = ("value", "url") if self.type == "text" else ("url", "value")
         if not getattr(self, wanted) or getattr(self, other) is not None:
-            raise ValueError(f"an input of type `{self.type}` has `{wanted}` and no `{other}`")
+            raise ValueError(f"an input of type `{self.type}` needs `{wanted}`, without `{other}`")
 
     @property
     def source(self) -> str | ImageSource:
@@ -110,8 +121,9 @@ class ContentItem(msgspec.Struct):
         needed = {"text": "text", "image_base64": "image_base64"}.get(self.type, "image_url")
         if self.type == "image" or not getattr(self, needed):
             raise ValueError(
-                f"a part of the type `{self.type}` is not served, or lacks what it holds: wanted "
-                "`text` with `text`, `image_url` with `image_url`, or `image_base64` with that"
+                f"a part of type `{self.type}` is not supported, or its content is missing; "
+                "expected type `text` with `text`, type `image_url` with `image_url`, or type "
+                "`image_base64` with `image_base64`"
             )
 
     @property
@@ -140,8 +152,8 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
         return "\n".join(texts)
     if len(sources) != 1:
         raise InvalidInput(
-            f"`{place}` has {len(sources)} parts, and this server gives an image a vector of its "
-            "own: send one image, or texts alone",
+            f"`{place}` has {counted(len(sources), 'part')}; an input must be either one image "
+            "or only texts",
             field=place,
         )
     return sources[0]
@@ -178,8 +190,8 @@ async def read_images(
         total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
         if total > MAX_PIXELS_A_REQUEST:
             raise InvalidInput(
-                f"the {len(images)} images have {total} pixels together, of at most "
-                f"{MAX_PIXELS_A_REQUEST} in a request; send them in several"
+                f"the {len(images)} images have {total} pixels in total; a request can have at "
+                f"most {MAX_PIXELS_A_REQUEST}, so send them in several requests"
             )
     return inputs
 
@@ -205,7 +217,7 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
     fetcher = current_service().fetcher
     if fetcher is None:
         raise MediaUrlError(
-            excerpt(text), f"wanted a data URI; for URLs name their hosts by {MEDIA_FLAG} HOST"
+            excerpt(text), "expected a data URI; to allow URLs, set --allow-media-urls HOST"
         )
     reservation.charge(MAX_IMAGE_BYTES)  # the maximum, until the size is known
     try:
@@ -219,9 +231,7 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
 
 async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:
     """Read the headers of images in a thread, because they may be long. Raises InvalidImage."""
-    if not images:
-        return []
-    return await asyncio.to_thread(lambda: list(map(image_facts, images)))
+    return await asyncio.to_thread(lambda: list(map(image_facts, images))) if images else []
 
 
 def text_or_image(source: str | ImageSource) -> Text | ImageSource:
@@ -236,10 +246,6 @@ InputUnion = str | list[str | TokenId | list[TokenId]]
 class MediaObject(TextOrImage, forbid_unknown_fields=True):
     """A text or an image as Jina's clients send it. The image is a URL, a data URI or base64.
     Raises ValueError if it has both or neither."""
-
-    def __post_init__(self) -> None:
-        if (self.text is None) == (self.image is None):
-            raise ValueError("Expected an object with `text` or `image`")
 
 
 TypedInputs = str | list[str | TokenId | list[TokenId] | TypedInput] | TypedInput
@@ -357,7 +363,7 @@ def read_inputs(
             if not isinstance(item, int):
                 objects = dict.fromkeys((MediaObject, TypedInput), "object")
                 got = {str: "str", **objects}.get(type(item), "array")
-                raise mixed_items_error(field, i, "a token id, as the items before it", got)
+                raise mixed_items_error(field, i, "a token id like the items before it", got)
         ids = cast(Sequence[int], raw)
         return RequestInputs("single", len(ids), field, [Tokens(ids)])
     else:
@@ -398,7 +404,8 @@ def read_texts_and_pairs(
             raise EmptyInput(field, None if method == "single" else i)
         if len(group) > 2:
             raise BadField(
-                f"Expected one text or a pair, got {len(group)} texts - at `$.{place}`", field=place
+                f"Expected one text or a pair, got {counted(len(group), 'text')} - at `$.{place}`",
+                field=place,
             )
         items.append(Text(*group) if len(group) == 1 else Pair(*group))
     characters = sum(len(text) for group in groups for text in group)
@@ -416,9 +423,10 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
     header = ", ".join(headers)  # how HTTP reads a header that is sent twice
     if header in get_args(Priority):
         return cast(Priority, header)
-    wanted = ", ".join(map(repr, get_args(Priority)))
     raise InvalidInput(
-        f"the header `{PRIORITY}` must be one of {wanted}, once. Given: {header!r}", field=PRIORITY
+        f"the header `{PRIORITY}` must be one of {', '.join(map(repr, get_args(Priority)))}, and "
+        f"sent once. Given: {header!r}",
+        field=PRIORITY,
     )
 
 
@@ -434,7 +442,7 @@ def check_batch(count: int) -> None:
         )
     if count * INPUT_BYTES > max_bytes:
         raise RequestTooLarge(
-            f"{count} inputs take over {max_bytes} bytes of memory; "
+            f"{count} inputs need more than {max_bytes} bytes of memory; "
             "send smaller batches or raise --max-queue-bytes"
         )
 
@@ -443,11 +451,10 @@ def check_value_list(place: str, count: int) -> None:
     """Raise BadField if a list with at least `count` values, which are not inputs, is too long."""
     if count > MAX_VALUES:
         raise BadField(
-            f"Expected at most {MAX_VALUES} items, got {count} - at `$.{place}`",
-            field=place,
+            f"Expected at most {MAX_VALUES} items, got {count} - at `$.{place}`", field=place
         )
 
 
 def too_many_parts(count: int) -> str:
     """Return the error message for an input with `count` parts."""
-    return f"Expected at most {MAX_CONTENT} parts of an input, got {count}"
+    return f"Expected at most {MAX_CONTENT} parts in an input, got {count}"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -43,7 +43,8 @@ _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Raised if a path leads nowhere, because the body is not JSON or has another value there.
 _UNREADABLE = (*_UNDECODABLE, IndexError)
-_OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)  # group 1: the first byte of a value
+# Group 1 is the first byte of a value. The pattern matches any text.
+_OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
 
 
 async def decode(
@@ -63,7 +64,7 @@ async def decode(
     try:
         return msgspec.json.decode(data, type=kind)
     except _UNDECODABLE as error:
-        raise _refusal(error, data, named=kind) from error
+        raise _refusal(error, data, "$", 0, kind) from error
 
 
 def mixed_items_error(field: str, i: int, wanted: str, got: str) -> BadField:
@@ -128,8 +129,7 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
     `place` is its path in the body, such as `$.inputs`. Raises as `decode`."""
     await asyncio.sleep(0)
     accepted = _forms(kind)
-    opener = _OPENER.match(part)
-    assert opener is not None
+    opener = cast(re.Match[bytes], _OPENER.match(part))
     match opener[1]:
         case b"[" if accepted.item is not None:
             return await _decode_list(part[opener.start(1) :], accepted.item, place, check)
@@ -159,8 +159,7 @@ async def _decode_list(
 ) -> list[Any] | array:
     """Decode a list in slices. `item` is the type of its items, `place` its path in the body. If
     the first item is a token id, all must be, and the result is an array. Raises as `decode`."""
-    opener = _OPENER.match(part, 1)  # from 1 on: after the list's bracket
-    assert opener is not None
+    opener = cast(re.Match[bytes], _OPENER.match(part, 1))  # from 1 on: after the list's bracket
     if opener[1] == b"]":
         return []
     are_ids = TokenId in _members(item) and opener[1] in b"-0123456789"
@@ -198,8 +197,7 @@ def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
     while window_start < len(part):
         window = bytes(part[window_start : window_start + WINDOW])
         # blank escaped quotes; an escape that the window's end cuts belongs to the next window
-        window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
-        window = window.removesuffix(b"\\")
+        window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ").removesuffix(b"\\")
         ends, depth, quoted = _item_ends(window, depth, quoted)
         ends += window_start  # now offsets in `part`
         window_start += len(window)
@@ -249,13 +247,13 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
             "object": forms.struct is not None,
         }
         if other and is_accepted[other[1]]:
-            i, wanted = first + int(other[2]), "a token id, as the items before it"
+            i, wanted = first + int(other[2]), "a token id like the items before it"
             raise mixed_items_error(_field(place), i, wanted, other[1]) from error
     return _decode_slice(data, list[item], place, first=first)  # raises, naming all accepted types
 
 
 def _decode_slice(
-    data: bytes | bytearray | memoryview,
+    data: bytes | bytearray | memoryview | msgspec.Raw,
     kind: Any,
     place: str,
     *,
@@ -272,7 +270,7 @@ def _decode_slice(
         with _collector_paused():
             return msgspec.json.decode(data, type=kind)
     except _UNDECODABLE as error:
-        raise _refusal(error, data, place, first=first, named=named) from error
+        raise _refusal(error, data, place, first, named) from error
 
 
 @contextmanager
@@ -291,10 +289,9 @@ def _collector_paused() -> Iterator[None]:
 def _refusal(
     error: Exception,
     data: bytes | bytearray | memoryview | msgspec.Raw,
-    place: str = "$",
-    *,
-    first: int = 0,
-    named: type | None = None,
+    place: str,
+    first: int,
+    named: type | None,
 ) -> BadJson | BadField:
     """Convert an error of decoding `data` to an error for clients.
 
@@ -305,14 +302,14 @@ def _refusal(
     if isinstance(error, UnicodeDecodeError):
         return BadJson("the body is not valid UTF-8")
     if isinstance(error, RecursionError):
-        return BadJson("the body nests too deeply")
+        return BadJson("the body is nested too deeply")
     if not isinstance(error, msgspec.ValidationError):
         if not memoryview(data).nbytes:
             message = "the body is empty"
         elif "truncated" in message:
-            message = "the body ends too early, or holds a lone surrogate"
+            message = "the body is incomplete, or has a lone surrogate"
         elif "hex escape" in message:
-            message = f"an escape is cut short, or holds a lone surrogate: {message}"
+            message = f"an escape sequence is incomplete, or is a lone surrogate: {message}"
         return BadJson(message)
     if suffix := re.search(r" - at `\$([^`]*)`$", message):
         message, path = message[: suffix.start()], suffix[1]

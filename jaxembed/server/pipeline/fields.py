@@ -45,8 +45,6 @@ ENCODERS: dict[Format | None, Callable[[np.ndarray], np.ndarray | str]] = {
     "base64": to_base64,
 }
 
-BASE64 = ("base64", ["base64"])
-
 VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
 
 NOTHING = (None, "", [], {})  # values that ask for nothing, in every field
@@ -61,32 +59,25 @@ class Unserved:
     accepted_values: tuple = ()
 
 
-_TEXTS = Unserved("this route takes texts alone", ("text",))
-_CHUNKS = "only /v1/embeddings and /embeddings have chunks"
-_AUTO = Unserved("only /v1/contextualizedembeddings takes it; see `chunk_size`", (False,))
-_FLOAT = Unserved("only routes that answer vectors take it", ("float", ["float"]))
-_RIGHT = Unserved("texts are cut on the right", ("right", "Right"))
-_RERANKS = "only the documents of a reranker are divided"
-_OTHERS = "only /v1/embeddings and /embeddings take it"
-_EMBEDDERS = "only /v1/embeddings, /embeddings, /v1/embed and /v2/embed take it"
-_OUTPUTS = f"{_OTHERS}; /embed_sparse and /embed_multi answer one output"
-_SPARSE = "only /embed_sparse and, of /v1/embeddings, sparse outputs take it"
-_TOKENS = "only /embed_sparse and, of /v1/embeddings, sparse outputs and several vectors take it"
-_CUTS = "only /embed, /embed_multi and /v1/embeddings cut"
-_LIMIT = "the limit is the model's"
-_PROMPT = "put it before the text, or name one of the checkpoint's by `prompt_name`"
-_ADAPTER = Unserved("ask for the adapter by the model `<served name>:<adapter>`")
-_NORMALIZE = Unserved("only routes that give one vector of each input take it", (True,))
-_ACTIVATION = Unserved("`raw_scores` asks for logits", (True,))
-_TEMPLATE = "the template of inputs is the checkpoint's"
-_IMAGES = Unserved("images are decoded and resized by the rules of the checkpoint")
-_EMBEDS = "only routes that embed take it, /similarity in `parameters`"
-_LIST = Unserved("answers have vectors of one dtype; send `output_dtype`", ("float", ["float"]))
+_TEXTS = Unserved("this route accepts only texts", ("text",))
+_CHUNKS = "only /v1/embeddings and /embeddings support chunks"
+_FLOAT = Unserved("only routes that return vectors accept it", ("float", ["float"]))
+_RIGHT = Unserved("texts are truncated on the right", ("right", "Right"))
+_RERANKS = "only routes that rerank accept it"
+_OTHERS = "only /v1/embeddings and /embeddings accept it"
+_EMBEDDERS = "only routes that embed accept it, under the name that each documents"
+_OUTPUTS = f"{_OTHERS}; /embed_sparse and /embed_multi return one output"
+_LIMIT = "the model defines the limit"
+_ADAPTER = Unserved("send `<served name>:<adapter>` as the `model`")
+_NORMALIZE = Unserved("only routes that return one vector for each input accept it", (True,))
+_ACTIVATION = Unserved("send `raw_scores` for logits", (True,))
+_TEMPLATE = "the checkpoint defines the template of inputs"
+_IMAGES = Unserved("the checkpoint defines how images are decoded and resized")
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
-    """The base of all bodies that a model runs. Decoding raises InvalidInput for a field that asks
-    for something, unless a route declares the field again and serves it."""
+class RefusedFields(msgspec.Struct, kw_only=True):
+    """The fields that ask for what the server does not do. Decoding raises InvalidInput for a field
+    that asks for something, unless a route declares the field again and serves it."""
 
     modality: Annotated[Any, _TEXTS] = None
     images: Annotated[Any, _TEXTS] = None
@@ -96,15 +87,25 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     chunk_size: Annotated[Any, Unserved(_CHUNKS)] = None
     chunk_overlap: Annotated[Any, Unserved(_CHUNKS, (0,))] = None
     offset_unit: Annotated[Any, Unserved(_CHUNKS)] = None
-    enable_auto_chunking: Annotated[Any, _AUTO] = None
+    enable_auto_chunking: Annotated[
+        Any, Unserved("only /v1/contextualizedembeddings accepts it; use `chunk_size`", (False,))
+    ] = None
     return_multivector: Annotated[Any, Unserved(_OUTPUTS, (False,))] = None
     outputs: Annotated[Any, Unserved(_OUTPUTS, (["dense"],))] = None
-    pool_factor: Annotated[Any, Unserved("every token has a vector of its own", (1,))] = None
-    max_active_dims: Annotated[Any, Unserved(_SPARSE)] = None
-    return_tokens: Annotated[Any, Unserved(_TOKENS, (False,))] = None
+    pool_factor: Annotated[Any, Unserved("each token keeps its vector", (1,))] = None
+    max_active_dims: Annotated[
+        Any, Unserved("only /embed_sparse, and /v1/embeddings for a sparse output, accept it")
+    ] = None
+    return_tokens: Annotated[
+        Any,
+        Unserved(
+            "only /embed_sparse, and /v1/embeddings for a sparse or multi-vector output, accept it",
+            (False,),
+        ),
+    ] = None
     normalize: Annotated[Any, _NORMALIZE] = None
     normalized: Annotated[Any, _NORMALIZE] = None
-    precision: Annotated[Any, Unserved("see `output_dtype` of /v1/embeddings", ("float32",))] = None
+    precision: Annotated[Any, Unserved("use `output_dtype` of /v1/embeddings", ("float32",))] = None
     embedding_type: Annotated[Any, _FLOAT] = None
     embedding_types: Annotated[Any, _FLOAT] = None
     encoding_type: Annotated[Any, _FLOAT] = None
@@ -115,10 +116,16 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     output_dimension: Annotated[Any, Unserved(_EMBEDDERS, (0,))] = None
     input_type: Annotated[Any, Unserved(_EMBEDDERS)] = None
     task: Annotated[Any, Unserved(_OTHERS)] = None
-    dimensions: Annotated[Any, Unserved(_CUTS, (0,))] = None
-    prompt: Annotated[Any, Unserved(_PROMPT)] = None
-    prompt_name: Annotated[Any, Unserved(_EMBEDS)] = None
-    instruction: Annotated[Any, Unserved("it is for reranking; see `prompt_name`")] = None
+    dimensions: Annotated[
+        Any, Unserved("only routes that embed and truncate vectors accept it", (0,))
+    ] = None
+    prompt: Annotated[Any, Unserved("put the prompt before the text, or send `prompt_name`")] = None
+    prompt_name: Annotated[
+        Any, Unserved("only routes that embed accept it (/similarity: in `parameters`)")
+    ] = None
+    instruction: Annotated[
+        Any, Unserved("only routes that rerank accept it; use `prompt_name`")
+    ] = None
     chat_template: Annotated[Any, Unserved(_TEMPLATE)] = None
     chat_template_kwargs: Annotated[Any, Unserved(_TEMPLATE)] = None
     add_generation_prompt: Annotated[Any, Unserved(_TEMPLATE, (False,))] = None
@@ -133,7 +140,7 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     adapter_name: Annotated[Any, _ADAPTER] = None
     lora_name: Annotated[Any, _ADAPTER] = None
     lora_path: Annotated[Any, _ADAPTER] = None
-    add_special_tokens: Annotated[Any, Unserved("they are always added", (True,))] = None
+    add_special_tokens: Annotated[Any, Unserved("special tokens are always added", (True,))] = None
     truncation: Annotated[Any, Unserved("send `truncate`", (True,))] = None
     truncation_side: Annotated[Any, _RIGHT] = None
     truncation_direction: Annotated[Any, _RIGHT] = None
@@ -142,15 +149,17 @@ class ModelRequest(msgspec.Struct, kw_only=True):
     use_activation: Annotated[Any, _ACTIVATION] = None
     activation: Annotated[Any, _ACTIVATION] = None
     softmax: Annotated[Any, _ACTIVATION] = None
-    labels: Annotated[Any, Unserved("a classifier's labels are its own")] = None
+    labels: Annotated[Any, Unserved("the checkpoint defines the labels")] = None
     rank_fields: Annotated[Any, Unserved("documents are ranked by `text`", (["text"],))] = None
     max_chunks_per_doc: Annotated[Any, Unserved(_RERANKS, (1,))] = None
     overlap_tokens: Annotated[Any, Unserved(_RERANKS, (0,))] = None
     long_documents: Annotated[Any, Unserved(_RERANKS, ("truncate",))] = None
-    weights: Annotated[Any, Unserved("only routes that rerank take it")] = None
-    aggregation: Annotated[Any, Unserved("the best window counts", ("max",))] = None
-    max_tokens_per_query: Annotated[Any, Unserved("documents are cut first", (0,))] = None
-    relevant_spans: Annotated[Any, Unserved("a document is one", ({"mode": "disabled"},))] = None
+    weights: Annotated[Any, Unserved("only routes that rerank accept it")] = None
+    aggregation: Annotated[Any, Unserved("the best window gives the score", ("max",))] = None
+    max_tokens_per_query: Annotated[Any, Unserved("documents are truncated first", (0,))] = None
+    relevant_spans: Annotated[
+        Any, Unserved("a document is scored as a whole", ({"mode": "disabled"},))
+    ] = None
 
     def __post_init__(self) -> None:
         """Raise InvalidInput for a refused field whose value asks for something."""
@@ -165,8 +174,14 @@ class ModelRequest(msgspec.Struct, kw_only=True):
                 )
 
 
+class ModelRequest(RefusedFields, kw_only=True):
+    """The base of all bodies that a model runs."""
+
+    model: str | None = None
+
+
 @lru_cache
-def refused_fields(kind: type[ModelRequest]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
+def refused_fields(kind: type[RefusedFields]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
     """Return the refused fields of a type of body, and a function that returns the values of these
     fields in a body, in the same order, in about 1 us."""
     hints = get_type_hints(kind, include_extras=True)
@@ -219,7 +234,10 @@ class VectorsRequest(ModelRequest, kw_only=True):
     embedding_type: str | list[str] | None = None
     encoding_type: str | list[str] | None = None
     embed_dtype: str | None = None
-    embedding_types: Annotated[Any, _LIST] = None
+    embedding_types: Annotated[
+        Any,
+        Unserved("a response has vectors of one dtype; send `output_dtype`", ("float", ["float"])),
+    ] = None
 
 
 class FormattedRequest(VectorsRequest, kw_only=True):
@@ -233,7 +251,7 @@ class FormattedRequest(VectorsRequest, kw_only=True):
         `encoding_format` is float, and for the fields that the base class refuses."""
         super().__post_init__()
         for field in ("embedding_type", "encoding_type"):
-            if getattr(self, field) in BASE64:
+            if getattr(self, field) in ("base64", ["base64"]):
                 if self.encoding_format == "float":
                     raise InvalidInput(
                         f"`{field}` of base64 and `encoding_format` of float contradict each "
@@ -280,5 +298,5 @@ def with_dtype(response: Response, intent: Intent) -> Response:
 
 def purposes_of(body: ModelRequest) -> tuple[tuple[str, str], ...]:
     """Return the names and values of a body's fields that say what its texts are for."""
-    fields = (("input_type", body.input_type), ("task", body.task))
-    return tuple((field, purpose) for field, purpose in fields if purpose)
+    purposes = {"input_type": body.input_type, "task": body.task}
+    return tuple((field, purpose) for field, purpose in purposes.items() if purpose)

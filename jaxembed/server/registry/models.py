@@ -34,7 +34,7 @@ TASK_ROUTES: dict[Task, str] = {
 }
 UNSPECIFIED = "default/not-specified"  # the name that Infinity's client sends by default
 LONGEST_ALIAS = 200  # maximum characters
-NONE_PERMITTED = "none of the models that the API key may use is served here"
+NONE_PERMITTED = "this server has none of the models that the API key may use"
 REFUSAL: dict[Task, str] = {  # TEI's messages
     "embed": "Model is not an embedding model",
     "classify": "Model is not a classifier model",
@@ -155,7 +155,7 @@ class Models:
             shown = name if len(name) <= 200 else f"{name[:200]}..."
             raise UnknownModel(
                 f"the model `{shown}` does not exist; this server has "
-                + (", ".join(self.names_among(permitted)) or "none that the key may use"),
+                + (", ".join(self.names_among(permitted)) or "no model that the key may use"),
                 field="model",
             )
         return known
@@ -176,8 +176,8 @@ class Models:
             name: model for name, model in loadable.items() if self._by_name[name].id == model
         }
 
-    def name_alias(self, alias: str, name: str) -> KnownModel:
-        """Serve the model `name` under `alias` too, in place of any other model. Return the model.
+    def name_alias(self, alias: str, name: str) -> None:
+        """Serve the model `name` under `alias` too, in place of any other model.
 
         Raises UnknownModel, and InvalidInput for an alias that is a loadable model's own name, is
         empty, reserved or too long, or has a colon, which would precede an adapter.
@@ -186,14 +186,14 @@ class Models:
         is_valid = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
         if not is_valid or ":" in alias or alias in self._own or alias == UNSPECIFIED:
             raise InvalidInput(
-                f"{alias[:LONGEST_ALIAS]!r} cannot be moved: wanted a name that is no loadable "
-                f"model's own, of at most {LONGEST_ALIAS} characters, without a colon",
+                f"{alias[:LONGEST_ALIAS]!r} cannot be an alias: an alias has at most "
+                f"{LONGEST_ALIAS} printable characters, at least one of them not blank, and no "
+                "colon, and is neither reserved nor the name of a loadable model",
                 field="alias",
             )
         # last in order, because responses show a model's first name
         self._by_name.pop(alias, None)
         self._by_name[alias] = known
-        return known
 
     def drop_alias(self, alias: str) -> KnownModel:
         """Stop serving a model under `alias`, and return the model. Raises UnknownModel, and
@@ -201,11 +201,11 @@ class Models:
         known = self[alias]
         if alias not in self._by_name or alias in self._own or len(self.names_of(known)) == 1:
             raise InvalidInput(
-                f"{alias!r} cannot be dropped: it is no alias, or the model's only name",
+                f"{alias!r} cannot be dropped: it is not an alias, or it is the model's only name",
                 field="alias",
             )
         del self._by_name[alias]
-        logger.info("%s is no longer a name of %s", alias, known.id)
+        logger.info("%s is no longer served as %s", known.id, alias)
         return known
 
     def adapter_of(self, name: str | None) -> str | None:
@@ -223,13 +223,9 @@ class Models:
             return model, None
         return (model, adapter) if adapter in known.spec.adapter_names else (name, None)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All served names, of the models and of their adapters."""
-        return self.names_among(None)
-
-    def names_among(self, permitted: Collection[str] | None) -> tuple[str, ...]:
-        """Return the served names that are permitted; all of them for None."""
+    def names_among(self, permitted: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the served names, of models and of their adapters, that are permitted; all of them
+        for None."""
         names = dict.fromkeys(self._by_name)
         for name, known in self._by_name.items():
             adapters = known.spec.adapter_names if known.spec else ()
@@ -249,12 +245,12 @@ class Models:
         """Return the first model in memory that has a permitted name; None permits all. Raises
         Forbidden if no model has a permitted name, and ModelUnavailable if none of those is in
         memory."""
-        for loaded in self.loaded_among(permitted):
-            return loaded
+        if loaded := self.loaded_among(permitted):
+            return loaded[0]
         if permitted is not None and not self.names_among(permitted):
             raise Forbidden(NONE_PERMITTED)
         raise ModelUnavailable(
-            f"no model is in memory; one is loaded when a request asks for it, of "
+            "no model is in memory; the server loads a model when a request needs it. Models: "
             f"{', '.join(self.names_among(permitted))}"
         )
 
@@ -298,10 +294,10 @@ class Models:
             return named
         names = self.names_among(permitted)
         if not names and permitted is None:
-            raise ModelUnavailable("there is no model yet; put one into --model-repository")
+            raise ModelUnavailable("the server has no model yet; add one to --model-repository")
         if not names:
             raise Forbidden(NONE_PERMITTED)
-        raise InvalidInput(f"`model` must say which: {', '.join(names)}", field="model")
+        raise InvalidInput(f"`model` must name one of {', '.join(names)}", field="model")
 
     def rerankers(self, permitted: Collection[str] | None = None) -> list[KnownModel]:
         """Return the models with a permitted name that rerank. These are the startup models that
@@ -353,8 +349,10 @@ class Models:
         chosen = suitable or best
         if len(chosen) > 1:
             names = [name for known in chosen for name in self.names_of(known, permitted)[:1]]
-            suffix = "" if suitable else f"; none of them gives {' and '.join(outputs)}"
-            raise InvalidInput(f"`model` must say which: {', '.join(names)}{suffix}", field="model")
+            suffix = "" if suitable else f"; none of them supports {' and '.join(outputs)}"
+            raise InvalidInput(
+                f"`model` must name one of {', '.join(names)}{suffix}", field="model"
+            )
         return chosen[0]
 
     def exposition(self) -> bytes:
@@ -412,8 +410,8 @@ def served_names(
         for name in model_names:
             if name in taken:
                 raise ConfigError(
-                    f"{taken[name]} and {model} would both be served as {name}; "
-                    "give each a name of its own with --served-model-name NAME=MODEL"
+                    f"{taken[name]} and {model} cannot both be served as {name}; "
+                    "give one of them another name with --served-model-name NAME=MODEL"
                 )
             taken[name] = model
     return names_by_model
@@ -431,8 +429,8 @@ class Catalog:
         lacks a part."""
         if repository is not None and not repository.is_dir():
             raise ConfigError(
-                f"--model-repository {repository} is no directory; a model in an object store is "
-                "named with --loadable"
+                f"--model-repository {repository} is not a directory; for a model in an object "
+                "store use --loadable"
             )
         self._ids: dict[str, str] = {}
         for entry in ids:
@@ -442,11 +440,13 @@ class Catalog:
             elif not name.strip() or not model:
                 raise ConfigError(f"--loadable {entry}: wanted MODEL or NAME=MODEL")
             if self._ids.setdefault(name, model) != model:
-                raise ConfigError(f"--loadable names two models {name}; give each its own name")
+                raise ConfigError(
+                    f"--loadable gives the name {name} to two models; give one of them another"
+                )
         self._repository = repository
         if clashes := self._ids.keys() & self._folders().keys():
             raise ConfigError(
-                f"--loadable {min(clashes)} is also the name of a folder in {repository}; rename it"
+                f"--loadable {min(clashes)} has the name of a folder in {repository}; rename one"
             )
 
     def __call__(self) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from operator import itemgetter
 from typing import Literal, TypeVar
 
 import jax
@@ -127,7 +128,7 @@ class ModelPool:
                 except Exception as error:  # an unreadable model must not fail the request
                     self._undescribed[known] = time.monotonic()
                     name, why = self._name(known), _reason(error)
-                    logger.warning("%s may be a reranker; it cannot be read: %s", name, why)
+                    logger.warning("%s may be a reranker, but cannot be read: %s", name, why)
 
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None
@@ -168,7 +169,7 @@ class ModelPool:
         await self.load(self.models[name])
         old_models = [known for known in self.models.known if alias in names_of(known)]
         self.models.name_alias(alias, name)
-        logger.info("%s is served as %s from now on", name, alias)
+        logger.info("%s is now served as %s", name, alias)
         for known in old_models:
             if not names_of(known) and known.instance is not None:
                 self._evict(known)
@@ -296,9 +297,9 @@ class ModelPool:
             )
             if pinned + num_bytes > max_bytes:
                 raise NoRoom(
-                    f"it takes {num_bytes // memory.MIB} MB, and models may take "
+                    f"it needs {num_bytes // memory.MIB} MB; models can use "
                     f"{max_bytes // memory.MIB} MB, of which {pinned // memory.MIB} MB are pinned; "
-                    "raise --model-memory, or unload others"
+                    "raise --model-memory, or unload other models"
                 )
             if self._leaving:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -316,13 +317,12 @@ class ModelPool:
     def _evictable(self) -> list[KnownModel]:
         """Return the models that may be evicted: first those without leases, then those with
         leases, each from the least recently used on. Models that requests wait for are left out."""
-        by_instance = {
-            known.instance: known
+        evictable = [
+            (known.instance.leases > 0, known.instance.used_at, known)
             for known in self.models.known
             if known.instance is not None and not known.pinned and not self._waiting.get(known)
-        }
-        oldest = sorted(by_instance, key=lambda instance: (instance.leases > 0, instance.used_at))
-        return [by_instance[instance] for instance in oldest]
+        ]
+        return [known for *_, known in sorted(evictable, key=itemgetter(0, 1))]
 
     def _evict(self, known: KnownModel) -> asyncio.Task[None]:
         """Evict a model: new requests no longer find it in memory. Returns the task that frees it

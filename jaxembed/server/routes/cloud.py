@@ -90,19 +90,15 @@ async def rerank_texts() -> Response:
 
 
 @blueprint.post("/")
+@blueprint.post("/invocations")
 async def root() -> Response:
-    """Answer a body as the route that `decode_any` chooses for it."""
+    """Answer a body as the route that `decode_any` chooses for it; /invocations is for
+    SageMaker."""
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
             body = await decode_any(data, meter.service.pool)
         return await answer_any(meter, body, raw_bytes=wants_octets())
-
-
-@blueprint.post("/invocations")
-async def invocations() -> Response:
-    """Answer as POST /, for SageMaker."""
-    return await root()
 
 
 @blueprint.post("/vertex")

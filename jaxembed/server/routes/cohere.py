@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 from quart import Blueprint, Response, g
 
-from jaxembed.preprocessing.tokenizer import Side
 from jaxembed.quantise import embedding_dtype, quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, Scores
 from jaxembed.runtime.postprocess import to_base64
@@ -44,8 +43,6 @@ CohereTruncate = Literal["NONE", "START", "END"]
 
 Ranges = dict[EmbeddingType, np.ndarray | None]  # float32 [2, dim]; None: the type needs none
 
-TRUNCATION_SIDES: dict[CohereTruncate | None, Side] = {"START": "left"}  # else right
-
 _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
 SEARCH_UNITS = 1  # that Cohere bills for a request to rerank; some clients sum it
@@ -77,8 +74,8 @@ class ContentInput(msgspec.Struct, gc=False):
                 raise ValueError(f"`content[{k}].{field}` cannot be empty")
             if field == "image_url" and len(self.content) > 1:
                 raise ValueError(
-                    f"`content[{k}]` is an image beside other parts, and this server gives an "
-                    "image a vector of its own"
+                    f"`content[{k}]` is an image beside other parts; an image must be the only "
+                    "part of its input, because it has its own vector"
                 )
         if all(part.type == "text" for part in self.content):
             text = "\n".join(part.text or "" for part in self.content)
@@ -106,7 +103,6 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     texts: list[str] | None = None
     images: list[str] | None = None
     inputs: list[ContentInput] | None = None
-    model: str | None = None
     input_type: str | None = None
     embedding_types: list[EmbeddingType] | None = None
     truncate: CohereTruncate | None = None
@@ -145,28 +141,29 @@ class ImageShown(msgspec.Struct):
     bit_depth: int
 
 
-class EmbeddingsByType(msgspec.Struct, omit_defaults=True):
+class EmbedResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The fields that both responses to a request to embed have."""
+
+    id: str
+    texts: list[str]
+    meta: CohereMeta
+    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingsByType(EmbedResponse, kw_only=True, omit_defaults=True):
     """One vector per input for each type that was asked for. A vector is a list of numbers, or
     base64 of little-endian float32 numbers. The types binary and ubinary pack eight dimensions into
     a number."""
 
     response_type: Literal["embeddings_by_type"]
-    id: str
     embeddings: dict[str, list[list[float] | str]]
-    texts: list[str]
-    meta: CohereMeta
-    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
 
 
-class EmbeddingsFloats(msgspec.Struct, omit_defaults=True):
+class EmbeddingsFloats(EmbedResponse, kw_only=True, omit_defaults=True):
     """The response of /v1/embed to a body that names no types: one vector per input."""
 
     response_type: Literal["embeddings_floats"]
-    id: str
     embeddings: list[list[float]]
-    texts: list[str]
-    meta: CohereMeta
-    images: list[ImageShown] | msgspec.UnsetType = msgspec.UNSET
 
 
 @blueprint.post("/v2/rerank")
@@ -200,17 +197,16 @@ async def _embed(version: ApiVersion) -> Response:
         inputs = read_inputs(sources, field)
         # the `input_type` image names no purpose of texts
         of_images = body.input_type == "image" and ImageSource in map(type, sources)
-        options = EncodeOptions(
-            prompt_name=body.prompt_name,
-            truncate=None if body.truncate is None else body.truncate != "NONE",
-            truncation_side=TRUNCATION_SIDES.get(body.truncate, "right"),
-            dimensions=body.output_dimension or None,
-            normalize=body.normalize is not False,
-            priority=priority_of(body.priority),
-            bare_ids=meter.service.config.accept_bare_token_ids,
-        )
-        requested = RequestedOptions(  # dense is the only output
-            options,
+        requested = RequestedOptions(
+            EncodeOptions(  # dense is the only output
+                prompt_name=body.prompt_name,
+                truncate=None if body.truncate is None else body.truncate != "NONE",
+                truncation_side="left" if body.truncate == "START" else "right",
+                dimensions=body.output_dimension or None,
+                normalize=body.normalize is not False,
+                priority=priority_of(body.priority),
+                bare_ids=meter.service.config.accept_bare_token_ids,
+            ),
             purposes=() if of_images else purposes_of(body),
             types=tuple(
                 embedding_dtype(item) for item in body.embedding_types or () if item != "base64"
@@ -242,7 +238,7 @@ def _sources(body: CohereEmbedRequest) -> tuple[Sequence[str | ImageSource], str
     fields = [field for field in ("texts", "images", "inputs") if getattr(body, field) is not None]
     if len(fields) > 1:
         shown = " and ".join(f"`{field}`" for field in fields)
-        raise BadField(f"{shown} both hold what to embed; send one of them", field=fields[-1])
+        raise BadField(f"the body has {shown}; send one of them", field=fields[-1])
     if body.texts is not None:
         return body.texts, "texts"
     if body.images is not None:
@@ -265,8 +261,8 @@ async def _parts(
     EmbeddingsByType. `rest` has the fields `meta` and `images`; `ranges` has the types of the body
     with their calibration ranges."""
     is_bare = version == "1" and not ranges
-    kind = "embeddings_floats" if is_bare else "embeddings_by_type"
-    rest = {"response_type": kind, "id": g.request_id, **rest}
+    response_type = "embeddings_floats" if is_bare else "embeddings_by_type"
+    rest = {"response_type": response_type, "id": g.request_id, **rest}
     text_items = json_items(len(texts), object_width(texts), lambda start, stop: texts[start:stop])
     lists = {"texts": text_items}
     if is_bare:
@@ -274,9 +270,8 @@ async def _parts(
     else:  # `embeddings` is an object with a list for each type
         yield b'{"embeddings":{'
         types: Ranges = ranges or {"float": None}
-        async for part in json_lists(
-            {name: _vectors(answer.dense, name, type_ranges) for name, type_ranges in types.items()}
-        ):
+        vectors = {name: _vectors(answer.dense, name, types[name]) for name in types}
+        async for part in json_lists(vectors):
             yield part
         yield b"},"
     async for part in json_answer(lists, rest, first=b"{" if is_bare else b""):

@@ -58,8 +58,6 @@ from jaxembed.server.pipeline.fields import (
 
 blueprint = Blueprint("openai", __name__)
 
-SERVED_MODALITIES = (None, "text", "image")  # values of `modality`
-
 ChunkLists = list[list[int | list[int]]]  # pairs for one text, or a list of pairs for each text
 
 
@@ -103,7 +101,6 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
     input: MixedInputs | msgspec.UnsetType = msgspec.UNSET
     messages: list[Message] | None = None
     modality: str | None = None
-    model: str | None = None
     dimensions: int | None = None
     output_dimension: int | None = None
     user: str | None = None
@@ -122,13 +119,13 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.modality not in SERVED_MODALITIES:
+        if self.modality not in (None, "text", "image"):
             raise InvalidInput(
-                f"`modality` of {self.modality!r} is not supported; known: text, image",
+                f"`modality` of {self.modality!r} is not supported; send text or image",
                 field="modality",
             )
         if self.input is not msgspec.UNSET and self.messages:
-            raise BadField("`input` and `messages` are both given; send one of them", field="input")
+            raise BadField("the body has `input` and `messages`; send one of them", field="input")
         if self.input is msgspec.UNSET and not self.messages:
             raise BadField("Object missing required field `input` (or `messages`)", field="input")
 
@@ -234,9 +231,9 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
     if outputs != DENSE and wants_octets():
         shown = " and ".join(name for name in REPRESENTATIONS if name in outputs)
         raise InvalidInput(
-            f"`Accept: {OCTETS}` is for the dense vector alone, and the answer has {shown}; accept "
-            "application/json (`encoding_format` of base64 is shorter), or ask /embed_multi for "
-            "several vectors",
+            f"`Accept: {OCTETS}` supports only the dense output, and the response has {shown}; "
+            "accept application/json (`encoding_format` of base64 is shorter), or send the request "
+            "to /embed_multi for multi-vector embeddings",
             field="outputs",
         )
     answer = await embed_inputs(meter, inputs, intent)
@@ -247,18 +244,21 @@ def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
     """Return whether a body asks for vectors of chunks. Raises InvalidInput if two fields define
     the chunks, for `chunk_overlap` without `chunk_size`, and for `offset_unit` without `chunks` or
     `chunk_size`."""
-    fields = ["late_chunking"] if body.late_chunking else []
-    fields += ["chunks"] if body.chunks else []
-    fields += ["chunk_size"] if body.chunk_size is not None else []
+    is_given = {
+        "late_chunking": body.late_chunking,
+        "chunks": body.chunks,
+        "chunk_size": body.chunk_size is not None,
+    }
+    fields = [field for field in is_given if is_given[field]]
     if len(fields) > 1:
         raise InvalidInput(
-            f"`{fields[0]}` and `{fields[1]}` both say what the chunks are; send one of them",
+            f"`{fields[0]}` and `{fields[1]}` both define the chunks; send one of them",
             field=fields[1],
         )
     if body.chunk_overlap and "chunk_size" not in fields:
-        raise InvalidInput("`chunk_overlap` goes with `chunk_size`", field="chunk_overlap")
+        raise InvalidInput("`chunk_overlap` requires `chunk_size`", field="chunk_overlap")
     if body.offset_unit is not None and fields in ([], ["late_chunking"]):
-        raise InvalidInput("`offset_unit` goes with `chunks` or `chunk_size`", field="offset_unit")
+        raise InvalidInput("`offset_unit` requires `chunks` or `chunk_size`", field="offset_unit")
     return bool(fields)
 
 
@@ -267,8 +267,8 @@ def _read_messages(messages: Sequence[Message]) -> RequestInputs:
     one input, because no chat template is applied; and EmptyInput."""
     if len(messages) != 1 or messages[0].role != "user":
         raise InvalidInput(
-            "`messages` must be one message of the role `user`, which is one input: texts are not "
-            "put into a chat template here",
+            "`messages` must be one message of the role `user`, which is one input; chat templates "
+            "are not supported",
             field="messages",
         )
     content, place = messages[0].content, "messages[0].content"
@@ -291,9 +291,9 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
     texts = []
     for index, item in enumerate(inputs.items):
         if not isinstance(item, Text):
-            kind = "token ids" if isinstance(item, Tokens) else "an image"
+            kind = "a list of token ids" if isinstance(item, Tokens) else "an image"
             raise InvalidInput(
-                f"`{inputs.place(index)}` holds {kind}, and only texts have chunks",
+                f"`{inputs.place(index)}` is {kind}, and only texts can have chunks",
                 field=inputs.place(index),
             )
         texts.append(item.text)
@@ -325,14 +325,14 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
 
     if len(lists) != len(texts):
         raise InvalidInput(
-            "`chunks` must hold a list of [start, end] for each text. "
-            f"Wanted: {len(texts)} of them. Given: {len(lists)}",
+            "`chunks` must have one list of [start, end] for each text. "
+            f"Number of texts: {len(texts)}. Number of lists: {len(lists)}",
             field="chunks",
         )
     if [] in lists:
         place = f"chunks[{lists.index([])}]"
         raise InvalidInput(
-            f"`{place}` is empty; wanted one [start, end] or more for each text", field=place
+            f"`{place}` is empty; each text needs one [start, end] or more", field=place
         )
     check_batch(sum(map(len, lists)))
     items = [
@@ -350,7 +350,7 @@ def _chunk_bounds(given: object, place: str) -> tuple[int, int]:
     match given:
         case [int() as start, int() as end]:
             return start, end
-    raise InvalidInput(f"`{place}` must be [start, end], two whole numbers", field=place)
+    raise InvalidInput(f"`{place}` must be [start, end], two integers", field=place)
 
 
 async def _respond(

@@ -122,7 +122,7 @@ async def livez() -> Response:
     Unhealthy, and a supervisor must end the process, because a thread in native code cannot be
     stopped."""
     if current_service().models.stuck:
-        raise Unhealthy("stuck in a device call that does not return: end this process")
+        raise Unhealthy("a device call does not return; restart the server")
     return Response(b"")
 
 
@@ -132,33 +132,24 @@ async def ready() -> Response:
     Raises Unhealthy otherwise."""
     models = current_service().models
     if models.draining or any(loaded.draining for loaded in models):
-        raise Unhealthy("not ready: shutting down")
+        raise Unhealthy("not ready: the server is shutting down")
     if not models.healthy:
-        raise Unhealthy("not ready: unhealthy")
+        raise Unhealthy("not ready: a model is unhealthy")
     if not models.ready:
-        raise Unhealthy("not ready: still warming up")
+        raise Unhealthy("not ready: a model is still warming up")
     return Response(b"")
 
 
 @blueprint.get("/v1/models")
-async def list_models() -> Response:
-    """List the served names that the request may use."""
-    return _list_models("jaxembed")
-
-
 @blueprint.get("/models")
-async def list_models_unprefixed() -> Response:
-    """List the served names without `owned_by`, because Infinity's client fails on any owner but
-    its own."""
-    return _list_models(msgspec.UNSET)
-
-
-def _list_models(owner: str | msgspec.UnsetType) -> Response:
-    """Return a ModelList. UNSET as `owner` leaves `owned_by` out."""
+async def list_models() -> Response:
+    """List the served names that the request may use. /models leaves `owned_by` out, because
+    Infinity's client fails on any owner but its own."""
     models, permitted = current_service().models, check_name(None)
     listed = [_describe_name(name, models, permitted) for name in models.names_among(permitted)]
-    for item in listed:
-        item.owned_by = owner
+    if request.path == "/models":
+        for item in listed:
+            item.owned_by = msgspec.UNSET
     return json_response(msgspec.json.encode(ModelList(listed)))
 
 
@@ -183,7 +174,7 @@ async def info() -> Response:
         instance = models.named(name, permitted).instance
         if instance is None:
             raise ModelUnavailable(
-                f"{name} is not in memory; it is loaded when a request asks for it"
+                f"{name} is not in memory; the server loads it when a request needs it"
             )
         loaded = instance.loaded
     else:
@@ -250,7 +241,7 @@ async def metrics() -> Response:
 
 def _check_health() -> None:
     if not current_service().models.healthy:
-        raise Unhealthy("unhealthy")
+        raise Unhealthy("unhealthy")  # as TEI
 
 
 def _describe_name(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:

@@ -19,7 +19,7 @@ from jaxembed.server.service import current_service
 
 blueprint = Blueprint("playground", __name__)
 
-FILE = Path(__file__).with_name("playground.html")
+PAGE = Path(__file__).with_name("playground.html").read_bytes()
 HTML = "text/html"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -29,9 +29,9 @@ async def playground() -> Response:
     """Return the page. It needs no key, because it holds no data and its requests carry the key.
     Raises PlaygroundOff."""
     if not is_on(current_service().config):
-        raise PlaygroundOff("there is no page here; start the server with --playground to have it")
+        raise PlaygroundOff("the playground is off; start the server with --playground")
     # the script never parses texts as HTML; the browser forbids it
-    return page_response(_page(), "require-trusted-types-for 'script'", "trusted-types 'none'")
+    return page_response(PAGE, "require-trusted-types-for 'script'", "trusted-types 'none'")
 
 
 def is_on(config: ServerConfig) -> bool:
@@ -43,18 +43,12 @@ def is_on(config: ServerConfig) -> bool:
 def redirect_to_playground() -> Response | None:
     """Return a redirect to the page for a browser; None if the page is off or the client is no
     browser. A client whose `Accept` header names text/html counts as a browser."""
-    if not is_on(current_service().config):
-        return None
-    if not any(kind == HTML and quality > 0 for kind, quality in request.accept_mimetypes):
+    if not is_on(current_service().config) or not any(
+        kind == HTML and quality > 0 for kind, quality in request.accept_mimetypes
+    ):
         return None
     # relative, so that it works behind a path prefix
     return Response(b"", 302, headers={"Location": "playground", "Vary": "Accept"})
-
-
-@cache
-def _page() -> bytes:
-    """Read the page, once."""
-    return FILE.read_bytes()
 
 
 @cache

@@ -43,6 +43,8 @@ blueprint = Blueprint("rerank", __name__)
 
 LongDocuments = Literal["truncate", "chunk"]
 
+TOP_N = ("top_n", "top_k")  # names of one field in different clients
+
 
 class Prediction(msgspec.Struct):
     """A label and its score."""
@@ -56,10 +58,6 @@ class Document(TextOrImage, omit_defaults=True):
     are ignored, and are not in the response. Raises ValueError for an object with both or
     neither."""
 
-    def __post_init__(self) -> None:
-        if (self.text is None) == (self.image is None):
-            raise ValueError("Expected an object with `text`, or with `image`")
-
 
 class RankingRequest(ModelRequest, kw_only=True):
     """The fields of every body to rerank.
@@ -70,7 +68,6 @@ class RankingRequest(ModelRequest, kw_only=True):
     """
 
     query: str
-    model: str | None = None
     top_n: int | None = None
     top_k: int | None = None
     raw_scores: bool | None = None
@@ -104,12 +101,17 @@ class BestChunk(msgspec.Struct):
     end: int
 
 
-class Result(msgspec.Struct, omit_defaults=True):
-    """A document's index in the request and its score; also the document, if asked for."""
+class ScoredDocument(msgspec.Struct, omit_defaults=True):
+    """A document's index in the request and its score."""
 
     index: int
     relevance_score: float
     chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
+
+
+class Result(ScoredDocument, omit_defaults=True):
+    """A document's index in the request and its score; also the document, if asked for."""
+
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -126,12 +128,9 @@ class JinaResponse(msgspec.Struct):
     usage: Usage
 
 
-class VoyageResult(msgspec.Struct, omit_defaults=True):
+class VoyageResult(ScoredDocument, omit_defaults=True):
     """A document's index in the request and its score; also its text, if asked for."""
 
-    index: int
-    relevance_score: float
-    chunk: BestChunk | msgspec.UnsetType = msgspec.UNSET
     document: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -187,7 +186,7 @@ async def rerank_documents(
     texts = [source if isinstance(source, str) else "" for source in sources]
     if body.return_documents and any(isinstance(source, ImageSource) for source in sources):
         raise InvalidInput(
-            "`return_documents` is for texts, and some documents are images; leave it out",
+            "`return_documents` supports only texts, and the request has images; leave it out",
             field="return_documents",
         )
     (truncate,) = merged_values(body, TRUNCATE)
@@ -208,7 +207,7 @@ async def rerank_documents(
         texts if body.return_documents else None,
         raw_scores=bool(body.raw_scores),
         ties="first",
-        top_n=max_results(body),
+        top_n=merged_values(body, TOP_N)[0],
     )
     return answer, results
 
@@ -238,13 +237,6 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
         weights=tuple(body.weights) if body.weights else None,
         **more,
     )
-
-
-def max_results(body: RankingRequest) -> int | None:
-    """Return the maximum number of results to answer; None is all. Raises InvalidInput if `top_n`
-    and `top_k` differ."""
-    (limit,) = merged_values(body, ("top_n", "top_k"))
-    return limit
 
 
 def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
@@ -299,7 +291,6 @@ class ClassifyRequest(ModelRequest, kw_only=True):
     """
 
     input: str | list[str | list[str]]
-    model: str | None = None
     raw_scores: bool | None = None
     truncate: bool | None = None
     priority: AnyPriority | None = None

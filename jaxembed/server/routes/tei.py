@@ -19,10 +19,8 @@ from jaxembed.data.outputs import OutputName
 from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, ScoreOptions
-from jaxembed.runtime.postprocess import to_bytes
 from jaxembed.runtime.tasks import Intent
 from jaxembed.server.http.encoding import (
-    OCTETS,
     json_list,
     json_matrices,
     json_matrix,
@@ -53,20 +51,22 @@ from jaxembed.server.pipeline.decoding import TokenId, mixed_items_error
 from jaxembed.server.pipeline.fields import (
     DENSE,
     ModelRequest,
+    RefusedFields,
     TermNames,
     Unserved,
     VectorsRequest,
+    merged_values,
     purposes_of,
     requested_dtype,
     with_dtype,
 )
 from jaxembed.server.routes.rerank import (
+    TOP_N,
     BestChunk,
     RankingRequest,
     chunk_of,
     json_predictions,
     json_ranking,
-    max_results,
     ranking_options,
 )
 
@@ -97,7 +97,7 @@ REFUSALS: dict[OutputName, str] = {
     "multi_vector": "Model is not an embedding model with several vectors for a text",
 }
 
-_ONE = "this route answers one output; /v1/embeddings and /embeddings take several"
+_ONE = "this route returns one output; /v1/embeddings and /embeddings can return several"
 
 
 class InputsRequest(VectorsRequest, kw_only=True):
@@ -107,7 +107,6 @@ class InputsRequest(VectorsRequest, kw_only=True):
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     prompt_name: str | None = None
-    model: str | None = None
     priority: Priority | None = None
 
 
@@ -135,7 +134,7 @@ class SimilarityInputs(msgspec.Struct):
     sentences: list[str]
 
 
-class SimilarityParameters(ModelRequest, kw_only=True):
+class SimilarityParameters(RefusedFields, kw_only=True):
     """Options for how the texts are tokenized."""
 
     truncate: bool | None = None
@@ -148,7 +147,6 @@ class SimilarityRequest(ModelRequest, kw_only=True):
 
     inputs: SimilarityInputs
     parameters: SimilarityParameters | None = None
-    model: str | None = None
     priority: Priority | None = None
 
 
@@ -210,7 +208,6 @@ class PredictRequest(ModelRequest, kw_only=True):
     truncate: bool | None = None
     truncation_direction: Direction | None = None
     raw_scores: bool | None = None
-    model: str | None = None
     priority: Priority | None = None
 
 
@@ -263,8 +260,8 @@ async def similarities() -> Response:
         # As in TEI, the limit on the batch size counts the source too.
         inputs = read_inputs([texts.source_sentence, *texts.sentences], field="inputs")
         answer, scores = await compare_texts(meter, inputs, options)
-        response = json_response(orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY))
-        return meter.stamp(response, answer)
+        encoded = orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
+        return meter.stamp(json_response(encoded), answer)
 
 
 @blueprint.post("/tokenize")
@@ -324,24 +321,22 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> 
     Raises InvalidInput, and as `Meter.find` and `embed_inputs`; for a model without a dense output
     WrongTask, which names the route to use.
     """
-
     loaded = await meter.find(body.model, "embed", DENSE)
     inputs = read_inputs(body.inputs, field="inputs")
     primary, dimensions = loaded.spec.primary, body.dimensions
     if primary in ROUTES_BY_OUTPUT:
         raise WrongTask(
-            f"{loaded.name} gives no dense output, only {primary}, which "
-            f"{ROUTES_BY_OUTPUT[primary]} answers"
+            f"{loaded.name} has no dense output, only {primary}; send the request to "
+            f"{ROUTES_BY_OUTPUT[primary]}"
         )
-    max_dimensions = loaded.spec.dim
     if dimensions == 0:  # both messages are TEI's; /v1/embeddings accepts 0
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
         )
-    if dimensions is not None and dimensions > max_dimensions:
+    if dimensions is not None and dimensions > loaded.spec.dim:
         raise InvalidInput(
             "Input validation error: `dimensions` should be smaller than the maximum embedding "
-            f"dimension. Wanted: {max_dimensions} or less. Given: {dimensions}",
+            f"dimension. Wanted: {loaded.spec.dim} or less. Given: {dimensions}",
             field="dimensions",
         )
     options = EncodeOptions(
@@ -371,7 +366,7 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
         truncation_side=SIDES[body.truncation_direction],
         priority=priority_of(body.priority),
     )
-    top_n = max_results(body)
+    (top_n,) = merged_values(body, TOP_N)
     await meter.find(body.model, "rerank")
     answer = await score_documents(meter, body.query, texts, options, field="texts")
 
@@ -426,7 +421,6 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
     input_type: str | None = None
     max_active_dims: int | None = None
     return_tokens: bool | None = None
-    model: str | None = None
     priority: Priority | None = None
 
 
@@ -550,10 +544,8 @@ async def _matrices(answer: Embeddings, *, raw_bytes: bool) -> Response:
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
     if len(counts) > MAX_SHAPE_CHARACTERS:
         raise InvalidInput(
-            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters, and at "
-            f"most {MAX_SHAPE_CHARACTERS} are sent; send fewer inputs, or accept JSON",
+            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters; the "
+            f"maximum is {MAX_SHAPE_CHARACTERS}, so send fewer inputs or accept JSON",
             field="inputs",
         )
-    response = Response(to_bytes(vectors.values), content_type=OCTETS)
-    response.headers["x-embedding-shape"] = f"{counts};{vectors.values.shape[1]}"
-    return response
+    return await octet_response(vectors.values, f"{counts};{vectors.values.shape[1]}")

@@ -142,16 +142,21 @@ def _known(models: Models, name: str) -> KnownModel:
         raise ShuttingDown("the server is shutting down", retry_after_s=5)
     known = models[name]
     if name not in models.names_of(known):
-        raise InvalidInput(f"`{name}` names an adapter; name the model")
+        raise InvalidInput(f"`{name}` is the name of an adapter; send the name of its model")
     return known
 
 
 def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
     """Describe a model under one of its names."""
     state, reason = pool.state(known)
-    version = known.spec.content_hash[:VERSION_DIGITS] if known.spec else ""
-    taken = known.instance.loaded.resident_bytes if known.instance else 0
-    return IndexedModel(name, version, state, reason, known.pinned, taken)
+    return IndexedModel(
+        name=name,
+        version=known.spec.content_hash[:VERSION_DIGITS] if known.spec else "",
+        state=state,
+        reason=reason,
+        pinned=known.pinned,
+        bytes=known.instance.loaded.resident_bytes if known.instance else 0,
+    )
 
 
 def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
@@ -160,7 +165,7 @@ def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
     to load a model."""
     for parameter, value in parameters.items():
         if parameter != flag:
-            raise BadField(f"`parameters.{parameter}` is not served; wanted only `{flag}`")
+            raise BadField(f"`parameters.{parameter}` is not supported; send only `{flag}`")
         if not isinstance(value, bool):
             raise BadField(f"`parameters.{flag}` must be true or false. Given: {value!r}"[:200])
     return parameters.get(flag)

@@ -71,7 +71,6 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
     """
 
     inputs: list[str | list[str]]
-    model: str | None = None
     input_type: str | None = None
     output_dimension: int | None = None
     dimensions: int | None = None
@@ -85,13 +84,18 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
     priority: AnyPriority | None = None
 
 
-class ContextualizedEmbedding(msgspec.Struct, omit_defaults=True):
-    """The vector of a chunk: a list of numbers, or base64 of their little-endian bytes. `text` is
-    the text of the chunk, if the server divided the document."""
+class MultimodalObject(msgspec.Struct):
+    """The vector of an input: numbers, or base64 of their little-endian bytes."""
 
     object: Literal["embedding"]
     embedding: list[float] | str
     index: int
+
+
+class ContextualizedEmbedding(MultimodalObject, omit_defaults=True):
+    """The vector of a chunk: numbers, or base64 of their little-endian bytes. `text` is the text of
+    the chunk, if the server divided the document."""
+
     text: str | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -117,7 +121,6 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
     is one image, or texts, which are joined by line breaks."""
 
     inputs: list[Content]
-    model: str | None = None
     input_type: str | None = None
     truncation: bool | None = None
     output_dimension: int | None = None
@@ -135,14 +138,6 @@ class MultimodalUsage(msgspec.Struct):
     image_pixels: int
     video_pixels: int
     total_tokens: int
-
-
-class MultimodalObject(msgspec.Struct):
-    """The vector of an input: numbers, or base64 of their little-endian bytes."""
-
-    object: Literal["embedding"]
-    embedding: list[float] | str
-    index: int
 
 
 class MultimodalResponse(msgspec.Struct):
@@ -189,11 +184,12 @@ async def embed_multimodal() -> Response:
     """Answer with one vector per input."""
     with current_meter() as meter:
         body = await read_body_as(meter, MultimodalRequest)
-        dtype, field = requested_dtype(body), "output_dimension"
+        dtype = requested_dtype(body)
         await meter.find(body.model, "embed", DENSE)
-        places = (f"inputs[{k}].content" for k in range(len(body.inputs)))
-        sources = map(only_part, (item.content for item in body.inputs), places)
-        inputs = read_inputs(list(sources), "inputs")
+        sources = [
+            only_part(item.content, f"inputs[{k}].content") for k, item in enumerate(body.inputs)
+        ]
+        inputs = read_inputs(sources, "inputs")
         options = EncodeOptions(  # dense is the only output
             prompt_name=body.prompt_name,
             truncate=body.truncation,
@@ -203,7 +199,7 @@ async def embed_multimodal() -> Response:
             bare_ids=meter.service.config.accept_bare_token_ids,
         )
         requested = RequestedOptions(
-            options, purposes_of(body), dtype=dtype, dimensions_field=field
+            options, purposes_of(body), dtype=dtype, dimensions_field="output_dimension"
         )
         intent = accept(meter, inputs, requested)
         answer = await embed_inputs(meter, inputs, intent)
@@ -218,19 +214,17 @@ def _read_documents(body: ContextualizedRequest) -> RequestChunks:
     check_batch(sum(1 if isinstance(document, str) else len(document) for document in body.inputs))
     documents = [_chunks(body, index) for index in range(len(body.inputs))]
     is_nested = [isinstance(document, list) for document in body.inputs]
-    size = None  # of chunks to make; None: the documents come in chunks
     if body.enable_auto_chunking:
         tokens = DEFAULT_CHUNK if body.chunk_size is None else body.chunk_size
         size = ChunkSize(tokens, body.chunk_overlap or 0)
+        items = [ChunkedText(chunks[0], size) for chunks in documents]
     else:
         for field in ("chunk_size", "chunk_overlap"):
             if getattr(body, field):
                 raise InvalidInput(
-                    f"`{field}` goes with `enable_auto_chunking` of true", field=field
+                    f"`{field}` requires `enable_auto_chunking` of true", field=field
                 )
-    items = [
-        join_texts(chunks) if size is None else ChunkedText(chunks[0], size) for chunks in documents
-    ]
+        items = [join_texts(chunks) for chunks in documents]
     return RequestChunks(
         method="batch",
         characters=sum(len(chunk) for chunks in documents for chunk in chunks),
@@ -247,8 +241,8 @@ def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
     is_query = body.input_type is not None and role_of(body.input_type) == "query"
     if isinstance(document, str) and not (body.enable_auto_chunking or is_query):
         raise InvalidInput(
-            f"`{place}` must be the list of the chunks of a document: a document is a string only "
-            "with `enable_auto_chunking` of true or `input_type` of query",
+            f"`{place}` must be a list of the chunks of a document; a document can be a string "
+            "only with `enable_auto_chunking` of true or `input_type` of query",
             field=place,
         )
     chunks = [document] if isinstance(document, str) else document
@@ -258,8 +252,8 @@ def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
         raise EmptyInput(place, chunks.index(""))
     if body.enable_auto_chunking and len(chunks) > 1:
         raise InvalidInput(
-            f"`{place}` holds {len(chunks)} chunks; with `enable_auto_chunking` a document is one "
-            "string",
+            f"`{place}` has {len(chunks)} chunks; with `enable_auto_chunking` a document must be "
+            "one string",
             field=place,
         )
     return chunks
@@ -275,25 +269,22 @@ async def _respond_with_chunks(
     """Encode the answer as ContextualizedResponse. With `enable_auto_chunking` chunks have their
     texts. `texts` are the documents."""
     chunked = answer.chunked or NO_CHUNKS
-    encoder = ENCODERS[body.encoding_format]
+    encoder, has_texts = ENCODERS[body.encoding_format], bool(body.enable_auto_chunking)
 
     async def documents() -> AsyncIterator[bytes]:
-        ends = np.cumsum(chunked.counts)
-        for k, (count, end) in enumerate(zip(chunked.counts.tolist(), ends.tolist(), strict=True)):
-            first = end - count
+        counts = chunked.counts
+        firsts = np.cumsum(counts) - counts  # the first chunk of each document
+        for k, (count, first) in enumerate(zip(counts.tolist(), firsts.tolist(), strict=True)):
 
             def items(
                 start: int, stop: int, text: str = texts[k].text, first: int = first
             ) -> list[dict]:
                 objects = []
-                for chunk in range(start, stop):
-                    item = {
-                        "object": "embedding",
-                        "embedding": encoder(answer.dense[first + chunk]),
-                    }
-                    if body.enable_auto_chunking:
-                        item["text"] = text[slice(*chunked.bounds[first + chunk].tolist())]
-                    objects.append(item | {"index": chunk})
+                for i in range(start, stop):
+                    item = {"object": "embedding", "embedding": encoder(answer.dense[first + i])}
+                    if has_texts:
+                        item["text"] = text[slice(*chunked.bounds[first + i])]
+                    objects.append(item | {"index": i})
                 return objects
 
             yield b"," * bool(k) + b'{"object":"list","data":['

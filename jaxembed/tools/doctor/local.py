@@ -22,7 +22,7 @@ def examine_here(
     CheckpointError for a damaged spec.
     """
     plan = plan_engine(spec, config, cache_dir).plan
-    folder = cache_dir / "programs" / host_id()
+    programs = (cache_dir / "programs" / host_id()).glob("*-cache")
     facts = LocalFacts(
         model=name,
         device=device_facts(plan, config),
@@ -30,7 +30,7 @@ def examine_here(
         machine=machine_facts(),
         compiler=native.find_compiler(),
         cache_dir=str(cache_dir),
-        kept_programs=sum(1 for _ in folder.glob("*-cache")),
+        kept_programs=len(list(programs)),
         max_input_tokens=plan.max_input_tokens,
         max_batch_tokens=plan.max_batch_tokens,
         buckets=[str(bucket) for bucket in plan.grid.buckets],

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from jaxembed.engine.autotune.costs import CostSource
+from jaxembed.errors import counted
 from jaxembed.runtime.diagnostics.facts import (
     Bound,
     DeviceFacts,
@@ -42,7 +43,7 @@ def model_page(url: str, examination: Examination, probe: Probe | None = None) -
         for line in answer:
             lines += _wrapped("    ", line)
     if probe is not None:
-        text = f"Probe: {len(probe.milliseconds)} lone queries were answered"
+        text = f"Probe: {len(probe.milliseconds)} single queries were answered"
         if probe.milliseconds:
             p50, p95 = probe.quantile(0.5), probe.quantile(0.95)
             text += f", p50 {p50:.1f} ms, p95 {p95:.1f} ms, as seen from outside"
@@ -60,10 +61,11 @@ def local_page(examination: LocalExamination) -> str:
         ("device", _device_line(device)),
         ("", f"{machine.cores} of {machine.machine_cores} cores"),
         ("memory", _memory_line(machine)),
-        ("compiler", facts.compiler or "none, which only a source checkout needs"),
+        ("compiler", facts.compiler or "none (only a source checkout needs one)"),
         (
             "cache",
-            f"{facts.cache_dir}, {facts.kept_programs} programs; nobody else can write there",
+            f"{facts.cache_dir}, {counted(facts.kept_programs, 'program')}; nobody else can "
+            "write there",
         ),
         ("limits", f"{facts.max_input_tokens} tokens an input, {facts.max_batch_tokens} a batch"),
         ("buckets", ", ".join(facts.buckets) or "none"),
@@ -109,7 +111,8 @@ def answers_of_state(facts: Facts) -> dict[str, list[str]]:
     lines = [f"{state}, {'healthy' if programs.healthy else 'unhealthy'}"]
     if device.longest_call_s > 1.0 or device.stuck:
         lines.append(
-            f"a device call has lasted {device.longest_call_s:.0f} s; {device.stuck} devices hang"
+            f"a device call has lasted {device.longest_call_s:.0f} s; devices that hang: "
+            f"{device.stuck}"
         )
     quota = f", a quota of {machine.quota_cores:g}" if machine.quota_cores else ""
     sources = [bucket.cost_from for bucket in facts.buckets]
@@ -124,7 +127,8 @@ def answers_of_state(facts: Facts) -> dict[str, list[str]]:
         ],
         "Which kernels compute, and why not faster ones?": _kernel_lines(facts.kernels),
         "Is everything compiled and timed?": [
-            f"{programs.compiled} of {programs.buckets} buckets compiled; costs: {costs}",
+            f"{programs.compiled} of {counted(programs.buckets, 'bucket')} compiled; costs: "
+            f"{costs}",
             f"programs since the start: {programs.compiles} compiled, {programs.cache_hits} from "
             f"the cache; timings lost {programs.lost_share:.0%} to other programs, drift since "
             f"then {programs.drift:.2f}",
@@ -149,7 +153,7 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
         )
 
     waits = [
-        f"{priority}: {queue.inputs} inputs of {queue.tokens} tokens"
+        f"{priority}: {counted(queue.inputs, 'input')} of {queue.tokens} tokens"
         + (f", the oldest for {queue.oldest_s:.1f} s" if queue.inputs else "")
         for priority, queue in facts.lanes.items()
     ]
@@ -175,24 +179,26 @@ def answers_of_work(examination: Examination) -> dict[str, list[str]]:
     other_cores = "unknown" if window.other_cores is None else f"{window.other_cores:.2f}"
     return {
         "Where does the time of a request go?": times,
-        "Does work wait, and in which lane?": waits,
+        "Does work wait, and at which priority?": waits,
         "What bounds the throughput?": [
             BOUNDS[examination.bound_by],
-            f"{period}: {window.requests} requests, {window.inputs} inputs; busy were the device "
-            f"{window.device_share:.1%}{others}, the event loop {window.loop_share:.1%}, the "
-            f"tokenizer threads {tokenizing_share(facts):.1%}",
+            f"{period}: {counted(window.requests, 'request')}, "
+            f"{counted(window.inputs, 'input')}; the device was busy for "
+            f"{window.device_share:.1%}{others} of the time, the event loop for "
+            f"{window.loop_share:.1%}, the tokenizer threads for {tokenizing_share(facts):.1%}",
         ],
         "Do the buckets fit the traffic?": buckets or [f"no batch ran in {period}"],
-        "Is room short?": [
-            f"held: {inputs.held} of {inputs.limit} inputs, {tokens.held} of {tokens.limit} "
-            f"tokens, {memory.held / 2**20:.1f} of {memory.limit / 2**20:.0f} MiB",
-            f"{period}: {window.refused} requests refused, {window.truncated} inputs cut to "
-            f"{admission.max_input_tokens} tokens",
+        "Are the limits on waiting work reached?": [
+            f"held: {inputs.held} of {counted(inputs.limit, 'input')}, {tokens.held} of "
+            f"{tokens.limit} tokens, {memory.held / 2**20:.1f} of {memory.limit / 2**20:.0f} MiB",
+            f"{period}: {counted(window.refused, 'request')} refused, "
+            f"{counted(window.truncated, 'input')} "
+            f"truncated to {admission.max_input_tokens} tokens",
         ],
         "Does something else use the machine?": [
             f"{period}: other programs kept {other_cores} of {facts.machine.cores} cores busy, "
             f"this one {window.cpu_cores:.2f}; the quota stopped it for "
-            f"{window.throttled_share:.0%}"
+            f"{window.throttled_share:.0%} of the time"
         ],
     }
 

@@ -13,8 +13,8 @@ from jaxembed.runtime.diagnostics.facts import Examination, Facts
 PROBES = 20  # queries that are sent to a model
 PROBED_QUERY = "how long does a short query take"
 WANTED = (
-    "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; if it has keys, "
-    "give one with --api-key"
+    "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; if it needs a "
+    "key, give one with --api-key"
 )
 PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
     "embed": ("/embed", {"inputs": PROBED_QUERY}),
@@ -51,7 +51,7 @@ def ask(url: str, key: str | None) -> dict[str, Examination]:
         )
     except (KeyError, TypeError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{url} says nothing that this version of `jaxembed doctor` understands; {WANTED}"
+            f"{url} does not answer as this version of `jaxembed doctor` expects; {WANTED}"
         ) from error
 
 

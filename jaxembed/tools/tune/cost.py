@@ -138,11 +138,10 @@ class CostTable:
         right = bisect_left(self._lengths, bucket.length)
         if right == len(self._lengths):
             return self._on_curve(self._lengths[-1], bucket.tokens)
-        long = self._lengths[right]
-        upper = self._on_curve(long, bucket.tokens)
-        if right == 0 or long == bucket.length:
+        upper = self._on_curve(self._lengths[right], bucket.tokens)
+        if right == 0 or self._lengths[right] == bucket.length:
             return upper
-        short = self._lengths[right - 1]
+        short, long = self._lengths[right - 1 : right + 1]
         lower = self._on_curve(short, bucket.tokens)
         return lower + (bucket.length - short) / (long - short) * (upper - lower)
 
@@ -191,16 +190,15 @@ class MeasuredModel:
         """
         if self.spec.task == "rerank":
             raise WrongTask(
-                f"{self.name} is {KIND['rerank']}: texts do not say how long its pairs are; give "
-                "lengths in a .json file or the URL of a server"
+                f"{self.name} is {KIND['rerank']}, and single texts do not tell the lengths of "
+                "pairs; give lengths in a .json file or the URL of a server"
             )
         tokenization = TokenizationOptions(
             self.processor.prompt(None, None), truncate=True, side="right"
         )
-        encodings = self.processor.encode(
-            [Text(text) for text in texts], tokenization
-        ).work.encodings
-        return [encoding.length for encoding in encodings]
+        inputs = [Text(text) for text in texts]
+        work = self.processor.encode(inputs, tokenization).work
+        return [encoding.length for encoding in work.encodings]
 
     def close(self) -> None:
         """Stop the tokenizer threads."""
@@ -214,14 +212,14 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
     or the model runs without buckets.
     """
     if config.null_model:
-        raise ConfigError("--null-model runs on no device, so there is nothing to tune")
+        raise ConfigError("--null-model does not use a device, so there is nothing to tune")
     if config.parallel == "replicas":
         config = replace(config, devices=1)  # all have the same grid
     path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:
         raise ConfigError(
-            f"{spec.source} holds static embeddings, which run without buckets, so there is "
+            f"{spec.source} holds static embeddings, which do not use buckets, so there is "
             "nothing to tune"
         )
     forward = program(spec)

@@ -124,16 +124,16 @@ def of_file(path: Path) -> Lengths:
     elif isinstance(content, list):
         pairs = [(length, 1) for length in content]
     else:
-        raise ConfigError(f"{path}: it holds {shown(content)}; wanted {LENGTHS_FORM}")
+        raise ConfigError(f"{path} holds {shown(content)}; expected {LENGTHS_FORM}")
     for length, count in pairs:
         if type(length) is not int or length < 1:
             raise ConfigError(
-                f"{path}: {shown(length)} is no length in tokens; wanted {LENGTHS_FORM}"
+                f"{path}: {shown(length)} is not a length in tokens; expected {LENGTHS_FORM}"
             )
         if type(count) is not int or not 0 <= count <= MAX_INPUTS:
             raise ConfigError(
-                f"{path}: {shown(count)} is no count of inputs of {length} tokens; "
-                f"wanted {LENGTHS_FORM}"
+                f"{path}: {shown(count)} is not a number of inputs of {length} tokens; "
+                f"expected {LENGTHS_FORM}"
             )
     return _lengths(pairs, str(path))
 
@@ -150,7 +150,7 @@ def of_server(url: str, model: str | None = None) -> Lengths:
     try:
         families = {family.name: family for family in text_string_to_metric_families(text)}
     except (ValueError, IndexError) as error:  # the parser raises both for text it cannot parse
-        raise ConfigError(f"{url} answers with no metrics; {SERVER}") from error
+        raise ConfigError(f"{url} does not return metrics; {SERVER}") from error
     if SERIES not in families:
         raise ConfigError(f"{url} has no series {SERIES}; {SERVER}")
     samples = [s for s in families[SERIES].samples if s.name.endswith("_bucket")]
@@ -158,17 +158,17 @@ def of_server(url: str, model: str | None = None) -> Lengths:
     if names and model not in names:
         model_name = "" if model is None else f", not {model}"
         raise ConfigError(
-            f"{url} serves {', '.join(names)}{model_name}; say which with --served-model-name"
+            f"{url} serves {', '.join(names)}{model_name}; choose one with --served-model-name"
         )
     pairs = []  # of length and count
     below, below_count = 0, 0  # of the bucket before, with all shorter inputs
-    for sample in samples:
-        if (names and sample.labels["model"] != model) or sample.labels["le"] == "+Inf":
-            continue
+    own = [s for s in samples if not names or s.labels["model"] == model]
+    for sample in (s for s in own if s.labels["le"] != "+Inf"):
         bound, bound_count = int(float(sample.labels["le"])), int(sample.value)
         width, count = bound - below, bound_count - below_count
-        for k in range(width):  # the inputs of a bucket are spread evenly over its lengths
-            pairs.append((below + 1 + k, count * (k + 1) // width - count * k // width))
+        pairs += [  # the inputs of a bucket are spread evenly over its lengths
+            (below + 1 + k, count * (k + 1) // width - count * k // width) for k in range(width)
+        ]
         below, below_count = bound, bound_count
     return _lengths(pairs, url)
 
@@ -180,5 +180,5 @@ def _lengths(pairs: Sequence[tuple[int, int]], source: str) -> Lengths:
     for length, count in pairs:
         counts[min(length, LONGEST)] += count
     if not counts.any():
-        raise ConfigError(f"{source}: no inputs in it, so nothing to tune for")
+        raise ConfigError(f"{source} has no inputs, so there is nothing to tune for")
     return Lengths(counts, source)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.platform.files import check_output
 from jaxembed.tools.tune.tuning import GridResult, Tuning
 
@@ -41,7 +41,7 @@ def table(tuning: Tuning) -> str:
     lines = [
         f"{tuning.model.name}, {plan.dtype}, {plan.device_name}, "
         f"inputs up to {plan.max_input_tokens} tokens",
-        f"{about['inputs']} inputs of {about['source']}: mean {about['mean']} tokens, "
+        f"{counted(about['inputs'], 'input')} of {about['source']}: mean {about['mean']} tokens, "
         f"p50 {about['p50']}, p95 {about['p95']}, longest {about['longest']}",
         "",
         f"{'':24}{'before':>10}{'after':>10}",
@@ -54,7 +54,9 @@ def table(tuning: Tuning) -> str:
         figures = f"{np.median(ratios):.3f}  ({ratios.min():.3f} to {ratios.max():.3f})"
         lines.append(f"  {load:28} {figures}")
     if tuning.is_noisy:
-        lines.append("The same grid was now fast and now slow: tune again on a quiet machine.")
+        lines.append(
+            "The speed of the current grid varied between rounds: tune again on an idle machine."
+        )
     lines.append("")
     for name, side in (("before", tuning.before), ("after", tuning.after)):
         ordered = sorted(side.grid.buckets, key=lambda bucket: (bucket.length, bucket.rows))
@@ -115,7 +117,7 @@ def draw(tuning: Tuning, path: Path) -> None:
             cmap="viridis_r",
             edgecolors="black" if name == "after" else "none",
             alpha=1.0 if name == "after" else 0.45,
-            label=f"{name}: {len(buckets)} buckets",
+            label=f"{name}: {counted(len(buckets), 'bucket')}",
         )
     bottom.set_xscale("log", base=2)
     bottom.set_yscale("log", base=2)

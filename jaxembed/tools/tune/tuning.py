@@ -240,12 +240,12 @@ class Tuning:
         Raises ConfigError if the file cannot be written.
         """
         result, plan = self.after if self.is_better else self.before, self.model.plan
-        largest = max(bucket.tokens for bucket in result.grid.buckets)
-        cost_file = plan.cost_file
+        buckets, cost_file = result.grid.buckets, plan.cost_file
         assert cost_file is not None  # the null model, which has none, cannot be tuned
-        timings = {bucket: self.model.workbench.timings[bucket] for bucket in result.grid.buckets}
+        largest = max(bucket.tokens for bucket in buckets)
+        timings = {bucket: self.model.workbench.timings[bucket] for bucket in buckets}
         data = {
-            "buckets": [[bucket.rows, bucket.length] for bucket in result.grid.buckets],
+            "buckets": [[bucket.rows, bucket.length] for bucket in buckets],
             # no less than before, so that the queue may hold as many tokens
             "max_batch_tokens": max(largest // plan.shards, plan.max_batch_tokens),
             "tuned": {
@@ -322,18 +322,17 @@ class _Tuner:
 
     def find(self) -> BucketGrid:
         """Measure buckets and search. Return the grid of least predicted cost, fully measured."""
-        self._measure(self.grid.buckets, "the grid in use", until=math.inf)
+        self._measure(self.grid.buckets, "buckets of the current grid", until=math.inf)
         costs = self.workbench.costs
         usable = [b for b in self.grid.buckets if b.length <= self._covering_length]
         quick = [b for b in usable if costs[b].ms < QUICK_MS] or [min(usable)]
         self.pair_ms = self.workbench.pair_ms(max(quick, key=lambda bucket: bucket.length))
-        slowest = max(self.workbench.costs[bucket].ms for bucket in self.grid.buckets)
-        self.slowest_ms = SLOWER * slowest
+        self.slowest_ms = SLOWER * max(costs[bucket].ms for bucket in self.grid.buckets)
         lengths = self._lengths()
         sparse = [*lengths[:: max(len(lengths) // 8, 1)], lengths[-1]]
         shards, max_tokens = self.plan.shards, MAX_TOKENS * self.max_tokens
         probed = self._allowed(probes(sparse, 2 * self.max_tokens, shards))
-        self._measure(probed, "probes", self.probes_until)
+        self._measure(probed, "buckets for interpolation", self.probes_until)
         candidates = [  # every row length with every row count
             Bucket(rows * shards, length)
             for length in lengths
@@ -344,7 +343,7 @@ class _Tuner:
             unmeasured = chosen - self.workbench.costs.keys()
             if not unmeasured or time.monotonic() > self.deadline:
                 break
-            self._measure(sorted(unmeasured), "what the search chose", self.deadline)
+            self._measure(sorted(unmeasured), "buckets that the search chose", self.deadline)
         rounds = 0
         while rounds < LAST_TIMINGS or time.monotonic() < self.deadline:
             rounds += 1
@@ -358,7 +357,7 @@ class _Tuner:
 
         Returns the results of both, and their comparison.
         """
-        self.on_progress("trying the grid found beside the one in use", 1, 1)  # one step
+        self.on_progress("comparing the new grid with the current one", 1, 1)  # one step
         traffic = self._traffic(BATCHES * self.max_tokens, seed=1)
         grids, widths = (self.grid, candidate), self.model.spec.widths
         bench = self.workbench
@@ -366,8 +365,8 @@ class _Tuner:
             before, after = (GridTrial(bench, engine, grid) for grid in grids)
             comparison = compare(before, after, traffic, self.budget.rounds)
         results = [
-            GridResult(grid, self.workbench.costs, self._predicted(grid, traffic), median(rounds))
-            for grid, rounds in ((self.grid, comparison.before), (candidate, comparison.after))
+            GridResult(grid, bench.costs, self._predicted(grid, traffic), median(rounds))
+            for grid, rounds in zip(grids, (comparison.before, comparison.after), strict=True)
         ]
         return results[0], results[1], comparison
 
@@ -438,7 +437,7 @@ class _Tuner:
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self.workbench.costs]
         for number, bucket in enumerate(new, start=1):
             if time.monotonic() > until:
-                logger.info("out of time after %d of %d of %s", number - 1, len(new), what)
+                logger.info("out of time after %d of %d %s", number - 1, len(new), what)
                 return
             self.on_progress(f"measuring {what}", number, len(new))
             self.workbench.compile(bucket)

@@ -58,7 +58,7 @@ def run_apart(
             return pool.submit(run_reference, folder, task, template, limit, groups).result()
         except BrokenProcessPool as error:
             raise ConfigError(
-                "the process of sentence-transformers ended early, perhaps for want of memory"
+                "the process of sentence-transformers ended early, perhaps because memory ran out"
             ) from error
         except ConfigError:
             raise
@@ -82,7 +82,9 @@ def run_reference(
 
     version = sentence_transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
-        raise ConfigError(f"sentence-transformers is {version}; pip install '{REQUIREMENT}'")
+        raise ConfigError(
+            f"sentence-transformers {version} is too old; pip install '{REQUIREMENT}'"
+        )
     model_class = (
         sentence_transformers.SentenceTransformer
         if task == "embed"

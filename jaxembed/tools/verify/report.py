@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxembed import __version__
+from jaxembed.errors import counted
 from jaxembed.tools.verify.texts import InputGroup
 from jaxembed.tools.verify.verification import NEIGHBOURS, Verification, locate
 
@@ -40,21 +41,23 @@ def report_lines(result: Verification) -> Iterator[str]:
     yield f"pooling {' + '.join(spec.pooling)}{normalized}; prompts: {prompts}"
     yield (
         f"compared with sentence-transformers {result.reference.version} in float32 on the CPU; "
-        f"inputs cut at {result.limit} tokens"
+        f"inputs truncated at {result.limit} tokens"
     )
     yield ""
     count = sum(len(group.inputs) for group in result.groups)
     if result.different:
         group, number = result.different[0]
-        yield f"tokens: DIFFERENT for {len(result.different)} of {count} inputs, first for"
+        yield (
+            f"tokens: DIFFERENT for {len(result.different)} of {counted(count, 'input')}, first for"
+        )
         yield f"  {_describe_input(result.groups[group], number)}"
         for who, results in (("jaxembed", result.got), ("reference", result.reference.results)):
             ids = results[group].ids[number]
             more = " ..." if len(ids) > MAX_SHOWN_IDS else ""
             excerpt = " ".join(map(str, ids[:MAX_SHOWN_IDS])) + more
-            yield f"  {who + ':':11} {len(ids)} tokens: {excerpt}"
+            yield f"  {who + ':':11} {counted(len(ids), 'token')}: {excerpt}"
     else:
-        yield f"tokens: the same for all {count} inputs"
+        yield f"tokens: the same for {counted(count, 'input')}"
     yield f"\n{MEASURE[task]}:"
     yield f"{'':10}{'inputs':>8}{'median':>10}{'worst':>10}{'bound':>10}  {RANK[task]}"
     for agreement in result.agreements:
@@ -66,8 +69,8 @@ def report_lines(result: Verification) -> Iterator[str]:
         yield f"{'':10}worst: {_describe_input(result.groups[group], number)}"
         if len(agreement.lengths):
             yield f"{'':10}lengths of vectors within {agreement.lengths.max():.1e}"
-    verdict = "agrees" if result.agrees else "DISAGREES"
-    yield f"\n{result.name} {verdict} ({result.seconds:.0f} s)"
+    outcome = "agrees" if result.agrees else "DISAGREES"
+    yield f"\n{result.name} {outcome} ({result.seconds:.0f} s)"
 
 
 def markdown_row(result: Verification) -> str:
@@ -89,16 +92,14 @@ def markdown_row(result: Verification) -> str:
 
 
 def _identity(result: Verification) -> str:
-    spec = result.spec
-    return (
-        f"revision {spec.revision[:12]}" if spec.revision else f"content {spec.content_hash[:12]}"
-    )
+    revision, content = result.spec.revision, result.spec.content_hash
+    return f"revision {revision[:12]}" if revision else f"content {content[:12]}"
 
 
 def _outputs(result: Verification) -> str:
     spec = result.spec
     unit = "dimension" if spec.task == "embed" else "logit"
-    return f"{spec.dim} {unit}{'s' * (spec.dim > 1)}"
+    return counted(spec.dim, unit)
 
 
 def _describe_input(group: InputGroup, number: int) -> str:

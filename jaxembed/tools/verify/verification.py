@@ -235,7 +235,7 @@ def verify_model(
     groups = input_groups(spec, limit, texts)
     max_tokens = config.max_input_tokens
     reference = run_reference(folder, spec.task, spec.template is not None, max_tokens, groups)
-    logger.info("sentence-transformers is done after %.0f s", time.monotonic() - started)
+    logger.info("sentence-transformers finished after %.0f s", time.monotonic() - started)
 
     def load(config: EngineConfig) -> Embedder:
         return Embedder.of(LoadedModel(source, config=config, on_progress=on_progress))
@@ -275,16 +275,16 @@ def comparable_spec(routes: Routes) -> ModelSpec:
     if len(routes.specs) > 1:
         raise ConfigError(
             f"{spec.source} has the routes {', '.join(routes.specs)}; only models of one "
-            "route are compared so far"
+            "route can be compared"
         )
     if spec.primary == "sparse":
         raise ConfigError(
-            f"{spec.source} is a sparse encoder; only vectors and logits are compared so far"
+            f"{spec.source} is a sparse encoder; only vectors and logits can be compared"
         )
     if "dense" not in spec.heads:
         raise ConfigError(
-            f"{spec.source} gives {', '.join(spec.heads)}; only vectors of whole texts and scores "
-            "are compared so far"
+            f"{spec.source} computes {', '.join(spec.heads)}; only vectors of whole texts and "
+            "scores can be compared"
         )
     return spec
 
@@ -296,13 +296,14 @@ def check_rules(spec: ModelSpec, folder: Path) -> None:
         return
     if spec.template is not None:
         raise ConfigError(
-            f"{folder} has no modules.json: sentence-transformers does not know the template that "
-            "this reranker is asked with; take a revision that has its files"
+            f"{folder} has no modules.json, so that sentence-transformers does not know the "
+            "template of this reranker; take a revision that has the files of "
+            "sentence-transformers"
         )
     if spec.is_static:
         raise ConfigError(
-            f"{folder} has no modules.json: it is served by the rules of model2vec, and "
-            "sentence-transformers does not know them"
+            f"{folder} has no modules.json, so it is served by the rules of model2vec, which "
+            "sentence-transformers does not know"
         )
 
 
@@ -316,13 +317,13 @@ def _limited(spec: ModelSpec, config: EngineConfig) -> tuple[int, EngineConfig]:
     if flag is not None and flag > spec.max_input_tokens:
         raise ConfigError(
             f"--max-input-length {flag} is more than the {spec.max_input_tokens} tokens at which "
-            "the checkpoint says to cut, and the reference does"
+            "the checkpoint and the reference truncate"
         )
     limit = flag or min(default, MAX_INPUT_TOKENS)
     if spec.is_static and flag is not None:
         raise ConfigError(
-            f"--max-input-length {flag}: the reference cuts static embeddings only as the "
-            "checkpoint says; leave it out"
+            f"--max-input-length {flag}: the reference truncates texts of static embeddings only "
+            "as the checkpoint says; leave it out"
         )
     is_as_served = spec.is_static or limit == default
     return limit, config if is_as_served else replace(config, max_input_tokens=limit)
@@ -359,5 +360,5 @@ def _run(
         embedder.close()
     del embedder  # frees the memory for the next model
     gc.collect()
-    logger.info("jaxembed in %s is done after %.0f s", facts["dtype"], time.monotonic() - started)
+    logger.info("jaxembed in %s finished after %.0f s", facts["dtype"], time.monotonic() - started)
     return results, facts
