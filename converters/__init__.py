@@ -46,7 +46,7 @@ def convert(
     adapters by the names that they get. With `splade` a masked language model without modules.json
     becomes a sparse encoder. `progress` gets the steps and yields them, to show progress. Raises
     UnsupportedModel for a model that jaxembed cannot run, ConversionError for tensors that do not
-    fit, and CheckpointError for other problems; then nothing is written.
+    fit, and CheckpointError for other problems. If it raises, nothing is written.
     """
     checkpoint.refuse_occupied(out)
     routes, default = outline_routes(
@@ -75,9 +75,9 @@ def outline_routes(
     """Describe the checkpoint that `convert` would write, without reading weights. Return the
     outline of each route, and the name of the default route or None, as in `Routes`.
 
-    `source` needs no weights, except static embeddings, whose shape no config has; the folders of
-    adapters need theirs. The arguments are those of `convert`, and so are the errors, except those
-    for weights.
+    `source` needs no weights, unless it holds static embeddings, whose shape no config has. The
+    folders of adapters need their weights. The arguments and errors are those of `convert`, but
+    problems of weights that are not read raise nothing.
     """
     try:
         if not source.is_dir():
@@ -87,14 +87,14 @@ def outline_routes(
         return _reader_of(source).outlines(source, options)
     except (*INTERRUPTS, JaxembedError, MemoryError):
         raise
-    except BaseException as error:  # also a panic of a library
+    except BaseException as error:  # BaseException, because a panic of a library is one
         raise CheckpointError(
             f"{source} is damaged, or has an unexpected form: {type(error).__name__}: {error}"
         ) from error
 
 
 def outline(source: Path, **options: Any) -> Outline:
-    """Describe a model that has one route, as `outline_routes` does; `options` are its options."""
+    """Describe a model that has one route. `options` are keyword arguments of `outline_routes`."""
     (model,) = outline_routes(source, **options)[0].values()
     return model
 

@@ -65,7 +65,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
 def _outline(source: Path, options: Options, route: str) -> Outline:
     """Describe one route of a model; the route of a model without a Router is ""."""
     if options.splade:
-        # modules.json must be that of a sparse encoder; without one, the class that of a masked LM
+        # modules.json must list a sparse encoder; without it, the class must be a masked LM
         kinds = heads.kinds_of(source, route)
         if kinds and not {"splade", "static_terms"} & {*kinds}:
             raise UnsupportedModel(
@@ -101,7 +101,7 @@ def _tower_outline(source: Path, options: Options, route: str) -> Outline:
         if options.splade
         else _use(source, family, hf, route)
     )
-    # The model's own code for the backbone changes every use; that for other uses is ignored.
+    # The model's own code for the backbone changes every use. Its code for other uses is ignored.
     for key in dict.fromkeys((EMBEDDER, use)):
         code = (hf.get("auto_map") or {}).get(key)
         if code is not None and code not in family.own_code.get(use, ()):
@@ -187,10 +187,11 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
 
 
 def _use(source: Path, family: Family, hf: dict[str, Any], route: str) -> str:
-    """Return the use of a model. It is EMBEDDER or MASKED_LM if modules.json pools hidden states or
-    logits, else the use of the class in config.json.
+    """Return the use of a model. It is EMBEDDER if modules.json pools hidden states, MASKED_LM if
+    it pools logits, and otherwise the use of the class in config.json.
 
-    Raises UnsupportedModel if neither is there: a classifier must not pass for an embedder.
+    Raises UnsupportedModel if neither file tells the use, so that no classifier is served as an
+    embedder.
     """
     kinds = heads.kinds_of(source, route)
     if "pooling" in kinds:

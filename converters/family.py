@@ -14,8 +14,8 @@ from jaxembed.data.spec import PairTemplate, Pooled, Vocabulary
 Fields = dict[str, Any]  # the content of a config.json, or the fields of a backbone's config
 
 
-# A head and the rules for its tensors: one for logits of labels, one for the logits of a masked
-# language model.
+# A head and the rules for its tensors. The first is for logits of labels, the second for the logits
+# of a masked language model.
 Scorer = tuple[Pooled, tuple[Rule, ...]]
 SparseHead = tuple[Vocabulary, tuple[Rule, ...]]
 
@@ -24,31 +24,31 @@ SparseHead = tuple[Vocabulary, tuple[Rule, ...]]
 class Reranker:
     """The published rerankers of a family, whose checkpoints lack their template."""
 
-    name: str  # a part of their names, in lower case
-    quote: str  # or a part of their README.md
+    name: str  # words in the names of these models, in lower case
+    quote: str  # words in their README.md, which also identify them
     template: PairTemplate
     answers: tuple[str, str] = ("yes", "no")  # tokens; the score is the difference of their logits
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """Adapters among the model's own tensors, as in Jina v3: one for each task. Beside every weight
-    two tensors stack the factors of all of them."""
+    """Adapters among the model's own tensors, as in Jina v3: one for each task. For every weight
+    there are two more tensors, which stack the factors of all adapters."""
 
     names: tuple[str, ...]
     rank: int
     scale: float
-    prompts: Mapping[str, str]  # by names of adapters
+    prompts: Mapping[str, str]  # the prompt of each adapter, by its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRules:
     """How the tensors of a model become parameters."""
 
-    rules: Sequence[Rule] = ()  # for the parameters; a family has those of its backbone
+    rules: Sequence[Rule] = ()  # rules for the parameters; a family has those for its backbone
     ignored: Sequence[str] = ()  # patterns of names of unused tensors
     prefixes: Sequence[str] = ()  # that are removed from a tensor's name, one after the other
-    renames: Mapping[str, str] = field(default_factory=dict)  # by endings of names
+    renames: Mapping[str, str] = field(default_factory=dict)  # old ending of a name -> new ending
     find: Callable[[Path], dict[str, Tensor]] = weights.find  # the tensors of a folder, by name
 
 
@@ -58,11 +58,11 @@ class Family(TensorRules):
     UnsupportedModel for what is not supported, and CheckpointError for missing or inconsistent
     fields."""
 
-    architecture: str  # of the backbone, a key of ARCHITECTURES in jaxembed.models
+    architecture: str  # name of the backbone, a key of ARCHITECTURES in jaxembed.models
     classes: tuple[str, ...]  # classes of transformers that embed
     config: Callable[[Fields], Fields]  # hf -> the fields of the backbone's config
     classifiers: tuple[str, ...] = ()  # classes that score, with the head of `classifier`
-    classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> their head
+    classifier: Callable[[Fields, int], Scorer] | None = None  # hf, number of labels -> the head
     generators: tuple[str, ...] = ()  # classes of language models, some of which are rerankers
     # hf, the backbone's config, ids of yes and no -> the head of a reranker that is a generator
     score_head: Callable[[Fields, Fields, int, int], Scorer] | None = None
@@ -71,9 +71,9 @@ class Family(TensorRules):
     sparse_classes: tuple[str, ...] = ()  # those of `classes` with a head of term weights
     # a model's own code that the backbone reproduces, by its key in auto_map
     own_code: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # for a family in VARIANTS: whether hf, with another's model_type, is of this one
+    # for a family in VARIANTS: whether hf, with another family's model_type, is of this family
     is_variant: Callable[[Fields], bool] = lambda hf: False
-    # hf, the folder -> hf with fields that only the weights tell
+    # hf, the model's folder -> hf with fields that can only be read from the weights
     completed: Callable[[Fields, Path], Fields] = lambda hf, folder: hf
     config_rules: Callable[[Fields], Sequence[Rule]] = lambda hf: ()  # hf -> further rules
     built_in: Callable[[Fields], BuiltIn | None] = lambda hf: None  # hf -> own adapters
@@ -106,7 +106,7 @@ CONVERTERS: dict[str, str] = {
     "xlm-roberta": "converters.families.roberta",
 }
 
-# Families whose configs have the model_type of another one.
+# Families whose configs have the model_type of another family, by this model_type.
 VARIANTS = {"bert": "converters.families.jina_bert", "xlm-roberta": "converters.families.jina"}
 
 

@@ -1,5 +1,5 @@
-"""The types and bounds of fields of config.json and similar files, their check, and readers of the
-fields that several families have.
+"""The types and bounds of fields of config.json and similar files, functions that check them, and
+readers of the fields that several families have.
 
 Each family itself checks whether values fit each other and its backbone supports them.
 """
@@ -15,9 +15,9 @@ from jaxembed.data.spec import Activation
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.platform.files import shown
 
-GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"  # of layer_types
+GLOBAL_LAYER, LOCAL_LAYER = "full_attention", "sliding_attention"  # values in layer_types
 
-HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
+HF_ACTIVATIONS: dict[str, Activation] = {  # transformers' name of an activation -> jaxembed's name
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
@@ -29,19 +29,19 @@ HF_ACTIVATIONS: dict[str, Activation] = {  # by transformers' names
     "swish": "silu",
 }
 
-_MAX_SIZE = 2**24  # of widths, heads, tokens and rows of tables
+_MAX_SIZE = 2**24  # maximum of widths, heads, tokens and rows of tables
 _MAX_LAYERS = 1000
-_MAX_FACTOR = 1_000_000  # of position scaling: float32 has seven digits
-_LARGEST = 1e30  # of numbers: float32 ends at 3.4e38, and factors are multiplied
+_MAX_FACTOR = 1_000_000  # maximum factor of position scaling: float32 has seven digits
+_LARGEST = 1e30  # of any number: float32 ends at 3.4e38, and factors are multiplied
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """What a field may hold. With `null` that includes null, which each family handles itself."""
+    """What a field may hold. If `null` is true, this includes null, which each family handles."""
 
-    wanted: str  # for messages
-    type: Any  # for msgspec
-    # of an object, perhaps the types of its fields
+    wanted: str  # description for messages
+    type: Any  # type for msgspec
+    # if the field holds an object: the types of some of its fields
     fields: Mapping[str, "FieldType"] = field(default_factory=dict)
     null: bool = True
 
@@ -123,7 +123,7 @@ _ROPE_BY_LAYERS = FieldType(
     _ROPE_FIELDS | {"full_attention": _ROPE, "sliding_attention": _ROPE},
 )
 
-# Of config.json, for all families: a key has one meaning wherever it is read.
+# Fields of config.json, for all families, because a key has the same meaning in each family.
 CONFIG_FIELDS = {
     "activation": _NAME,
     "activation_function": _NAME,
@@ -258,7 +258,7 @@ CONFIG_FIELDS = {
     "window_size": _SIZE,
 }
 
-# Of the config.json of a module of sentence-transformers.
+# Fields of the config.json of a module of sentence-transformers.
 MODULE_FIELDS = {
     "activation_function": _NAME,
     "bias": _not_null(_SWITCH),
@@ -281,8 +281,8 @@ MODULE_FIELDS = {
     "word_embedding_dimension": _SIZE,
 }
 
-# Of multi-vector models: of config_sentence_transformers.json as PyLate writes it, and of the
-# transformer's config as sentence-transformers writes it.
+# Fields of multi-vector models: those of config_sentence_transformers.json as PyLate writes it, and
+# those of the transformer's config as sentence-transformers writes it.
 EXPANSION_FIELDS = {
     "attend": _SWITCH,
     "length": _SIZE,
@@ -306,7 +306,7 @@ MASK_FIELDS = {
     "skiplist_tasks": _ONE_OR_MORE_NAMES,
     "skiplist_words": _NAMES,
 }
-# Of artifact.metadata, as Stanford's colbert writes it.
+# Fields of artifact.metadata, as Stanford's colbert writes it.
 ARTIFACT_FIELDS = {
     "attend_to_mask_tokens": _SWITCH,
     "dim": _SIZE,
@@ -319,7 +319,7 @@ ARTIFACT_FIELDS = {
     "similarity": _NAME,
 }
 
-# Of other files, by name.
+# Fields of other files, by name of the file.
 FIELDS_BY_FILE = {
     "config_sentence_transformers.json": {
         "activation_fn": _NAME,
@@ -335,7 +335,7 @@ FIELDS_BY_FILE = {
     "tokenizer_config.json": {"model_input_names": _NAMES, "tokenizer_class": _NAME},
 }
 
-# Of tokenizer_config.json and special_tokens_map.json, and the content of added_tokens.json.
+# Fields of tokenizer_config.json and special_tokens_map.json, and the content of added_tokens.json.
 TOKENIZER_FIELDS = {
     "add_bos_token": _SWITCH,
     "add_eos_token": _SWITCH,
@@ -362,7 +362,7 @@ TOKENIZER_FIELDS = {
     "unk_token": _TOKEN,
 }
 
-# Of adapter_config.json.
+# Fields of adapter_config.json.
 ADAPTER_FIELDS = {
     "alpha_pattern": FieldType("an object of numbers by pattern", dict[str, _FINITE]),
     "bias": _NAME,
@@ -372,7 +372,7 @@ ADAPTER_FIELDS = {
 }
 
 
-# Of an image processor, as preprocessor_config.json has it.
+# Fields of an image processor, as preprocessor_config.json has it.
 _SMALL = Annotated[float, Meta(gt=-1e6, lt=1e6)]
 _PER_COLOUR = FieldType("three numbers below a million", tuple[_SMALL, _SMALL, _SMALL])
 PROCESSOR_FIELDS = {
@@ -431,13 +431,14 @@ def refuse_unknown(what: str, value: Any, known: Collection[Any]) -> None:
 
 
 def lookup(what: str, name: Any, table: Mapping[Any, Any]) -> Any:
-    """Return the value of `name` in a table. Raises as `refuse_unknown`."""
+    """Return the value of `name` in a table. Raises UnsupportedModel if it is not there, with a
+    message that lists the known names and calls the name `what`."""
     refuse_unknown(what, name, table)
     return table[name]
 
 
 def activation_of(hf: dict[str, Any], key: str, default: str = "gelu") -> Activation:
-    """Return the activation that the field `key` names. Raises as `refuse_unknown`."""
+    """Return the activation that the field `key` names. Raises UnsupportedModel for another one."""
     return lookup(key, hf.get(key, default), HF_ACTIVATIONS)
 
 

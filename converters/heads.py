@@ -39,7 +39,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
-# sentence-transformers has moved its modules; a model keeps the path it was saved with.
+# sentence-transformers has moved these classes; a model names them as they were when it was saved.
 MODULES = {
     "sentence_transformers.models.Transformer": "transformer",
     "sentence_transformers.base.modules.transformer.Transformer": "transformer",
@@ -77,14 +77,15 @@ OTHERS = re.compile(
     "transformer(, logit_score)?"
     "|transformer(, normalize)*, (dense|multi_vector_mask)(, (dense|multi_vector_mask|normalize))*"
 )
-# Modules of a model's own code that do what one above does: its kind, and the backbone's code.
+# Module classes of a model's own code that do the same as a kind of module above. By class: this
+# kind, and the code for the backbone that config.json must name.
 OWN_MODULES = {
     "custom_st.Transformer": (
         "transformer",
         "jinaai/xlm-roberta-flash-implementation--modeling_lora.XLMRobertaLoRA",
     )
 }
-# In the order in which sentence-transformers concatenates them.
+# Flags of pooling modes, in the order in which sentence-transformers concatenates their vectors.
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -168,8 +169,8 @@ class Layout:
 
     backbone: str  # folder of the transformer within the source; "" is the source itself
     heads: dict[OutputName, Head]  # as in ModelSpec
-    rules: tuple[Rule, ...] = ()  # for the parameters of the heads
-    folders: tuple[str, ...] = ()  # of modules with weights, within the source
+    rules: tuple[Rule, ...] = ()  # rules for the parameters of the heads
+    folders: tuple[str, ...] = ()  # folders of modules with weights, within the source
     files: tuple[str, ...] = ()  # torch files of heads; their tensors are `<file>/<name>`
     ignored: tuple[str, ...] = ()  # patterns of further tensors that are not used
     labels: tuple[str, ...] = ()
@@ -188,7 +189,8 @@ def read_layout(
     modules.json the pooling is the mean, as in sentence-transformers.
 
     `dense_path` replaces the path of the only Dense module. `route` is one of the Router's, or "".
-    Raises UnsupportedModel for other models and settings, and CheckpointError for wrong files.
+    Raises UnsupportedModel for a model that is no embedder or has settings that are not supported,
+    and CheckpointError for wrong files.
     """
     modules, include_prompt = modules_of(source, route), True
     pooling: Sequence[Pooling] = MEAN
@@ -203,7 +205,7 @@ def read_layout(
             "config.json does not score"
         )
     else:
-        folder = source / modules[1].path  # of Pooling; Dense and Normalize may follow it
+        folder = source / modules[1].path  # of Pooling, which Dense and Normalize may follow
         config = module_config(folder)
         if not config:
             raise CheckpointError(f"{folder} has no config.json: wanted a pooling mode")
@@ -227,7 +229,7 @@ def read_layout(
                     f"{', '.join(POOLING_NAMES)}"
                 )
             pooling = [POOLING_NAMES[mode] for mode in modes]
-        else:  # without a flag sentence-transformers takes the mean
+        else:  # if no flag is true, sentence-transformers takes the mean
             pooling = [POOLING_FLAGS[flag] for flag in POOLING_FLAGS if config.get(flag)] or MEAN
         include_prompt = bool(config.get("include_prompt", True))
     refuse_chat_template(source / modules[0].path)
@@ -303,8 +305,9 @@ def module_folders(source: Path, dense_path: str | None = None) -> list[str]:
 def token_limit(
     backbone: Path, positions: int | None, otherwise: int | None = None, *, late: bool = False
 ) -> int:
-    """Return the maximum number of tokens of an input: max_seq_length, else model_max_length, else
-    `positions`, else `otherwise`. It is at most `positions`, the size of the table of positions.
+    """Return the maximum number of tokens of an input: the first of max_seq_length,
+    model_max_length, `positions` and `otherwise` that is set, but at most `positions`, the size of
+    the table of positions.
 
     `late` is for multi-vector models. Raises CheckpointError for a limit below 1, or no limit.
     """
@@ -360,8 +363,8 @@ def transformer_config(backbone: Path, *, late: bool = False) -> dict[str, Any]:
 
 
 def modalities(backbone: Path, *, late: bool = False) -> set[str]:
-    """Return the kinds of input that the model takes, such as "text"; sentence-transformers before
-    6.0 does not write them. "message" means that texts are put into the chat template."""
+    """Return the kinds of input that the model takes, such as "text"; empty if the model was saved
+    by sentence-transformers before 6.0. "message" stands for texts in the chat template."""
     return set(transformer_config(backbone, late=late).get("modality_config") or ())
 
 
@@ -375,8 +378,9 @@ def refuse_chat_template(backbone: Path, *, late: bool = False) -> None:
 
 
 def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None) -> dict[str, Any]:
-    """Read the JSON object in a file; empty if there is no file. Raises CheckpointError if it is
-    damaged, or a field has a wrong type: not that of `types`, which add to FIELDS_BY_FILE."""
+    """Read the JSON object in a file; empty if there is no file. `types` are types of fields in
+    addition to those in FIELDS_BY_FILE. Raises CheckpointError if the file is damaged, or a field
+    does not have its type."""
     if not path.is_file():
         return {}
     content = _json(path)
@@ -389,7 +393,7 @@ def read_optional_json(path: Path, types: Mapping[str, FieldType] | None = None)
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # the second: nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
@@ -456,7 +460,7 @@ def _module(path: Path, type_name: str, folder: str) -> ModuleEntry:
     if own_kind is not None:
         hf = read_optional_json(path.parent / "config.json", CONFIG_FIELDS)
         if (hf.get("auto_map") or {}).get("AutoModel") == own_code:
-            return ModuleEntry(own_kind, folder)  # own code that does the same
+            return ModuleEntry(own_kind, folder)
     if type_name not in MODULES:
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in MODULES}))
         raise UnsupportedModel(f"{path}: module {type_name!r} is not supported; known: {known}")
@@ -477,8 +481,8 @@ def _check_within(path: Path, folder: str) -> None:
 def _with_dense_path(
     source: Path, modules: list[ModuleEntry], dense_path: str | None
 ) -> list[ModuleEntry]:
-    """Return the modules, with `dense_path` as the path of the only Dense module unless it is None.
-    Raises CheckpointError unless there is one Dense module."""
+    """Return the modules. If `dense_path` is not None, it replaces the path of the only Dense
+    module. Raises CheckpointError if it is given and the model has no or several Dense modules."""
     if dense_path is None:
         return modules
     dense = [module for module in modules if module.kind == "dense"]
@@ -492,8 +496,9 @@ def _with_dense_path(
 
 
 def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") -> Module:
-    """Read a Dense or Normalize module. `applied_to` is what it must take and give:
-    "sentence_embedding" or "token_embeddings". Raises UnsupportedModel and CheckpointError."""
+    """Read a Dense or Normalize module. `applied_to` is the kind of vectors that the module must
+    take and return: "sentence_embedding" or "token_embeddings". Raises UnsupportedModel and
+    CheckpointError."""
     config = module_config(folder)
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, applied_to):
@@ -520,13 +525,14 @@ def layer_of(folder: Path, kind: str, applied_to: str = "sentence_embedding") ->
 
 
 def module_config(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a module; empty if there is none. Raises as `read_optional_json`."""
+    """Read the config.json of a module; empty if there is none. Raises CheckpointError if the file
+    is damaged or a field has a wrong type."""
     return read_optional_json(folder / "config.json", MODULE_FIELDS)
 
 
 def check_widths(layers: tuple[Module, ...], width: int) -> None:
-    """Raise CheckpointError if a Dense module takes another width than it gets. `width` is that of
-    the vectors before the first layer."""
+    """Raise CheckpointError if a Dense module takes vectors of another width than it gets. `width`
+    is the width of the vectors before the first layer."""
     for layer in layers:
         if isinstance(layer, DenseLayer):
             if layer.in_features != width:
@@ -539,10 +545,10 @@ def check_widths(layers: tuple[Module, ...], width: int) -> None:
 def read_prompts(
     source: Path, wanted: str = "SentenceTransformer"
 ) -> tuple[dict[str, str], str | None]:
-    """Read config_sentence_transformers.json: the prompts by name, and the name of the default one.
+    """Read config_sentence_transformers.json: the prompts by name, and the default prompt's name.
 
-    `wanted` is the class of sentence-transformers that the file must name, if any. Raises
-    UnsupportedModel for another class, and CheckpointError for an unknown default.
+    If the file names a class of sentence-transformers, it must be `wanted`. Raises
+    UnsupportedModel for another class, and CheckpointError for an unknown default prompt.
     """
     path = source / MODEL_CONFIG
     config = read_optional_json(path)
@@ -558,7 +564,7 @@ def read_prompts(
     for route in filter(None, routes_of(source)):  # the name of a prompt selects the route
         prompts.setdefault(route, "")
     default = config.get("default_prompt_name")
-    if default in ("query", "document"):  # sentence-transformers gives all models these
+    if default in ("query", "document"):  # prompts that sentence-transformers gives all models
         prompts.setdefault(default, "")
     if default is not None and default not in prompts:
         known = ", ".join(prompts) or "none"

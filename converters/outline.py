@@ -16,7 +16,7 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 class Options:
     """The arguments of `convert` that choose how a model is converted."""
 
-    name: str  # of the model; by default the path of its folder
+    name: str  # name of the model; by default the path of its folder
     revision: str | None = None
     dense_path: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LowRankFactors:
-    """The two matrices of a low-rank adapter for one weight, to which it adds scale * up . down."""
+    """The two matrices of a low-rank adapter for one weight. scale * up . down is added to it."""
 
     down: Tensor  # [rank, in]; of an embedding table `in` is its number of rows
     up: Tensor  # [out, rank]
@@ -48,7 +48,8 @@ class LowRankFactors:
 
 @dataclass(frozen=True)
 class AdapterSource:
-    """An adapter that is not read yet. Its factors are by the name of their weight in rules.
+    """An adapter whose tensors are not read yet. `factors` has, by the name of a weight in rules,
+    the adapter's factors for this weight.
 
     `copies` are weights of the base model that were saved with the adapter.
     """
@@ -65,10 +66,10 @@ class Outline:
     source: Path
     tensors: TensorRules  # the rules for all parameters, except those of adapters
     layout: Layout
-    spec: ModelSpec  # without content hash; the dtype is of config.json, or float32
+    spec: ModelSpec  # without content hash; the dtype is that in config.json, or float32
     tokenizer: bytes  # the content of tokenizer.json
-    built_in: BuiltIn | None = None  # adapters among its own tensors; their numbers come first
-    adapters: tuple[AdapterSource, ...] = ()  # others, in the order of their numbers
+    built_in: BuiltIn | None = None  # adapters among the model's own tensors; first in the spec
+    adapters: tuple[AdapterSource, ...] = ()  # other adapters, in the order of the spec
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Reader:
     outlines: Callable[[Path, Options], tuple[dict[str, Outline], str | None]]
     # folder, dense path -> the folders within that hold weights; reads only JSON files
     weight_folders: Callable[[Path, str | None], list[str]] = module_folders
-    # folder -> those of them whose weights `outlines` reads
+    # folder -> the folders within that hold weights which `outlines` reads
     folders_read: Callable[[Path], list[str]] = lambda source: []
 
 

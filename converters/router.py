@@ -13,7 +13,7 @@ from typing import Any
 from jaxembed.data.spec import ROUTE_NAME
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-CONFIG_FILES = ("router_config.json", "config.json")  # the second is that of the older Asym
+CONFIG_FILES = ("router_config.json", "config.json")  # config.json is that of the older Asym
 
 ROUTERS = {
     "sentence_transformers.models.Router",
@@ -37,17 +37,17 @@ class Router:
 
 
 def plain_type(kind: str) -> str:
-    """Return the type of a module as modules.json writes it: `models.Pooling`, where a Router may
+    """Return the type of a module as modules.json writes it, such as `models.Pooling`. A Router may
     write `models.Pooling.Pooling`."""
     parent, _, name = kind.rpartition(".")
     return parent if parent.endswith(f".{name}") else kind
 
 
 def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed) -> Router:
-    """Read the routes of a Router. The modules of a route are its own and then the `later` ones,
-    which follow the Router.
+    """Read the routes of a Router. A route has its own modules, and then the modules `later`, which
+    follow the Router in modules.json.
 
-    `config` is the content of the file `path`, and `folder` is that of the Router within the model.
+    `config` is the content of the file `path`, and `folder` is the Router's folder in the model.
     Raises UnsupportedModel for routes that are not chosen by a task alone, for a Router within a
     route, and for other settings or names that are not supported; CheckpointError for a damaged
     file.
@@ -68,7 +68,7 @@ def read_router(path: str, config: Mapping[str, Any], folder: str, later: Listed
     for name, modules in routes.items():
         if any(kind in ROUTERS for kind, _ in modules):
             raise UnsupportedModel(f"{path}: route {name!r} has a Router of its own")
-    # the task by which route_mappings chooses each route; others are chosen by their name
+    # by route: the task by which route_mappings chooses it; other routes are chosen by their name
     tasks: dict[str, str] = {}
     for key, route in (parameters.get("route_mappings") or {}).items():
         try:

@@ -42,7 +42,7 @@ def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 def contents(model: Outline, progress: ConversionProgress) -> Contents:
     """Return the contents of a checkpoint. Its parameters are an iterator that reads and converts
-    each one when it is asked for. Raises ConversionError for tensors that do not fit,
+    each one when it is asked for. Raises ConversionError for tensors that do not fit, and
     CheckpointError for files that cannot be read."""
     source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
     backbone = base.find(source / layout.backbone)

@@ -40,7 +40,7 @@ SAFETENSORS_DTYPES = {
 }
 READ_DTYPES: dict[str, Any] = {
     **NUMPY_DTYPES,
-    # only some transforms take these, and no parameter has one of them
+    # only some transforms take these dtypes, and no parameter has one of them
     "float64": np.float64,
     "int8": np.int8,
     "int32": np.int32,
@@ -59,8 +59,8 @@ class Tensor:
     name: str
     dtype: str  # a key of READ_DTYPES, or the file's name of another dtype
     shape: Shape
-    read: Callable[[], np.ndarray]  # not to be called after `free`
-    free: Callable[[], None] = lambda: None  # releases its memory, if it has any
+    read: Callable[[], np.ndarray]  # returns the values; must not be called after `free`
+    free: Callable[[], None] = lambda: None  # releases the memory of values that are loaded
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Transform:
     """A function that makes a parameter from source tensors, with a check of their shapes."""
 
     apply: Callable[..., np.ndarray]
-    misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # parameter's shape -> problems
-    dtype: DType | None = None  # of the parameter; None: that of the sources
-    takes: Collection[str] = tuple(NUMPY_DTYPES)  # dtypes of the sources
-    by_column: bool = False  # whether each column is a row of one source, perhaps scaled
+    misfits: Callable[[Sequence[Tensor], Shape], list[str]]  # sources, result's shape -> problems
+    dtype: DType | None = None  # dtype of the parameter; None: the dtype of the sources
+    takes: Collection[str] = tuple(NUMPY_DTYPES)  # allowed dtypes of the sources
+    by_column: bool = False  # whether each result column is a row of one source, perhaps scaled
 
 
 def _transpose(array: np.ndarray) -> np.ndarray:
@@ -130,11 +130,11 @@ one_plus = Transform(  # bfloat16 would lose bits of the weight
 
 
 def rows_of(start: int, stop: int, *, turned: bool = False) -> Transform:
-    """Return a transform that takes the rows from `start` to before `stop` of a vector or a table;
-    `turned` transposes them, so that each becomes a column of a weight."""
+    """Return a transform that takes the rows from `start` to before `stop` of a vector or a table.
+    With `turned` each row becomes a column of a weight."""
 
     def misfits(sources: Sequence[Tensor], shape: Shape) -> list[str]:
-        wanted = shape[::-1] if turned else shape  # of the rows in the source
+        wanted = shape[::-1] if turned else shape  # the shape of the rows in the source
         return [
             f"{source.name}: wanted at least {counted(stop, 'row')} of {wanted[1:]}, got "
             f"{source.shape}"
@@ -209,7 +209,7 @@ class Rule:
     """How a parameter is made: the names of its source tensors, its own name, and the transform.
 
     `{i}` in the names stands for the number of each layer. If a parameter has several rules, the
-    first one whose source tensors all exist is used, or else the first one.
+    first rule whose source tensors all exist is used. If there is none, the first rule is used.
     """
 
     sources: str | tuple[str, ...]
@@ -223,7 +223,7 @@ class Step:
 
     sources: tuple[Tensor, ...]
     target: str  # name of the parameter
-    shape: Shape  # of the parameter
+    shape: Shape  # shape of the parameter
     transform: Transform
     last_of: tuple[Tensor, ...] = ()  # sources that no later step reads
 
@@ -254,11 +254,11 @@ def plan_steps(
 ) -> list[Step]:
     """Plan a step for every parameter, without reading tensors. Free tensors that no step needs.
 
-    `ignored` are patterns of names of unused tensors. `tensors` are by name, and so are `shapes`,
-    those of all parameters. The smallest parameter comes first: the tensors of a torch file are
-    freed as they are read, so that little of the file is in memory when the largest tensor is
-    copied. Raises ConversionError, which lists every tensor that is missing or unused, or has a
-    wrong shape or dtype.
+    `ignored` are patterns of names of unused tensors. `tensors` has all tensors by name, and
+    `shapes` the shapes of all parameters by name. The smallest parameter comes first: the tensors
+    of a torch file are freed as they are read, so that little of the file is in memory when the
+    largest tensor is copied. Raises ConversionError, which lists every tensor that is missing or
+    unused, or has a wrong shape or dtype.
     """
     expanded_rules = choose(expand(rules, shapes), tensors)
     source_names = {name for rule in expanded_rules for name in rule.sources}
@@ -301,7 +301,7 @@ def plan_steps(
 
 
 def expand(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> Iterator[Rule]:
-    """Yield the rules for the parameters in `shapes`, with the number of each layer for `{i}`."""
+    """Yield the rules for the parameters in `shapes`, one for each layer if a rule has `{i}`."""
     layers = {int(part) for target in shapes for part in target.split(".") if part.isdigit()}
     for rule in rules:
         sources = (rule.sources,) if isinstance(rule.sources, str) else rule.sources
@@ -332,7 +332,7 @@ def canonical(
     """Rename tensors to the names that rules use.
 
     Each of `prefixes` is removed in turn, and each ending in `renames` is replaced. Raises
-    ConversionError for `model` if two tensors get the same name.
+    ConversionError, which names `model`, if two tensors get the same name.
     """
     tensors_by_name: dict[str, Tensor] = {}
     problems = []
@@ -360,7 +360,7 @@ def within(folder: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find(folder: Path) -> dict[str, Tensor]:
-    """Find the tensors of a folder, by name: those of its safetensors files, or else torch files.
+    """Return the tensors of a folder by name, from its safetensors files, or else its torch files.
 
     Of safetensors files only the headers are read; a torch file is loaded. Raises CheckpointError
     if there are no weights, a file is damaged, or torch is missing or too old.

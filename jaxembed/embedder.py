@@ -59,13 +59,13 @@ rerank_options = KeywordOptions(ScoreOptions, (*_PAIRS, "max_chunks", "overlap_t
 
 
 class Embedder:
-    """A model to call from Python: it encodes, reranks or classifies.
+    """A model to use from Python: it encodes, reranks or classifies texts and images.
 
     `model` is a directory (Hugging Face's or a converted checkpoint), the URL of a checkpoint in an
-    object store, a hub id, or None for all-MiniLM-L6-v2. `revision`, `offline`, `token`,
-    `dense_path`, `adapters`, `pooling` and `cache_dir` are those of ModelSource, the other
-    arguments those of LoadedModel, and so are the errors. Methods that compute have a variant for
-    event loops, with `_async` at the end of the name.
+    object store, a hub id, or None for all-MiniLM-L6-v2. ModelSource documents `revision`,
+    `offline`, `token`, `dense_path`, `adapters`, `pooling` and `cache_dir`, and LoadedModel the
+    other arguments; both document the errors that loading raises. Each method that computes has a
+    variant for event loops, whose name ends in `_async`.
     """
 
     def __init__(
@@ -117,24 +117,26 @@ class Embedder:
         embedder.model = model
         return embedder
 
-    # Each call is written once, as a coroutine that awaits its steps. The steps of a
-    # _BlockingEmbedder never suspend, so `_finish` can run the coroutine without an event loop.
+    # Each method that computes is written once, as a coroutine that awaits `_run`, `_read` and
+    # `_compute`. In a _BlockingEmbedder these never suspend the coroutine, so `_finish` can run it
+    # without an event loop.
 
     @cached_property
     def _blocking(self) -> "Embedder":
-        """This model in an Embedder whose steps block the calling thread."""
+        """An Embedder of the same model, whose coroutines block the calling thread."""
         return _BlockingEmbedder.of(self.model)
 
     async def _run(self, request: Request[Answer]) -> Answer:
-        """Run a request. Raises the errors of InvalidInput and BackendError."""
+        """Run a request on the model, and return the answer. Raises InvalidInput and
+        BackendError."""
         return await self.model.run_async(request)
 
     async def _read(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a call that reads files, without blocking the event loop."""
+        """Call a function that reads files, without blocking the event loop."""
         return await asyncio.to_thread(call, *arguments)
 
     async def _compute(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run a call that takes a core for a while, without blocking the event loop."""
+        """Call a function that keeps a core busy for a while, without blocking the event loop."""
         return await self.model.runner.off_loop(call, *arguments)
 
     def __enter__(self) -> Self:
@@ -145,37 +147,40 @@ class Embedder:
 
     @property
     def name(self) -> str:
-        """The name of the model: the argument `model`, or the default model's."""
+        """The name of the model: the argument `model`, or the hub id of the default model."""
         return self.model.name
 
     @property
     def spec(self) -> ModelSpec:
-        """The specification of the checkpoint; of several routes the main one's."""
+        """The specification of the checkpoint; for a model with several routes, that of the main
+        route."""
         return self.model.spec
 
     @property
     def max_input_tokens(self) -> int:
-        """The most tokens of an input."""
+        """The maximum number of tokens in an input."""
         return self.model.max_input_tokens
 
     @property
     def device(self) -> str:
-        """The name of the device that computes."""
+        """The name of the device that the model runs on."""
         return self.model.device
 
     @property
     def dtype(self) -> str:
-        """The data type that the device computes in."""
+        """The data type in which the device computes."""
         return self.model.dtype
 
     @property
     def ready(self) -> bool:
-        """Whether every bucket that requests need is compiled and the device answers."""
+        """Whether the device answers and all buckets (batch shapes) that requests need are
+        compiled."""
         return self.model.ready
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises TimeoutError after `timeout_s` seconds, the compiler's error
-        for a bucket that is needed, and BackendError if the model is closed."""
+        """Block until `ready` is True. Raises TimeoutError after `timeout_s` seconds, the error of
+        the compiler if a needed bucket cannot be compiled, and BackendError if the model is
+        closed."""
         self.model.wait_ready(timeout_s)
 
     def close(self, timeout_s: float = 20.0) -> None:
@@ -187,14 +192,14 @@ class Embedder:
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> np.ndarray:
         """Return the dense vectors of texts, float32 `[n, dim]`, or `[dim]` for a single string.
-        They are normalised if the checkpoint says so.
+        Without the option `normalize`, the checkpoint says whether the vectors have length 1.
 
-        `images` follow the texts, for a model that takes both: each is a path, the bytes of a file,
-        a Pillow image or RGB values, uint8 `[height, width, 3]`. Images may also be among `texts`,
-        but there a string is a text. Prompts are for texts alone.
+        The vectors of `images` follow those of the texts. An image is a path, the bytes of a file,
+        a Pillow image, or RGB values, uint8 `[height, width, 3]`. Images may also be among `texts`,
+        but a string there is a text, not a path. Only texts get a prompt.
 
-        With an `output_dtype` other than "float" the vectors are quantized as by `quantise`. Raises
-        the errors of InvalidInput and BackendError, and TypeError for an unknown option.
+        With an `output_dtype` other than "float", `quantise` encodes the vectors. Raises
+        InvalidInput, BackendError, and TypeError for an unknown option.
         """
         return _finish(self._blocking.encode_async(texts, images=images, **options))
 
@@ -207,7 +212,7 @@ class Embedder:
 
     @encode_options
     def encode_query(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` with the checkpoint's route and prompt for queries, where it has them."""
+        """Return what `encode` does, with the checkpoint's route and prompt for queries, if any."""
         return _finish(self._blocking.encode_query_async(texts, **options))
 
     @encode_options
@@ -217,7 +222,8 @@ class Embedder:
 
     @encode_options
     def encode_document(self, texts: str | Sequence[str], **options) -> np.ndarray:
-        """`encode` with the checkpoint's route and prompt for documents, where it has them."""
+        """Return what `encode` does, with the checkpoint's route and prompt for documents, if
+        any."""
         return _finish(self._blocking.encode_document_async(texts, **options))
 
     @encode_options
@@ -238,9 +244,9 @@ class Embedder:
         `[n, dim]`, "sparse" as SparseRows with a row for each text, "multi_vector" as a Ragged with
         an array `[vectors, width]` for each text.
 
-        They equal the results of `encode`, `encode_sparse` and `encode_multi`. `images` follow the
-        texts, as in `encode`. Raises WrongTask for an output that is not in `spec.representations`,
-        and as `encode`.
+        The results equal those of `encode`, `encode_sparse` and `encode_multi`. The rows of
+        `images`, which `encode` describes, follow those of the texts. Raises WrongTask for an
+        output that is not in `spec.representations`, and the errors of `encode`.
         """
         return _finish(
             self._blocking.encode_outputs_async(texts, outputs, images=images, **options)
@@ -269,7 +275,7 @@ class Embedder:
     @output_options
     def encode_sparse(self, texts: str | Sequence[str], **options) -> SparseRows:
         """Return the sparse embedding of each text, the weights of vocabulary terms, as a row of
-        SparseRows; its `to_scipy` makes a matrix. Options and errors are those of
+        SparseRows, whose method `to_scipy` makes a matrix. Options and errors are those of
         `encode_outputs`."""
         return _finish(self._blocking.encode_sparse_async(texts, **options))
 
@@ -282,9 +288,9 @@ class Embedder:
     def encode_multi(
         self, texts: str | Sequence[Any] = (), *, images: Any = None, **options
     ) -> Ragged:
-        """Return the multi-vector embedding of each text, and then of each of `images`, to compare
-        token by token: float32 `[vectors, width]`. Options and errors are those of
-        `encode_outputs`."""
+        """Return the multi-vector embedding of each text, and after the texts of each image: an
+        array `[vectors, width]` of float32, to compare token by token. Options and errors are those
+        of `encode_outputs`."""
         return _finish(self._blocking.encode_multi_async(texts, images=images, **options))
 
     @output_options
@@ -301,15 +307,15 @@ class Embedder:
     def encode_chunks(
         self, texts: Sequence[ChunkedText | Sequence[str]], **options
     ) -> list[EncodedChunks]:
-        """Encode by late chunking: return for each text a vector of each of its chunks, pooled from
-        the tokens of the whole text, so that the vector reflects the context.
+        """Encode by late chunking: return for each text one vector per chunk. The model runs the
+        whole text before the tokens of a chunk are pooled, so that the vector reflects the context.
 
-        A list of strings is one text, and its strings are the chunks: neighbours without white
-        space between them are joined by a space. A text over the model's limit is run in windows,
-        or refused if `truncate` is False.
+        A list of strings is one text, and each string is one chunk of it. Where two chunks have no
+        white space between them, a space joins them. A text over the model's limit is run in
+        windows, or refused if `truncate` is False.
 
-        Raises the errors of InvalidInput, also for a model whose pooling is not the mean, and of
-        BackendError; and TypeError for a text that is one string.
+        Raises InvalidInput, also for a model whose pooling is not the mean, BackendError, and
+        TypeError if a text is a single string.
         """
         return _finish(self._blocking.encode_chunks_async(texts, **options))
 
@@ -324,7 +330,7 @@ class Embedder:
         request = self.model.tasks.embed_chunks(listed, EncodeOptions(**options))
         answer = await self._run(request)
         chunked = answer.chunked or NO_CHUNKS
-        ends = np.cumsum(chunked.counts).tolist()  # of the chunks of each text, in `dense`
+        ends = np.cumsum(chunked.counts).tolist()  # index after the last chunk of each text
         return [
             EncodedChunks(answer.dense[end - count : end], chunked.bounds[end - count : end])
             for count, end in zip(chunked.counts.tolist(), ends, strict=True)
@@ -341,15 +347,15 @@ class Embedder:
         raw_scores: bool = False,
         **options,
     ) -> list[Ranked]:
-        """Score documents against a query, and return them best first, `top_n` of them at most.
-        Equal scores keep the order given. For a model that reads pages the documents are `images`,
-        as in `encode`.
+        """Score documents against a query, and return the best `top_n`, or all, best first.
+        Documents of equal score keep their order. For a model that reads page images, pass the
+        documents as `images`, which `encode` describes.
 
         A reranker's scores are from 0 to 1; with `raw_scores` they are its logits. An embedding
         model compares its outputs for the query and for each document: the score is the cosine of
-        dense vectors, from -1 to 1, the inner product of sparse embeddings, or the mean of cosines
-        of multi-vector embeddings, whose raw score is the sum. Raises WrongTask for a classifier,
-        and the errors of InvalidInput and BackendError.
+        dense vectors, from -1 to 1, the inner product of sparse embeddings, or the mean of the
+        cosines of multi-vector embeddings (with `raw_scores` their sum). Raises WrongTask for a
+        classifier, InvalidInput and BackendError.
         """
         return _finish(
             self._blocking.rerank_async(
@@ -384,8 +390,8 @@ class Embedder:
     def score(
         self, pairs: Sequence[tuple[str, str]], *, raw_scores: bool = False, **options
     ) -> np.ndarray:
-        """Return the score of each pair of a query and a document, float32 `[n]`, in the order
-        given. Scores, options and errors are those of `rerank`."""
+        """Return the score of each pair of a query and a document, float32 `[n]`, in the order of
+        the pairs. `rerank` describes the scores, the options and the errors."""
         return _finish(self._blocking.score_async(pairs, raw_scores=raw_scores, **options))
 
     @score_options
@@ -398,14 +404,14 @@ class Embedder:
             check_task(self.name, self.spec, "rerank")
             answer = await self._run(tasks.score([Pair(*pair) for pair in pairs], settings))
             return np.ascontiguousarray(answer.shown(raw_scores)[:, 0])
-        # Each different query is run once; `query_of` has its index for each pair.
+        # Each distinct query runs once; `query_of` has the index of the query for each pair.
         query_request, text_request, weights, query_of = tasks.compare_pairs(pairs, settings)
         try:
             queries = await self._run(query_request)
         except InvalidInput as error:
             if error.index is None:
                 raise
-            # the first pair with the query
+            # name the first pair that has the refused query
             raise error.at(query_of.index(error.index), error.field or "query") from error
         outputs, texts = (queries, await self._run(text_request)), [text for _, text in pairs]
         compare = partial(compare_pairs, raw_scores=raw_scores)
@@ -415,11 +421,11 @@ class Embedder:
     def classify(
         self, inputs: str | Sequence[TextOrPair], *, raw_scores: bool = False, **options
     ) -> list[list[Label]]:
-        """Return every label of each text, or pair of texts, with its score, best first.
+        """Return for each text, or pair of texts, every label with its score, best first.
 
         The checkpoint says whether the scores of a text add up to 1 or are independent; with
-        `raw_scores` they are the model's logits. Raises WrongTask for another kind of model, and
-        the errors of InvalidInput and BackendError.
+        `raw_scores` they are the model's logits. Raises WrongTask for a model that cannot classify,
+        InvalidInput and BackendError.
         """
         return _finish(self._blocking.classify_async(inputs, raw_scores=raw_scores, **options))
 
@@ -441,10 +447,10 @@ class Embedder:
         """Return several outputs of the model from one pass, by name: `dense` and `logits` as
         float32 `[n, width]`, `tokens` as an array `[length, width]` for each input.
 
-        They are the direct outputs of the model's heads: vectors are not normalised, and logits are
-        not scores. A classifier's `dense` is the vector that its pooling gives, before the layers
-        that make logits. Prompts are for embedding models. Raises the errors of InvalidInput, also
-        for an output that is not in `spec.widths`, and of BackendError.
+        The values are the direct outputs of the model's heads: vectors are not normalised, and
+        logits are not converted to scores. A classifier's `dense` is the vector after pooling,
+        before the layers that make logits. Only embedding models take the options for prompts.
+        Raises InvalidInput, also for an output that is not in `spec.widths`, and BackendError.
         """
         return _finish(self._blocking.compute_async(inputs, outputs, **options))
 
@@ -462,13 +468,15 @@ class Embedder:
     async def _encode(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> np.ndarray:
-        """Return dense vectors as `encode` does, of texts that may have a role."""
+        """Return the dense vectors of texts and `images`, `[dim]` for a single string. `role`
+        chooses the prompt and the route of the texts."""
         dense = (await self._embed(texts, images, role, options)).dense
         return dense[0] if isinstance(texts, str) and images is None else dense
 
     async def _inputs(self, texts: str | Sequence[Any], images: Any) -> Sequence[str | Image]:
-        """Return the texts and the images among them, and then `images`, which are read from their
-        files. Raises TypeError if `images` is a single image, and as `read_image`."""
+        """Return `texts`, which may contain images, followed by `images`. All image files are read.
+        Raises TypeError if `images` is a single image, OSError for a file that cannot be read, and
+        InvalidImage for what is not an image."""
         listed = [texts] if isinstance(texts, str) else list(texts)
         if images is None and all(isinstance(item, str) for item in listed):
             return listed
@@ -486,8 +494,8 @@ class Embedder:
     async def _embed(
         self, texts: str | Sequence[Any], images: Any, role: Role | None, options: dict[str, Any]
     ) -> Embeddings:
-        """Return the embeddings of texts, and then of `images`. `role` chooses the prompt and the
-        route of the texts; `options` are those of EncodeOptions."""
+        """Return the embeddings of texts, followed by those of `images`. `role` chooses the prompt
+        and the route of the texts; `options` are fields of EncodeOptions."""
         settings = EncodeOptions(**options) if options else NO_OPTIONS
         listed = await self._inputs(texts, images)
         if role is not None:

@@ -1,4 +1,5 @@
-"""Defines every exception that is raised on purpose. `server/errors.py` maps them to HTTP statuses.
+"""Defines every exception that jaxembed raises on purpose. `server/errors.py` has the HTTP status
+of each.
 
 JaxembedError
   * ConfigError             a flag or setting that cannot be honoured
@@ -7,34 +8,34 @@ JaxembedError
       - HubUnreachable      a hub that gives no answer
       - StoreUnreachable    an object store that gives no answer
       - UnsupportedModel    an architecture, module or activation that is not supported
-      - ConversionError     tensors missing, unused or wrongly shaped, all listed at once
-  * InvalidInput            the request is wrong
-      - EmptyInput          a text, a query or a list of token ids with nothing in it
-          - NoInputs        a request with nothing to do
-      - InputTooLong        more tokens than the limit, and truncation is off
-      - TooManySpans        more spans of one input than a row of a batch has slots
+      - ConversionError     tensors that are missing, unused or of the wrong shape, all listed
+  * InvalidInput            a request with a value that is not allowed
+      - EmptyInput          an empty text, query or list of token ids
+          - NoInputs        a request without inputs
+      - InputTooLong        an input over the token limit, while truncation is off
+      - TooManySpans        an input with more spans to pool than a row of a batch can hold
       - InvalidImage        a file that is no image, or an image that cannot be decoded
       - InvalidChunk        a chunk that is not a range of its text, or has no tokens
       - BareTokenIds        token ids that lack the tokenizer's special tokens
       - UnknownPrompt       a prompt name that the checkpoint lacks
       - UnknownPurpose      a purpose of texts that is not one of the known ones
-      - UnknownRoute        a route that the model lacks, or none where one is needed
-      - BatchTooLarge       more inputs than one request may carry
+      - UnknownRoute        a route that the model lacks, or no route though one is needed
+      - BatchTooLarge       more inputs than one request may have
       - RequestTooLarge     more tokens or bytes than one request may have
       - UnknownModel        a model that is not served here
       - MediaUrlError       a URL whose file may not be fetched, or does not arrive
-  * WrongTask               a task this kind of model cannot do
-  * TokenizerError          the tokenizer refused the text
+  * WrongTask               a task that the model cannot do
+  * TokenizerError          a text that the tokenizer refused
   * Forbidden               a model or a route that an API key may not use
   * Overloaded              the queue is full; try again after `retry_after_s`
       - QuotaExceeded       an API key has used its quota; try again after `retry_after_s`
       - ShuttingDown        the server drains and admits nothing more
-  * BackendError            the device failed on this request
-      - NotFinite           a result holds NaN or infinity even when run alone
-      - DeviceStuck         all devices of the model hang in a call
+  * BackendError            a device that failed while it ran a request
+      - NotFinite           NaN or infinity in a result, even when its sequence is run alone
+      - DeviceStuck         a model whose devices all hang
       - ModelUnavailable    a model that is not in memory, and could not be loaded in time
-      - NoRoom              a model for which there is no memory
-  * Cancelled               nobody waits for the result any more
+      - NoRoom              a model for which there is not enough memory
+  * Cancelled               a result that nobody waits for any more
 """
 
 from collections.abc import Sequence
@@ -55,12 +56,12 @@ class JaxembedError(Exception):
 
 
 class ConfigError(JaxembedError):
-    """A setting cannot be honoured. The message says what was wanted, what was given and what to
-    do."""
+    """A flag or setting cannot be honoured. The message says what was wanted, what was given and
+    what to do."""
 
 
 class Unanswered(ConfigError):
-    """Nothing answers at a URL, or it does not speak HTTP."""
+    """Nothing answers at a URL, or what answers does not speak HTTP."""
 
 
 class CheckpointError(JaxembedError):
@@ -68,7 +69,7 @@ class CheckpointError(JaxembedError):
 
 
 class HubUnreachable(CheckpointError):
-    """The hub cannot be asked for a model that is not downloaded yet, or it failed."""
+    """A model is not downloaded yet, and the hub cannot be reached or fails."""
 
 
 class StoreUnreachable(CheckpointError):
@@ -76,7 +77,8 @@ class StoreUnreachable(CheckpointError):
 
 
 class UnsupportedModel(CheckpointError):
-    """A model needs something that is not supported. The message names it and what is supported."""
+    """A model needs a feature that is not supported. The message names the feature and those that
+    are supported."""
 
 
 class ConversionError(CheckpointError):
@@ -90,10 +92,10 @@ class ConversionError(CheckpointError):
 
 
 class InvalidInput(JaxembedError):
-    """A request is wrong.
+    """A request has a value that is not allowed.
 
-    `field` names the wrong field of the request; None means the inputs. `index` is the index of the
-    wrong input if there are several.
+    `field` names the field of the request that has the value; None means the field of the inputs.
+    `index` is the index of the refused input if there are several.
     """
 
     def __init__(self, message: str, field: str | None = None, index: int | None = None):
@@ -102,7 +104,8 @@ class InvalidInput(JaxembedError):
         self.index = index
 
     def at(self, index: int | None, field: str | None = None) -> Self:
-        """Return a copy of this error with this index, and with `field` if one is given."""
+        """Return a copy of this error for the input number `index`, and for `field` if one is
+        given. Callers use it when they know better where in the request the value is."""
         error = type(self).__new__(type(self), *self.args)
         error.__dict__.update(self.__dict__, index=index, field=field or self.field)
         return error
@@ -116,14 +119,14 @@ class EmptyInput(InvalidInput):
 
 
 class NoInputs(EmptyInput):
-    """A request has no inputs. `field` names the field that should hold them."""
+    """A request has no inputs. `field` names the field that should hold the inputs."""
 
 
 class InputTooLong(InvalidInput):
     """An input has more tokens than the limit, and truncation is off.
 
-    `got` is its number of tokens and `limit` the largest allowed one. If `exact` is False, the
-    input was not read to its end and has at least `got` tokens.
+    `got` is the input's number of tokens, and `limit` the maximum. If `exact` is False, the input
+    was not read to its end and has at least `got` tokens.
     """
 
     def __init__(self, limit: int, got: int, index: int | None = None, *, exact: bool = True):
@@ -139,7 +142,7 @@ class InputTooLong(InvalidInput):
 
 
 class TooManySpans(InvalidInput):
-    """An input has `got` spans to pool, and `limit` is the most."""
+    """An input has `got` spans of tokens to pool into vectors, and the maximum is `limit`."""
 
     def __init__(self, limit: int, got: int, index: int | None = None):
         super().__init__(
@@ -154,8 +157,8 @@ class InvalidImage(InvalidInput):
 
 
 class InvalidChunk(InvalidInput):
-    """A chunk of an input is wrong. `chunk` is its index, and `reason` continues "chunk 0 ..." in
-    the message."""
+    """A chunk of an input is not a range of the text, or has no tokens. `chunk` is the index of the
+    chunk. `reason` is the message after "chunk 0 "."""
 
     def __init__(self, chunk: int, reason: str):
         super().__init__(f"chunk {chunk} {reason}")
@@ -164,9 +167,10 @@ class InvalidChunk(InvalidInput):
 
 
 class BareTokenIds(InvalidInput):
-    """Token ids lack the special tokens of the model's tokenizer, and may be of another tokenizer.
+    """Token ids lack the special tokens of the model's tokenizer, so another tokenizer may have
+    made them.
 
-    `before` and `after` are the ids that the tokenizer puts around every text.
+    `before` and `after` are the special tokens that the model's tokenizer puts around every text.
     """
 
     def __init__(self, before: Sequence[int], after: Sequence[int]):
@@ -189,7 +193,7 @@ class UnknownPrompt(InvalidInput):
 
 
 class UnknownPurpose(InvalidInput):
-    """A purpose of texts is not one of the `known` ones."""
+    """A request gives a purpose of its texts, such as "query", that is not in `known`."""
 
     def __init__(self, purpose: str, known: Sequence[str], field: str | None = None):
         super().__init__(f"unknown purpose {purpose!r}; wanted one of {', '.join(known)}", field)
@@ -198,8 +202,8 @@ class UnknownPurpose(InvalidInput):
 
 
 class UnknownRoute(InvalidInput):
-    """A request asks for the route `asked`, which is not one of the model's routes, `available`.
-    None: the request asks for none, and the model has no default route."""
+    """A request asks for the route `asked`, which is not among `available`, the routes of the
+    model. If `asked` is None, the request names no route and the model has no default route."""
 
     def __init__(self, asked: str | None, available: Sequence[str], field: str = "prompt_name"):
         names = ", ".join(filter(None, available)) or "no routes"
@@ -222,10 +226,10 @@ class UnknownModel(InvalidInput):
 
 
 class MediaUrlError(InvalidInput):
-    """A URL of a file, such as a picture, may not be fetched, or its file does not arrive.
+    """The server may not fetch the URL of a file, such as an image, or the file does not arrive.
 
-    `source` names the URL or its host. `rule` says what was refused or failed, but nothing of the
-    answer: clients must not learn through the server what they cannot reach themselves.
+    `source` is the URL or its host. `rule` says what was refused or what failed. It quotes nothing
+    of the answer, because clients could read hosts through the server that they cannot reach.
     """
 
     def __init__(self, source: str, rule: str, index: int | None = None):
@@ -243,7 +247,7 @@ class TokenizerError(JaxembedError):
 
 
 class Forbidden(JaxembedError):
-    """An API key may not use this model or this route. The message has the name of the key."""
+    """An API key may not use a model or a route. The message has the name of the key."""
 
 
 class Overloaded(JaxembedError):
@@ -255,15 +259,17 @@ class Overloaded(JaxembedError):
 
 
 class QuotaExceeded(Overloaded):
-    """An API key has used its requests or tokens of this minute, or too many of its inputs wait."""
+    """An API key has used up its requests or tokens for this minute, or too many of its inputs are
+    waiting."""
 
 
 class ShuttingDown(Overloaded):
-    """The server finishes what it has admitted and admits nothing more."""
+    """The server is shutting down: it finishes admitted requests and refuses new ones."""
 
 
 class BackendError(JaxembedError):
-    """The device failed on this request. Internal details are in the log, not in the message."""
+    """A device failed while it ran a request. Internal details are in the log, not in the
+    message."""
 
 
 class NotFinite(BackendError):
@@ -271,7 +277,8 @@ class NotFinite(BackendError):
 
 
 class DeviceStuck(BackendError):
-    """All devices of the model hang in a call, so nothing can run until one returns."""
+    """Every device of the model hangs: it does not return from what it runs. No request can run
+    until one device returns."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -281,12 +288,12 @@ class DeviceStuck(BackendError):
 
 
 class ModelUnavailable(BackendError):
-    """A model is not in memory, and loading it failed or takes longer than requests wait."""
+    """A model is not in memory, and loading failed or takes longer than a request may wait."""
 
 
 class NoRoom(BackendError):
-    """A model needs more memory than is left for models beside those that cannot be evicted."""
+    """A model needs more memory than the models that cannot be evicted leave free."""
 
 
 class Cancelled(JaxembedError):
-    """Nobody waits for the result any more."""
+    """A request was dropped, because nobody waits for its result any more."""

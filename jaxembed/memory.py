@@ -1,6 +1,7 @@
-"""Keeps freed memory in huge pages for XLA's next run, or returns it to the system. glibc only.
+"""Keeps freed memory in huge pages for XLA's next run, or returns it to the system. It works only
+with glibc.
 
-At every run XLA allocates the temporaries of a CPU program anew, 10 to 100 MB in one block. glibc
+At every run of a CPU program, XLA allocates the temporaries again, 10 to 100 MB in one block. glibc
 maps and unmaps such a block each time, and the page faults take a tenth to a third of the run.
 """
 
@@ -18,15 +19,17 @@ from typing import Any
 KIB = 1024
 MIB = 1024 * 1024
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8  # malloc.h
-# A larger block of another heap gets a separate mapping, which returns to the system when the block
-# is freed: the end of such a heap, of up to 64 MB, never does.
+# Bytes. A larger block of a heap other than the kept one gets a separate mapping, which returns to
+# the system when the block is freed. The free end of such a heap, up to 64 MB, never returns.
 MMAP_THRESHOLD = 4 * MIB
-ADAPTED_THRESHOLD = 32 * MIB  # the limit to which glibc adapts it (DEFAULT_MMAP_THRESHOLD_MAX)
+ADAPTED_THRESHOLD = 32 * MIB  # to which glibc may raise the mmap threshold by itself
 MMAP_MAX = 65536  # glibc's default
-HEAPS_A_CORE, MAX_HEAPS = 8, 64  # glibc's default; a limit, because `in_kept_heap` may try all
-SPARE_BYTES = 64 * MIB  # of the heap, left for other threads while `trim` holds the rest
+# Heaps per core, which is glibc's default, and heaps of the process, because `in_kept_heap` may
+# start a thread for each.
+HEAPS_A_CORE, MAX_HEAPS = 8, 64
+SPARE_BYTES = 64 * MIB  # of the kept heap that other threads can use while `trim` holds the rest
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-GROWTH_BYTES = 128 * MIB  # growth of a process after which Trimmer returns freed memory
+GROWTH_BYTES = 128 * MIB  # by which the process grows before Trimmer returns freed memory
 STATM = Path("/proc/self/statm")
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CGROUP_FILES = "memory.max", "memory.current"
@@ -43,11 +46,11 @@ kept = range(0)  # addresses of the heap that `keep` made for the whole process
 
 
 def keep() -> bool:
-    """Make the main thread's heap large, in huge pages, and keep memory that is freed there.
+    """Make the main thread's heap large, in huge pages, so that memory freed there stays mapped.
 
-    The heap takes address space of half the machine's memory, but memory only as it is used. This
-    changes the whole process for good, so a program may call it at its start, but a library must
-    not. Returns whether freed memory is kept; if not, `reason_not_kept` says why.
+    The heap reserves address space of half the machine's memory, but takes memory only as it is
+    used. This changes the whole process for good, so a program may call it at its start, but a
+    library must not. Returns whether freed memory is kept; if not, `reason_not_kept` says why.
     """
     global kept
     if kept:
@@ -87,8 +90,8 @@ def reason_not_kept() -> str | None:
 
 
 def _is_counted() -> bool:
-    """Return whether address space is limited by ulimit, or counted as memory
-    (vm.overcommit_memory=2)."""
+    """Return whether the system limits address space, by ulimit or by vm.overcommit_memory=2. If it
+    does, `keep` must not reserve any."""
     import resource  # not available on Windows
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -103,10 +106,10 @@ def _is_counted() -> bool:
 def in_kept_heap(work: Callable[[], object]) -> None:
     """Call `work` in a thread that allocates from the heap that `keep` made, and wait for it.
 
-    glibc gives each new thread another heap; when it has its maximum of heaps, it starts again with
-    the main thread's, which `keep` made large. So this starts threads until one has that heap; if
-    none gets it, or no memory is kept, the current thread calls `work`. A single heap for all
-    threads would be simpler, but tokenizing in two threads would take three times as long.
+    glibc gives each new thread another heap. When glibc has made the maximum number of heaps, it
+    gives out the heap of the main thread again, which `keep` made large. So this function starts
+    threads until one gets that heap. If no thread gets it, or no memory is kept, the current thread
+    calls `work`. With one heap for all threads, tokenizing in two would take three times as long.
     """
     libc = _glibc()
     if libc is None or not kept or _is_kept(libc, kept):
@@ -139,8 +142,8 @@ def in_kept_heap(work: Callable[[], object]) -> None:
 def trim() -> None:
     """Return freed memory to the system.
 
-    Without this glibc keeps freed memory that lies below memory in use: 700 MB after loading a
-    model of 1.2 GB, and 20 to 40 MB after each compilation.
+    glibc itself keeps freed memory that lies below memory in use: 700 MB after loading a model of
+    1.2 GB, and 20 to 40 MB after each compilation.
     """
     libc = _glibc()
     if libc is None:
@@ -148,7 +151,7 @@ def trim() -> None:
     if not kept:
         libc.malloc_trim(0)
         return
-    libc.malloc_trim(len(kept))  # everything but the top of the heap, which must stay mapped
+    libc.malloc_trim(len(kept))  # returns all but the top of the heap, which must stay mapped
     # Take the free top as a block and return its pages; its addresses stay mapped.
     size = libc.mallinfo2().keepcost - SPARE_BYTES
     top = libc.malloc(size) if size > MMAP_THRESHOLD else None
@@ -159,15 +162,15 @@ def trim() -> None:
 
 
 class Trimmer:
-    """Returns freed memory to the system when the process has grown by GROWTH_BYTES since it last
-    did, for example by a burst of large images."""
+    """Returns freed memory to the system when the process has grown by GROWTH_BYTES since the last
+    time, for example after a burst of large images."""
 
     def __init__(self) -> None:
         self._baseline = resident_bytes()
 
     def run(self) -> None:
-        """Return freed memory if the process has grown enough. Call this while nothing runs: a
-        thread that allocates waits meanwhile, for about 0.1 s at most."""
+        """Return freed memory if the process has grown by GROWTH_BYTES. Call this while no request
+        runs, because it blocks allocations of all threads, for about 0.1 s at most."""
         now = resident_bytes()
         if now is None or self._baseline is None:
             return
@@ -187,14 +190,14 @@ def resident_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Return how many more bytes of memory the process may take: of what is free on the machine,
-    and within its control group. None if the system does not say."""
+    """Return how many more bytes of memory the process may take: the smaller of what is free on the
+    machine and what its control group still allows. None if the system says neither."""
     limits = []
     with suppress(OSError, ValueError, IndexError):
         lines = MEMINFO.read_text().splitlines()
         (line,) = [text for text in lines if text.startswith("MemAvailable:")]
         limits.append(int(line.split()[1]) * KIB)
-    with suppress(OSError, ValueError):  # "max" is no limit
+    with suppress(OSError, ValueError):  # ValueError for "max", which means no limit
         limit, used = (int((CGROUP / name).read_text()) for name in CGROUP_FILES)
         limits.append(max(limit - used, 0))
     return min(limits, default=None)
@@ -221,8 +224,8 @@ def _is_kept(libc: Any, heap: range) -> bool:
 
 
 def _advise(libc: Any, start: int, size: int, advice: int) -> None:
-    """Call madvise with `advice` for the whole pages within `size` bytes from `start`. Ignores a
-    refusal by the system."""
+    """Call madvise with `advice` for the whole pages within `size` bytes from `start`. A refusal by
+    the system is ignored."""
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     libc.madvise(first, last - first, advice)

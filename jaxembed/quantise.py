@@ -1,8 +1,8 @@
 """Encodes float32 vectors in fewer bytes, as sentence-transformers does.
 
 The formulas and the order of the bits are those of `quantize_embeddings` in sentence-transformers
-from 5.2 on (`util/quantization.py`), so that each can read what the other wrote. Vectors are
-truncated and normalised before.
+5.2 and later (`util/quantization.py`), so each of the two libraries can read vectors that the other
+has encoded. The caller truncates and normalises the vectors first.
 """
 
 from typing import Literal, get_args
@@ -15,14 +15,14 @@ from jaxembed.errors import InvalidInput
 EmbeddingDtype = Literal["float", "float16", "int8", "uint8", "binary", "ubinary"]
 DTYPES: tuple[EmbeddingDtype, ...] = get_args(EmbeddingDtype)
 
-STEPS = 255  # between the lowest and the highest of the 256 values of a byte
-INFINITE_HALF = 65520  # rounds to infinity in float16, whose largest value is 65504
-NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")
+STEPS = 255  # number of steps between the 256 values of a byte
+INFINITE_HALF = 65520  # the least value that float16, up to 65504, rounds to infinity
+NEEDS_RANGES: tuple[EmbeddingDtype, ...] = ("int8", "uint8")  # dtypes that need calibration ranges
 
 
 def embedding_dtype(value: object, field: str = "output_dtype") -> EmbeddingDtype:
-    """Check that a value is the name of a dtype, and return it. Raises InvalidInput, for the
-    request's `field`, if it is not."""
+    """Return `value` if it is the name of a dtype. Raises InvalidInput for any other value; `field`
+    is the field of the request that has the value."""
     if value in DTYPES:
         return value
     raise InvalidInput(
@@ -35,16 +35,17 @@ def quantise(
     dtype: EmbeddingDtype,
     ranges: Float[np.ndarray, "2 dim"] | None = None,
 ) -> Shaped[np.ndarray, "rows width"]:
-    """Encode float32 vectors as `dtype`, C-contiguous; `float` leaves them as they are.
+    """Encode float32 vectors as `dtype`, and return a C-contiguous array.
 
-    `float16` rounds to the nearest value. `uint8` is floor(255 (x - low) / (high - low)), limited
-    to 0 to 255, and `int8` is that minus 128. `ubinary` has a bit for each dimension, which is 1
-    where x > 0: the first dimension is the highest bit of the first byte, and zeros fill up the
-    last byte, so that `width` is dim / 8 rounded up. `binary` is these bytes minus 128, as int8.
+    `float` keeps the values, and `float16` rounds each to the nearest. `uint8` maps a value x to
+    floor(255 (x - low) / (high - low)), limited to 0 to 255, where low and high are the range of
+    the dimension; `int8` is the `uint8` value minus 128. `ubinary` has one bit per dimension, 1 if
+    x > 0. The first dimension is the highest bit of the first byte, and zeros fill the last byte,
+    so `width` is dim / 8 rounded up. `binary` is each `ubinary` byte minus 128, as int8.
 
-    `ranges` are the lowest and the highest value of each dimension, of vectors that were truncated
-    and normalised in the same way. Raises ValueError if `dtype` needs ranges and there are none,
-    and InvalidInput for a value that float16 cannot hold.
+    `ranges` are the lowest and the highest value of each dimension, measured on vectors that were
+    truncated and normalised in the same way. Raises ValueError if `dtype` needs ranges and none are
+    given, and InvalidInput for a value that float16 cannot hold.
     """
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     match dtype:
@@ -66,20 +67,21 @@ def quantise(
         case "ubinary":
             return np.packbits(vectors > 0, axis=-1)
         case "binary":
-            # The highest bit is flipped, which takes 128 from a byte that is then read as int8.
+            # Flipping the highest bit of a byte and reading the byte as int8 subtracts 128.
             return (np.packbits(vectors > 0, axis=-1) ^ 0x80).view(np.int8)
 
 
 def _levels(vectors: np.ndarray, ranges: np.ndarray | None) -> np.ndarray:
-    """Map each value to its level in the range of its dimension: whole numbers from 0 to 255, as
-    float32. A dimension that never varied has steps of 1. Raises ValueError without ranges."""
+    """Return the level of each value in the range of its dimension, a whole number from 0 to 255 as
+    float32. A dimension whose range is a single value has steps of 1. Raises ValueError without
+    ranges."""
     if ranges is None:
         raise ValueError("int8 and uint8 need ranges")
     low, high = ranges.astype(np.float32, copy=False)
     steps = (high - low) / np.float32(STEPS)
     steps[steps == 0] = 1
     levels = vectors - low
-    with np.errstate(over="ignore"):  # far outside the range of a dimension that hardly varied
+    with np.errstate(over="ignore"):  # dividing by a tiny step may overflow; clipped below
         levels /= steps
     np.floor(levels, out=levels)
     return np.clip(levels, 0, STEPS, out=levels)

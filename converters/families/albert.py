@@ -10,7 +10,7 @@ from converters.weights import Rule, concatenate, concatenate_transposed, transp
 from jaxembed.errors import CheckpointError
 
 MAPPING = "encoder.embedding_hidden_mapping_in"
-DEFAULTS = {  # of transformers, where they differ from BERT's
+DEFAULTS = {  # transformers' defaults where they differ from BERT's
     "embedding_size": 128,
     "hidden_act": "gelu_new",
     "num_hidden_groups": 1,
@@ -41,7 +41,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
-    """Return the tensor rules of all layers. Their numbers go on from group to group."""
+    """Return the tensor rules of all layers. The numbers of layers go on from group to group."""
     hf = DEFAULTS | hf
     group_size = hf["inner_group_num"]
     return [
@@ -83,12 +83,12 @@ FAMILY = Family(
     classes=("AlbertModel", "AlbertForMaskedLM", "AlbertForPreTraining"),
     classifiers=("AlbertForSequenceClassification",),
     prefixes=("albert.",),
-    rules=(  # of the embeddings; config_rules returns those of the layers
+    rules=(  # rules for the embeddings; config_rules returns the rules for the layers
         *(rule for rule in bert.FAMILY.rules if rule.target.startswith("tower.embeddings.")),
         Rule(f"{MAPPING}.weight", "tower.embeddings.projection.kernel", transpose),
         Rule(f"{MAPPING}.bias", "tower.embeddings.projection.bias"),
     ),
-    # not used for embeddings
+    # embeddings do not use these tensors
     ignored=(
         "embeddings.position_ids",
         "pooler.*",

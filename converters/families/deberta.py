@@ -14,8 +14,9 @@ from jaxembed.errors import CheckpointError, UnsupportedModel
 
 def projected(norm_eps: float) -> Transform:
     """Return a Transform that applies an optional norm and a linear layer to a table; the result is
-    float32. The sources are the table `[rows, width]`, the norm's scale and shift or neither, and
-    the weight `[width, width]` and bias of the linear layer. `norm_eps` is the norm's epsilon."""
+    float32. The sources are the table `[rows, width]`, the scale and the shift of the norm (if
+    there is one), and the weight `[width, width]` and the bias of the linear layer. `norm_eps` is
+    the epsilon of the norm."""
 
     def apply(table: np.ndarray, *rest: np.ndarray) -> np.ndarray:
         *norm, weight, bias = (array.astype(np.float64) for array in rest)
@@ -59,7 +60,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     require(hf, bert.REQUIRED)
     check_multiple(hf, "hidden_size", "num_attention_heads")
     width, heads = hf["hidden_size"], hf["num_attention_heads"]
-    # keys by which transformers would make parts of another width
+    # keys by which transformers would make layers of another width
     for key, required in (("attention_head_size", width // heads), ("pooler_hidden_size", width)):
         if hf.get(key, required) != required:
             raise UnsupportedModel(f"{key} {hf[key]} is not supported: it must be {required} here")
@@ -76,7 +77,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"norm_rel_ebd {hf['norm_rel_ebd']!r} is not supported; known: layer_norm, none"
         )
-    # the buckets on either side (0: none), and the distance from which on all share the last row
+    # the buckets on either side (0: none), and the distance from which on keys share the last row
     buckets = max(hf.get("position_buckets", -1), 0)
     max_distance = hf.get("max_relative_positions", -1)
     max_distance = max_distance if max_distance >= 1 else hf["max_position_embeddings"]
@@ -119,8 +120,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def config_rules(hf: dict[str, Any]) -> list[Rule]:
     """Return the rules for the relative keys and queries of each layer: projections of the table of
-    positions, which is normalized if `hf` says so. With share_att_key the weights are those that
-    project hidden states."""
+    positions, which is normalized if `hf` says so. With share_att_key they use the weights that
+    also project hidden states."""
     proj = "{}" if hf.get("share_att_key", False) else "pos_{}_proj"
     is_normed = "layer_norm" in _names(hf.get("norm_rel_ebd", "none"))
     table = (RELATIVE_TABLE, *(TABLE_NORM if is_normed else ()))
@@ -162,8 +163,8 @@ FAMILY = Family(
         Rule(f"{CONV}.LayerNorm.weight", "tower.convolution.norm.scale"),
         Rule(f"{CONV}.LayerNorm.bias", "tower.convolution.norm.bias"),
     ),
-    # The training heads are never used, the pooler not for embeddings. Published models store a
-    # position table even if position_biased_input is false.
+    # The training heads are never used, and embeddings do not use the pooler. Published models
+    # store a position table even if position_biased_input is false.
     ignored=(
         "embeddings.position_ids",
         "embeddings.position_embeddings.weight",

@@ -1,4 +1,4 @@
-"""What the converters of decoders share: tensor rules, config fields, windows and heads."""
+"""Tensor rules, config fields, windows and heads that the converters of decoders share."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -150,7 +150,7 @@ def _logit_layer(config: dict[str, Any], labels: int) -> DenseLayer:
     )
 
 
-# Makes a Family of decoders; callers add its classes and config.
+# Makes a Family of decoders. Callers add the family's classes and `config`.
 decoder_family = partial(
     Family,
     architecture="qwen3",
@@ -187,7 +187,7 @@ decoder_family = partial(
         Rule(f"{LAYER}.mlp.down_proj.bias", f"{TARGET}.mlp.down.bias"),
         Rule("norm.weight", "tower.norm.scale"),
     ),
-    # not used for embeddings; files may hold it even if it is tied
+    # embeddings do not use this tensor; files may hold it even if it is tied
     ignored=("lm_head.weight",),
     classifier=last_token_classifier,
     score_head=answer_head,

@@ -81,7 +81,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.output_layer_norm.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.output_layer_norm.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # not used for embeddings; position_ids is 0, 1, 2, ...
+    # embeddings do not use these tensors; position_ids is 0, 1, 2, ...
     ignored=(
         "embeddings.position_ids",
         "vocab_transform.*",

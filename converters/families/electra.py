@@ -8,9 +8,9 @@ from converters.features.terms import masked_lm_function
 from converters.fields import refuse_unless, require
 from converters.weights import Rule, transpose
 
-DEFAULTS = {"embedding_size": 128}  # of transformers
+DEFAULTS = {"embedding_size": 128}  # transformers' defaults
 
-# Keys of the multiple-choice head, which is not run, and the values that jaxembed supports.
+# Keys of the multiple-choice head, which jaxembed does not run, and the values that it accepts.
 SUMMARY = {
     "summary_type": ("first",),
     "summary_use_proj": (True,),
@@ -40,7 +40,7 @@ FAMILY = Family(
         Rule("embeddings_project.weight", "tower.embeddings.projection.kernel", transpose),
         Rule("embeddings_project.bias", "tower.embeddings.projection.bias"),
     ),
-    # not used for embeddings
+    # embeddings do not use these tensors
     ignored=(
         "embeddings.position_ids",
         "discriminator_predictions.*",

@@ -16,7 +16,7 @@ _MODEL, _CLASSIFIER = (
     for name in ("Model", "ForSequenceClassification")
 )
 
-# without "late", the mean of the logits of all tokens: it would run the head before the pooling
+# "late" is missing, because this mean of the logits of all tokens needs the head before the pooling
 POOLINGS_OF_CLASSES: dict[str, Pooling] = {"bos": "cls", "mean": "mean"}
 
 
@@ -42,7 +42,7 @@ FAMILY = decoder_family(
     classes=("EuroBertModel", "EuroBertForMaskedLM"),
     classifiers=("EuroBertForSequenceClassification",),
     own_code={"AutoModel": _MODEL, "AutoModelForSequenceClassification": (*_MODEL, *_CLASSIFIER)},
-    # not used for embeddings
+    # embeddings do not use these tensors
     ignored=("lm_head.*", "dense.*", "classifier.*"),
     config=config,
     classifier=classifier,

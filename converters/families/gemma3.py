@@ -23,7 +23,7 @@ from jaxembed.errors import UnsupportedModel
 logger = logging.getLogger(__name__)
 
 HEAD_WIDTH = 256  # default head_dim of every Gemma
-# keys of n: every n-th layer has no window
+# keys of a number n, where every n-th layer has no window
 EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
@@ -55,8 +55,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
     if windows and hf.get("use_bidirectional_attention"):  # half of the window is on either side
         if window % 2:
             logger.warning(
-                "sliding_window %d is odd: an older transformers may have saved half of what it "
-                "read, which would be halved twice; published is %d",
+                "sliding_window %d is odd, perhaps because an older transformers halved it when it "
+                "saved the model; if the published value is %d, set it in config.json",
                 window,
                 (window - 1) * 2,
             )
@@ -67,8 +67,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 def gemma_config(
     hf: dict[str, Any], causal: bool, rope: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of Qwen3Config that all Gemma families read alike. The arguments and the
-    errors are as in `decoder_config`."""
+    """Return the fields of Qwen3Config that all Gemma families read alike. `rope` has the fields of
+    the rotary positions (None: those of `rope_fields`). Raises UnsupportedModel and
+    CheckpointError, as `decoder_config` does."""
     width, bias = hf.get("head_dim") or HEAD_WIDTH, bool(hf.get("attention_bias", False))
     scalar = hf.get("query_pre_attn_scalar", 256)
     defaults = {"hidden_activation": "gelu_pytorch_tanh"}
@@ -79,7 +80,7 @@ def gemma_config(
         "out_bias": bias,
         "embedding_scale": hf["hidden_size"] ** 0.5,
         "block_norms": True,
-        # divides scores by sqrt(query_pre_attn_scalar), not by sqrt(head width)
+        # scores are divided by sqrt(query_pre_attn_scalar) instead of sqrt(head width)
         "query_scale": (width / scalar) ** 0.5,
         "overflows_float16": True,
     }
@@ -87,14 +88,15 @@ def gemma_config(
 
 def score_head(hf: dict[str, Any], config: dict[str, Any], true_id: int, false_id: int) -> Scorer:
     """Return a head for logit(true_id) - logit(false_id) at the last token, and its tensor rules.
-    The arguments are as in `answer_head`. Raises UnsupportedModel if logits have a soft cap:
-    their difference is then not linear in the hidden state."""
+    `hf` is the content of config.json, `config` has the fields of the backbone's config. Raises
+    UnsupportedModel if logits have a soft cap, because then their difference is not linear in the
+    hidden state."""
     if hf.get("final_logit_softcapping") is not None:
         raise UnsupportedModel(
             f"final_logit_softcapping {hf['final_logit_softcapping']} is not supported in a "
             "language model that scores"
         )
-    # the default of transformers
+    # transformers shares the word embeddings with the head unless config.json says otherwise
     return answer_head({"tie_word_embeddings": True} | hf, config, true_id, false_id)
 
 

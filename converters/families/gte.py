@@ -20,7 +20,7 @@ from converters.weights import (
 )
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# Classes whose token classifier gives the sparse weights, as gte-multilingual-base names one.
+# Classes whose token classifier computes sparse weights. gte-multilingual-base names one of them.
 SPARSE = ("NewForTokenClassification", "GteForTokenClassification")
 
 # The models' own code, which the backbone replaces.
@@ -45,7 +45,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
-    # an embedder names its own class beside that of a token classifier
+    # an embedder names its own class beside the class of a token classifier
     architectures = set(hf.get("architectures") or ())
     if architectures and architectures <= set(SPARSE):
         raise UnsupportedModel(
@@ -145,7 +145,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.mlp_ln.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.mlp_ln.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # not used for embeddings; `classifier` is also the head of the sparse weights
+    # embeddings do not use these tensors; `classifier` is also the head of the sparse weights
     ignored=("pooler.dense.*", "lm_head.*", "classifier.weight", "classifier.bias"),
     config=config,
     classifier=bert.FAMILY.classifier,

@@ -87,7 +87,7 @@ FAMILY = Family(
         ),
     },
     prefixes=("roberta.",),
-    renames={"parametrizations.weight.original": "weight"},  # of a weight that has adapters
+    renames={"parametrizations.weight.original": "weight"},  # the name of a weight with adapters
     rules=(
         Rule("embeddings.word_embeddings.weight", "tower.embeddings.word.embedding"),
         Rule("embeddings.position_embeddings.weight", "tower.embeddings.position.embedding"),

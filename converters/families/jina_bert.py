@@ -12,7 +12,7 @@ from converters.family import Family
 from converters.fields import refuse_unless
 from converters.weights import Rule, safetensors_of, swap_halves_transposed, transpose
 
-# the code repositories: of the plain models, of the code variant
+# the repositories with the code of the plain models, and with that of the code variant
 VARIANTS = ("jina-bert-implementation", "jina-bert-v2-qk-post-norm")
 
 # The models' own code, which the backbone replaces.
@@ -24,7 +24,7 @@ LAYER = "encoder.layer.{i}"
 SELF = f"{LAYER}.attention.self"
 TARGET = "tower.layers.{i}"
 
-# Switches of the models' own code, and the values that the backbone runs; below, their defaults.
+# Switches of the models' own code, and the values that the backbone runs. ABSENT has the defaults.
 SWITCHES: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("alibi",),
     "feed_forward_type": ("geglu",),
@@ -42,7 +42,7 @@ def is_jina_bert(hf: dict[str, Any]) -> bool:
 
 def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the config `hf`. If it names no variant, because the model was tuned and saved again,
-    _name_or_path is set to the variant that the tensors in model.safetensors show. Raises
+    its _name_or_path is set to the variant to which the names in model.safetensors belong. Raises
     CheckpointError if that file is damaged."""
     file = folder / "model.safetensors"
     if _named_variants(hf) or not file.is_file():
@@ -53,7 +53,7 @@ def completed(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def config(hf: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json `hf` to BertConfig fields. Raises UnsupportedModel, CheckpointError."""
-    refuse_unless(ABSENT | hf, SWITCHES)  # ABSENT: the defaults
+    refuse_unless(ABSENT | hf, SWITCHES)
     # geglu sets the activation, so that hidden_act is not read
     fields = bert.config(hf | {"position_embedding_type": "absolute", "hidden_act": "gelu"})
     is_code_variant = VARIANTS[1] in _named_variants(hf)

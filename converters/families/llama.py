@@ -32,8 +32,8 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def llama_config(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """Return the fields of Qwen3Config of Llama and of families that are built like it. The errors
-    are those of `decoder_config`."""
+    """Return the fields of Qwen3Config for Llama and for families that are built like it. Raises
+    UnsupportedModel and CheckpointError, as `decoder_config` does."""
     key_heads = hf.get("num_key_value_heads")  # missing in older configs: one for each head
     hf = hf | {"num_key_value_heads": key_heads or hf.get("num_attention_heads")}
     bias = bool(hf.get("attention_bias", False))
@@ -76,8 +76,9 @@ FAMILY = decoder_family(
     },
     config=config,
     classifier=classifier,
-    # The template of vLLM for llama-nemotron-rerank-1b-v2. Its scores were not compared with the
-    # model's. `second` has the colon, because a token may hold it and the letter after it.
+    # The template of vLLM for llama-nemotron-rerank-1b-v2. Scores with it were not compared with
+    # those of the model's own code. `second` begins with the colon, because a token may hold the
+    # colon and the letter after it.
     reranker=Reranker(
         name="llama-nemotron-rerank",
         quote="question:{query} \\n \\n passage:{passage}",

@@ -15,9 +15,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def mistral_windows(hf: dict[str, Any], causal: bool, window: Any) -> dict[str, Any]:
-    """Return the window fields of Qwen3Config for a window of `window` tokens in every layer; with
-    None no layer has one. Raises UnsupportedModel if layer_types, which transformers'
-    classes ignore, names other layers, and CheckpointError as `window_fields`."""
+    """Return the window fields of Qwen3Config for a window of `window` tokens in every layer; if it
+    is None, no layer has a window. Raises UnsupportedModel if layer_types, which transformers'
+    classes ignore, names other layers, and CheckpointError for wrong layer_types or window."""
     window_layers = range(0 if window is None else hf["num_hidden_layers"])
     fields = window_fields(hf | {"layer_types": None}, window, window_layers, causal)
     if window_fields(hf, window, window_layers, causal) != fields:

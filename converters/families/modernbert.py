@@ -165,7 +165,7 @@ FAMILY = Family(
         Rule("final_norm.weight", "tower.norm.scale"),
         Rule("final_norm.bias", "tower.norm.bias"),
     ),
-    # not used for embeddings; masked language models and classifiers share names
+    # embeddings do not use these tensors; masked LMs and classifiers share names
     ignored=("head.dense.*", "head.norm.*", "decoder.*", "classifier.*"),
     config=config,
     classifier=classifier,

@@ -8,8 +8,8 @@ from converters.family import Family
 from converters.weights import Rule, concatenate, concatenate_transposed, transpose
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# Fixed in transformers' code; configs cannot change them.
-PAD_ID = 1  # positions start after it, whatever pad_token_id says
+# These numbers are fixed in transformers' code; configs cannot change them.
+PAD_ID = 1  # positions start after this number, whatever pad_token_id says
 BUCKETS = 32
 REACH = 128  # distances from here on share the last bucket
 

@@ -102,7 +102,7 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _sizes(hf: dict[str, Any]) -> dict[str, int]:
     """Return the fields of BertConfig that SIZES lists. Raises CheckpointError for missing or
-    contradictory fields, and UnsupportedModel for a head_dim that is not their quotient."""
+    contradictory fields, and UnsupportedModel for a head_dim other than hidden_size / num_heads."""
     sizes = {field: either(hf, *keys) for field, keys in SIZES.items()}
     missing = [" or ".join(dict.fromkeys(SIZES[field])) for field in SIZES if not sizes[field]]
     if not any(isinstance(hf.get(key), int) for key in LENGTHS):
@@ -148,7 +148,7 @@ FAMILY = Family(
         Rule(f"{LAYER}.norm2.weight", f"{TARGET}.mlp_norm.scale"),
         Rule(f"{LAYER}.norm2.bias", f"{TARGET}.mlp_norm.bias"),
     ),
-    # not used for embeddings
+    # embeddings do not use these tensors
     ignored=("pooler.dense.*", "cls.*", "classifier.weight", "classifier.bias"),
     config=config,
     classifier=lambda hf, labels: bert.two_layer_head(

@@ -34,7 +34,7 @@ FAMILY = decoder_family(
     own_code={"AutoModel": ("modeling_qwen.Qwen2Model",)},
     config=config,
     # From mixedbread's mxbai_rerank_v2.py, which tokenizes an instruction by itself. Here a token
-    # could span its end, so that the template takes none.
+    # could span the end of an instruction, so the template takes no instruction.
     reranker=Reranker(
         name="mxbai-rerank",
         quote="You are a search relevance expert who evaluates how well documents match search "

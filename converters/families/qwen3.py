@@ -26,8 +26,9 @@ def config(hf: dict[str, Any]) -> dict[str, Any]:
 
 def qwen_windows(hf: dict[str, Any], causal: bool) -> dict[str, Any]:
     """Return the window fields of Qwen3Config; empty without use_sliding_window. The layers with a
-    window are those of layer_types, which transformers 5 writes, or else those from
-    max_window_layers on. The errors are those of `window_fields`."""
+    window are those of layer_types, which transformers 5 writes, or else the layers from
+    max_window_layers on. Raises UnsupportedModel for an unknown layer type, and CheckpointError if
+    the window or layer_types is wrong."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
     first_layer = hf["num_hidden_layers"] if window is None else hf.get("max_window_layers", 28)
     return window_fields(hf, window, range(first_layer, hf["num_hidden_layers"]), causal)

@@ -30,7 +30,7 @@ FAMILY = Family(
     prefixes=("roberta.",),
     renames=bert.FAMILY.renames,
     rules=bert.FAMILY.rules,
-    # not used for embeddings; scores do not use the pooler either
+    # embeddings do not use these tensors; scores do not use the pooler either
     ignored=(
         "embeddings.position_ids",
         "pooler.dense.*",

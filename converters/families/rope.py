@@ -6,7 +6,7 @@ from typing import Any
 from converters.fields import GLOBAL_LAYER, LOCAL_LAYER, given, refuse_unknown
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
-# By rope_type: the keys besides rope_type, rope_theta and partial_rotary_factor.
+# By rope_type: the allowed keys besides rope_type, rope_theta and partial_rotary_factor.
 KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -78,8 +78,9 @@ def read_parameters(
     theta: Any,
     ignored: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Return rope_theta and rope_scaling of `parameters`, those of all or of one type of layers.
-    `theta` is the base if they have none. All else is as in `rope_fields`."""
+    """Return rope_theta and rope_scaling of `parameters`, the settings of all layers or of one type
+    of layers. `theta` is the base of the angles if `parameters` has none. `head_width`, `ignored`
+    and the errors are those of `rope_fields`."""
     rope = given(parameters)
     kind = rope.get("rope_type", rope.get("type", "default"))
     refuse_unknown("rope_type", kind, KEYS)
@@ -166,7 +167,7 @@ def _scaling(
 
 
 def _factors(rope: dict[str, Any], key: str, count: int) -> list[float]:
-    """Return the list of `count` positive numbers at `key`. Raises CheckpointError for others."""
+    """Return the list at `key`. Raises CheckpointError unless it has `count` numbers over 0."""
     values = rope.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise CheckpointError(f"{key} is {values!r}, wanted a list of {count} numbers over 0")

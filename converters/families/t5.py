@@ -79,14 +79,14 @@ def bucket(
     """Return the bucket number of each distance, which is the key's position minus the query's.
 
     There are `buckets` numbers; the second half is for keys after the query. In each half, small
-    distances have a bucket each, ranges of larger ones share a bucket, and all from `reach` on have
-    the last one. Raffel et al. 2020, arXiv:1910.10683. The values are those of
+    distances have a bucket each, ranges of larger distances share a bucket, and all distances from
+    `reach` on share the last one. Raffel et al. 2020, arXiv:1910.10683. The values are those of
     relative_position_bucket in transformers' MPNet and T5.
     """
     half = buckets // 2
     exact = half // 2  # smaller distances have a bucket each
     size = np.abs(distance)
-    doublings = np.log2(np.maximum(size, exact) / exact)  # not rounded for powers of 2
+    doublings = np.log2(np.maximum(size, exact) / exact)  # log2 is exact for powers of 2
     shared = exact + np.floor(doublings * (half - exact) / np.log2(reach / exact)).astype(np.int64)
     return np.where(size < exact, size, np.minimum(shared, half - 1)) + half * (distance > 0)
 
@@ -102,9 +102,9 @@ def by_distance(buckets: int, reach: int) -> Transform:
 
 
 def with_scaled_queries(scale: float) -> Transform:
-    """Return a Transform like `concatenate_transposed` that multiplies the queries by `scale`. This
-    undoes the division of scores by sqrt(head width), which T5 lacks. The result is float32
-    unless `scale` is a power of two, by which no bit is lost."""
+    """Return a Transform like `concatenate_transposed` that multiplies the queries by `scale`. With
+    sqrt(head width) this undoes the division of scores by this number, which T5 does not do. The
+    result is float32, unless `scale` is a power of two, with which no bit is lost."""
     dtype = None if math.frexp(scale)[0] == 0.5 else "float32"  # 0.5: a power of two
 
     def apply(*arrays: np.ndarray) -> np.ndarray:
@@ -115,8 +115,8 @@ def with_scaled_queries(scale: float) -> Transform:
 
 
 def _bucket_settings(hf: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of buckets, and the distance from which on keys share the last. Raises
-    CheckpointError if either is too small."""
+    """Return the number of buckets, and the distance from which on keys share the last bucket.
+    Raises CheckpointError if either number is too small."""
     buckets = hf.get("relative_attention_num_buckets", 32)
     reach = hf.get("relative_attention_max_distance", 128)
     if buckets < 4:

@@ -1,5 +1,5 @@
-"""Converts low-rank adapters by the rules of their base model: those that PEFT and
-sentence-transformers save, and those among the base model's own tensors."""
+"""Converts low-rank adapters by the rules of their base model: adapters that PEFT and
+sentence-transformers save, and built-in adapters, which are among the base model's own tensors."""
 
 import math
 import re
@@ -41,14 +41,16 @@ from jaxembed.models.adapters import column_owners
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-# What PEFT appends to the name of a layer; the names of rules end in ".weight".
+# Endings that PEFT appends to the name of a layer for its two factors. In rules the weight of the
+# layer has the ending ".weight".
 DOWN = (".lora_A.weight", ".lora_embedding_A")
 UP = (".lora_B.weight", ".lora_embedding_B")
 
-# Matches names with the name of an adapter, as in memory: `lora_A.default.weight`.
+# Matches names that contain the name of the adapter, as in the memory of PEFT but not in its files:
+# `lora_A.default.weight`.
 _IN_MEMORY = re.compile(r"\.lora_(embedding_)?[AB]\.(?!weight$|bias$)")
 
-PARAMETRIZED = ".parametrizations.weight.0."  # in names of tensors of built-in adapters
+PARAMETRIZED = ".parametrizations.weight.0."  # in the name of each tensor of a built-in adapter
 
 # Fields of adapter_config.json that are read here, and those that do not change the results.
 # Any other field must be unset, because it is not supported.
@@ -74,12 +76,14 @@ HARMLESS = {
     "task_type",
 }
 _LARGEST = 65504.0  # the largest float16
-INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")  # these do not change the base
+# values of init_lora_weights that leave the weights of the base model unchanged
+INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
-    """Return the outline with its built-in adapters and those in `folders`, by name. Reads no
-    values of tensors. Raises UnsupportedModel, ConversionError and CheckpointError."""
+    """Return the outline with its built-in adapters and with those in `folders`, which has the
+    folder of each adapter by name. Reads no values of tensors. Raises UnsupportedModel,
+    ConversionError and CheckpointError."""
     spec, own, rules = model.spec, model.built_in, model.tensors.rules
     shapes = {path: leaf.shape for path, leaf in parameter_shapes(spec).items()}
     sources = tuple(_read_adapter(name, at, model.tensors) for name, at in folders.items())
@@ -87,9 +91,8 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
         heads = spec.heads if modules_of(at) is None else read_layout(at, spec.hidden_size).heads
         if heads != spec.heads:
             raise UnsupportedModel(
-                f"adapter {name}: its modules.json says {heads}, and the model has "
-                f"{dict(spec.heads)}; an adapter is served with the pooling and modules of the "
-                "model"
+                f"adapter {name}: the pooling or modules in its modules.json differ from those of "
+                f"the model, which an adapter must share: {heads} instead of {dict(spec.heads)}"
             )
     adapters = [_layer_ranks(source, model.tensors, shapes) for source in sources]
     prompts = spec.prompts
@@ -110,10 +113,11 @@ def with_adapters(model: Outline, folders: Mapping[str, Path]) -> Outline:
 def without_built_in(
     model: str, own: BuiltIn, ignored: Sequence[str], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[AdapterSource]]:
-    """Split off the built-in adapters `own`. Return the other tensors by name, and these adapters.
+    """Separate the tensors of the built-in adapters `own` from the other `tensors`. Return the
+    other tensors by name, and the adapters.
 
-    `ignored` are patterns of names of unused weights. Raises ConversionError for `model` if a
-    weight has no stack of factors for its adapters, or one of a wrong shape.
+    `ignored` are patterns of names of unused weights. Raises ConversionError, which names `model`,
+    if a weight lacks one of the two stacks of factors, or a stack has a wrong shape.
     """
     endings = (f"{PARAMETRIZED}lora_A", f"{PARAMETRIZED}lora_B")
     rest = {name: tensor for name, tensor in tensors.items() if not name.endswith(endings)}
@@ -123,7 +127,7 @@ def without_built_in(
     for stem in (stem for stem in stems if not _is_ignored(f"{stem}.weight", ignored)):
         stacks = [tensors[stem + ending] for ending in endings if stem + ending in tensors]
         is_table = "embeddings" in stem
-        # the axis of the rank in each stack `[adapters, ...]`; those of tables are transposed
+        # the axis of the rank in the two stacks `[adapters, ...]`; for tables they are transposed
         axes = (2, 1) if is_table else (1, 2)
         fits = len(stacks) == 2 and all(
             len(stack.shape) == 3
@@ -132,7 +136,7 @@ def without_built_in(
         )
         if not fits:
             problems.append(
-                f"{stem}: expected stacks of rank {own.rank}, and in each "
+                f"{stem}: expected two stacks of factors of rank {own.rank}, for "
                 f"{counted(len(own.names), 'adapter')}"
             )
             continue
@@ -159,10 +163,11 @@ def _matrix(tensor: Tensor, number: int, *, transposed: bool) -> Tensor:
 
 
 def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
-    """Read an adapter's config, and names and shapes of its tensors. `base` has the model's rules.
+    """Read an adapter's config, and the names and shapes of its tensors. `base` has the rules of
+    the model.
 
     Raises UnsupportedModel for settings that are not supported, ConversionError for tensors that do
-    not form pairs of factors, and CheckpointError if files are missing or damaged.
+    not form two factors for each weight, and CheckpointError if files are missing or damaged.
     """
     folder = folder / tower_folder(folder) if modules_of(folder) else folder
     if not (folder / CONFIG).is_file():
@@ -170,7 +175,7 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"adapter {name}: {folder} has no {WEIGHTS}; save it as safetensors")
     config = _config(name, folder / CONFIG)
-    stems: dict[str, dict[str, Tensor]] = {}  # by weight: its tensors by part
+    stems: dict[str, dict[str, Tensor]] = {}  # by weight: its factors, by "down" or "up"
     copies: dict[str, Tensor] = {}
     for original, tensor in safetensors_of(folder / WEIGHTS).items():
         stem, part = _split(original)
@@ -198,7 +203,7 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
         )
         for stem, parts in stems.items()
     }
-    # the file has the names of the base model's class, which may differ from those in rules
+    # the file has the names of the base model's class, which may differ from the names in rules
     renamed_as_rules = partial(canonical, str(folder), prefixes=base.prefixes, renames=base.renames)
     renamed = renamed_as_rules({stem: pair.down for stem, pair in factors.items()})
     by_tensor = {pair.down.name: pair for pair in factors.values()}
@@ -210,8 +215,9 @@ def _read_adapter(name: str, folder: Path, base: TensorRules) -> AdapterSource:
 def _layer_ranks(source: AdapterSource, base: TensorRules, shapes: Mapping[str, Shape]) -> Adapter:
     """Return the adapter with its rank in each layer: the sum of the ranks for the layer's weights.
 
-    `base` and `shapes` are those of the whole model. Raises ConversionError, which lists every
-    weight that has no layer or whose layer takes no adapter; CheckpointError if no layer changes.
+    `base` has the rules of the whole model, and `shapes` the shapes of its parameters. Raises
+    ConversionError, which lists every weight that has no layer or whose layer takes no adapter, and
+    CheckpointError if the adapter changes no layer.
     """
     ranks: dict[str, int] = {}
     known: set[str] = set()
@@ -247,9 +253,10 @@ def plan_adapters(
 ) -> list[Step]:
     """Plan the steps that make the parameters of all adapters.
 
-    `sources` are the adapters as read, and `ranks` those of the spec in the same order. `tensors`
-    are those of the base model; only copies saved with an adapter are compared with their values.
-    Raises ConversionError, which lists every factor or copy that does not fit its weight.
+    `sources` are the adapters as read, and `ranks` the same adapters in the spec, in this order.
+    `tensors` are those of the base model. Their values are read only if an adapter was saved with
+    copies of them, which must be equal. Raises ConversionError, which lists every factor or copy
+    that does not fit its weight.
     """
     problems: list[str] = []
     for source in sources:  # weights of the base model that were saved with an adapter
@@ -271,7 +278,7 @@ def plan_adapters(
     steps: list[Step] = []
     for rule in chosen_rules:
         if any(name in source.factors for source in sources for name in rule.sources):
-            # the factors of all adapters for the weights of this parameter
+            # the factors of all adapters for this parameter, each with its weight's position
             parts = [
                 (position, source.factors[name])
                 for source in sources
@@ -298,12 +305,14 @@ def plan_adapters(
 def _steps(
     rule: Rule, parts: Sequence[tuple[int, LowRankFactors]], outputs: list[int]
 ) -> Iterator[Step]:
-    """Yield the steps of a layer's two adapter parameters, down and up. `parts` are the factors in
-    the order of their columns, each with the position of its weight among the rule's sources.
-    `outputs` are the numbers of outputs of these sources."""
+    """Yield the two steps that make a layer's adapter parameters, down and up.
+
+    The columns of `down` belong to the pairs of factors in `parts`, in this order. With each pair
+    comes the position of its weight in `rule.sources`. `outputs` has the number of outputs of each
+    of these sources."""
     layer, kind = rule.target.rsplit(".", 1)
-    width = len(column_owners([pair.rank for _, pair in parts]))  # all ranks, padded
-    # a table has no transform, but its up factor becomes `[rank, out]`, too
+    width = len(column_owners([pair.rank for _, pair in parts]))  # the sum of all ranks, padded
+    # the up factor of a table is transposed to `[rank, out]`, although the table is not
     transform = transpose if rule.transform is identity else rule.transform
 
     def down(*downs: np.ndarray) -> np.ndarray:
@@ -313,7 +322,8 @@ def _steps(
 
     def up(*ups: np.ndarray) -> np.ndarray:
         """Return all up factors below each other, scaled and padded with zeros, as float32
-        `[width, out]`. Each fills the columns where the layer's transform puts its weight."""
+        `[width, out]`. The outputs of a factor are in the columns that the outputs of its weight
+        have in the layer's kernel; the other columns of these rows are zero."""
         rows = []
         for (position, pair), factor in zip(parts, ups, strict=True):
             blocks = [np.zeros((size, factor.shape[1]), np.float32) for size in outputs]
@@ -328,7 +338,7 @@ def _steps(
         ("up.kernel", up, (width, sum(outputs))),
     ):
         sources = tuple(pair.down if apply is down else pair.up for _, pair in parts)
-        # without a check of shapes: plan_adapters has checked them
+        # the shapes are not checked here, because plan_adapters has checked them
         made = Transform(apply, lambda sources, shape: [], dtype="float32")
         yield Step(sources, f"{layer}.adapter.{part}", shape, made, last_of=sources)
 
@@ -363,7 +373,8 @@ def _config(name: str, path: Path) -> dict[str, Any]:
 
 
 def _scale(config: Mapping[str, Any], stem: str, rank: int) -> float:
-    """Return the factor of an adapter's product for the weight `stem`, as PEFT computes it."""
+    """Return the scale of an adapter for the weight `stem`, by which the product of its two factors
+    is multiplied: alpha / rank, or with use_rslora alpha / sqrt(rank), as in PEFT."""
     layer, patterns = stem.removesuffix(".weight"), config.get("alpha_pattern") or {}
     alphas = (patterns[key] for key in patterns if re.match(rf"(.*\.)?({key})$", layer))
     alpha = next(alphas, config.get("lora_alpha", 8))  # 8: PEFT's default
@@ -378,7 +389,7 @@ def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
     def read() -> np.ndarray:
         array = tensor.read()
         largest = np.abs(array.astype(np.float64)).max(initial=0.0) * abs(scale)
-        if not largest <= _LARGEST:  # not NaN either
+        if not largest <= _LARGEST:  # also refuses NaN
             raise CheckpointError(
                 f"adapter {adapter}: {tensor.name} has values up to {largest:g}, with its scale of "
                 f"{scale:g}; wanted at most {_LARGEST:g}"
@@ -389,8 +400,8 @@ def _bounded(adapter: str, tensor: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def _split(original: str) -> tuple[str, str]:
-    """Return the layer of a tensor, and its part: "down", "up", "copy" (of a weight of the base
-    model) or "unknown"."""
+    """Return the name of the layer that a tensor belongs to, and the role of the tensor: "down" or
+    "up" (a factor), "copy" (of the layer's weight in the base model), or "unknown"."""
     name = original.removeprefix(PEFT_PREFIX)
     if _IN_MEMORY.search(name):
         return original, "unknown"
@@ -402,7 +413,7 @@ def _split(original: str) -> tuple[str, str]:
 
 
 def _is_low_rank(parts: Mapping[str, Tensor]) -> bool:
-    """Whether the tensors of a weight are two factors that fit each other."""
+    """Return whether the tensors of a weight, by role, are two factors that fit each other."""
     if parts.keys() != {"down", "up"}:
         return False
     down, up = parts["down"].shape, parts["up"].shape

@@ -56,15 +56,15 @@ PUNCTUATION = tuple(string.punctuation)
 
 SIMILARITIES = (None, "cosine", "dot", "maxsim", "meanmaxsim")  # all of them are served by MaxSim
 SHORTEST_TEXT = 4  # tokens: one of text, a marker, and a special token on either side
-MASK_TOKENS = ("[MASK]", "<mask>")  # where the files of the tokenizer name none
+MASK_TOKENS = ("[MASK]", "<mask>")  # tried if the files of the tokenizer name no mask token
 
 
 @dataclass(frozen=True)
 class TokenizationSettings:
     """How a checkpoint tokenizes texts, with tokens as text: `with_interaction` finds their ids.
 
-    A length of None is the limit of the model. `prompts` are put before a text. `prefixes` hold the
-    marker of each role; if they are None, a prompt may begin with a marker.
+    A length of None is the limit of the model. `prompts` are put before a text. `prefixes` has the
+    marker of each role; if it is None, a prompt may begin with a marker.
     """
 
     prompts: Mapping[str, str]
@@ -85,7 +85,7 @@ def is_multi_vector(source: Path) -> bool:
     if kind in (PYLATE, SENTENCE_TRANSFORMERS):
         return True
     listed = heads.listed_modules(source)
-    # without model_type PyLate's own keys tell; another model_type is no multi-vector model
+    # without model_type PyLate's own keys decide; any other model_type is another kind of model
     if kind is not None or (listed is not None and any(key in config for key in PYLATE_KEYS)):
         return kind is None
     hf = heads.read_optional_json(source / "config.json", CONFIG_FIELDS)
@@ -157,7 +157,7 @@ def read_late_layout(source: Path, hidden_size: int) -> tuple[Layout, Tokenizati
         heads={"multi_vector": PerToken(tuple(layers))},
         rules=tuple(rules),
         folders=tuple(folders),
-        ignored=(STANFORD_PROJECTION,),  # in repositories that have both formats
+        ignored=(STANFORD_PROJECTION,),  # repositories that have both formats also have this one
         lowercase=bool(transformer.get("do_lower_case")),
     )
     return layout, tokenization
@@ -330,9 +330,9 @@ def _marker(prefix: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
 
 
 def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str]:
-    """Return the id of the added token that a prompt begins with, and the rest of it; without such
-    a token None and the prompt. sentence-transformers gets the same ids from the whole prompt as
-    text."""
+    """Return the id of the added token that a prompt begins with, and the rest of the prompt.
+    Without such a token return None and the whole prompt. The token ids are those of
+    sentence-transformers, which tokenizes the whole prompt."""
     added = [token.content for token in vocabulary.get_added_tokens_decoder().values()]
     leading = max((token for token in added if prompt.startswith(token)), key=len, default=None)
     if leading is None:
@@ -341,8 +341,9 @@ def _leading_marker(prompt: str, vocabulary: Tokenizer) -> tuple[int | None, str
 
 
 def _length(folder: Path, length: int | None, positions: int | None) -> int:
-    """Return the maximum number of tokens of queries or documents: `length`, or if it is None the
-    model's limit; at most `positions`. Raises CheckpointError for less than SHORTEST_TEXT."""
+    """Return the maximum number of tokens of queries or documents. It is `length`, or the limit of
+    the model if `length` is None, but at most `positions`. Raises CheckpointError for a length
+    below SHORTEST_TEXT."""
     if length is None:
         length = heads.token_limit(folder, positions, late=True)
     if length < SHORTEST_TEXT:
@@ -371,7 +372,7 @@ def _filler(folder: Path, vocabulary: Tokenizer) -> str:
             if (token := stated.get(name)) is not None:
                 return str(token["content"] if isinstance(token, dict) else token)
         if name == "mask_token":
-            for token in MASK_TOKENS:  # before the end token is tried
+            for token in MASK_TOKENS:  # these are tried before the end token
                 if vocabulary.token_to_id(token) is not None:
                     return token
     raise CheckpointError(

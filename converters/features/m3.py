@@ -1,8 +1,8 @@
 """Adds token heads to an embedder: the two of BGE-M3, and the sparse one of gte-multilingual.
 
-BGE-M3 keeps the weights of its two heads in separate files, which no config names. They are read if
-both are there, as FlagEmbedding does. One without the other is an error, because the copy of the
-model is incomplete. Chen et al. 2024, arXiv:2402.03216.
+BGE-M3 keeps the weights of its two heads in two files, which no config names. As in FlagEmbedding,
+they are read if both are there. If one is missing, the copy of the model is incomplete, which is an
+error. Chen et al. 2024, arXiv:2402.03216.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from jaxembed.errors import UnsupportedModel
 SPARSE_FILE, VECTORS_FILE = "sparse_linear.pt", "colbert_linear.pt"
 FILES = (SPARSE_FILE, VECTORS_FILE)
 
-# Tokens without a term weight: their names in tokenizer_config.json, and the tokens of XLM-R.
+# Tokens without a term weight: their keys in tokenizer_config.json, and XLM-R's tokens as defaults.
 _NO_TERMS = {"cls_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 
@@ -36,9 +36,9 @@ def with_token_heads(
 ) -> Layout:
     """Return the layout of an embedder with the token heads that its files hold.
 
-    `width` is that of hidden states. `sparse` are the family's classes whose token classifier is a
-    head of term weights. `tokenizer` is the content of tokenizer.json. Raises UnsupportedModel for
-    one of BGE-M3's files without the other.
+    `width` is the width of hidden states. `sparse` are the family's classes whose token classifier
+    is a head of term weights. `tokenizer` is the content of tokenizer.json. Raises UnsupportedModel
+    if only one of BGE-M3's two files is there.
     """
     if "dense" not in layout.heads:
         return layout

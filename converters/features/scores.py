@@ -28,7 +28,8 @@ ROLES = {"system": "{instruction}", "query": "{query}", "document": "{document}"
 SCORE_FUNCTIONS: dict[str, ScoreFunction | None] = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
-    "torch.nn.modules.linear.Identity": None,  # raw logits there; here the labels decide
+    # sentence-transformers gives raw logits for this one; here the labels choose the function
+    "torch.nn.modules.linear.Identity": None,
 }
 
 
@@ -78,7 +79,7 @@ def scores_layout(
                 "text before a pair"
             )
         template = msgspec.structs.replace(template, instruction=prompt)
-    # independent labels have the sigmoid, others the function that the checkpoint names, or softmax
+    # independent labels have the sigmoid; other labels have the checkpoint's function or softmax
     function, problem = "sigmoid", hf.get("problem_type")
     if len(labels) != 1 and problem != "multi_label_classification":
         if problem == "regression":
@@ -160,9 +161,9 @@ def template_of(source: Path, name: str, family: Family) -> PairTemplate | None:
     """Return the template of pairs: the chat template of the model; without one, that of the
     published rerankers of its family if the model is one of them; else None.
 
-    A name like "reranker" is not enough for the second: with the template of another model scores
-    are near random. Raises UnsupportedModel if the model has a chat template for pairs that cannot
-    be split, and is none of the published rerankers.
+    A name like "reranker" does not make a model one of them, because with the template of another
+    model scores are near random. Raises UnsupportedModel if the model has a chat template for pairs
+    that cannot be split, and is none of the published rerankers.
     """
     backbone = source / heads.tower_folder(source)
     takes_plain_text = heads.modalities(backbone) == {"text"}
@@ -197,8 +198,8 @@ def _published(source: Path, name: str, family: Family) -> Reranker | None:
 def pair_template(backbone: Path) -> PairTemplate | None:
     """Read the chat template of a model's directory as a PairTemplate.
 
-    Returns None if there is no template, or if it takes no query and document. Raises
-    UnsupportedModel if it takes them but cannot be split into the parts of a PairTemplate.
+    Returns None if there is no template, or if it does not take a query and a document. Raises
+    UnsupportedModel if it takes both but cannot be split into the fields of a PairTemplate.
     """
     path = backbone / "chat_template.jinja"
     if path.is_file():
@@ -207,11 +208,11 @@ def pair_template(backbone: Path) -> PairTemplate | None:
         source = read_optional_json(backbone / "tokenizer_config.json").get("chat_template")
     if not isinstance(source, str):
         return None
-    # with the instruction of a request, and with the template's own
+    # the template with the instruction of a request, and with its own instruction
     full, plain = _render(source, *ROLES), _render(source, "query", "document")
     if "{query}" not in plain or "{document}" not in plain:
         return None
-    # tokens always end at an added token
+    # other tokens cannot span an added token, so the text after {document} must begin with one
     added = read_optional_json(backbone / "tokenizer.json").get("added_tokens") or ()
     specials = tuple(token["content"] for token in added)
     template = _cut(full, plain, specials)
@@ -224,7 +225,7 @@ def pair_template(backbone: Path) -> PairTemplate | None:
 
 
 def _render(source: str, *roles: str) -> str:
-    """Render the template with one message for each role; empty if that fails."""
+    """Render the chat template `source` with one message for each role; empty if that fails."""
     environment = ImmutableSandboxedEnvironment(  # with the settings of transformers
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

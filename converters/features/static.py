@@ -1,9 +1,10 @@
 """Converts static models: embeddings of sentence-transformers and model2vec, and query encoders.
 
-Nearly every repository of model2vec has a modules.json with a StaticEmbedding. Then the rules of
-sentence-transformers hold: every token counts, texts are truncated only if tokenizer.json says so,
-and modules.json says whether vectors are normalized. Without modules.json the rules of model2vec
-hold: the unknown token is dropped, and texts are truncated by characters and tokens.
+Nearly every repository of model2vec has a modules.json with a StaticEmbedding. These models follow
+the rules of sentence-transformers: every token counts, texts are truncated only if tokenizer.json
+says so, and modules.json says whether vectors are normalized. Models without modules.json follow
+the rules of model2vec: the unknown token is dropped, and texts are truncated by characters and
+tokens.
 
 Query encoders are the SparseStaticEmbedding of sentence-transformers, for sparse models: one weight
 for each term of a text. The weights are a tensor, or a JSON object by token, in which a missing
@@ -45,11 +46,11 @@ MODEL2VEC = "model2vec"  # model_type in config.json
 MODEL2VEC_LIMIT = 512  # tokens, where config.json says nothing
 SENTENCE_TRANSFORMERS_TABLE = "embedding.weight"
 VALUES = (*NUMPY_DTYPES, "float64", "int8")  # dtypes of embeddings and weights
-INTEGERS = ("int32", "int64")  # of a mapping
+INTEGERS = ("int32", "int64")  # dtypes of a mapping
 MODEL2VEC_TENSORS = ("embeddings", "mapping", "weights")  # the first is always there
 
 WEIGHT = "weight"  # the tensor of a query encoder: one value a term
-KNOWN = {"frozen", "path"}  # in config.json of a query encoder; the first is about training
+KNOWN = {"frozen", "path"}  # in config.json of a query encoder; "frozen" is about training
 
 column = Transform(
     lambda values: values[:, None], lambda sources, shape: check_shape(sources, shape[:1])
@@ -64,8 +65,9 @@ def holds_static(source: Path, route: str = "") -> bool:
 
 
 def static_outline(source: Path, options: Options, route: str) -> Outline:
-    """Describe a static model, or such a route. Reads the names and shapes of its tensors, because
-    no config has them. Raises CheckpointError, UnsupportedModel and ConversionError."""
+    """Describe a static model, or a static route of a Router; `route` is "" without a Router. Reads
+    the names and shapes of the tensors, because no config has them. Raises CheckpointError,
+    UnsupportedModel and ConversionError."""
     modules = heads.modules_of(source, route)
     if modules is not None and modules[0].kind == "static_terms":
         return _terms_outline(source, options, modules[0].path)
@@ -163,8 +165,8 @@ def _outline_of_table(
 
 
 def _table(model: str, tensors: Mapping[str, Tensor]) -> tuple[Rule, int, int]:
-    """Return the rule for the table of token vectors, its number of tokens and its width. Raises
-    ConversionError if the table is missing or does not have two axes."""
+    """Return the rule for the table of token vectors, the number of tokens, and the width of the
+    table. Raises ConversionError if the table is missing or does not have two axes."""
     if SENTENCE_TRANSFORMERS_TABLE in tensors:
         names: tuple[str, ...] = (SENTENCE_TRANSFORMERS_TABLE,)
     elif MODEL2VEC_TENSORS[0] in tensors:
@@ -211,8 +213,8 @@ def _folded(names: tuple[str, ...]) -> Transform:
 
 
 def _find_terms(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a static query encoder: those of its weights file, or one that is made
-    of its JSON file. Raises CheckpointError, and UnsupportedModel for unknown settings."""
+    """Return the tensors of a static query encoder, from its weights file or from the JSON file
+    that its config names. Raises CheckpointError, and UnsupportedModel for unknown settings."""
     config = heads.module_config(folder)
     if unknown := sorted(set(config) - KNOWN):
         raise UnsupportedModel(

@@ -54,19 +54,20 @@ def term_head(
     tied: str = "embeddings.word_embeddings.weight",
     bias: bool = True,
 ) -> SparseHead:
-    """Return the head of a masked language model with these `layers` before its decoder, and rules.
+    """Return the head of a masked language model with these `layers` before its decoder, and the
+    rules for its tensors.
 
     `dense`, `norms` and `decoder` are names of tensors without ".weight" and ".bias"; `norms` are
-    alternatives. Unless tie_word_embeddings is false, `biases` are further names of the decoder's
-    bias, and the table `tied` is the decoder if none is stored. With `bias` False the decoder has
-    no bias.
+    alternative names. Unless tie_word_embeddings is false, `biases` are further names of the
+    decoder's bias, and the table `tied` is the decoder if the model stores no decoder. With `bias`
+    False the decoder has no bias.
     """
-    terms, total = hf["vocab_size"], padded_terms(hf["vocab_size"])  # with padding
+    terms, total = hf["vocab_size"], padded_terms(hf["vocab_size"])  # without and with padding
     head = Vocabulary(terms, layers[1].features, layers)
     tables, names = [f"{decoder}.weight"], [f"{decoder}.bias"]
     if hf.get("tie_word_embeddings") is not False:
         tables.append(tied)
-        names = [*biases, *names]  # of one bias; an untied decoder has only its own
+        names = [*biases, *names]  # alternative names of one bias
     transform = transposed_padded(terms, total)
     # the modules of the head: 0 is the dense layer, 1 the layer norm
     rules = [*dense_rules("sparse", 0, layers[0], dense)]
@@ -93,8 +94,9 @@ def masked_lm_function(
     """Return the `masked_lm` function of a family like BERT. Its head is a dense layer with an
     activation, a layer norm and the decoder.
 
-    Without `activation` hidden_act is read. `defaults` are default fields of config.json, and
-    `features` is the key of the decoder's width there. `tensors` are arguments of `term_head`.
+    If `activation` is None, hidden_act in config.json names it. `defaults` are default fields of
+    config.json, and `features` is the key of the decoder's width there. `tensors` are further
+    arguments of `term_head`.
     """
 
     def masked_lm(hf: Fields) -> SparseHead:
@@ -111,9 +113,9 @@ def masked_lm_function(
 
 
 def terms_layout(source: Path, found: SparseHead, route: str = "") -> Layout:
-    """Return the layout of a sparse encoder. `found` is its head with the rules. Without
-    modules.json the head takes the maximum over the tokens, as sentence-transformers does. Raises
-    UnsupportedModel and CheckpointError."""
+    """Return the layout of a sparse encoder. `found` is its head with the rules for its tensors.
+    Without modules.json the head takes the maximum over the tokens, as sentence-transformers does.
+    Raises UnsupportedModel and CheckpointError."""
     modules = modules_of(source, route)
     (head, rules), folder = found, ""
     if modules is not None:

@@ -59,7 +59,7 @@ FIXED_TEXTS = (
     "def f(x):\n    return x  # <0x0A>",
 )
 
-PLACES = ("$A", "|", "$B")  # not tokens of a template: first text, bar, second text
+PLACES = ("$A", "|", "$B")  # parts of a template that are no tokens: first text, bar, second text
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -81,10 +81,11 @@ class Family:
     before: tuple[str, ...] = ()
     dropped: int = 0
     extra_ids: int = 0  # <extra_id_0> and so on, in descending order
-    lowercase: bool | None = None  # the default of do_lower_case; None: no such switch
-    is_albert: bool = False  # replaces quotes and accents; no piece ends with a digit and a comma
+    lowercase: bool | None = None  # the default of do_lower_case; None: there is no such switch
+    is_albert: bool = False  # quotes and accents are replaced; pieces such as "9," score lower
     has_ends: bool = False  # has the switches add_bos_token and add_eos_token
-    has_legacy: bool = False  # has legacy: a space before each part of a text, or the first
+    # has the switch legacy: true puts a space before each part of a text, false before the first
+    has_legacy: bool = False
 
 
 _CLS_SEP = "cls $A sep | $B:1 sep:1"
@@ -164,16 +165,16 @@ class TokenizerFiles:
     """What the files in a model's folder say about its tokenizer."""
 
     folder: Path
-    path: Path  # of the SentencePiece model
+    path: Path  # path of the SentencePiece model
     family: Family
-    config: Mapping[str, Any]  # tokenizer_config.json; special_tokens_map.json for what it lacks
+    config: Mapping[str, Any]  # tokenizer_config.json, and what only special_tokens_map.json has
     proto: Any  # the ModelProto of sentencepiece_model.proto
     # whether only the first part of a text gets a space before it, where special tokens divide it
     prefixes_once: bool
     lowercases: bool  # whether texts become lower case
     keeps_accents: bool
     extra_ids: Sequence[str]
-    stated_ids: Mapping[str, int]  # of added tokens, as the JSON files state them
+    stated_ids: Mapping[str, int]  # ids of added tokens, as the JSON files state them
 
     def id_of(self, number: int) -> int:
         """Return the id of the piece with this number in the SentencePiece model."""
@@ -187,9 +188,9 @@ class TokenizerFiles:
 
     @property
     def template(self) -> list[tuple[str, int]]:
-        """The family's template: pairs of a special token, "$A", "$B" or "|" and its token type.
-        Only pairs of texts use what follows "|". "bos" and "eos" are left out if the files switch
-        them off."""
+        """The family's template, as a list of entries with their token types. An entry is a special
+        token, "$A", "$B" or "|". Entries after "|" are used only for pairs of texts. The tokens bos
+        and eos are left out if the files switch them off."""
         template = []
         for part in self.family.template.split():
             name, _, token_type = part.partition(":")
@@ -203,8 +204,9 @@ class TokenizerFiles:
 
 
 def class_name(folder: Path) -> str | None:
-    """Return the class of a folder's tokenizer, without "Fast"; None if it is unknown. It is the
-    field tokenizer_class, else implied by model_type. Raises CheckpointError for invalid files."""
+    """Return the class of a folder's tokenizer, without "Fast"; None if it is unknown. The class is
+    in the field tokenizer_class, or follows from model_type. Raises CheckpointError for invalid
+    files."""
     types = {key: CONFIG_FIELDS[key] for key in ("model_type", "tokenizer_class")}
     config = read_optional_json(folder / "config.json", types)
     stated = read_optional_json(folder / "tokenizer_config.json")
@@ -224,7 +226,7 @@ def build_from_sentencepiece(folder: Path) -> bytes:
     files = _read_files(folder)
     spec, pieces = files.proto.normalizer_spec, files.proto.pieces
     if files.family.is_albert:
-        # its authors split these pieces again; transformers' AlbertConverter lowers their scores
+        # ALBERT's code splits these pieces again; transformers' AlbertConverter lowers the scores
         for piece in pieces:
             if piece.piece[-1:] == "," and piece.piece[-2:-1].isdigit():
                 piece.score -= NUMBER_COMMA_PENALTY
@@ -424,8 +426,8 @@ def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -
         if files.family.is_albert:
             prepared = prepared.replace("``", '"').replace("''", '"')
         if not files.keeps_accents:
-            # Removes marks, as the published tokenizer.json does. The authors remove what has a
-            # combining class, which is the same in Latin script.
+            # Remove marks, as the published tokenizer.json does. ALBERT's code removes characters
+            # with a combining class, which are the same in Latin script.
             prepared = unicodedata.normalize("NFKD", prepared)
             prepared = "".join(char for char in prepared if unicodedata.category(char)[0] != "M")
         if files.lowercases:
@@ -441,9 +443,9 @@ def _check_ids(files: TokenizerFiles, tokenizer: Tokenizer, special: set[str]) -
 
 
 def _sample_texts(files: TokenizerFiles, special: set[str]) -> list[str]:
-    """Return texts without the tokens `special`: FIXED_TEXTS, and random texts of the model's
-    pieces. No piece of these begins with an accent, because the tokenizers library normalizes a
-    second accent on a letter unlike SentencePiece."""
+    """Return FIXED_TEXTS and random texts of the model's pieces, except texts that have a token of
+    `special`. Pieces that begin with an accent are not used, because the tokenizers library
+    normalizes a second accent on a letter unlike SentencePiece."""
     rng = random.Random(0)
     pieces = [one for one in files.proto.pieces if unicodedata.category(one.piece[0])[0] != "M"]
     normal = [piece.piece for piece in pieces if piece.type == NORMAL]

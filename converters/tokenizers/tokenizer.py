@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 # Files from which a tokenizer can be built without tokenizer.json.
 VOCABULARIES = ("vocab.txt", "vocab.json", "*.model", "*.vocab")
 
-# The classes whose model_input_names have token_type_ids in transformers 5. Its TokenizersBackend
-# has none; it also loads a PreTrainedTokenizerFast of transformers 4, which had them. CrossEncoder
-# of sentence-transformers scores with these inputs.
+# The classes whose model_input_names have token_type_ids in transformers 5. CrossEncoder of
+# sentence-transformers scores with these inputs. TokenizersBackend is not among them, although it
+# also loads the PreTrainedTokenizerFast of transformers 4, which had token_type_ids.
 WITH_TYPES = {
     "BertTokenizer",
     "ConvBertTokenizer",
@@ -36,16 +36,17 @@ WITH_TYPES = {
     "SqueezeBertTokenizer",
 }
 
-# The model types whose default class in transformers is one of these.
+# The model types whose default tokenizer in transformers is one of WITH_TYPES.
 TYPED_BY_DEFAULT = {"bert", "deberta-v2", "electra", "nomic_bert"}
 
 
 def read_tokenizer(folder: Path, *, lowercase: bool, vocab_size: int) -> bytes:
     """Return the content of a model's tokenizer.json, which is built if the folder has none.
 
-    A stored file is unchanged unless a step must be added: `lowercase` texts, or an end token that
-    tokenizer_config.json asks for. Raises CheckpointError if there is no usable tokenizer or if it
-    has ids of `vocab_size` or more, and UnsupportedModel if a SentencePiece model is unsupported.
+    A step is added if texts must become lower case (`lowercase`), or if tokenizer_config.json asks
+    for an end token; otherwise a stored file is unchanged. Raises CheckpointError if there is no
+    usable tokenizer or if it has ids of `vocab_size` or more, and UnsupportedModel if a
+    SentencePiece model is unsupported.
     """
     path = folder / "tokenizer.json"
     data = path.read_bytes() if path.is_file() else _build(folder)
@@ -95,9 +96,9 @@ def special_token(folder: Path, name: str, otherwise: str | None = None) -> str 
 
 
 def gives_types(folder: Path, hf: dict[str, Any]) -> bool:
-    """Return whether the model gets the tokenizer's token types; otherwise they are zeros. The
-    first of these that is known decides: model_input_names in tokenizer_config.json, the class of
-    the tokenizer, the model_type."""
+    """Return whether the model gets the tokenizer's token types. If not, all token types are zero.
+    The first of these that is known decides: model_input_names in tokenizer_config.json, the class
+    of the tokenizer, the model_type."""
     config = read_optional_json(folder / "tokenizer_config.json")
     names = config.get("model_input_names")
     if names is not None:

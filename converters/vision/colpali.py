@@ -30,7 +30,8 @@ from converters.vision.dual import (
 from converters.vision.pages import AUGMENTATION_TOKENS, PageTokenizer, page_outline, read_part
 from converters.weights import Rule, one_plus
 
-# transformers' defaults for missing fields of a part; sizes have none here.
+# transformers' defaults for missing fields of the language model and the image encoder. Sizes have
+# no defaults here.
 GEMMA_DEFAULTS: dict[str, Any] = {"max_position_embeddings": 8192}
 IMAGE_SIZES = (*TOWER_SIZES, "image_size", "patch_size")
 VISION_TOWER_DEFAULTS: dict[str, Any] = {

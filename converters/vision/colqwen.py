@@ -159,11 +159,11 @@ def outline(source: Path, hf: Mapping[str, Any], options: Options) -> Outline:
 
 def max_tokens(rules: ImageRules) -> int:
     """Return the maximum number of tokens of a page, with the text around the image. Narrow images
-    exceed the maximum area: their shorter side has at least one token."""
+    can exceed the maximum area, because their shorter side has at least one token."""
     assert rules.area is not None
     min_tokens, max_tokens = (pixels / rules.token_side**2 for pixels in rules.area)
     stretch = math.sqrt(MAX_ASPECT)
-    # of the narrowest image, enlarged to the minimum area with its sides rounded up
+    # tokens of the narrowest image, enlarged to the minimum area with its sides rounded up
     enlarged = (math.sqrt(min_tokens) / stretch + 1) * (math.sqrt(min_tokens) * stretch + 1)
     in_image = max(max_tokens, math.sqrt(max_tokens) * stretch, enlarged)
     return len(rules.before) + math.floor(in_image) + len(rules.after)
@@ -248,8 +248,8 @@ def vision_config(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def vision_rules(source: str, target: str) -> list[Rule]:
-    """Return the image encoder's rules: `source` prefixes tensors, `target` parameters. Qwen2-VL
-    has fc1 and fc2, Qwen2.5-VL gate_proj, up_proj and down_proj."""
+    """Return the image encoder's rules. `source` is the prefix of tensors, and `target` the prefix
+    of parameters. Qwen2-VL has fc1 and fc2, Qwen2.5-VL gate_proj, up_proj and down_proj."""
     block, layer = f"{source}.blocks.{{i}}", f"{target}.layers.{{i}}"
     gated = [f"{block}.mlp.{name}_proj" for name in ("gate", "up")]
     linears = {

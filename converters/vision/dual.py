@@ -124,12 +124,12 @@ IMAGE_DEFAULTS = {
     SIGLIP2: {**SIGLIP_IMAGE, "num_patches": 256},
 }
 TOWER_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-OLD_EOS = 2  # in OpenAI's files, where the token with the largest id ends texts
+OLD_EOS = 2  # eos_token_id in OpenAI's files, where the token with the largest id ends texts
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The config.json of a model, which both halves share."""
+    """The folder and the config.json of a model, from which both halves are read."""
 
     folder: Path
     tower: str  # path of `folder` within the source
@@ -139,7 +139,7 @@ class _Source:
 
     def fields(self, key: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the field `key`, the config of a half, with transformers' `defaults` filled in.
-        In old files `<key>_dict`, with its defaults filled in, takes precedence. Raises
+        Old files also have `<key>_dict`, which takes precedence with the same defaults. Raises
         CheckpointError for missing or inconsistent sizes."""
         path = str(self.folder / "config.json")
         stated, old_fields = (given(self.hf.get(name) or {}) for name in (key, f"{key}_dict"))
@@ -177,7 +177,7 @@ def refuse_options(source: Path, options: Options) -> None:
 
 
 def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str | None]:
-    """Return the outlines by route, and the default route. The image half has no tokenizer. Raises
+    """Return the outlines of the two halves by route, and the name of the default route. Raises
     UnsupportedModel and CheckpointError."""
     refuse_options(source, options)
     folder = source / folder_of(source)
@@ -214,13 +214,13 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     return halves, TEXT_ROUTE
 
 
-# of a half; the bytes are tokenizer.json, the dict has further fields of the spec
+# What describes a half. The bytes are its tokenizer.json; the dict has further fields of its spec.
 _Parts = tuple[TensorRules, ClipConfig, Head, bytes, dict[str, Any]]
 
 
 def _text_half(model: _Source) -> _Parts:
-    """Read the half of texts, whose vector comes from the last token. That token ends the text
-    (CLIP) or its padding (SigLIP)."""
+    """Read the half of texts. The vector of a text comes from its last token: the end token (CLIP)
+    or the last token of the padding (SigLIP)."""
     hf = model.fields("text_config", TEXT_DEFAULTS[model.kind])
     require(hf, ("vocab_size", "max_position_embeddings"))
     config = clip_config(hf, vocab_size=hf["vocab_size"], causal=model.kind == CLIP)
@@ -272,7 +272,7 @@ def _text_half(model: _Source) -> _Parts:
 
 
 def _image_half(model: _Source) -> _Parts:
-    """Read the half of images: CLIP pools by a class token, SigLIP by attention."""
+    """Read the half of images. CLIP pools by a class token, SigLIP by attention."""
     hf = model.fields("vision_config", IMAGE_DEFAULTS[model.kind])
     is_clip, is_siglip2 = model.kind == CLIP, model.kind == SIGLIP2
     require(hf, ("num_patches" if is_siglip2 else "image_size", "patch_size", "num_channels"))
@@ -310,7 +310,7 @@ def _image_half(model: _Source) -> _Parts:
                 "tower.embeddings.class_token.embedding",
                 reshaped(1, config.hidden_size),
             ),
-            # spelt so in checkpoints
+            # "layrnorm" is the spelling in checkpoints
             *_norm_rules("vision_model.pre_layrnorm", "tower.embeddings.norm"),
             *dense_rules("dense", number=0, layer=projection, tensor="visual_projection"),
         ]
@@ -366,8 +366,8 @@ def clip_config(hf: Mapping[str, Any], **switches: Any) -> ClipConfig:
 def convolution(
     sources: Sequence[Tensor], shape: Shape, inner: tuple[int, ...] = (3,)
 ) -> list[str]:
-    """Return an error for each source whose shape is not `[out, *inner, n, n]`. `shape` is that of
-    the weight, `[3 * n * n, out]`."""
+    """Return an error for each source whose shape is not `[out, *inner, n, n]`. `shape` is the
+    shape of the parameter, `[3 * n * n, out]`."""
     side = isqrt(shape[0] // 3)
     return [
         f"{source.name}: wanted a convolution for a weight {shape}, got {source.shape}"
@@ -383,8 +383,9 @@ patch_kernel = Transform(  # [out, 3, size, size] to [size * size * 3, out]
 
 
 def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
-    """Return the rules of an encoder, but not those of its word or patch embeddings. `half`
-    prefixes its tensors, `tower` its parameters; `last_norm` is its final norm."""
+    """Return the rules of an encoder, without the rules of its word or patch embeddings. `half` is
+    the prefix of its tensors, and `tower` the prefix of its parameters; `last_norm` is the name of
+    its final norm."""
     layer, target = f"{half}encoder.layers.{{i}}", f"{tower}.layers.{{i}}"
     qkv = [f"{layer}.self_attn.{letter}_proj" for letter in "qkv"]
     positions = f"{tower}.embeddings.position.embedding"
@@ -402,8 +403,9 @@ def clip_rules(half: str, last_norm: str, tower: str = "tower") -> list[Rule]:
 
 
 def patch_rules(half: str, tower: str = "tower", *, bias: bool, flat: bool = False) -> list[Rule]:
-    """Return the rules of the projection of patches, with the prefixes of `clip_rules`. `flat`:
-    whether it is saved as a linear layer and not as a convolution."""
+    """Return the rules of the projection of patches. `half` is the prefix of its tensors, and
+    `tower` the prefix of its parameters. `flat`: whether the projection is saved as a linear layer
+    and not as a convolution."""
     source, target = f"{half}embeddings.patch_embedding", f"{tower}.embeddings.patch"
     kernel = Rule(f"{source}.weight", f"{target}.kernel", transpose if flat else patch_kernel)
     return [kernel, Rule(f"{source}.bias", f"{target}.bias")] if bias else [kernel]
@@ -440,7 +442,7 @@ def _normalized(model: _Source, *modules: Module) -> tuple[Module, ...]:
 
 def processor_fields(folder: Path) -> dict[str, Any]:
     """Return the image processor's fields of preprocessor_config.json, else processor_config.json.
-    Raises CheckpointError if neither has them."""
+    Raises CheckpointError if neither file has these fields."""
     fields = read_optional_json(folder / "preprocessor_config.json")
     fields = fields or read_optional_json(folder / "processor_config.json").get("image_processor")
     if not isinstance(fields, dict) or not fields:
@@ -470,8 +472,8 @@ def image_rules(folder: Path, hf: Mapping[str, Any], kind: str) -> ImageRules:
 
 
 def _check_end(folder: Path, stored: bytes, eos: int | None) -> None:
-    """Raise CheckpointError unless the tokenizer `stored` ends texts with the token id `eos`, or
-    with the largest id if `eos` is None."""
+    """Raise CheckpointError unless the tokenizer.json `stored` ends texts with the token id `eos`,
+    or with the largest id if `eos` is None."""
     tokenizer = Tokenizer.from_str(stored.decode())
     wanted = max(tokenizer.get_vocab().values()) if eos is None else eos
     last = tokenizer.encode("a").ids[-1:]

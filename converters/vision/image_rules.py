@@ -44,11 +44,11 @@ PROCESSOR_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 MAX_AREA = 2**31  # pixels
-MAX_MERGE = 8  # patches on a side of a token
+MAX_MERGE = 8  # patches along the side of the square that becomes one token
 COMMON_DEFAULTS = {"resample": 3, "rescale_factor": 1 / 255}
 ENDINGS = ("Fast", "Pil")
 MAX_SIDE = 8192  # pixels
-MAX_PATCHES = 8192  # of an image: the longest row of a default grid
+MAX_PATCHES = 8192  # maximum of an image: the longest row of a default grid
 
 
 def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
@@ -92,8 +92,8 @@ def read_rules(config: Mapping[str, Any], patch: int) -> ImageRules:
 
 def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dict[str, Any]:
     """Return the fields of ImageRules that say to what size images are resized and cropped.
-    `processor` is a key of PROCESSOR_DEFAULTS, `patch` the side of a patch in pixels. Raises as
-    `read_rules`."""
+    `processor` is a key of PROCESSOR_DEFAULTS, `patch` the side of a patch in pixels. Raises
+    UnsupportedModel and CheckpointError."""
     if processor == "Siglip2":  # images keep their aspect ratio, within a number of patches
         for name in ("size", "do_center_crop", "crop_size"):
             if fields.get(name):
@@ -138,6 +138,7 @@ def _resize_fields(fields: Mapping[str, Any], processor: str, patch: int) -> dic
 
 
 def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
+    """Raise UnsupportedModel unless the patch_size in `fields` is that of the image encoder."""
     if fields["patch_size"] != patch:
         raise UnsupportedModel(
             f"patch_size {fields['patch_size']!r} of images is not supported: the image encoder "
@@ -146,8 +147,8 @@ def _refuse_other_patches(fields: Mapping[str, Any], patch: int) -> None:
 
 
 def _target_size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, int | None]:
-    """Return (height, width) and None, or else None and the shorter side, in pixels. A lone number
-    is every side if `square`, or else the shorter side."""
+    """Return the target size in pixels: (height, width) and None, or None and the shorter side. A
+    number as `value` is the length of both sides if `square`, and else of the shorter side."""
     if isinstance(value, Mapping) and "shortest_edge" in value:
         if set(given(value)) - {"shortest_edge"}:
             raise UnsupportedModel(f"size {dict(value)} of images is not supported")
@@ -158,7 +159,7 @@ def _target_size(value: Any, *, square: bool) -> tuple[tuple[int, int] | None, i
 
 
 def _height_and_width(name: str, value: Any) -> tuple[int, int]:
-    """Return (height, width) in pixels; a lone number is both."""
+    """Return (height, width) in pixels. If `value` is a number, it is both."""
     sides = value if isinstance(value, Mapping) else {"height": value, "width": value}
     height, width = (_whole(name, sides.get(side), MAX_SIDE) for side in ("height", "width"))
     return height, width

@@ -29,9 +29,9 @@ MERGED_MODELS = {  # published models with merged adapters, by a part of a base'
 PAGE_READERS = {COLPALI: "converters.vision.colpali", COLQWEN: "converters.vision.colqwen"}
 
 QUERY = "query"
-AUGMENTATION_TOKENS = 10  # augmentation tokens after a query
+AUGMENTATION_TOKENS = 10  # number of augmentation tokens after a query
 VECTOR_WIDTH = 128  # dimension of a vector, if config.json lacks embedding_dim
-SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # to try a template on
+SAMPLES = ("a", "How much, in 2024?", "Größe\tund  Gewicht")  # texts to try a template on
 
 
 def is_pages(source: Path) -> bool:
@@ -78,8 +78,8 @@ def page_outline(
     tokenizer: bytes,
 ) -> Outline:
     """Return the outline of the model in `source`, whose backbone has this `config`. `image` says
-    how pages become tokens, at most `limit` of them. `prompt` is for queries. `tensors` lacks
-    the rules of the projection to vectors, which are added here."""
+    how pages become tokens, and `limit` is the maximum number of tokens. `prompt` is for queries.
+    `tensors` lacks the rules of the projection to vectors, which are added here."""
     width = hf.get("embedding_dim") or VECTOR_WIDTH
     projection = DenseLayer(config["hidden_size"], width, activation="identity")
     rules = dense_rules("multi_vector", number=0, layer=projection, tensor="embedding_proj_layer")
@@ -107,9 +107,9 @@ def page_outline(
 def read_part(
     source: Path, key: str, fields: Mapping[str, Any], known: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the fields of the part `key` of config.json that are not null. Raises UnsupportedModel
-    unless model_type is one of `known`, or missing, and CheckpointError for a field of a wrong
-    type."""
+    """Check `fields`, the content of the object `key` in config.json, and return those that are not
+    null. Raises UnsupportedModel for a model_type that is not one of `known`, and CheckpointError
+    for a field of a wrong type."""
     part = given(fields)
     check_fields(f"{source / 'config.json'}, {key}", part, CONFIG_FIELDS)
     refuse_unknown(f"{key} of model_type", part.get("model_type", known[0]), known)
@@ -139,7 +139,8 @@ class PageTokenizer:
 
     def framed(self, before: str, after: str, prompt: str) -> bytes:
         """Return a tokenizer.json that puts `before` and `after` around each text. Raises
-        CheckpointError if a token spans their border with a text: `prompt` and one of SAMPLES."""
+        CheckpointError if a token spans a text and what is around it, tried with `prompt` and
+        each of SAMPLES as the text."""
         for sample in SAMPLES:
             text = prompt + sample
             if self.ids(before + text + after) != [

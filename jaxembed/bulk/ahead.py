@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
-CALLS_AHEAD = 3  # one runs on the device, one is tokenized, one is ready to run
+CALLS_AHEAD = 3  # chunks: one runs on the device, one is tokenized, one is ready to run
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 def ahead(
     compute: Callable[[_Given], _Result], chunks: Iterable[_Given], calls: int = CALLS_AHEAD
 ) -> Iterator[_Result]:
-    """Yield `compute(chunk)` for each chunk, in order. At most `calls` calls run at the same time.
+    """Yield `compute(chunk)` for each chunk, in order, with up to `calls` threads.
 
     Raises the errors of `compute` and of the iterator `chunks`.
     """

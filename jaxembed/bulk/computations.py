@@ -29,7 +29,7 @@ class Computation(Protocol):
     @property
     @abstractmethod
     def rows_per_call(self) -> int:
-        """The number of rows of a call of `compute`."""
+        """The number of rows to give to one call of `compute`."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -43,7 +43,8 @@ class Computation(Protocol):
     def compute(self, rows: Sequence[RowInputs]) -> list[Any]:
         """Return an Arrow array for each field, with one element for each row.
 
-        Raises InvalidInput, with the `index` of the row if one row is wrong, and BackendError.
+        Raises InvalidInput, with the `index` of the row if one row cannot be computed, and
+        BackendError.
         """
 
 
@@ -83,7 +84,7 @@ class EmbedRows:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What ScoreRows and ClassifyRows have in common."""
+    """The fields and methods that ScoreRows and ClassifyRows share."""
 
     embedder: Embedder
     source: TextRows

@@ -1,4 +1,4 @@
-"""The output folder of a job, local or in an object store. Its files appear when they are whole."""
+"""The output folder of a job, local or in an object store. A file appears when it is complete."""
 
 import os
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ class LocalFolder:
         return str(self.path)
 
     def names(self) -> list[str]:
-        """Return the sorted names of its files, without the lock file."""
+        """Return the sorted names of the files in the folder, without the lock file."""
         return sorted(file.name for file in self.path.iterdir() if file.name != LOCK)
 
     def opened(self, name: str) -> Any:
-        """Return a context that opens a file for reading. Raises as `sources.opened`."""
+        """Return a context that opens a file for reading. It raises ConfigError on failure."""
         return opened(str(self.path / name))
 
     @contextmanager
@@ -50,8 +50,8 @@ class LocalFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder against other processes of this machine, and remove unfinished files of
-        killed ones. Raises ConfigError if another process holds the lock."""
+        """Lock the folder against other processes of this machine, and remove the unfinished files
+        of killed processes. Raises ConfigError if another process holds the lock."""
         try:
             with FileLock(self.path / LOCK, timeout=0):
                 for partial in self.path.glob(f".*{PARTIAL}*"):
@@ -100,7 +100,8 @@ Destination = LocalFolder | StoreFolder
 
 def destination(out: str, *, make: bool = True) -> Destination:
     """Return the folder at a path or URL. A local folder is created; with `make` False it must
-    exist. Raises ConfigError if either fails, and CheckpointError for a wrong URL."""
+    exist. Raises ConfigError if a local folder cannot be created or does not exist, and
+    CheckpointError for a wrong URL."""
     if object_store.is_url(out):
         return StoreFolder(str(object_store.location(out)))
     path = Path(out)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
 
 PATH_COLUMN, PAGE_COLUMN = "path", "page"  # columns of results; image files have no page
-IMAGES_A_CALL = 128  # at most; RowStream also limits their bytes
+IMAGES_A_CALL = 128  # maximum number of images; RowStream also limits their bytes
 IMAGES_A_BLOCK = 16  # rows that are read at a time from a column of images
 FILES_AHEAD = 8  # files to read in advance, because stores answer slowly
 MAX_FILE_BYTES = 200 * 10**6  # the limit of an image file
@@ -61,13 +61,13 @@ RowImage = bytes | np.ndarray  # the content of an image file, or the pixels of 
 
 @dataclass(frozen=True)
 class _Images(RowSource):
-    """What ImageColumn and ImageFiles have in common: rows of one image each."""
+    """Rows of one image each. ImageColumn and ImageFiles add how they are read."""
 
     digest_column = "image_digest"
     unused_flags = ("prompt_name", "role", "default_prompt", "default_prompt_name")
 
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
-        """Raise ConfigError: vectors of images are written as Parquet alone."""
+        """Raise ConfigError, because vectors of images are only written as Parquet."""
         raise ConfigError(
             f"--output {output}: vectors of images are written as Parquet files, each vector with "
             "its path or the value of --id-column; name a folder"
@@ -106,8 +106,9 @@ class _Images(RowSource):
         outputs: Sequence[OutputName],
         options: dict[str, Any],
     ) -> dict[OutputName, Any]:
-        """Return the outputs of all images. Raises InvalidImage, with the row's `index`, for a file
-        that does not begin as an image; all files are checked before any is decoded."""
+        """Return the outputs of all images by name. The first bytes of all files are checked before
+        any file is decoded. Raises InvalidImage, with the row's `index`, for a file that is no
+        image."""
         images = [image for (image,) in rows]
         for index, image in enumerate(images):
             try:
@@ -134,8 +135,8 @@ class ImageColumn(_Images):
     columns: tuple[str]
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """Return the row files. Raises as `input_files`, and ConfigError without the extra
-        `images`."""
+        """Return the row files. Raises ConfigError if the extra `images` is not installed, and the
+        errors of `input_files`."""
         require("images", "images in a column")
         return input_files(names)
 
@@ -149,7 +150,8 @@ class ImageColumn(_Images):
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
         """Yield one block for each row, with the place of the row. Rows without a readable image
-        are bad. Raises as `read_rows`, and the errors of object stores."""
+        are bad. Raises ConfigError for a file that cannot be read, and the errors of object
+        stores."""
         (column,) = self.columns
         stores: dict[str, Any] = {}  # connections by URL scheme
         for place, block in read_rows(files, columns, start, rows_a_block=IMAGES_A_BLOCK):
@@ -172,11 +174,11 @@ class ImageFiles(_Images):
 
     columns: tuple[str, ...] = field(default=(), init=False)
     pdf_dpi: int = PDF_DPI
-    pdf_timeout_s: float = PDF_TIMEOUT_S  # for each page, and for opening a PDF file
+    pdf_timeout_s: float = PDF_TIMEOUT_S  # seconds for each page, and for opening a PDF file
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """Return the image and PDF files. Raises as `input_files`, and ConfigError without the
-        extra `images`."""
+        """Return the image and PDF files. Raises ConfigError if the extra `images` is not
+        installed, and the errors of `input_files`."""
         require("images", "image files")
         return input_files(names, IMAGE_FILES)
 
@@ -208,7 +210,7 @@ class ImageFiles(_Images):
         stores: dict[str, Any] = {}  # connections by URL scheme
 
         def image_in(file: InputFile) -> RowImage | BadRow | None:
-            """Return the content of an image file, or what is wrong with it; None for a PDF."""
+            """Return the content of an image file, or a BadRow with its problem; None for a PDF."""
             try:
                 return None if is_pdf(file.name) else _read_whole(file.name, stores)
             except BadRow as problem:
@@ -218,7 +220,7 @@ class ImageFiles(_Images):
             ahead(image_in, files[start.file :], FILES_AHEAD), start.file
         ):
             file, skip = files[file_index], start.row if file_index == start.file else 0
-            # an image file is one row without a page; `skip` may leave it out
+            # an image file is one row, without a page number; `skip` may leave out this row
             rows = [(None, image, 1.0)][skip:] if image is not None else self._pages(file, skip)
             for row, (page, row_image, share) in enumerate(rows, skip):
                 values = {PATH_COLUMN: [file.name], PAGE_COLUMN: [page]}
@@ -227,9 +229,10 @@ class ImageFiles(_Images):
     def _pages(
         self, file: InputFile, skip: int
     ) -> Iterator[tuple[int | None, RowImage | BadRow, float]]:
-        """Yield the pages of a PDF file after the first `skip`: the number of each from 1, its
-        image or what is wrong with it, and the share of the file that ends with it. A file that is
-        no PDF yields one bad row, numbered None. Raises ConfigError if the file cannot be read."""
+        """Yield three values for each page of a PDF file after the first `skip` pages: the number
+        of the page from 1, its image or a BadRow, and the share of the file up to its end. A file
+        that is no PDF gives one BadRow with the number None. Raises ConfigError if the file cannot
+        be read."""
         try:
             with opened(file.name) as stream:
                 pdf = PdfFile(stream, self.pdf_timeout_s)
@@ -244,7 +247,7 @@ class ImageFiles(_Images):
                 try:
                     image: RowImage | BadRow = pdf.render(page, self.pdf_dpi)
                 except InvalidImage as error:
-                    image = BadRow(f"is wrong: {error}")
+                    image = BadRow(f"cannot be rendered: {error}")
                 yield page + 1, image, (page + 1) / pdf.pages
         finally:
             pdf.close()
@@ -269,7 +272,8 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
     """Return the content of the image file that a value of a column stands for.
 
     The value is bytes, a dict of `bytes` and `path`, a path relative to the folder of `file`, a URL
-    or a data URI. Raises BadRow for a wrong value, and as `_read_whole`, which takes `stores`.
+    or a data URI. `stores` keeps the connections of `_read_whole`. Raises BadRow for a value that
+    is no image, and the errors of `_read_whole`.
     """
     if isinstance(value, dict):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
@@ -285,7 +289,7 @@ def _image_of(value: Any, column: str, file: str, stores: dict[str, Any]) -> byt
         try:
             return read_data_uri(value, MAX_FILE_BYTES)
         except (InvalidImage, EmptyInput) as error:
-            raise BadRow(f"is wrong: {error}") from None
+            raise BadRow(f"cannot be read: {error}") from None
     path = value
     if not object_store.is_url(path, of_data=True):  # a path, relative to the folder of `file`
         if "://" in path:

@@ -24,8 +24,8 @@ from jaxembed.platform.files import shown
 
 JOB = "_job.json"
 FORMAT = 1
-MAX_DIFFERENCES = 10  # that a message lists
-OPTIONS = {  # the option that sets a field of a job, by a prefix of its path; the first match wins
+MAX_DIFFERENCES = 10  # differences that a message lists
+OPTIONS = {  # by prefix of a field's path: the option that sets the field; the first match wins
     "inputs": "INPUTS",
     "part_rows": "--part-rows",
     "columns": "--keep or --id-column",
@@ -58,7 +58,7 @@ PART_NAME = re.compile(r"part-(\d{5,})\.parquet")
 FOOTER = b"jaxembed"  # the key of the footer in the metadata of a Parquet file
 ROW_GROUP_BYTES = 32 * 2**20  # approximately, before compression
 MAX_SKIPPED_NAMED = 1000  # skipped rows that a footer lists
-MAX_OF_A_REASON = 100  # of them with the same reason: one bad file must not hide others
+MAX_OF_A_REASON = 100  # listed rows with the same reason: one bad file must not hide other reasons
 GROUPS_KEPT = 4  # row groups of an earlier job that stay in memory
 
 
@@ -76,18 +76,19 @@ class Footer(msgspec.Struct, frozen=True):
     job: str  # BulkJob.digest
     of_texts: str  # BulkJob.of_texts
     part: int
-    rows: int  # in this file
+    rows: int  # result rows in this file
     end: Place  # where the rows of the next part begin
     skipped: int  # input rows without a result
-    skipped_rows: list[Skipped] = []  # the first of them, see MAX_SKIPPED_NAMED
+    skipped_rows: list[Skipped] = []  # the first skipped rows, at most MAX_SKIPPED_NAMED
 
 
 class PartWriter:
     """Writes one part, in row groups of about ROW_GROUP_BYTES, and lists the skipped rows."""
 
     def __init__(self, folder: Destination, part: int, schema: Any, outputs: Sequence[str]):
-        """Begin the file of the part with the number `part`. `outputs` are names of result columns,
-        which are not compressed: numbers hardly shrink."""
+        """Begin the file of the part with the number `part`. `schema` is its Arrow schema.
+        `outputs` are names of result columns; they are not compressed, because numbers hardly
+        shrink."""
         leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
         compressed = [leaf for leaf in leaves if leaf.split(".")[0] not in outputs]
         self._stack = ExitStack()
@@ -105,7 +106,7 @@ class PartWriter:
         self._reasons: Counter[str] = Counter()
 
     def write(self, rows: Any, skipped: Sequence[Skipped]) -> None:
-        """Append a RecordBatch of results. Count the skipped rows, and list the first of them."""
+        """Append a RecordBatch of results. Count the skipped rows, and list the first ones."""
         self._waiting.append(rows)
         self._rows += rows.num_rows
         if sum(batch.nbytes for batch in self._waiting) >= ROW_GROUP_BYTES:
@@ -134,7 +135,7 @@ class PartWriter:
         """Discard the unfinished file."""
         with suppress(OSError), self._stack:
             self._writer.close()
-            # an OSError, which is suppressed: the folder discards the file
+            # this OSError makes the folder discard the file, and is suppressed here
             raise InterruptedError
 
     def _flush(self) -> None:
@@ -168,8 +169,8 @@ def finished_parts(folder: Destination) -> list[int]:
 
 @contextmanager
 def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]:
-    """Open a part as a context: its ParquetFile and its footer. Raises ConfigError if it is not a
-    part of a job."""
+    """Open the part with this number as a context, which gives its ParquetFile and its footer.
+    Raises ConfigError if the file is not a part of a job."""
     name = PART.format(part)
     with folder.opened(name) as file:
         try:
@@ -183,7 +184,7 @@ def reading_part(folder: Destination, part: int) -> Iterator[tuple[Any, Footer]]
 
 
 def read_footer(folder: Destination, part: int) -> Footer:
-    """Return the footer of a part. Raises as `reading_part`."""
+    """Return the footer of a part. Raises ConfigError if the file is not a part of a job."""
     with reading_part(folder, part) as (_, footer):
         return footer
 
@@ -196,18 +197,18 @@ class BulkJob(msgspec.Struct, frozen=True):
     columns: dict[str, str]  # the kept columns, each with its Arrow type
     id_column: str | None
     computation: dict[str, Any]  # from Computation.describe
-    text_columns: list[str]  # the columns that are computed, of texts or images
+    text_columns: list[str]  # the columns whose texts or images are computed
     format: int = FORMAT
     pdf_dpi: int | msgspec.UnsetType = msgspec.UNSET  # set if PDF files are among the inputs
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of the job, which its parts have in their footers."""
+        """The SHA-256 of the job, which the footers of its parts have."""
         return _digest(self)
 
     @property
     def of_texts(self) -> str:
-        """The SHA-256 of the computation. Jobs with the same one give a row the same result."""
+        """The SHA-256 of the computation. Jobs with the same hash compute equal rows equally."""
         return _digest(self.computation)
 
 
@@ -222,9 +223,9 @@ def refuse_others(folder: Destination) -> None:
 
 
 def begin(job: BulkJob, folder: Destination) -> None:
-    """Write the description of the job into its folder, unless the same one is there.
+    """Write the description of the job into its folder, unless the folder has the same description.
 
-    Raises ConfigError if another job was begun there, even if no part of it is finished; the
+    Raises ConfigError if another job was begun there, even if none of its parts is finished; the
     message names the options that differ, each with both values. Also raises ConfigError if the
     name of an input is not UTF-8.
     """
@@ -252,7 +253,7 @@ def begin(job: BulkJob, folder: Destination) -> None:
 
 def withdraw(folder: Destination) -> None:
     """Remove the description of the job if no part is finished, so that a corrected command can
-    begin in the folder. Errors are ignored, for stores may forbid removal."""
+    begin in the folder. Errors are ignored, because stores may forbid removal."""
     if not finished_parts(folder):
         with suppress(JaxembedError, OSError):
             folder.remove(JOB)
@@ -269,17 +270,18 @@ def read_job(folder: Destination) -> BulkJob:
 
 
 def _digest(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON with sorted keys, in hexadecimal."""
     return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
 
 
 def _builtins(job: BulkJob) -> dict[str, Any]:
-    """Return the job as data of JSON, with its inputs by name."""
+    """Return the job as data for JSON, in which `inputs` is a dict by name."""
     described = msgspec.json.decode(msgspec.json.encode(job))
     return described | {"inputs": {file["name"]: file for file in described["inputs"]}}
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each value that differs: its path, the option that sets it, both values."""
+    """Yield a line for each value that differs: the option that sets it, its path, both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             inner_path = f"{path}.{name}" if path else str(name)
@@ -305,14 +307,13 @@ def _with_option(path: str) -> str:
 class EarlierResults:
     """The results of an earlier job, which are found by the digests of their texts or images.
 
-    Each takes about 40 bytes of memory. Results are read a row group at a time: this is fastest if
-    texts come in about the same order as in the earlier job.
+    The index takes about 40 bytes of memory for each result. Results are read one row group at a
+    time, which is fastest if rows come in about the same order as in the earlier job.
     """
 
     def __init__(self, folder: Destination, of_texts: str, fields: Sequence[Any], digest: str):
-        """Read all digests, which are in the column `digest`. `fields` are the Arrow fields of
-        results. Raises ConfigError if the folder has no job whose `BulkJob.of_texts` is
-        `of_texts`."""
+        """Read all digests, which are in the column `digest`. `fields` are the Arrow fields of the
+        results. Raises ConfigError unless the folder has a job with this `BulkJob.of_texts`."""
         self._folder = folder
         self._names = [field.name for field in fields]
         if read_job(folder).of_texts != of_texts:
@@ -320,7 +321,7 @@ class EarlierResults:
                 f"--reuse {folder}: its results come from another model or other options; its "
                 f"{JOB} has them under `computation`"
             )
-        digests: list[np.ndarray] = []  # of each row group, as uint64 [n, 2]
+        digests: list[np.ndarray] = []  # the digests of each row group, as uint64 [n, 2]
         self._groups: list[tuple[int, int]] = []  # part, row group
         for part in finished_parts(folder):
             with reading_part(folder, part) as (source, _):
@@ -335,7 +336,7 @@ class EarlierResults:
         # sorted by the first half of a digest, then by the second, for `find`
         order = np.lexsort((unsorted[:, 1], unsorted[:, 0]))
         self._digests = unsorted[order]
-        # of each digest: the index of its group in _groups, and of its row in the group
+        # for each digest: the index of its group in _groups, and the index of its row in the group
         sizes = np.array([len(in_group) for in_group in digests], np.int64)
         self._group_of = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)[order]
         rows = [np.arange(size, dtype=np.int32) for size in (0, *sizes)]
@@ -343,8 +344,8 @@ class EarlierResults:
         self._read = lru_cache(GROUPS_KEPT)(self._read_group)
 
     def find(self, digests: Sequence[bytes]) -> np.ndarray:
-        """Return for each digest the number of its result, for `take`, as int64; -1 if there is no
-        result."""
+        """Return the number of the result of each digest, which `take` accepts, as int64. It is -1
+        if there is no result."""
         wanted = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
         numbers = np.full(len(wanted), -1, np.int64)
         first_matches = np.searchsorted(self._digests[:, 0], wanted[:, 0])
@@ -358,7 +359,8 @@ class EarlierResults:
         return numbers
 
     def take(self, numbers: np.ndarray) -> list[Any]:
-        """Return the results with these numbers, in their order: an Arrow array for each field."""
+        """Return the results with these numbers, in the order of the numbers, as an Arrow array for
+        each field."""
         pa = arrow()
         groups = self._group_of[numbers]
         tables, positions = [], []  # by row group: results, and their positions in `numbers`

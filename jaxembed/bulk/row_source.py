@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jaxembed.embedder import Embedder
 
 ROWS_A_CALL = 1024
-MULTI_VECTOR_ROWS_A_CALL = 256  # fewer, for each has a vector for every token
+MULTI_VECTOR_ROWS_A_CALL = 256  # fewer, because a row has a vector for every token
 DIGEST_BYTES = 16
 IMAGE_BYTES_AT_A_TIME = 64 * 2**20
 
@@ -41,17 +41,20 @@ class RowSource(ABC):
     """One kind of rows: how they are read, how they are identified, and how a model embeds them."""
 
     columns: tuple[str, ...]  # input columns that are embedded; none if rows are whole files
-    digest_column: ClassVar[str]  # its name in the result
-    unused_flags: ClassVar[tuple[str, ...]] = ()  # of `jaxembed embed`; using one is an error
+    digest_column: ClassVar[str]  # name of the column of digests in the result
+    # flags of `jaxembed embed` that such rows do not take: using one is an error
+    unused_flags: ClassVar[tuple[str, ...]] = ()
 
     def files(self, names: Sequence[str]) -> list[InputFile]:
-        """Return the files that these names stand for. Raises as `input_files`."""
+        """Return the files that these paths, folders, patterns and URLs name. Raises ConfigError if
+        a name matches no file of a known kind, and CheckpointError if an object store fails."""
         return input_files(names)
 
     @abstractmethod
     def texts(self, names: Sequence[str], output: str) -> Iterator[str]:
-        """Return the texts of these files, whose vectors go into the one file `output`. Raises as
-        `read_texts`, and ConfigError if the rows are images."""
+        """Return an iterator over the texts of these files, for a command that writes all vectors
+        into one file, `output`. Raises ConfigError if the rows are images, and the errors of
+        `read_texts`."""
 
     def kept_columns(
         self, names: Sequence[str], id_column: str | None, keep: tuple[str, ...]
@@ -62,8 +65,8 @@ class RowSource(ABC):
 
     @abstractmethod
     def types(self, files: Sequence[InputFile], kept: Sequence[str]) -> dict[str, Any]:
-        """Return the Arrow types of the `kept` columns. Raises ConfigError if a file lacks one of
-        them or of `columns`, or has it with a wrong type."""
+        """Return the Arrow types of the `kept` columns. Raises ConfigError if a file lacks a column
+        of `kept` or `self.columns`, or has it with a wrong type."""
 
     def settings(self, files: Sequence[InputFile]) -> dict[str, Any]:
         """Return the fields of BulkJob that only rows of this kind have."""
@@ -74,14 +77,14 @@ class RowSource(ABC):
         self, files: Sequence[InputFile], columns: Sequence[str], start: Place = START
     ) -> Iterator[tuple[Place, Block]]:
         """Yield the rows from `start` on, in order, as blocks with the place of their first row.
-        Raises as `read_rows`."""
+        Raises ConfigError, CheckpointError or StoreUnreachable if a file cannot be read."""
 
     @abstractmethod
     def inputs(self, block: Block) -> list[RowInputs]:
         """Return the inputs of each row of a block."""
 
     def problem(self, row: RowInputs) -> str | None:
-        """Return what is wrong with a row that could be read, or None."""
+        """Return why a row that could be read cannot be embedded, or None if it can."""
         return None
 
     @abstractmethod
@@ -90,7 +93,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def rows_per_call(self, outputs: Collection[OutputName]) -> int:
-        """Return how many rows to embed in one call."""
+        """Return how many rows to give to one call of `embed`."""
 
     @abstractmethod
     def describe(self, embedder: "Embedder") -> dict[str, Any]:
@@ -114,7 +117,7 @@ class RowSource(ABC):
         the message calls the model `name`."""
 
     def named_routes(self, routes: "Routes") -> list[str]:
-        """Return the routes of which a prompt must name one; empty if no prompt is needed."""
+        """Return the routes if a prompt must name one of them, or an empty list if it need not."""
         return []
 
 
@@ -166,7 +169,7 @@ class TextRows(RowSource):
             "pooling": list(spec.pooling),
             "max_input_tokens": embedder.max_input_tokens,
             "prompts": dict(spec.prompts),
-            "text": given(asdict(embedder.model.text), {"workers"}),  # changes no result
+            "text": given(asdict(embedder.model.text), {"workers"}),  # workers change no result
         }
         return {"model": model}
 
@@ -201,13 +204,13 @@ class RowStream:
     def __init__(
         self, source: RowSource, files: Sequence[InputFile], columns: Sequence[str], at: Place
     ):
-        """Begin at the place `at`. `columns` are those to read."""
+        """Begin at the place `at`. `columns` are the columns to read."""
         self.at = at  # the place of the next row
-        self.share = 0.0  # of the input that has been read, 0 to 1
+        self.share = 0.0  # share of the input that has been read, 0 to 1
         self._blocks = source.read(files, columns, at)
         self._next_block = next(self._blocks, None)
         sizes = np.array([file.size for file in files], float)
-        self._shares = sizes / max(sizes.sum(), 1.0)  # of each file in the bytes of the input
+        self._shares = sizes / max(sizes.sum(), 1.0)  # each file's share of the input's bytes
         self._shares_before = np.cumsum(self._shares) - self._shares
 
     @property
@@ -216,8 +219,8 @@ class RowStream:
         return self._next_block is None
 
     def take(self, count: int) -> list[tuple[Place, Block]]:
-        """Return the next `count` rows, as blocks with the places of their first rows. Fewer come
-        at the end, or once the images of these rows take IMAGE_BYTES_AT_A_TIME."""
+        """Return the next `count` rows, as blocks with the places of their first rows. Return fewer
+        rows at the end, or once the images of the rows take IMAGE_BYTES_AT_A_TIME."""
         taken, image_bytes = [], 0
         while count and image_bytes < IMAGE_BYTES_AT_A_TIME and self._next_block is not None:
             place, block = self._next_block

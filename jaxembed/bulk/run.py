@@ -1,8 +1,8 @@
-"""Runs a job: reads rows, computes their results and writes these into parts, all at the same time.
+"""Runs a job: reads rows, computes results and writes them into parts, all at the same time.
 
-A part is written completely or not at all, and its rows depend only on its number and the job. So a
-job that is killed and run again gives the same rows as an undisturbed one. Only vectors may differ,
-by a rounding, where a text was in another batch.
+A part is an output file. It is written completely or not at all, and its rows depend only on the
+job and the number of the part. So a job that is killed and run again gives the same rows as a job
+without interruption. Only vectors may differ, by a rounding, where a text was in another batch.
 """
 
 import logging
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 JOB_MANIFEST = "_manifest.json"
 SKIPPED = "_skipped.jsonl"
 PART_ROWS = 65_536
-ROW = "row"  # the column with the number of the row in the input
+ROW = "row"  # the result column with the number of each row in the input
 
 OnError = Literal["fail", "skip"]
 
@@ -49,36 +49,36 @@ class Rows:
 
     inputs: Sequence[str]  # paths, folders, patterns and URLs
     id_column: str | None = None
-    keep: tuple[str, ...] = ()  # other columns
+    keep: tuple[str, ...] = ()  # other input columns that the result has
     part_rows: int = PART_ROWS  # input rows of a part
-    on_error: OnError = "fail"  # at a bad row
+    on_error: OnError = "fail"  # what happens at a bad row
 
 
 class JobProgress(NamedTuple):
     """The progress of a job."""
 
-    rows: int  # of the input that are done, those of earlier runs included
-    share: float  # of the input that is done, 0 to 1
+    rows: int  # input rows that are done, in this run or an earlier one
+    share: float  # share of the input that is done, 0 to 1
 
 
 @dataclass
 class Summary:
     """The counts of what a run did."""
 
-    rows: int = 0  # in all parts
+    rows: int = 0  # result rows in all parts
     skipped: int = 0  # input rows without a result
     parts: int = 0
-    parts_from_before: int = 0  # that an earlier run had finished
-    reused: int = 0  # rows whose results come from an earlier job
-    computed: int = 0  # other rows of this run
+    parts_from_before: int = 0  # parts that an earlier run had finished
+    reused: int = 0  # rows of this run whose results come from an earlier job
+    computed: int = 0  # rows of this run that were computed
 
 
 class _Chunk(NamedTuple):
-    """Rows of one part that are computed together. Bad rows are left out of all but `skipped`."""
+    """Rows of one part that are computed together. Bad rows are only in `skipped`."""
 
-    part: int
-    numbers: list[int]  # of the rows in the input
-    places: list[tuple[Place, int]]  # for messages: the place of the row's block, its index there
+    part: int  # the number of the part
+    numbers: list[int]  # the number of each row in the input
+    places: list[tuple[Place, int]]  # for messages: a row's block, and its index in the block
     inputs: list[RowInputs]  # one for each row
     kept: list[Any]  # an Arrow array for each kept column
     skipped: list[Skipped]
@@ -103,7 +103,10 @@ def run_job(
     the errors of the computation and of object stores.
     """
     if STANDARD_INPUT in rows.inputs:
-        raise ConfigError("a job that continues cannot read standard input again; name a file")
+        raise ConfigError(
+            "a job cannot read standard input, because it reads its input again if it is "
+            "interrupted and continued; name a file"
+        )
     for name in rows.inputs:
         if _is_inside(out, name):
             raise ConfigError(f"--output {out} is inside the input {name}; choose another folder")
@@ -152,7 +155,8 @@ def run_job(
 
 
 def _is_inside(out: str, name: str) -> bool:
-    """Whether the folder `out` is `name` or lies inside it; both are local or both are URLs."""
+    """Return whether the folder `out` is `name` or lies inside it. A local path and a URL never lie
+    inside each other."""
     urls = [object_store.is_url(place, of_data=True) for place in (out, name)]
     if any(urls):
         return all(urls) and f"{out}/".startswith(f"{name.rstrip('/')}/")
@@ -165,12 +169,12 @@ class _Run:
 
     job: jobs.BulkJob
     computation: Computation
-    types: dict[str, Any]  # of the kept columns
+    types: dict[str, Any]  # the Arrow type of each kept column
     folder: Destination
     schema: Any
     earlier: EarlierResults | None
     on_error: OnError
-    footers: dict[int, Footer] = field(default_factory=dict)  # by part
+    footers: dict[int, Footer] = field(default_factory=dict)  # by number of the part
 
     def __post_init__(self) -> None:
         self._digest, self._of_texts = self.job.digest, self.job.of_texts
@@ -184,7 +188,7 @@ class _Run:
         outputs = self.schema.names[1 + len(self.types) :]  # after the row number and kept columns
         writer: PartWriter | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="finish-part") as finishing:
-            finish: Future | None = None  # of the part before
+            finish: Future | None = None  # finishes the previous part
             try:
                 for chunk, batch, skipped, reused in ahead(self._compute, self._chunks()):
                     writer = writer or PartWriter(self.folder, chunk.part, self.schema, outputs)
@@ -193,7 +197,7 @@ class _Run:
                     self.summary.computed += batch.num_rows - reused
                     if chunk.closes:
                         if finish is not None:
-                            finish.result()  # waits, and raises its errors
+                            finish.result()  # waits, and raises the errors of `writer.finish`
                         footer = writer.footer(self._digest, self._of_texts, chunk.end)
                         self.footers[chunk.part] = footer
                         writer, finish = None, finishing.submit(writer.finish, footer)
@@ -226,7 +230,8 @@ class _Run:
 
     def _chunks(self) -> Iterator[_Chunk]:
         """Yield the rows of all missing parts in order, as chunks. Keep the footers of finished
-        parts in `footers`. Raises ConfigError if a part belongs to another job, and as `_chunk`."""
+        parts in `footers`. Raises ConfigError if a part belongs to another job or the input cannot
+        be read, and InvalidInput for a bad row if `on_error` is "fail"."""
         source, part_rows = self.computation.source, self.job.part_rows
         columns = list(dict.fromkeys((*source.columns, *self.types)))
         part, place, stream = 0, START, None  # `place` is where the part begins
@@ -241,11 +246,11 @@ class _Run:
                 place, stream = footer.end, None
             else:
                 stream = stream or RowStream(source, self.job.inputs, columns, place)
-                done, closes = 0, False  # rows in chunks of this part; whether it is complete
+                done, closes = 0, False  # input rows in chunks so far; whether the part is complete
                 while not closes:
                     blocks = stream.take(min(self.computation.rows_per_call, part_rows - done))
                     if not blocks and not done:
-                        return  # no row follows the part before
+                        return  # no row follows the previous part
                     first_row = part * part_rows + done
                     done += sum(block.count for _, block in blocks)
                     closes = done == part_rows or stream.ended
@@ -262,9 +267,10 @@ class _Run:
         closes: bool,
         progress: JobProgress,
     ) -> _Chunk:
-        """Make a chunk of the rows of these blocks; bad rows are only listed in its `skipped`.
-        `end`, `closes` and `progress` are fields of the chunk. `first_row` is the number of the
-        first row in the input. Raises InvalidInput for a bad row if `on_error` is "fail"."""
+        """Return a chunk of the rows of these blocks. Bad rows are only in its field `skipped`.
+        `part`, `end`, `closes` and `progress` become fields of the chunk. `first_row` is the number
+        in the input of the first row of the blocks. Raises InvalidInput for a bad row if `on_error`
+        is "fail"."""
         pa, source = arrow(), self.computation.source
         numbers, places, inputs, skipped = [], [], [], []
         kept: dict[str, list[Any]] = {name: [] for name in self.types}
@@ -275,7 +281,7 @@ class _Run:
                 bad |= misfits
                 if name == self.job.id_column and arrays[name].null_count:
                     nulls = np.flatnonzero(np.asarray(arrays[name].is_null()))
-                    # a value of a wrong type is null, too, and keeps its own problem
+                    # a value of a wrong type is null here as well, and keeps its own problem
                     bad = {int(index): f"has no `{name}`" for index in nulls} | bad
             bad |= block.bad  # rows that could not be read
             for index, row in enumerate(source.inputs(block)):
@@ -313,20 +319,21 @@ class _Run:
         """
         pa = arrow()
         digests = [self.computation.source.digest(row) for row in chunk.inputs]
-        numbers = np.full(len(digests), -1, np.int64)  # of earlier results; -1: none
+        # the number of each row's earlier result; -1: there is none
+        numbers = np.full(len(digests), -1, np.int64)
         if self.earlier is not None and digests:
             numbers = self.earlier.find(digests)
         # indices of the chunk's rows without an earlier result, and with one
         new, old = np.flatnonzero(numbers < 0), np.flatnonzero(numbers >= 0)
         skipped: list[Skipped] = []
         results = None
-        while results is None:  # tries again without the row that is wrong
+        while results is None:  # tries again without the row that could not be computed
             try:
                 results = self.computation.compute([chunk.inputs[k] for k in new.tolist()])
             except InvalidInput as error:
                 if error.index is None:
                     raise
-                problem = f"is wrong: {error}"
+                problem = f"cannot be computed: {error}"
                 if isinstance(error, InputTooLong):  # name the flag of the commands
                     problem = (
                         f"has {error.got} tokens, the limit is {error.limit}; --auto-truncate true "
@@ -335,7 +342,7 @@ class _Run:
                 wrong = int(new[error.index])
                 skipped.append(self._skip(chunk.numbers[wrong], *chunk.places[wrong], problem))
                 new = np.delete(new, error.index)
-        rows_of_results = np.concatenate([new, old])  # may lack wrong rows
+        rows_of_results = np.concatenate([new, old])  # without rows that could not be computed
         if self.earlier is not None and len(old):
             order = pa.array(np.argsort(rows_of_results))
             pairs = zip(results, self.earlier.take(numbers[old]), strict=True)
@@ -383,8 +390,8 @@ def _of_type(values: Any, kind: Any, name: str) -> tuple[Any, dict[int, str]]:
 
 
 def _as_is(values: list, kind: Any) -> Any:
-    """Convert values to an Arrow array of the type `kind`. Return None if Arrow cannot, or would
-    change a value: it truncates decimals, and drops the fields that a struct type lacks."""
+    """Convert values to an Arrow array of the type `kind`. Return None if Arrow cannot convert them
+    or would change a value: Arrow truncates decimals, and drops fields that a struct type lacks."""
     pa = arrow()
     try:
         array = pa.array(values, kind)

@@ -32,11 +32,11 @@ from jaxembed.platform import object_store
 from jaxembed.platform.extras import require
 
 ROWS_A_BLOCK = 1024
-BLOCK_BYTES = 8 * MIB  # of lines: a block ends once it has more
-LINE_BYTES = 28_000_000  # the limit of a line or a row of CSV: 20 MB as base64 fit
-AT_ONCE = MIB  # bytes of JSON: of a longer line only the columns are decoded
+BLOCK_BYTES = 8 * MIB  # a block of lines ends once it has more bytes
+LINE_BYTES = 28_000_000  # maximum of a line or a row of CSV: 20 MB as base64 fit
+AT_ONCE = MIB  # bytes; of a longer line of JSON only the wanted columns are decoded
 BEYOND_INT64 = 2**63  # orjson may read larger integers as floats
-ROWS_LOOKED_AT = 1000  # of .jsonl, to find the types of its columns
+ROWS_LOOKED_AT = 1000  # rows of a .jsonl file that are read to find the types of its columns
 LARGE_VALUES_BUFFER = 2**20  # bytes of a column of Parquet that are read at a time
 LINES = (".txt", ".jsonl", ".ndjson", ".csv", ".tsv")
 BINARY = (".parquet", ".arrow", ".feather")
@@ -48,7 +48,7 @@ IMAGE_FILES = (*IMAGES, PDF)
 EXTRAS = dict.fromkeys(BINARY, "parquet") | dict.fromkeys(IMAGES, "images") | {PDF: "pdf"}
 STANDARD_INPUT = "-"
 WILD = frozenset("*?[")
-COLUMNS_NAMED = 10  # that a message lists
+COLUMNS_NAMED = 10  # columns that a message lists
 
 
 class InputFile(msgspec.Struct, frozen=True):
@@ -74,10 +74,10 @@ class Block:
     """Consecutive rows of one file."""
 
     columns: dict[str, Any]  # a list or an Arrow array for each column; None: no value
-    count: int  # of rows
-    bad: dict[int, str]  # what is wrong with a row, by its index here; its values mean nothing
-    share: float  # of the file that is read up to the end of this block, 0 to 1
-    image: bytes | np.ndarray | None = None  # of a block of one row: an image file, or pixels
+    count: int  # number of rows
+    bad: dict[int, str]  # by index in the block: the problem of a row whose values mean nothing
+    share: float  # share of the file that is read at the end of this block, 0 to 1
+    image: bytes | np.ndarray | None = None  # if the block is an image: a file's content or pixels
 
     def sliced(self, start: int, stop: int | None = None) -> "Block":
         """Return a block of the rows from `start` to before `stop`, or to the end."""
@@ -93,17 +93,17 @@ class BadRow(Exception):
 
 Columns = Sequence[str]
 ByteStream = Any  # a binary file of any library
-# Yields the rows of a file from row `skip` on: (file, name, columns, skip, rows_a_block).
+# (file, name, columns, skip, rows_a_block) -> blocks of the rows of a file from row `skip` on
 Reader = Callable[[ByteStream, str, Columns, int, int], Iterator[Block]]
 
 
 def input_files(names: Sequence[str], suffixes: Sequence[str] = ROW_FILES) -> list[InputFile]:
     """Return the files that these paths, folders, patterns and URLs name, in the order of `names`.
 
-    Files of a folder or pattern are sorted by name. Of them only files with the `suffixes` are
-    taken, and none whose name begins with `.` or, except images, with `_`. Raises ConfigError if a
-    name matches no file, a file is of an unknown kind, or the extra that reads it is missing; and
-    CheckpointError if an object store fails.
+    The files of a folder or a pattern are sorted by name; only files with one of the `suffixes` are
+    returned, except those whose name begins with `.` or, unless they are images, with `_`. Raises
+    ConfigError if a name matches no file, a file is of an unknown kind, or the extra that reads it
+    is missing; and CheckpointError if an object store fails.
     """
     files = [file for name in names for file in _files(name, suffixes)]
     for file in files:
@@ -122,7 +122,8 @@ def read_rows(
     """Yield the rows from `start` on, in order, as blocks with the place of their first row. A
     block has at most `rows_a_block` rows.
 
-    Raises ConfigError if a file cannot be read or lacks a column, and the errors of `opened`.
+    Raises ConfigError if a file cannot be read or lacks a column, and CheckpointError or
+    StoreUnreachable if an object store fails.
     """
     for file_index in range(start.file, len(files)):
         skip = start.row if file_index == start.file else 0
@@ -135,10 +136,11 @@ def read_rows(
 
 
 def read_texts(names: Sequence[str], column: str = "text") -> Iterator[str]:
-    """Return the texts of these files in order, which are read lazily.
+    """Return an iterator over the texts in a column of these files, in order.
 
-    Raises as `input_files` at once. Iteration raises InvalidInput for an empty or wrong row, and as
-    `read_rows`. No row is left out, so that row n of a result always belongs to row n here.
+    The call raises the errors of `input_files`. The iterator raises those of `read_rows`, and
+    InvalidInput for a row without a text. No row is left out, so that the n-th result always
+    belongs to the n-th row.
     """
     return _texts(input_files(names), column)
 
@@ -153,7 +155,8 @@ def _texts(files: Sequence[InputFile], column: str) -> Iterator[str]:
 
 
 def problem_of(text: Any, column: str) -> str | None:
-    """Return what is wrong with a text of a column, as messages put it after the row; or None."""
+    """Return the problem of a value that should be a text, which messages put after the name of its
+    row; or None."""
     if text is None:
         return f"has no value for `{column}` (options such as --text-column name the columns)"
     if not isinstance(text, str):
@@ -188,9 +191,9 @@ def is_text(kind: Any) -> bool:
 def column_types(files: Sequence[InputFile], columns: Columns) -> dict[str, Any]:
     """Return the Arrow type of each column, which is the same in all files.
 
-    Columns of .csv are strings. A .jsonl file that is the first gives the types that Arrow infers
-    from its first ROWS_LOOKED_AT rows; a later one is not read here, and its rows with other types
-    are bad. Raises ConfigError if a file lacks a column, or has it with another type.
+    Columns of .csv are strings. If the first file is .jsonl, the types are those that Arrow infers
+    from its first ROWS_LOOKED_AT rows. A later .jsonl file is not read here; its rows with other
+    types become bad rows. Raises ConfigError if a file lacks a column, or has it with another type.
     """
     common: dict[str, Any] = {}
     first = ""
@@ -220,7 +223,7 @@ def check_columns(
     message asks for `wanted`. Files of .jsonl are not checked."""
     for file in files:
         if _suffix(file.name) in (".jsonl", ".ndjson"):
-            continue  # each row has types of its own
+            continue  # each row may have other types
         with opened(file.name) as stream:
             for name, kind in _types(stream, file.name, columns).items():
                 if not fits(kind):
@@ -243,7 +246,7 @@ def arrow() -> Any:
 
 
 def parquet() -> Any:
-    """Import and return pyarrow.parquet. Raises as `arrow`."""
+    """Import and return pyarrow.parquet. Raises ConfigError if it is not installed."""
     arrow()
     import pyarrow.parquet
 
@@ -275,7 +278,8 @@ def _open(name: str) -> ByteStream:
 
 
 def _files(name: str, suffixes: Sequence[str]) -> list[InputFile]:
-    """Return the files of one path, folder, pattern or URL. Raises as `input_files`."""
+    """Return the files of one path, folder, pattern or URL. Raises ConfigError if there are none or
+    one is of an unknown kind, and CheckpointError if an object store fails."""
     if name == STANDARD_INPUT:
         return [InputFile(name, size=0, version="")]
     path = Path(name).expanduser()
@@ -328,7 +332,7 @@ def _local(path: Path, suffixes: Sequence[str]) -> InputFile:
 
 
 def _suffix(name: str, suffixes: Sequence[str] = ROW_FILES) -> str:
-    """Return the suffix of a file without .gz. Raises ConfigError if it is none of these."""
+    """Return the suffix of a file without .gz. Raises ConfigError if no suffix matches its name."""
     if name == STANDARD_INPUT:
         return ".txt"  # standard input is lines of text
     suffix = next((end for end in suffixes if name.lower().endswith(end)), None)
@@ -350,7 +354,7 @@ def _endings(suffixes: Sequence[str]) -> str:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn the errors of libraries for a broken file into ConfigError."""
+    """Turn the errors that libraries raise for a broken file into ConfigError."""
     try:
         yield
     except (OSError, EOFError, ValueError, csv.Error, zlib.error) as error:
@@ -360,14 +364,14 @@ def _reading(name: str) -> Iterator[None]:
 
 def _lines(file: ByteStream, name: str) -> Iterator[bytes]:
     """Yield the lines of a file, decompressed and without a byte order mark. A line longer than
-    LINE_BYTES is truncated to LINE_BYTES + 1 bytes, by which `_check_length` finds it."""
+    LINE_BYTES is truncated to LINE_BYTES + 1 bytes, so that `_check_length` still refuses it."""
     with _reading(name), ExitStack() as stack:
         lines = file
         if name.lower().endswith(COMPRESSED):
             lines = stack.enter_context(gzip.open(file))
         elif not isinstance(file, io.BufferedIOBase):  # readline of object stores has no limit
             lines = io.BufferedReader(file)
-            stack.callback(lines.detach)  # otherwise it closes the file
+            stack.callback(lines.detach)  # otherwise the reader closes the file
         first = True
         while line := lines.readline(LINE_BYTES + 1):
             rest = line  # the rest of a longer line is skipped
@@ -426,7 +430,8 @@ def _blocks(
 def _read_txt(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Yield lines from line `skip` on as texts. They are the only column, whatever its name."""
+    """Yield lines from line `skip` on as texts, which are the one column whatever its name. Raises
+    ConfigError if there are more `columns`."""
     if len(columns) > 1:
         raise ConfigError(f"{name}: lines of text have no column `{columns[1]}`")
 
@@ -443,7 +448,8 @@ def _read_txt(
 def _read_jsonl(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Yield lines of JSON from line `skip` on: objects, or strings, which are the first column."""
+    """Yield the rows of JSON lines from line `skip` on. A line is an object, or a string, which is
+    the value of the first column."""
 
     def parse(line: bytes) -> Sequence[Any]:
         _check_length(len(line))
@@ -490,7 +496,8 @@ def _shortened(line: bytes, columns: Columns) -> bytes:
 def _read_csv(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Yield the rows of CSV from row `skip` on. The first line names the columns and is no row."""
+    """Yield the rows of CSV from row `skip` on. The first line names the columns and is not counted
+    as a row."""
     rows = _csv_rows(file, name)
     header = next(rows, [])
     indices = _column_indices(columns, header, name)
@@ -511,7 +518,7 @@ def _read_csv(
 def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
     """Yield the rows of CSV, the header first. Raises ConfigError for a row over LINE_BYTES."""
     csv.field_size_limit(LINE_BYTES)  # the default of the module is 128 kB
-    rows = 0  # with the header and empty lines
+    rows = 0  # read so far, with the header and empty lines
     size = 0  # bytes of the lines since the last row
 
     def lines() -> Iterator[str]:
@@ -532,7 +539,8 @@ def _csv_rows(file: ByteStream, name: str) -> Iterator[list[str]]:
 
 
 def _column_indices(columns: Columns, header: Sequence[str], name: str) -> list[int]:
-    """Return the index of each column in the header. Raises ConfigError unless it is there once."""
+    """Return the index of each column in the header. Raises ConfigError for a column that the
+    header lacks or has several times."""
     for column in columns:
         if column not in header:
             shown = ", ".join(header[:COLUMNS_NAMED]) + ", ..." * (len(header) > COLUMNS_NAMED)
@@ -545,11 +553,11 @@ def _column_indices(columns: Columns, header: Sequence[str], name: str) -> list[
 def _read_parquet(
     file: ByteStream, name: str, columns: Columns, skip: int, rows_a_block: int
 ) -> Iterator[Block]:
-    """Yield the rows of Parquet from row `skip` on, without reading the row groups before."""
+    """Yield the rows of Parquet from row `skip` on, without reading earlier row groups."""
     pq = parquet()
     are_large = rows_a_block < ROWS_A_BLOCK  # small blocks are for large values
     with _reading(name):
-        # else it reads whole columns: 700 MB of a file of 600 MB, where 16 MB are needed
+        # without these options it takes 700 MB to read a file of 600 MB in large values, not 16 MB
         options = {"buffer_size": LARGE_VALUES_BUFFER, "pre_buffer": False} if are_large else {}
         source = pq.ParquetFile(file, **options)
     _column_indices(columns, source.schema_arrow.names, name)  # raises unless each is there once
@@ -640,7 +648,7 @@ READERS: dict[str, Reader] = {
 
 
 def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
-    """Return the Arrow types of the columns of one file. Raises ConfigError if it lacks one."""
+    """Return the Arrow types of the columns of a file. Raises ConfigError if it lacks a column."""
     pa, suffix = arrow(), _suffix(name)
     if suffix in BINARY:
         with _reading(name):
@@ -655,7 +663,7 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
         # called for its errors: it checks the columns, and reads no row (skip 0, blocks of 1 row)
         READERS[suffix](file, name, columns, 0, 1)
         return dict.fromkeys(columns, pa.string())
-    values: dict[str, list] = {column: [] for column in columns}  # of the first rows
+    values: dict[str, list] = {column: [] for column in columns}  # the values of the first rows
     for block in _read_jsonl(file, name, columns, skip=0, rows_a_block=ROWS_A_BLOCK):
         for column in columns:
             values[column] += block.columns[column]
@@ -667,8 +675,8 @@ def _types(file: ByteStream, name: str, columns: Columns) -> dict[str, Any]:
 
 
 def _common_type(values: list) -> Any:
-    """Return the Arrow type of the values. If they have several, return that of the most common
-    Python type that Arrow can convert, else strings."""
+    """Return the Arrow type of the values. If their types differ, return the Arrow type of the most
+    common Python type that Arrow can convert, or strings if there is none."""
     pa = arrow()
     try:
         return pa.array(values).type

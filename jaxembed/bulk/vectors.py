@@ -21,8 +21,8 @@ from jaxembed.runtime.requests import shape_vectors
 from jaxembed.runtime.tasks import check_dimensions
 
 DENSE: tuple[OutputName, ...] = ("dense",)
-FEWEST_TEXTS = 2  # for ranges, as in sentence-transformers
-ENOUGH_TEXTS = 100  # for ranges that fit other texts; sentence-transformers warns below this
+FEWEST_TEXTS = 2  # minimum number of texts to measure ranges, as in sentence-transformers
+ENOUGH_TEXTS = 100  # with fewer, ranges may not fit other texts; sentence-transformers warns below
 
 
 def check_vectors_path(out: Path, outputs: Sequence[OutputName] = DENSE) -> None:
@@ -109,8 +109,8 @@ def measure_ranges(
 ) -> list[StoredRanges]:
     """Measure the lowest and the highest value of each dimension over the vectors of these texts.
 
-    There is one StoredRanges for whole vectors, and one for each of the `dimensions`, to which the
-    vectors are truncated. All are normalized after that. `options` are prompt_name and adapter of
+    The result has a StoredRanges for whole vectors, and one for each of the `dimensions`, to which
+    vectors are truncated. Then vectors are normalized. `options` are prompt_name and adapter of
     EncodeOptions. `on_progress` is called after each chunk with its number of texts. Raises
     ConfigError for fewer than FEWEST_TEXTS texts, InvalidInput for wrong dimensions, and the errors
     of `texts` and of `Embedder.encode`.
@@ -118,7 +118,7 @@ def measure_ranges(
     variants = [EncodeOptions(**options, dimensions=width) for width in (None, *dimensions)]
     for variant in variants:
         check_dimensions(embedder.spec.dim, variant.dimensions)
-    # each kind has its own range; equal ones, such as `dimensions` of the whole width, are one
+    # each kind of vectors has its own ranges; if `dimensions` has the whole width, kinds are equal
     kinds = list(dict.fromkeys(embedder.model.tasks.kind(variant) for variant in variants))
     low = [np.full(kind.dimensions, np.inf, np.float32) for kind in kinds]
     high = [np.full(kind.dimensions, -np.inf, np.float32) for kind in kinds]

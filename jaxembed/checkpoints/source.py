@@ -1,4 +1,4 @@
-"""Describes where a model comes from, and how it is converted. Opens no file."""
+"""Describes where a model comes from, and how it is converted, without reading its files."""
 
 import re
 from collections.abc import Mapping
@@ -23,15 +23,16 @@ def default_cache_dir() -> Path:
 class ModelSource:
     """Where a model comes from, and the choices for its conversion.
 
-    `model` is a checkpoint's directory, the URL of a checkpoint in an object store, a Hugging Face
-    directory or a hub id; None means DEFAULT_MODEL. `revision` is the hub's. `offline` forbids
-    downloads; `token` is the hub's. Copies and conversions are kept in `cache_dir`.
+    `model` is the directory of a converted checkpoint, the URL of a checkpoint in an object store,
+    a Hugging Face directory or a hub id; None means DEFAULT_MODEL. `revision` is a revision of the
+    model on the hub, and `token` is an access token of the hub. `offline` forbids downloads. Copies
+    and conversions are kept in `cache_dir`.
 
-    `dense_path` names the folder of a Dense module that replaces the checkpoint's own. `adapters`
-    are folders of low-rank adapters, by the names under which requests ask for them; they are
-    converted with the model. A `pooling` of "splade" makes a sparse encoder of a masked language
-    model; other poolings are chosen when a model is loaded. Raises CheckpointError for an empty
-    `model`, and as `adapter_folders`.
+    `dense_path` is the folder of a Dense module that replaces the model's own Dense module.
+    `adapters` are folders of low-rank adapters, by the names that requests use; they are converted
+    with the model. The `pooling` "splade" converts a masked language model to a sparse encoder;
+    other poolings have no effect before the model is loaded. Raises CheckpointError for an empty
+    `model`, and for adapters without a usable name or folder.
     """
 
     model: str | None = None
@@ -55,7 +56,7 @@ class ModelSource:
 
     @property
     def is_splade(self) -> bool:
-        """Whether a masked language model is to become a sparse encoder, with another head."""
+        """Whether the conversion makes a sparse encoder of a masked language model."""
         return self.pooling == "splade"
 
     @property
@@ -73,8 +74,8 @@ class ModelSource:
 
     @property
     def folder(self) -> Path:
-        """The absolute path of a model that is a path. Raises CheckpointError if no directory is
-        there."""
+        """The absolute path of the model's directory, if `is_path`. Raises CheckpointError if it is
+        not a directory."""
         folder = Path(self.name).expanduser()
         if not folder.is_dir():
             state = "is a file" if folder.exists() else "does not exist"
@@ -85,9 +86,9 @@ class ModelSource:
         return folder.resolve()
 
     def refuse_choices(self, checkpoint: str | Path) -> None:
-        """Raise CheckpointError if the source has a revision, a dense path or adapters: they are
-        choices for a conversion, and the model is converted already. Messages call it
-        `checkpoint`."""
+        """Raise CheckpointError if the source has a revision, a dense path or adapters. Call this
+        for a model that is converted already, where these options have no effect. `checkpoint` is
+        its name in the message."""
         if self.revision is not None:
             raise CheckpointError(
                 f"{checkpoint} is a converted checkpoint, which has no revisions; leave out the "
@@ -104,8 +105,9 @@ class ModelSource:
 
 
 def adapter_folders(folders: object) -> dict[str, Path]:
-    """Check the folders of adapters by name, as a caller gave them, and return their paths by name.
-    Raises CheckpointError for names that requests cannot use, and for values that are not paths."""
+    """Return the paths of adapters by name. `folders` is what a caller gave, which may be of any
+    type. Raises CheckpointError if it is not a mapping, if a name has characters that requests
+    cannot use, or if a value is not a path."""
     if folders is None:
         return {}
     if not isinstance(folders, Mapping):

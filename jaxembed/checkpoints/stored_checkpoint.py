@@ -1,7 +1,8 @@
 """Reads, copies and writes checkpoints in object stores.
 
 manifest.json is written last, so that a reader never sees half a checkpoint. SHA256SUMS has the
-digest of every file, so its own digest, to which URLs are pinned, identifies the whole content.
+digest of every other file, so the digest of SHA256SUMS identifies the whole content. A URL that is
+pinned names this digest.
 """
 
 import hashlib
@@ -23,26 +24,27 @@ logger = logging.getLogger(__name__)
 
 
 class Published(NamedTuple):
-    """The files of a checkpoint in an object store."""
+    """The list of files of a checkpoint that was written to an object store, with their digests."""
 
     url: str
-    lines: bytes  # the content of DIGESTS
-    files: Mapping[str, str]  # path -> SHA-256
+    lines: bytes  # the content of SHA256SUMS
+    files: Mapping[str, str]  # path in the checkpoint -> SHA-256
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of DIGESTS, which identifies the whole content."""
+        """The SHA-256 of SHA256SUMS, which identifies the content of the checkpoint."""
         return hashlib.sha256(self.lines).hexdigest()
 
 
 def published(where: Location) -> Published:
-    """Read which files a checkpoint in an object store has, from two small files.
+    """Return the list of files of the complete checkpoint at a location in an object store.
 
-    Raises CheckpointError if there is no checkpoint, its upload has not finished, or it is not the
-    one that the location is pinned to; StoreUnreachable; and ConfigError without the store's extra.
+    Only SHA256SUMS and manifest.json are read. Raises CheckpointError if there is no complete
+    checkpoint, or if it is not the content that the location is pinned to; StoreUnreachable if the
+    store does not answer; and ConfigError if the Python packages for the store are not installed.
     """
     url = where.url
-    manifest = object_store.read_object(url, MANIFEST)  # first: it is written last
+    manifest = object_store.read_object(url, MANIFEST)  # read first, because it is written last
     lines = object_store.read_object(url, DIGESTS)
     if manifest is None or lines is None:
         raise CheckpointError(
@@ -71,10 +73,11 @@ def published(where: Location) -> Published:
 
 
 def copy(found: Published, to: Path) -> None:
-    """Copy a checkpoint to the new folder `to`, all of it or nothing, and verify the copy.
+    """Copy a checkpoint to the new folder `to` and verify the copy. If that fails, there is no
+    folder.
 
-    Raises CheckpointError if the copy is not what the digests and the manifest say, or if it cannot
-    be made; and StoreUnreachable.
+    Raises CheckpointError if the copy differs from the digests or the manifest, or if the folder
+    cannot be written; and StoreUnreachable if the store does not answer.
     """
     started = time.monotonic()
     logger.info("copying %s, %s, once", found.url, counted(len(found.files), "file"))
@@ -94,8 +97,8 @@ def copy(found: Published, to: Path) -> None:
 
 
 def read_routes(found: Published) -> Routes:
-    """Return the specs of a checkpoint by route, from its manifests alone. Raises as
-    `checkpoint.load_routes`."""
+    """Return the specs of a checkpoint by route. Only its manifests are copied. Raises
+    CheckpointError for a manifest that is damaged or of a later format, and StoreUnreachable."""
     with tempfile.TemporaryDirectory() as folder:
         manifests = [name for name in found.files if name.rpartition("/")[2] == MANIFEST]
         object_store.copy_objects(found.url, manifests, Path(folder))
@@ -103,8 +106,8 @@ def read_routes(found: Published) -> Routes:
 
 
 def refuse_unwritable(where: Location) -> None:
-    """Raise CheckpointError if no checkpoint can be written to a location: it is in use or
-    pinned."""
+    """Raise CheckpointError if a location has a digest, or if the store has objects there: then no
+    checkpoint can be written to it."""
     if where.digest is not None:
         raise CheckpointError(
             f"{where}: a checkpoint can be pinned only after it is written; leave the digest out"
@@ -114,9 +117,10 @@ def refuse_unwritable(where: Location) -> None:
 
 
 def publish(folder: Path, url: str) -> Location:
-    """Write the checkpoint in `folder` to `url`, and return the location that is pinned to it.
+    """Write the checkpoint in `folder` to `url`. Returns the location pinned to this content.
 
-    Raises CheckpointError if that fails. Then there is no manifest, and readers find no checkpoint.
+    Raises CheckpointError if that fails. The store then has no manifest at `url`, so readers find
+    no checkpoint there.
     """
     started = time.monotonic()
     lines = (folder / DIGESTS).read_bytes()

@@ -24,9 +24,9 @@ from jaxembed.cli.verify import verify_command
 from jaxembed.errors import JaxembedError
 from jaxembed.platform.signals import end_at_signals
 
-# Commands import JAX, the engine and the server inside their functions: --help stays quick.
+# Commands import JAX, the engine and the server inside their functions, so that --help is quick.
 
-# of the names of threads that call XLA
+# How the names of threads that call XLA begin.
 XLA_THREAD_PREFIXES = ("compile-", "worker-", "time-buckets", "timing-")
 
 
@@ -60,8 +60,9 @@ for _command in (
 
 
 def main() -> None:
-    """Run the command line and end the process. A JaxembedError prints one line and exits with its
-    `exit_status`; a signal exits with 128 plus its number."""
+    """Run the command line and end the process. For a JaxembedError, print one line and exit with
+    the status that `exit_status` gives it. After a signal, the status is 128 plus the number of the
+    signal."""
     end_at_signals()
     try:
         cli(standalone_mode=True)
@@ -73,10 +74,10 @@ def main() -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process, at once if a thread is still inside XLA.
+    """End the process, without the interpreter's clean-up if a thread is still inside XLA.
 
-    Such a thread compiles, or hangs in a call. It cannot be stopped, and the interpreter's clean-up
-    would unwind it and abort the process.
+    Such a thread compiles a program, or waits for a device that hangs. It cannot be stopped, and
+    the clean-up would unwind its stack and so abort the process.
     """
     if any(thread.name.startswith(XLA_THREAD_PREFIXES) for thread in threading.enumerate()):
         logging.shutdown()

@@ -63,9 +63,9 @@ def calibrate_command(
     from jaxembed.bulk.vectors import ENOUGH_TEXTS, measure_ranges
     from jaxembed.checkpoints.ranges import check_writable, save_ranges
 
-    lines = read_texts(texts, text_column)  # reports a missing file before the load
+    lines = read_texts(texts, text_column)  # raises for a missing file before the model is loaded
     embedder = load_for_outputs(model, prompt_name, flags, TextRows((text_column,)))
-    check_writable(embedder.model.path)  # before measuring
+    check_writable(embedder.model.path)  # raises before ranges are measured in vain
     with tqdm(unit=" texts", desc="calibrate", disable=None) as bar:
         ranges = measure_ranges(
             embedder,

@@ -21,7 +21,7 @@ def convert_command(model: str, out: str, **flags: Any) -> None:
 
     MODEL is a directory or a hub id. OUT is the new directory, or an s3:// or gs:// URL.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts a backend: leave accelerators to others
+    os.environ["JAX_PLATFORMS"] = "cpu"  # saving starts JAX, which must not take an accelerator
     from jaxembed.checkpoints import hub
 
     spec = hub.convert_model(model_source(model, flags), out)

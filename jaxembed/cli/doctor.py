@@ -74,16 +74,16 @@ def doctor_command(
         else:
             click.get_current_context().exit(EXIT_FINDINGS if has_findings else EXIT_HEALTHY)
     status = EXIT_FINDINGS if _examine_here(model, flags, as_json) else EXIT_HEALTHY
-    # without --model, no server answered
+    # if there is no --model, a server was asked first and did not answer
     click.get_current_context().exit(EXIT_REFUSED if model is None else status)
 
 
 def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
-    """Print what a server reports about itself. Returns whether it has findings. With `probe` a few
-    queries are timed first.
+    """Print what a server reports about itself. Returns whether the report has findings. With
+    `probe`, a few queries are sent and timed first.
 
-    Raises ConfigError if no jaxembed server answers, and its subclass Unanswered if nothing
-    answers.
+    Raises Unanswered if nothing answers at the URL, and ConfigError if what answers is not a
+    jaxembed server.
     """
     from jaxembed.tools.doctor.page import model_page
     from jaxembed.tools.doctor.probe import ask, probe_model
@@ -104,8 +104,8 @@ def _ask_doctor(url: str, key: str | None, probe: bool, as_json: bool) -> bool:
 
 
 def _examine_here(model: str | None, flags: dict[str, Any], as_json: bool) -> bool:
-    """Print what a model would use on this machine: device, kernels, buckets. Returns whether there
-    are findings. Raises CheckpointError, ConfigError and BackendError."""
+    """Print what a model would use on this machine: the device, the kernels and the buckets.
+    Returns whether there are findings. Raises CheckpointError, ConfigError and BackendError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
     from jaxembed.tools.doctor.local import examine_here

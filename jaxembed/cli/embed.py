@@ -1,4 +1,5 @@
-"""`jaxembed embed`: embeds the texts or images of files, into a file or a folder of Parquet."""
+"""`jaxembed embed`: embeds the texts or images of files, and writes the vectors to a folder of
+Parquet files or to one file."""
 
 import logging
 import time
@@ -182,10 +183,10 @@ def _row_source(
     pdf_dpi: int,
     pdf_timeout_s: float,
 ) -> "RowSource":
-    """Return the source of the rows of the inputs: texts, a column of images, or image files.
+    """Return what reads the rows of the inputs: texts, a column of images, or image files.
 
-    Raises ConfigError for a missing input, for inputs of both texts and images, for flags that do
-    not fit each other or the inputs, and for an extra that is not installed.
+    Raises ConfigError if an input is missing, the inputs are both texts and images, flags do not
+    fit each other or the inputs, or an extra is not installed.
     """
     from jaxembed.bulk.image_rows import ImageColumn, ImageFiles
     from jaxembed.bulk.row_source import TextRows
@@ -226,7 +227,7 @@ def _row_source(
     if image_column is None:
         return TextRows((text_column,))
     source = ImageColumn((image_column,))
-    source.files(inputs)  # refuses without the extra `images`
+    source.files(inputs)  # raises if the extra `images` is not installed
     return source
 
 
@@ -243,8 +244,9 @@ def _write_file(
     outputs: tuple[OutputName, ...],
     options: dict[str, Any],
 ) -> None:
-    """Load a model by `load`, and embed the texts `lines` into a file. `options` are those of
-    `embed_file`. Raises ConfigError, and as `load` and `embed_file`."""
+    """Load a model by calling `load`, and write the vectors of the texts `lines` to a file.
+    `options` are further arguments of `embed_file`. Raises ConfigError, and the errors of `load`
+    and `embed_file`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.vectors import check_vectors_path, embed_file

@@ -16,8 +16,8 @@ TASKS = {
     "rerank": "rerank (scores documents for a query)",
     "classify": "classify (assigns labels to texts)",
 }
-MAX_LABELS = 20  # in the text for people
-LONGEST_PROMPT = 70  # characters
+MAX_LABELS = 20  # maximum labels that are shown without --json
+LONGEST_PROMPT = 70  # maximum characters of a prompt that are shown without --json
 
 
 @click.command("info", cls=Command, example="jaxembed info BAAI/bge-small-en-v1.5")
@@ -51,7 +51,8 @@ def info_command(model: str | None, verify: bool, as_json: bool, **flags: Any) -
 
 
 def _page(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines about a model for people. A model with several routes has lines for each."""
+    """Yield the lines that describe a model to people. A model with several routes has lines for
+    each route."""
     revision = f", revision {facts['revision']}" if facts["revision"] else ""
     yield f"{facts['source']}{revision}"
     yield from map(_line, _rows(facts))
@@ -69,8 +70,8 @@ def _line(row: tuple[str, str]) -> str:
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return titles and values about a model or a route, without empty values. `facts` are as in
-    `summary_of_routes`."""
+    """Return the titles and the values to show for a model or a route, without empty values.
+    `facts` is what `summary_of_routes` returns, or its entry for a route."""
     outputs = (f"{name} ({width} dimensions)" for name, width in facts["outputs"].items())
     sizes = (f"{size / MIB:,.0f} MiB in {kind}" for kind, size in facts["parameter_bytes"].items())
     limits = facts["limits"]

@@ -11,7 +11,7 @@ import click
 from jaxembed.cli.options import OWN, Group, section
 
 KEY_BYTES = 32  # 256 random bits
-KEY_PREFIX = "jx-"  # by which people and secret scanners recognise a key
+KEY_PREFIX = "jx-"  # by which people and programs that search for secrets recognise a key
 
 KEY_OPTIONS = section(
     OWN,

@@ -1,7 +1,7 @@
 """Loads a model and runs a job as the flags of a command ask: makes the settings, configures JAX,
 and shows progress on standard error.
 
-`flags` are the values of the flags by name, with underscores.
+In this module, `flags` maps the names of the flags, with underscores, to their values.
 """
 
 import logging
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxembed")
 
-FOLDER_FLAGS = ("id_column", "keep", "part_rows", "on_error", "reuse")  # JOB_OPTIONS
+FOLDER_FLAGS = ("id_column", "keep", "part_rows", "on_error", "reuse")  # the flags in JOB_OPTIONS
 
 
 def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
-    """Return where a model comes from, and how it is converted. Raises CheckpointError.
+    """Return the ModelSource that says where a model comes from and how it is converted. Raises
+    CheckpointError.
 
     Sets the environment variable HF_HUB_CACHE if --huggingface-hub-cache is given.
     """
@@ -54,8 +55,8 @@ def model_source(model: str | None, flags: dict[str, Any]) -> ModelSource:
 def engine_config(flags: dict[str, Any]) -> EngineConfig:
     """Return the settings of the engine.
 
-    Only `serve` has the flags of admission and of the cache. Other commands keep the defaults of
-    EngineConfig for these.
+    Only `serve` has the flags for admission and for the cache of answers. For other commands, these
+    settings have the defaults of EngineConfig.
     """
     server_settings = {
         name: flags[name]
@@ -83,7 +84,7 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
 
 
 def text_config(flags: dict[str, Any]) -> TextConfig:
-    """Return how texts are tokenized if a request does not say otherwise."""
+    """Return the settings for tokenizing texts, which apply if a request does not say otherwise."""
     return TextConfig(
         truncate=flags["auto_truncate"],
         default_prompt=flags["default_prompt"],
@@ -95,15 +96,16 @@ def text_config(flags: dict[str, Any]) -> TextConfig:
 def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
     """Configure memory, JAX and threads for the whole process, then start the devices.
 
-    `cache_dir` keeps compiled programs. `memory_fraction` is the share of a GPU's memory to use,
-    from 0 to 1. Raises ConfigError if `cache_dir` cannot be made, if others can write to it, or if
-    JAX_PLATFORMS names no kind of device; BackendError if a device cannot be started.
+    Compiled programs are kept in `cache_dir`. `memory_fraction` is the share of a GPU's memory to
+    use, from 0 to 1. Raises ConfigError if `cache_dir` cannot be made, other users can write to it,
+    or JAX_PLATFORMS names an unknown kind of device; BackendError if a device cannot be started.
     """
-    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):  # else the user tunes it
+    # the variable shows whether the user tunes glibc
+    if "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
         memory.keep()
     if memory_fraction is not None:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory_fraction)
-        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the old name; JAX refuses both
+        os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses old and new name
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     import jax
 
@@ -115,20 +117,23 @@ def configure_jax(cache_dir: Path, memory_fraction: float | None) -> None:
         raise ConfigError(
             f"--cache-dir {cache_dir} (JAXEMBED_CACHE) cannot be used: {error.strerror}"
         ) from error
-    # a worker's thread waits for its batch anyway; asynchronous dispatch oversubscribes cores
+    # a worker thread waits for its batch anyway, and asynchronous dispatch would start more threads
+    # than there are cores
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     sys.setswitchinterval(0.0005)  # keeps the event loop responsive beside the engine's threads
     try:
         jax.local_devices()
     except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS") or "not set"
-        # a known device may be taken or not be up yet; an unknown kind will never come
+        # A known kind of device may be in use or not started yet, so a retry may help. An unknown
+        # kind is a mistake in JAX_PLATFORMS.
         kind = ConfigError if "known backends" in str(error) else BackendError
         raise kind(f"JAX cannot start a device (JAX_PLATFORMS is {platforms}): {error}") from error
 
 
 def load_model(model: str | None, flags: dict[str, Any], **options: Any):
-    """Load a model. `options` are further arguments of LoadedModel. Raises JaxembedError."""
+    """Configure JAX, load a model with the settings in `flags`, and return the LoadedModel.
+    `options` are further arguments of LoadedModel. Raises JaxembedError."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.runtime.model import LoadedModel
 
@@ -148,10 +153,11 @@ def load_for_outputs(
     source: "RowSource",
     outputs: Sequence[OutputName] = ("dense",),
 ) -> "Embedder":
-    """Load a model that gives these `outputs` of the rows of `source`. Raises as `load_model`.
+    """Load a model that can compute `outputs` for the rows of `source`. Raises the errors of
+    `load_model`.
 
-    Before weights are downloaded it raises WrongTask if the model does not give the outputs, and
-    ConfigError if the model has no default route and no prompt name selects a route.
+    The model is checked before its weights are downloaded. Raises WrongTask if it cannot compute
+    the outputs, and ConfigError if it has no default route and no prompt name selects a route.
     """
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
@@ -176,8 +182,8 @@ def load_for_outputs(
 
 
 def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embedder":
-    """Load a model that can do the task. Raises as `load_model`; if the model cannot do the task,
-    it raises WrongTask before weights are downloaded."""
+    """Load a model that can do the task. Raises the errors of `load_model`, and WrongTask before
+    weights are downloaded if the model cannot do the task."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     from jaxembed.checkpoints import hub
     from jaxembed.embedder import Embedder
@@ -189,8 +195,8 @@ def load_for_task(model: str | None, task: Task, flags: dict[str, Any]) -> "Embe
 
 
 def compile_bar() -> Callable[[int, int], None] | None:
-    """Return a function that shows a progress bar, given the numbers of compiled and of all
-    buckets. Return None if standard error is no terminal: there log lines report progress."""
+    """Return a function that shows a progress bar, given the number of compiled buckets and of all
+    buckets. Return None if standard error is not a terminal; then log lines report progress."""
     if not sys.stderr.isatty():
         return None
     from tqdm import tqdm
@@ -207,8 +213,9 @@ def compile_bar() -> Callable[[int, int], None] | None:
 
 
 def step_lines() -> Callable[[str, int, int], None]:
-    """Return a function that shows a step `what`, at its item number `done` of `total`: on a
-    terminal in one line that changes, elsewhere in a log line at the start of each step."""
+    """Return a function that shows progress, given the name `what` of a step and the number `done`
+    of its present item among `total`. A terminal shows one line that changes. If standard error is
+    not a terminal, there is a log line at the start of each step."""
     terminal = sys.stderr.isatty()
 
     def show(what: str, done: int, total: int) -> None:
@@ -222,21 +229,23 @@ def step_lines() -> Callable[[str, int, int], None]:
 
 
 def folder_options(flags: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values of JOB_OPTIONS from `flags`, and return them by name."""
+    """Remove the flags in JOB_OPTIONS from `flags`, and return their values by name."""
     return {name: flags.pop(name) for name in FOLDER_FLAGS}
 
 
 def check_folder_job(inputs: Sequence[str], output: str, files: str = "") -> None:
     """Check the inputs and the output folder of a job before a model is loaded.
 
-    Raises ConfigError if the folder has a name like a file, an input is missing, or an extra that
-    they need is not installed. `files` names outputs other than folders, for the message.
+    Raises ConfigError if the name of the folder has a dot like that of a file, an input is missing,
+    or an extra that is needed is not installed. `files` lists for the message the kinds of files
+    that `output` could name instead of a folder.
     """
     from jaxembed.bulk.sources import IMAGE_FILES, ROW_FILES, input_files
     from jaxembed.platform import object_store
     from jaxembed.platform.extras import require
 
-    if "." in output.rstrip("/").rpartition("/")[2].strip("."):  # not of `..` or `.name`
+    # a dot at the start or the end of the name is allowed, as in `..` and `.name`
+    if "." in output.rstrip("/").rpartition("/")[2].strip("."):
         raise ConfigError(
             f"--output {output}: expected {files}a folder for Parquet files, whose name must not "
             "have a dot"
@@ -253,8 +262,9 @@ def run_folder_job(
     output: str,
     chosen: dict[str, Any],
 ) -> None:
-    """Run a job with a progress bar, and log a summary. `load` loads the model, and `make` returns
-    its Computation; `chosen` is what `folder_options` returns. Raises as `load` and `run_job`."""
+    """Run a job with a progress bar, and log a summary. `load` loads the model, `make` returns the
+    Computation to run with the model, and `chosen` is what `folder_options` has returned. Raises
+    the errors of `load` and `run_job`."""
     from tqdm import tqdm
 
     from jaxembed.bulk.run import JobProgress, Rows, run_job
@@ -273,7 +283,7 @@ def run_folder_job(
                     bar.total = round(progress.rows / progress.share)
                 batches, fills = telemetry.batch_fill.totals()
                 bar.set_postfix_str(f"fill {fills / max(batches, 1):.2f}", refresh=False)
-                if not bar.n:  # the first call; rows of earlier runs do not count for the rate
+                if not bar.n:  # at first, leave rows of earlier runs out of the rate
                     bar.initial = bar.n = max(progress.rows - computation.rows_per_call, 0)
                 bar.update(progress.rows - bar.n)
 

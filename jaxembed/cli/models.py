@@ -7,7 +7,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.tools.known_models import VERIFIED, KnownModel, KnownModels, known_models
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
-MAX_LANGUAGES = 2  # that a line names; for more it has their number
+MAX_LANGUAGES = 2  # maximum languages that a line names; for more it gives the number
 
 
 @click.command("models", cls=Command, example="jaxembed models german reranker")
@@ -80,7 +80,7 @@ def _described(model: KnownModel, table: KnownModels) -> str:
     lines = [
         f"  {fact:<11} {value}  [{source_of[fact]}]" if value else f"  {fact:<11} unknown"
         for fact, value in values.items()
-        if value or fact != "prompts"  # no prompts: the model has none
+        if value or fact != "prompts"  # a model without prompts has no line for them
     ]
     lines.append(f"  verified    {VERIFIED[model.verified]}")
     if model.note:

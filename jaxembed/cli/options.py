@@ -26,18 +26,18 @@ from jaxembed.errors import (
 from jaxembed.observability.tracing import current_trace
 from jaxembed.platform.files import DISK_FULL
 
-OWN = "Options"  # title of the options that belong to one command alone
+OWN = "Options"  # title in `--help` of the options that only one command has
 MAX_SUMMARY_CHARACTERS = 10_000  # longer than any summary
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def section(title: str, *options: Callable) -> Callable:
-    """Return a decorator that adds the options to a command, in this order, below a title in
-    `--help`."""
+    """Return a decorator that adds `options` to a command. `--help` shows them in this order, below
+    `title`."""
 
     def add(function: Any) -> Any:
         for option in reversed(options):
-            option(function)  # appends to __click_params__, which click reads in reverse
+            option(function)  # appends to __click_params__, which click reads in reverse order
             function.__click_params__[-1].section = title
         return function
 
@@ -45,15 +45,16 @@ def section(title: str, *options: Callable) -> Callable:
 
 
 class Command(click.Command):
-    """A command that sets up logging. Its help has an example, and its options by section."""
+    """A command that sets up logging before it runs. Its help has an example, and shows the options
+    by section."""
 
     def __init__(self, *arguments: Any, example: str, **attributes: Any):
         super().__init__(*arguments, **attributes)
         self.example = example
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Set up logging and run the command. Log lines are JSON if its flag --json-output is
-        set."""
+        """Set up logging and run the command. Log lines are JSON if the command has the flag
+        --json-output and it is set."""
         configure_logging(ctx.params.get("json_output", False))
         return super().invoke(ctx)
 
@@ -96,7 +97,7 @@ class Group(click.Group):
 
 
 def echo_json(value: Any) -> None:
-    """Print a value as JSON on several lines, for `--json`."""
+    """Print a value as indented JSON, for the flag `--json` of a command."""
     click.echo(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
@@ -106,7 +107,7 @@ def configure_logging(json_output: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if json_output else TextFormatter(LINE))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    # Orbax logs many lines for each file, and tracebacks of errors that it also raises
+    # Orbax logs many lines for each file through absl, and tracebacks of errors that it also raises
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     level = os.environ.get("LOG_LEVEL", "info").upper()
     levels = logging.getLevelNamesMapping()
@@ -118,7 +119,7 @@ class TextFormatter(logging.Formatter):
     """Formats each log line as text, with the trace id of its request, if any."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """Return the line without the traceback, which `format` writes after it."""
+        """Return the line without a traceback; `format` appends the traceback, if any."""
         line, trace = super().formatMessage(record), current_trace()
         return line if trace is None else f"{line} trace_id={trace.trace_id}"
 
@@ -142,7 +143,7 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(line).decode()
 
 
-# TEI's names of poolings, which --pooling takes.
+# Poolings by their names in TEI, which are the values of --pooling.
 POOLING_CHOICES: dict[str, PoolingChoice] = {
     "cls": "cls",
     "mean": "mean",
@@ -152,7 +153,8 @@ POOLING_CHOICES: dict[str, PoolingChoice] = {
 
 
 class FiniteRange(click.FloatRange):
-    """A click type for finite numbers within bounds; click's FloatRange accepts nan."""
+    """A click type for finite numbers within bounds. It refuses nan, which click's FloatRange
+    accepts."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -164,8 +166,8 @@ class FiniteRange(click.FloatRange):
 
 
 def tei_option(flag: str, **attributes: Any) -> Callable:
-    """Return a decorator for an option that TEI's environment variable, the flag's name in
-    capitals, also sets."""
+    """Return a decorator that adds an option of TEI. As in TEI, an environment variable also sets
+    it, which has the name of the flag in capitals."""
     name = flag.removeprefix("--").split("/")[0]
     return click.option(flag, envvar=name.upper().replace("-", "_"), show_envvar=True, **attributes)
 
@@ -173,8 +175,9 @@ def tei_option(flag: str, **attributes: Any) -> Callable:
 def named_folders(
     ctx: click.Context, param: click.Parameter, given: tuple[str, ...]
 ) -> dict[str, Path]:
-    """Parse the values NAME=DIR of --adapter, and return the folders by name. Raises BadParameter
-    for another form, and for a name that is repeated or not allowed."""
+    """Parse the values NAME=DIR of --adapter, and return each DIR by its NAME. Raises BadParameter
+    for a value of another form, and for a name that is repeated or not allowed. It is a callback
+    of click."""
     folders: dict[str, str] = {}
     for value in given:
         name, equals, folder = value.partition("=")
@@ -394,20 +397,22 @@ TEXT_OPTIONS = section(
 )
 
 
-EXIT_AGREES, EXIT_DISAGREES = 0, 1  # of `verify`
-EXIT_HEALTHY, EXIT_FINDINGS = 0, 1  # of `doctor`
-EXIT_REFUSED = 2  # of all: the command, its options or its files are wrong; no retry helps
-EXIT_TEMPORARY = 75  # of all: the same command may succeed later; EX_TEMPFAIL of sysexits.h
+# Exit statuses of `verify`, of `doctor`, and of all commands.
+EXIT_AGREES, EXIT_DISAGREES = 0, 1
+EXIT_HEALTHY, EXIT_FINDINGS = 0, 1
+EXIT_REFUSED = 2  # the command, its options or its files are wrong; no retry helps
+EXIT_TEMPORARY = 75  # the same command may succeed later; EX_TEMPFAIL of sysexits.h
 
-STATUSES: dict[type[BaseException], int] = {  # the nearest base class counts
+# The exit status for each class of errors; other errors have that of their nearest base class.
+STATUSES: dict[type[BaseException], int] = {
     JaxembedError: EXIT_REFUSED,
     HubUnreachable: EXIT_TEMPORARY,
     StoreUnreachable: EXIT_TEMPORARY,
     BackendError: EXIT_TEMPORARY,
     NoRoom: EXIT_REFUSED,
-    TimeoutError: EXIT_TEMPORARY,  # also that of a file lock
+    TimeoutError: EXIT_TEMPORARY,  # raised also if a file stays locked
 }
-TEMPORARY_ERRNOS = {  # of an OSError
+TEMPORARY_ERRNOS = {  # numbers of OSErrors that may pass
     *DISK_FULL,
     errno.EADDRINUSE,
     errno.EADDRNOTAVAIL,
@@ -419,7 +424,7 @@ TEMPORARY_ERRNOS = {  # of an OSError
 
 
 def exit_status(error: BaseException) -> int:
-    """Return EXIT_TEMPORARY if a retry may avoid the error or one of its causes, else
+    """Return EXIT_TEMPORARY if the error or one of its causes may pass, so that a retry helps, else
     EXIT_REFUSED."""
     reason: BaseException | None = error
     while reason is not None:

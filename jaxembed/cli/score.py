@@ -115,8 +115,9 @@ def score_with(
 ) -> None:
     """Load a model that can do the task, and write the score or labels of each row as Parquet.
 
-    `columns` hold query and document, or one or two texts to classify. Raises ConfigError and
-    WrongTask before weights are downloaded, and as `run_folder_job`.
+    `columns` are the columns of the query and the document, or of the one or two texts to classify.
+    Raises ConfigError and WrongTask before weights are downloaded, and the errors of
+    `run_folder_job`.
     """
     job_options = folder_options(flags)
     check_folder_job(inputs, output)

@@ -21,7 +21,7 @@ logger = logging.getLogger("jaxembed")
 
 _ALONE = "serve that model in a separate process"
 _CONVERT = "convert that model with `jaxembed convert {flag}`, and serve the converted checkpoint"
-SINGLE_MODEL_FLAGS = {  # flags for a single model, and what to do instead if there are several
+SINGLE_MODEL_FLAGS = {  # flags for a single model, and what to do instead for several models
     "revision": _CONVERT,
     "dense_path": _CONVERT,
     "adapter": _CONVERT,
@@ -72,19 +72,19 @@ def serve_command(
 
     models = models or (() if has_loadable else (DEFAULT_MODEL,))
     for name in models:
-        object_store.require_extra(name)  # raises if missing
+        object_store.require_extra(name)  # raises if the extra for this URL is not installed
     can_load = has_loadable or flags["admin_key"] is not None or flags["admin_port"] is not None
     loadable = Catalog(flags["loadable"], flags["model_repository"]) if can_load else None
     aliases = model_aliases(served_model_name, models)
-    served_names(models, aliases)  # refuses two models of one name, before a long load
+    served_names(models, aliases)  # raises if two models have one name, before a long load
     config = server_config(flags)
     keyring, audit = _open_files(flags)
-    listener = listen(config.host, config.port)  # refuses a port in use
+    listener = listen(config.host, config.port)  # raises if the port is in use
     logger.info(_access_line(config.api_keys, 0 if keyring is None else len(keyring)))
     capacity = capacity_of(engine_config(flags))
     loaded: list[Any] = []
     for name in models:
-        try:  # models loaded before compile meanwhile
+        try:  # the models loaded before this one compile meanwhile
             loaded.append(load_model(name, flags, capacity=capacity, wait=False))
         except JaxembedError as error:
             for earlier in loaded:
@@ -106,8 +106,9 @@ def serve_command(
 
 
 def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
-    """Open the key file and the audit log. Returns a Keyring and an AuditLog, each None without its
-    flag. SIGHUP would end the process: it is ignored until the server runs. Raises ConfigError."""
+    """Open the key file and the audit log. Returns a Keyring and an AuditLog, or None for one whose
+    flag is not set. From here on SIGHUP is ignored until the server runs, because it would end the
+    process. Raises ConfigError."""
     from jaxembed.server.auth.audit import AuditLog
     from jaxembed.server.auth.keyring import Keyring
 
@@ -129,8 +130,8 @@ def _open_files(flags: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def models_to_serve(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the models to serve, each once. MODEL on the command line overrides the environment
-    variable MODEL_ID; --model-id adds to MODEL."""
+    """Return the models to serve, each once: the values of MODEL and of --model-id. The environment
+    variable MODEL_ID, which also sets --model-id, is ignored if MODEL is given."""
     source = click.get_current_context().get_parameter_source("model_id")
     if model and source is ParameterSource.ENVIRONMENT:
         model_id = ()
@@ -138,8 +139,9 @@ def models_to_serve(model: tuple[str, ...], model_id: tuple[str, ...]) -> tuple[
 
 
 def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
-    """Raise ConfigError if a key is blank, or the admin key is also an API key. click treats a
-    blank variable as unset, so the server would be open to everybody."""
+    """Raise ConfigError if a key is blank, or the admin key is also an API key. The environment
+    variables are also checked, because click treats a blank variable as unset, and then the server
+    would be open to everybody."""
     if blank := [key for key in keys if not key.strip()]:
         raise ConfigError(
             f"--api-key is blank ({blank[0]!r}); give a key that clients can send, or leave the "
@@ -162,8 +164,8 @@ def _refuse_blank_keys(keys: tuple[str, ...], admin_key: str | None) -> None:
 
 
 def _access_line(keys: tuple[str, ...], in_file: int) -> str:
-    """Return the log line that says whether requests need a key. `keys` are those of --api-key;
-    `in_file` counts those of the key file."""
+    """Return the log line that says whether requests need a key. `keys` are the values of
+    --api-key, and `in_file` is the number of keys in the key file."""
     total = len(keys) + in_file
     if not total:
         return "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"
@@ -172,8 +174,8 @@ def _access_line(keys: tuple[str, ...], in_file: int) -> str:
 
 
 def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> None:
-    """Raise UsageError if a flag of SINGLE_MODEL_FLAGS is set, for a server of several models.
-    `models` are those of the command line."""
+    """Raise UsageError if a flag of SINGLE_MODEL_FLAGS is set. It is called if the server may have
+    several models; `models` are those named on the command line."""
     for name, remedy in SINGLE_MODEL_FLAGS.items():
         if flags[name] not in (None, {}):
             flag = "--" + name.replace("_", "-")
@@ -185,8 +187,9 @@ def _refuse_flags_of_one_model(flags: dict[str, Any], models: Sequence[str]) -> 
 
 
 def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list[str]]:
-    """Return the served names of each model, by model. `names` are of the form NAME=MODEL, or NAME
-    if there is one model. Raises UsageError for another form, and for an unknown model."""
+    """Return the served names of each model, by model. `names` are the values of
+    --served-model-name: NAME=MODEL, or NAME if there is one model. Raises UsageError for a value of
+    another form, and for an unknown model."""
     aliases: dict[str, list[str]] = {}
     for value in names:
         name, equals, model = value.partition("=")
@@ -204,8 +207,9 @@ def model_aliases(names: Sequence[str], models: Sequence[str]) -> dict[str, list
 def _load_later(
     flags: dict[str, Any], capacity: Any, model: str, reserve: Callable[[int], object]
 ) -> Any:
-    """Load a model while the server runs, and let it answer a probe. All models share `capacity`
-    for waiting work. `reserve` gets the bytes that the model will take. Raises JaxembedError."""
+    """Load a model while the server runs, and return it when it has answered a probe. All models
+    share the limits on waiting work in `capacity`. `reserve` is called with the number of bytes
+    that the model will take. Raises JaxembedError."""
     loaded = load_model(model, flags, capacity=capacity, reserve=reserve)
     try:
         loaded.probe()
@@ -223,7 +227,7 @@ def _task_of(flags: dict[str, Any], model: str) -> Task:
 
 
 def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
-    """Return the limits on the memory and the time of models that are loaded and evicted. Raises
+    """Return the limits on the memory of models, and on the times of loading and eviction. Raises
     ConfigError if the `loaded` models already take more than --model-memory."""
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
@@ -240,6 +244,6 @@ def _pool_limits(flags: dict[str, Any], loaded: Sequence[Any]) -> PoolLimits:
     if max_bytes is None:
         device = jax.local_devices()[0]
         room = room_for_models(device)
-        # a CPU's room is what the loaded models left free
+        # on a CPU, `room` is the memory that the loaded models have left free
         max_bytes = room if room is None or device.platform != "cpu" else room + taken
     return PoolLimits(max_bytes, flags["load_timeout"], flags["model_keep_alive"])

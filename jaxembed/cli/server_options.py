@@ -1,4 +1,5 @@
-"""Defines the options of `jaxembed serve`, and makes the server's settings and tracer from them."""
+"""Defines the options of `jaxembed serve`, and makes the settings and the tracer of the server from
+the values of the options."""
 
 import ipaddress
 import os
@@ -15,7 +16,7 @@ from jaxembed.memory import MIB
 from jaxembed.observability.tracing import Tracer
 from jaxembed.platform.extras import require
 
-SPANS_PATH = "/v1/traces"  # of receivers of http/protobuf
+SPANS_PATH = "/v1/traces"  # the path at which receivers take spans by http/protobuf
 PROTOCOLS = ("grpc", "http/protobuf")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _BARE_SAMPLERS = ("always_on", "always_off", "traceidratio")
@@ -24,7 +25,8 @@ SAMPLER, SAMPLER_ARG = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 
 
 def _ip_address(text: str) -> str | None:
-    """Return the text if it is an IP address, else None: containers set HOSTNAME to their name."""
+    """Return the text if it is an IP address, else None. Containers set HOSTNAME to their name,
+    which is not an address to listen on."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -248,8 +250,8 @@ REPOSITORY_OPTIONS = section(
 
 
 def server_config(flags: dict[str, Any]) -> ServerConfig:
-    """Return the server's settings. Raises ConfigError for an invalid --allow-media-network, for
-    one without --allow-media-urls, and as `watchdog_s`."""
+    """Return the settings of the server. Raises ConfigError if --allow-media-network is invalid or
+    is given without --allow-media-urls, and if WATCHDOG_USEC is not an integer."""
     from jaxembed.preprocessing.images.media_urls import (
         NETWORK_FLAG,
         URLS_FLAG,
@@ -283,8 +285,8 @@ def server_config(flags: dict[str, Any]) -> ServerConfig:
 
 
 def watchdog_s() -> float | None:
-    """Return systemd's watchdog interval, WATCHDOG_USEC, in seconds; None if it is unset, or
-    WATCHDOG_PID names another process. Raises ConfigError if it is not an integer."""
+    """Return systemd's watchdog interval in seconds; None if the variable WATCHDOG_USEC is unset,
+    or WATCHDOG_PID names another process. Raises ConfigError if WATCHDOG_USEC is not an integer."""
     microseconds, process = os.environ.get("WATCHDOG_USEC"), os.environ.get("WATCHDOG_PID")
     if not microseconds or (process and process != str(os.getpid())):
         return None
@@ -300,8 +302,8 @@ def watchdog_s() -> float | None:
 def tracer_of(flags: dict[str, Any]) -> Tracer | None:
     """Return the tracer that sends spans to --otlp-endpoint; None without this flag.
 
-    Raises UsageError for an endpoint that is no URL and for OpenTelemetry's variables with unknown
-    values, and ConfigError if the extra is not installed.
+    Raises UsageError if the endpoint is not a URL or an environment variable of OpenTelemetry has
+    an unknown value, and ConfigError if the extra `otel` is not installed.
     """
     endpoint = flags["otlp_endpoint"]
     if endpoint is None:
@@ -313,7 +315,7 @@ def tracer_of(flags: dict[str, Any]) -> Tracer | None:
             f"{variable} is {protocol!r}; expected one of {', '.join(PROTOCOLS)}"
         )
     url = spans_url(endpoint, protocol)
-    # OpenTelemetry would only warn and take the defaults
+    # for an unknown value, OpenTelemetry would only warn and take the default
     sampler = os.environ.get(SAMPLER, "parentbased_always_on")
     if sampler.lower() not in SAMPLERS:
         raise click.UsageError(f"{SAMPLER} is {sampler!r}; expected one of {', '.join(SAMPLERS)}")
@@ -336,8 +338,9 @@ def _is_share(text: str) -> bool:
 
 
 def spans_url(endpoint: str, protocol: str) -> str:
-    """Return the URL to send spans to: the endpoint, to which http/protobuf adds SPANS_PATH if it
-    has no path. Raises UsageError if the endpoint is no URL."""
+    """Return the URL to which to send spans. It is `endpoint`, or with http/protobuf and an
+    endpoint without a path, the endpoint followed by SPANS_PATH. Raises UsageError if the endpoint
+    is not a URL."""
     try:
         parts = urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -104,7 +104,7 @@ def tune_command(
     configure_jax(flags["cache_dir"], flags["device_memory_fraction"])
     import jax
 
-    jax.config.update("jax_enable_compilation_cache", False)  # compile times are measured, too
+    jax.config.update("jax_enable_compilation_cache", False)  # compile times are also measured
     loaded = load_measured(
         model_source(model, flags), config=engine_config(flags), text=text_config(flags)
     )

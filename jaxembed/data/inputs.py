@@ -6,7 +6,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-Priority = Literal["interactive", "bulk"]  # interactive: a person waits; bulk: a job does
+Priority = Literal["interactive", "bulk"]
+"""The priority of a request: a person waits for an interactive one, and a job for a bulk one."""
 
 OffsetUnit = Literal["code-points", "utf-16", "utf-8"]  # the unit of positions in a text
 
@@ -25,9 +26,10 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Token ids that run unchanged: nothing is decoded, and no prompt or special token is added.
+    """Token ids that the model gets unchanged: no prompt and no special token is added.
 
-    An `array.array` is checked faster than a list and takes less memory.
+    Pass `ids` as an `array.array` if you can: it is checked faster than a list, and takes less
+    memory.
     """
 
     ids: Sequence[int]
@@ -43,18 +45,18 @@ Input = Text | Pair | Tokens | Image
 
 
 class ChunkSize(msgspec.Struct, frozen=True):
-    """Chunks of `tokens` tokens, each of which shares `overlap` tokens with the previous chunk."""
+    """The size of chunks in tokens. Each chunk shares `overlap` tokens with the previous one."""
 
     tokens: int
     overlap: int = 0
 
 
 class ChunkedText(msgspec.Struct, frozen=True):
-    """A text with a vector for each of its chunks, pooled from the tokens of the whole text.
+    """A text that gets a vector for each of its chunks, pooled from the hidden states of the text.
 
-    `chunks` are half-open ranges `(start, end)` in the `offset_unit`, ordered by their starts. They
-    may overlap. Text outside all chunks serves only as context. With a ChunkSize jaxembed divides
-    the text.
+    `chunks` are half-open ranges `(start, end)` in the `offset_unit`, ordered by start. Chunks may
+    overlap. Text outside all chunks serves only as context. If `chunks` is a ChunkSize, jaxembed
+    divides the text into chunks of this size.
     """
 
     text: str

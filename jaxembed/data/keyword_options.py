@@ -19,8 +19,8 @@ def described(default: Any, description: str) -> Any:
 class KeywordOptions:
     """A decorator of methods that take fields of a dataclass as `**options`.
 
-    The decorated method lists the options in its signature and its docstring. It raises TypeError
-    for an unknown option, with the names of all options and the most similar one.
+    The decorated method lists the options in its signature and its docstring. For an unknown option
+    it raises TypeError, whose message has the names of all options and the most similar name.
     """
 
     def __init__(self, kind: type, names: Collection[str]):
@@ -32,8 +32,8 @@ class KeywordOptions:
         assert not without_default, f"{without_default} have no default"
 
     def __call__(self, method: Callable[_P, _R]) -> Callable[_P, _R]:
-        """Return the method, which may be a coroutine function, with the options in its signature
-        and docstring, and with a check of the names of its keyword arguments."""
+        """Return a wrapper of the method, which may be a coroutine function. The wrapper has the
+        options in its signature and docstring, and checks the names of keyword arguments."""
         signature = inspect.signature(method)
         own_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [

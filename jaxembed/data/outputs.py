@@ -1,4 +1,4 @@
-"""The outputs that a model can compute for a sequence. Imports no JAX, so that any process may."""
+"""The outputs that a model can compute for a sequence. Processes without JAX may import this."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,8 +10,8 @@ OutputName = Literal["dense", "logits", "sparse", "token_weights", "multi_vector
 class OutputKind:
     """The form of an output, which is float32 and not normalized.
 
-    It has one array for each slot (a sequence, or a span of it), or one row for each token. Of a
-    `sparse` output only the columns that are not zero are kept.
+    `per` says whether there is a row for each slot (a sequence or a part of a sequence that is
+    pooled), or for each token. Only the nonzero columns of a `sparse` output are kept.
     """
 
     per: Literal["slot", "token"]
@@ -19,13 +19,13 @@ class OutputKind:
 
 
 OUTPUTS: dict[OutputName, OutputKind] = {
-    "dense": OutputKind("slot"),  # the pooled vector, after its head's modules
+    "dense": OutputKind("slot"),  # the pooled vector, after the modules of the head
     "logits": OutputKind("slot"),  # the logits of a classifier or reranker
     "sparse": OutputKind("slot", sparse=True),  # the weights of the vocabulary's terms
-    "token_weights": OutputKind("token"),  # one weight, from which the terms' weights are made
-    "multi_vector": OutputKind("token"),  # a vector; vectors are compared token by token
+    "token_weights": OutputKind("token"),  # a weight per token; the host makes term weights of it
+    "multi_vector": OutputKind("token"),  # a vector per token, for scores of token pairs
     "tokens": OutputKind("token"),  # the last hidden states
 }
 
-# The outputs that texts are compared by. "sparse" may be made from "token_weights".
+# The outputs that texts are compared by. In some models "sparse" is made from "token_weights".
 REPRESENTATIONS: tuple[OutputName, ...] = ("dense", "sparse", "multi_vector")

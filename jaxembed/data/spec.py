@@ -7,18 +7,21 @@ import msgspec
 
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
 
-NO_LIMIT = 2**19  # input tokens of a model that truncates nothing; no accepted text has more
+# The `max_input_tokens` of a model that never truncates. No accepted text has more tokens.
+NO_LIMIT = 2**19
 
 STATIC = "static"  # the architecture of a model that is a table of token vectors
 
-FORMAT_VERSION = 4  # of the checkpoints that are written; docs/versions.md says when it grows
+# The format of the checkpoints that this version writes; docs/versions.md says when it changes.
+FORMAT_VERSION = 4
 
 Pooling = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
-"""The poolings, in the order in which sentence-transformers concatenates several."""
+"""The names of the poolings, in the order in which sentence-transformers concatenates the vectors
+of a model with several poolings."""
 
 PoolingChoice = Pooling | Literal["splade"]
-"""What a model may be loaded with: another pooling, or "splade", as TEI calls the sparse embeddings
-of a masked-LM head."""
+"""The values of the option `pooling` when a model is loaded: a pooling that replaces the model's
+own, or "splade", TEI's name for the sparse embeddings of a masked-LM head."""
 
 Activation = Literal[
     "identity", "tanh", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid"
@@ -27,14 +30,15 @@ Activation = Literal[
 DType = Literal["float32", "bfloat16", "float16"]
 
 Task = Literal["embed", "classify", "rerank"]
-"""What a model computes: vectors, logits of several labels, or one logit of a pair of texts."""
+"""What a model computes: "embed" is vectors of texts, "classify" is a logit for each of several
+labels, and "rerank" is one logit for a pair of texts."""
 
 ScoreFunction = Literal["sigmoid", "softmax"]
 
 
 class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
-    """A sentence-transformers Dense module: activation(x @ kernel + bias). With `residual` it adds
-    x, or x @ residual.kernel if the widths differ."""
+    """A sentence-transformers Dense module: activation(x @ kernel + bias). With `residual` it also
+    adds x, or x @ residual.kernel if `in_features` and `out_features` differ."""
 
     in_features: int
     out_features: int
@@ -44,7 +48,7 @@ class DenseLayer(msgspec.Struct, frozen=True, tag="dense"):
 
     @property
     def projects_residual(self) -> bool:
-        """Whether the residual has a kernel."""
+        """Whether the residual is x @ residual.kernel instead of x."""
         return self.residual and self.in_features != self.out_features
 
 
@@ -72,7 +76,7 @@ class _WithModules(Protocol):
 
 
 class _AfterModules(msgspec.Struct, frozen=True):
-    """The base of heads whose output is the result of their modules."""
+    """The base class of heads that end with their modules: the output is what these compute."""
 
     @property
     def normalize(self: _WithModules) -> bool:
@@ -91,8 +95,9 @@ class _AfterModules(msgspec.Struct, frozen=True):
 
 
 class Pooled(_AfterModules, frozen=True, tag="pooled"):
-    """A head of one vector for each slot. The poolings of the hidden states are concatenated and go
-    through the modules, in the order of modules.json."""
+    """A head of one vector for each slot, a range of tokens that are pooled together. The results
+    of all poolings are concatenated, and then go through the modules in the order of
+    modules.json."""
 
     pooling: tuple[Pooling, ...]
     modules: tuple[Module, ...] = ()
@@ -105,8 +110,8 @@ class Pooled(_AfterModules, frozen=True, tag="pooled"):
 class PerToken(_AfterModules, frozen=True, tag="per_token"):
     """A head of one vector for each token: its hidden state, through the modules.
 
-    The vectors of tokens with the `skipped_ids`, and with `drops_first` that of the first token,
-    are computed but left out of the answer.
+    Some vectors are computed but left out of the answer: those of tokens with one of the
+    `skipped_ids`, and if `drops_first` is true the vector of the first token.
     """
 
     modules: tuple[Module, ...]
@@ -118,12 +123,13 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     """A head of sparse embeddings: a weight for each term of the vocabulary in each slot.
 
     The hidden states go through the modules and are multiplied by the table of terms, which gives
-    the logits of a masked language model. The activation makes weights of them, and a slot has the
-    maximum or the sum over its tokens. Formal et al. 2021, arXiv:2109.10086.
+    the logits of a masked language model. The activation turns logits into term weights, and the
+    weight of a term in a slot is the maximum or the sum over the tokens of the slot. Formal et al.
+    2021, arXiv:2109.10086.
 
     A static model, or the static query encoder of a model with several routes, has no logits: its
-    table holds one weight for each term, and a term among the tokens of a slot has that weight,
-    however often it occurs.
+    table holds one weight for each term. A term that occurs in a slot, once or more often, gets
+    this weight; other terms get zero.
     """
 
     vocab_size: int
@@ -131,14 +137,15 @@ class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
     modules: tuple[Module, ...] = ()
     over_tokens: Literal["max", "sum"] = "max"
     activation: Literal["relu", "log1p_relu"] = "relu"
-    """relu: log(1 + max(z, 0)) of a logit z; log1p_relu: log(1 + relu's weight)."""
-    max_active: int | None = None  # the maximum number of weights of an answer, the largest ones
+    """With "relu" the weight of a logit z is w = log(1 + max(z, 0)), and with "log1p_relu" it is
+    log(1 + w)."""
+    max_active: int | None = None  # an answer has only this many weights, the largest; None: all
 
-    normalize = False  # the weights are not normalized
+    normalize = False  # term weights are not normalized
 
     @property
     def device_modules(self) -> tuple[Module, ...]:
-        """All modules: they run before the product with the table."""
+        """The modules that run on the device: all, because the product with the table follows."""
         return self.modules
 
     def width(self, hidden_size: int) -> int:
@@ -168,19 +175,20 @@ Head = Pooled | PerToken | Vocabulary | AttentionPooling
 
 
 def scoring_heads(logits: Pooled) -> dict[OutputName, Head]:
-    """Return the heads of a classifier or reranker: its logits, and its pooled vector. The pooled
-    vector is the one that logits are computed from, before any module."""
+    """Return the heads of a classifier or reranker by output. The head "logits" is the argument,
+    and "dense" gives the pooled vector that the modules compute the logits from."""
     return {"logits": logits, "dense": Pooled(logits.pooling)}
 
 
 class Expansion(msgspec.Struct, frozen=True):
     """The augmentation tokens of a text: copies of `token_id`, up to `length` tokens in total.
 
-    They follow the last token, and their positions continue. If they are not `attended`, they are
-    hidden as keys: no token attends to them, and each attends only to the tokens of the text.
+    The copies follow the last token of the text, and their positions continue those of the text.
+    If `attended` is False, the copies are hidden as keys: no token attends to a copy, and the
+    copies attend only to the tokens of the text.
 
-    A multi-vector model has them in queries, and returns a vector for each. SigLIP has them in all
-    texts: they are its padding tokens, to which the others attend.
+    A multi-vector model adds copies to queries, and returns a vector for each copy. SigLIP pads
+    every text with copies, which all tokens attend to.
     """
 
     token_id: int
@@ -191,10 +199,11 @@ class Expansion(msgspec.Struct, frozen=True):
 class LateInteraction(msgspec.Struct, frozen=True):
     """How queries and documents of a multi-vector model are tokenized.
 
-    Khattab and Zaharia 2020, arXiv:2004.12832. The marker of a role is a token that stands second
-    in each sequence, after the first special token; None: the role has no marker. The lengths are
-    the maximum tokens of a sequence, including special tokens and the marker. A query longer than
-    the length of the expansion gets no augmentation tokens.
+    Khattab and Zaharia 2020, arXiv:2004.12832. `query_marker` and `document_marker` are the ids of
+    a token that is inserted after the first special token; None inserts no token. `query_length`
+    and `document_length` are the maximum tokens of a sequence, including special tokens and the
+    marker. `expansion` describes the augmentation tokens of queries. A query longer than
+    expansion.length gets no augmentation tokens.
     """
 
     query_length: int
@@ -207,17 +216,18 @@ class LateInteraction(msgspec.Struct, frozen=True):
 class PairTemplate(msgspec.Struct, frozen=True):
     """The prompt by which a language model judges whether a document answers a query.
 
-    The four parts are tokenized separately, without the tokenizer's special tokens, and their ids
-    are concatenated. `first` holds {query}, and {instruction} if the model takes one; `second`
-    holds {document}.
+    `prefix`, `first`, `second` and `suffix` are tokenized separately, without the tokenizer's
+    special tokens, and the ids are concatenated in this order. `first` contains {query}, and
+    {instruction} if the model takes an instruction. `second` contains {document}.
     """
 
     prefix: str
     first: str
     second: str
     suffix: str
-    instruction: str  # the default for a request without one
-    query_share: float = 1.0  # the share of the limit that `first` may take if a pair is truncated
+    instruction: str  # the instruction for requests that give none
+    # The share (0 to 1) of the token limit that `first` may take if a pair is truncated.
+    query_share: float = 1.0
 
     @property
     def takes_instruction(self) -> bool:
@@ -231,16 +241,17 @@ Resample = Literal["nearest", "lanczos", "bilinear", "bicubic"]
 class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
     """How an image becomes patches of `patch` by `patch` pixels, and patches become tokens.
 
-    The image is resized by `resample`, as transformers' processors do it, in one of these ways: to
-    the `size`, height and width; so that its shorter side is `shortest`; or with its aspect ratio
-    nearly kept, to whole patches, at most `most_patches`, or to whole tokens, with between
-    `area[0]` and `area[1]` pixels. If there is a `crop`, its height and width are cut from the
-    middle. Sizes are in pixels. The device computes (value * `rescale` - mean) / std, with the
-    `mean` and `std` of the value's colour.
+    The image is resized with the filter `resample`, as transformers' processors do it. Exactly one
+    of four fields says to which size. With `size` all images get this height and width. With
+    `shortest` the shorter side gets this length. The other two nearly keep the aspect ratio: with
+    `most_patches` an image is resized to whole patches, at most so many, and with `area` to whole
+    tokens, which have between area[0] and area[1] pixels together. After that, if `crop` is given,
+    a rectangle of this height and width is cut from the middle. Sizes are in pixels. The device
+    computes (value * rescale - mean) / std for each value, with the `mean` and `std` of its colour.
 
     Each block of `merge` by `merge` patches is a token with the id `token_id`. `before` and `after`
-    are the ids of the tokens around an image's patches. `place_numbers` is the number of numbers
-    that give a token's place in its image; 0 if its position in the sequence is enough.
+    are the ids of the tokens around an image's patches. A token's place in its image is given by
+    `place_numbers` numbers; 0 for models that need only the token's position in the sequence.
     """
 
     patch: int
@@ -276,15 +287,16 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def made(self) -> tuple[int, int]:
-        """The height and width of every image in pixels after resizing and cropping. Only valid if
-        all images have one size, that is without a maximum of patches or an `area`."""
+        """The height and width of every image in pixels after resizing and cropping. The rules must
+        have a `crop` or a `size`, which give all images the same size."""
         size = self.crop or self.size
         assert size is not None
         return size
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The numbers of rows and columns of patches of every image; valid as `made`."""
+        """The numbers of rows and columns of patches of every image. The rules must have a `crop`
+        or a `size`."""
         height, width = self.made
         return height // self.patch, width // self.patch
 
@@ -292,7 +304,8 @@ class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
 class Adapter(msgspec.Struct, frozen=True):
     """A low-rank adapter: its name, and its rank in each layer that it changes.
 
-    `ranks` are by the layer's name in the parameters, such as `tower.layers.0.attention.qkv`.
+    The keys of `ranks` are the names of layers in the parameters, such as
+    `tower.layers.0.attention.qkv`.
     """
 
     name: str
@@ -304,17 +317,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     `config` holds the fields of the architecture's config dataclass. `heads` are the heads on the
     backbone, by the name of the output that each computes. The first head is the primary one, which
-    the model is served for: "dense", "sparse" or "multi_vector" of an embedder, "logits" of a
+    the model is served for: "dense", "sparse" or "multi_vector" for an embedder, and "logits" for a
     classifier or reranker. There is a logit for each of the `labels`, and `score_function` turns
     logits into scores.
 
-    `template` is the prompt of a pair. `interaction` says how queries and documents are tokenized.
-    If the model was trained so, `filled` adds augmentation tokens to every text. `image` says how
-    images are prepared; such a model takes texts only if its config has a vocabulary. `token_types`
-    says whether the backbone takes the tokenizer's types, or zeros. A request may choose one of the
-    `adapters`, which are numbered from 1. `dtype` is the dtype of the stored parameters; the one
-    used in computation may differ. `written_by` is the version that wrote the checkpoint; early
-    versions left it out.
+    `template` is the prompt of a pair. `interaction` says how a multi-vector model tokenizes
+    queries and documents. `filled` describes augmentation tokens that are added to every text.
+    `image` says how images are prepared; a model with `image` takes texts only if its config has a
+    vocabulary. If `token_types` is false, the backbone takes zeros instead of the tokenizer's
+    types. A request may choose one of the `adapters`, which are numbered from 1. `dtype` is the
+    dtype of the stored parameters; computation may use another one. `written_by` is the jaxembed
+    version that wrote the checkpoint, or None for early versions.
     """
 
     architecture: str
@@ -352,8 +365,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def pooling(self) -> tuple[str, ...]:
-        """The poolings of the primary head, or its output's name if it has no pooling. A head of
-        sparse embeddings has "splade"."""
+        """The poolings of the primary head. A head without pooling has one entry: "splade" for
+        sparse embeddings, and the name of its output for other heads."""
         if isinstance(self.head, Pooled | AttentionPooling):
             return self.head.pooling
         return ("splade",) if self.primary == "sparse" else (self.primary,)
@@ -366,17 +379,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def is_static(self) -> bool:
-        """Whether the model is a table of token vectors, without backbone and compiled program."""
+        """Whether the model is a table of token vectors, which needs no compiled program."""
         return self.architecture == STATIC
 
     @property
     def takes_texts(self) -> bool:
-        """Whether the model tokenizes texts: all do but an image encoder alone."""
+        """Whether the model tokenizes texts. Only models that are an image encoder do not."""
         return "vocab_size" in self.config
 
     @cached_property
     def dense(self) -> Pooled | AttentionPooling:
-        """The head that computes one vector for an input. Raises KeyError if the model has none."""
+        """The head that computes one vector for an input. Raises KeyError if there is no such
+        head."""
         head = self.heads["dense"]
         assert isinstance(head, Pooled | AttentionPooling)
         return head
@@ -388,7 +402,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def task(self) -> Task:
-        """The task: with logits it is "classify" if there are several labels, else "rerank"."""
+        """The task of the model: "embed", or with logits "classify" if there are several labels and
+        "rerank" if there is one."""
         if self.primary != "logits":
             return "embed"
         return "classify" if len(self.labels) > 1 else "rerank"
@@ -406,17 +421,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.widths[self.primary]
 
 
-TEXT_ROUTE, IMAGE_ROUTE = "text", "image"  # routes of a model of both; the input's type chooses
-ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # the name of a route is also that of a folder
+# The routes of a model with a text encoder and an image encoder. The type of an input chooses one.
+TEXT_ROUTE, IMAGE_ROUTE = "text", "image"
+ROUTE_NAME = r"^[A-Za-z0-9_-]+\Z"  # a route's folder in the checkpoint has the name of the route
 
 
 class Routes(msgspec.Struct, frozen=True):
     """The specs of a model by route, such as one encoder for queries and one for documents.
 
-    The vectors of all routes can be compared. A model with one engine has one route, whose name is
-    empty. `default` is the route of a request that names no route; None refuses such a request. A
-    model of texts and images has the routes TEXT_ROUTE and IMAGE_ROUTE, which a request does not
-    name.
+    The vectors of all routes can be compared. Most models have one route, whose name is empty.
+    `default` is the route of a request that names no route; if it is None, such a request is
+    refused. A model with separate encoders for texts and images has the routes TEXT_ROUTE and
+    IMAGE_ROUTE, which the type of the input chooses instead of the request.
     """
 
     specs: dict[str, ModelSpec]
@@ -429,12 +445,12 @@ class Routes(msgspec.Struct, frozen=True):
 
     @property
     def main(self) -> ModelSpec:
-        """The spec of the main route. Its task, dimensions and prompts are those of all routes."""
+        """The spec of the main route. All routes have the same task, dimensions and prompts."""
         return self.specs[self.main_route]
 
     @property
     def image(self) -> ModelSpec | None:
-        """The spec of the route that takes images, or None."""
+        """The spec of the route that takes images, or None if no route does."""
         return next((spec for spec in self.specs.values() if spec.image is not None), None)
 
     @property
@@ -444,5 +460,6 @@ class Routes(msgspec.Struct, frozen=True):
 
     @property
     def of_texts(self) -> "Routes":
-        """The routes that a text may take: of a model of texts and images one route, named ""."""
+        """The routes that a text may take. If the model has a separate image encoder, this is only
+        the text encoder, as a route named ""."""
         return Routes({"": self.specs[TEXT_ROUTE]}) if self.is_dual else self

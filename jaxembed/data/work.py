@@ -14,20 +14,21 @@ import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
 
-Span = tuple[int, int]  # the first token, and the one after the last
+Span = tuple[int, int]  # the index of the first token, and the index after the last token
 
-PLANES = ("ids", "types", "pixels")  # int32; a plane that a request lacks counts as zeros
+PLANES = ("ids", "types", "pixels")  # int32 arrays; a missing plane stands for zeros
 
 
 @dataclass(frozen=True)
 class Encoding:
     """One tokenized input.
 
-    `ids` and `types` are int32 `[length]`; no `types` means zeros. Each of the `spans`, counted
-    from the start of the sequence, is pooled separately; they may overlap. Without `spans` all
-    tokens are pooled together. The last `augmentation_tokens` tokens are augmentation tokens; see
-    `Expansion`. For an image `pixels` holds the place and the patches of each token, int32
-    `[length, words]`: the numbers of the place, then four bytes of the patches in each word.
+    `ids` and `types` are int32 `[length]`; `types` of None means zeros. Each of the `spans`,
+    counted from the start of the sequence, is pooled separately. Spans may overlap. If `spans` is
+    None, all tokens are pooled together. The last `augmentation_tokens` tokens are copies of one
+    token that the model adds to a text (`Expansion`). For an image `pixels` is int32
+    `[length, words]`: a row holds the numbers of a token's place in the image, and then the bytes
+    of its patches, four in each word.
     """
 
     ids: np.ndarray
@@ -45,17 +46,19 @@ class Encoding:
 class Work(msgspec.Struct, frozen=True, eq=False):
     """The sequences of one request, concatenated, and the outputs to compute for them.
 
-    A slot is a range of tokens that are pooled together: its `bounds` are its first token and the
-    one after its last, counted from the start of its sequence. A sequence has one or more slots.
+    A slot is a range of tokens that are pooled together. Its row of `bounds` holds the index of its
+    first token and the index after its last token, counted from the start of its sequence. A
+    sequence has one or more slots.
     """
 
     planes: dict[str, np.ndarray]  # int32 [tokens] by the names in PLANES; pixels [tokens, words]
-    lengths: np.ndarray  # int32 [sequences]
+    lengths: np.ndarray  # int32 [sequences]: the number of tokens of each sequence
     bounds: np.ndarray  # int32 [all slots, 2]
-    slots: np.ndarray  # int32 [sequences]: the number of slots of each
+    slots: np.ndarray  # int32 [sequences]: the number of slots of each sequence
     outputs: frozenset[OutputName] = frozenset({"dense"})
-    adapter: int = 0  # the number of the adapter that all sequences use; 0: none
-    augmentation_tokens: np.ndarray | None = None  # int32 [sequences]: as in Encoding; None: zeros
+    adapter: int = 0  # the number of the adapter that all sequences use; 0: no adapter
+    # int32 [sequences]: how many tokens at the end of each are augmentation tokens; None: none are
+    augmentation_tokens: np.ndarray | None = None
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -68,7 +71,8 @@ class Work(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def text_tokens(self) -> np.ndarray:
-        """The number of tokens of each sequence without augmentation tokens: int `[sequences]`."""
+        """The number of tokens of each sequence, int `[sequences]`. Augmentation tokens do not
+        count."""
         return (
             self.lengths
             if self.augmentation_tokens is None
@@ -77,7 +81,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def has_spans(self) -> bool:
-        """Whether at least one sequence has several slots."""
+        """Whether at least one sequence has more than one slot."""
         return len(self.bounds) > len(self.lengths)
 
     @property
@@ -96,7 +100,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
         has_pixels = "pixels" in self.planes
         pixels = np.split(self.planes["pixels"], ends) if has_pixels else repeat(None)
         return [
-            Encoding(*fields)  # `repeat` has no end
+            Encoding(*fields)  # strict=False, because `repeat` has no end
             for fields in zip(ids, types, spans, augmentation_tokens, pixels, strict=False)
         ]
 
@@ -104,7 +108,7 @@ class Work(msgspec.Struct, frozen=True, eq=False):
 def work_from_encodings(
     encodings: Sequence[Encoding], outputs: frozenset[OutputName] = frozenset({"dense"})
 ) -> Work:
-    """Return work that computes `outputs` for tokenized inputs: their columns, concatenated."""
+    """Return work that computes `outputs` for tokenized inputs, which become its sequences."""
     lengths = np.array([encoding.length for encoding in encodings], np.int32)
     planes = {"ids": _concatenated([encoding.ids for encoding in encodings])}
     if any(encoding.types is not None for encoding in encodings):
@@ -115,7 +119,7 @@ def work_from_encodings(
             ]
         )
     pixels = [encoding.pixels for encoding in encodings if encoding.pixels is not None]
-    if pixels:  # then all inputs have pixels: a model takes images or texts
+    if pixels:  # if one input has pixels, all have: a model takes either images or texts
         planes["pixels"] = _concatenated(pixels)
     augmentation_tokens = None
     if any(encoding.augmentation_tokens for encoding in encodings):
@@ -139,7 +143,8 @@ def whole_work(
     outputs: frozenset[OutputName] = frozenset({"dense"}),
     augmentation_tokens: np.ndarray | None = None,
 ) -> Work:
-    """Return work whose sequences have one slot each: all tokens. Arguments are as in Work."""
+    """Return work whose sequences are pooled whole: each has one slot, with all its tokens. The
+    arguments are the fields of Work."""
     bounds = np.zeros((len(lengths), 2), np.int32)
     bounds[:, 1] = lengths
     slots = np.empty(len(lengths), np.int32)
@@ -148,8 +153,8 @@ def whole_work(
 
 
 def join_work(parts: Sequence[Work], outputs: frozenset[OutputName], adapter: int = 0) -> Work:
-    """Return the sequences of all parts, in order, as one Work with this adapter for these outputs,
-    whatever those of the parts are."""
+    """Return the sequences of all parts, in order, as one Work with the given `outputs` and
+    `adapter`. The outputs and adapters of the parts are ignored."""
     if len(parts) == 1:
         return msgspec.structs.replace(parts[0], outputs=outputs, adapter=adapter)
     augmentation_tokens = None
@@ -187,7 +192,8 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: SupportsIndex) -> np.ndarray:
-        """Return an array as a view. Raises IndexError."""
+        """Return the array with this number, as a view. Raises IndexError if there is none; a
+        negative number is not counted from the end."""
         number = index.__index__()
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -197,13 +203,14 @@ class Ragged:
         return (self[index] for index in range(len(self)))
 
     def where(self, kept: np.ndarray) -> "Ragged":
-        """Return the arrays with only the rows for which `kept`, bool `[rows]`, is true. The rows
-        are those of `values`."""
+        """Return the arrays without some of their rows. `kept`, bool `[rows of values]`, is true
+        for the rows that stay."""
         kept_before = np.concatenate([[0], np.cumsum(kept)])
         return Ragged(self.values[kept], kept_before[self.offsets])
 
     def ordered(self, order: np.ndarray) -> "Ragged":
-        """Return copies of the arrays with the numbers `order`, in this order."""
+        """Return copies of the arrays whose numbers are listed in `order`, in the order of the
+        list."""
         arrays = [self[k] for k in order.tolist()]
         offsets = np.cumsum([0, *map(len, arrays)], dtype=np.int64)
         return Ragged(np.concatenate([self.values[:0], *arrays]), offsets)
@@ -220,8 +227,8 @@ class SparseRows:
 
     @staticmethod
     def from_flat(places: np.ndarray, values: np.ndarray, rows: int, width: int) -> "SparseRows":
-        """Return the rows of a flattened matrix with `values` at the ascending indices `places`.
-        The matrix has `rows` rows and `width` columns, and zeros elsewhere."""
+        """Return the rows of a matrix of `rows` rows and `width` columns. In the flattened matrix
+        `values` are at the indices `places`, which must ascend, and all other values are zero."""
         ends = np.searchsorted(places, np.arange(1, rows) * width) if rows else np.zeros(0, int)
         indices = np.split((places % width).astype(np.int32), ends)
         return SparseRows(width, indices[:rows], np.split(values, ends)[:rows])
@@ -231,8 +238,8 @@ class SparseRows:
 
     @property
     def csr(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The values, columns and row offsets of a compressed sparse row (CSR) matrix. They are
-        float32, int32 and int64, as scipy.sparse.csr_array takes them."""
+        """The arrays of a compressed sparse row (CSR) matrix, as scipy.sparse.csr_array takes them:
+        the values (float32), their columns (int32) and the offset of each row (int64)."""
         offsets = np.cumsum([0, *map(len, self.indices)], dtype=np.int64)
         indices = np.concatenate([np.zeros(0, np.int32), *self.indices])
         return np.concatenate([np.zeros(0, np.float32), *self.values]), indices, offsets
@@ -244,35 +251,36 @@ class SparseRows:
         return csr_array(self.csr, shape=(len(self), self.width))
 
     def __getitem__(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
-        """Return the rows with the numbers `chosen`, in this order, as views."""
+        """Return the rows whose numbers are listed in `chosen`, in the order of the list, as
+        views."""
         numbers = list(chosen)
         return SparseRows(
             self.width, [self.indices[k] for k in numbers], [self.values[k] for k in numbers]
         )
 
     def __setitem__(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
-        """Replace the rows with the numbers `places` by copies of `rows`."""
+        """Replace the rows whose numbers are listed in `places` by copies of `rows`."""
         for place, indices, values in zip(places, rows.indices, rows.values, strict=True):
             self.indices[place] = indices.copy()
             self.values[place] = values.copy()
 
 
 def to_sparse_rows(dense: np.ndarray) -> SparseRows:
-    """Return the values that are not zero of a matrix, float32 `[rows, width]`."""
+    """Convert a matrix, float32 `[rows, width]`, to SparseRows with its nonzero values."""
     flat = dense.reshape(-1)
     places = np.flatnonzero(flat != 0)  # np.flatnonzero of floats takes four times as long
     return SparseRows.from_flat(places, flat[places], *dense.shape)
 
 
 WorkResult = dict[OutputName, Any]
-"""The result of one request, by output: an array for each slot, in the order of the bounds, as
-float32 `[all slots, width]` or SparseRows, or for each sequence an array `[length, width]` as
-Ragged."""
+"""The result of one request, by output. An output per slot is float32 `[all slots, width]` or
+SparseRows, with a row for each slot in the order of Work.bounds. An output per token is Ragged,
+with an array `[length, width]` for each sequence."""
 
 
 def select_inputs(result: WorkResult, chosen: np.ndarray) -> WorkResult:
-    """Return the outputs of the inputs with the numbers `chosen`, int `[inputs]`, in this order.
-    The result must have one slot for each input."""
+    """Return the outputs of some inputs. `chosen`, int `[chosen inputs]`, lists their numbers in
+    the order of the outputs to return. `result` must have one slot for each input."""
     return {
         name: value.ordered(chosen) if isinstance(value, Ragged) else value[chosen]
         for name, value in result.items()
@@ -280,8 +288,9 @@ def select_inputs(result: WorkResult, chosen: np.ndarray) -> WorkResult:
 
 
 def empty_result(work: Work, widths: Mapping[OutputName, int]) -> WorkResult:
-    """Return arrays of the right shapes for the work, with arbitrary values, to be filled. Sparse
-    rows are empty. `widths` are the dimensions of the model's outputs."""
+    """Return a result of the right shapes for the work, which the caller fills. Dense arrays have
+    arbitrary values, and sparse rows are empty. `widths` holds the number of columns of each
+    output."""
     result: WorkResult = {}
     for name in work.outputs:
         if OUTPUTS[name].sparse:
@@ -319,7 +328,8 @@ def join_results(parts: Sequence[WorkResult]) -> WorkResult:
 
 
 def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays: a single array is returned as it is, no arrays as int32 `[0]`."""
+    """Concatenate arrays. A single array is returned without a copy. Returns an empty int32 array
+    if there are no arrays."""
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

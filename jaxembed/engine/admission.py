@@ -1,7 +1,7 @@
 """Admits a request by its inputs, tokens and bytes, or refuses it at once when a limit is full.
 
 `Capacity` has the limits of the process. An `Admission` admits requests to a model, and returns a
-`Permit` for each. A reservation, `Reservation`, counts the bytes of a request.
+`Permit` for each. A `Reservation` counts the bytes of memory that a request holds.
 """
 
 import math
@@ -18,8 +18,8 @@ from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 LONGEST_RETRY_S = 60
 MAX_LIMITS_PER_REQUEST = 16  # one request may have at most this multiple of the token limit
 SMALL_DIVISOR = 64  # a small request has at most 1/SMALL_DIVISOR of each limit
-# The reserve for small requests is 1/RESERVE_DIVISOR of each limit: the last part of the bytes, and
-# beyond the limits of inputs and tokens.
+# The reserve for small requests is 1/RESERVE_DIVISOR of each limit. It is within the limit of
+# bytes, and in addition to the limits of inputs and tokens.
 RESERVE_DIVISOR = 8
 
 Limit = Literal["inputs", "tokens", "bytes"]
@@ -29,8 +29,8 @@ class Cost(NamedTuple):
     """The cost of a request, or of a part of one: numbers of inputs, tokens and bytes of memory.
 
     Before tokenization, `tokens` and `bytes` are estimated from the number of characters;
-    `Permit.correct` replaces them. `bytes` excludes the request body and the finished answer:
-    `Reservation.charge` counts those.
+    `Permit.correct` replaces the estimates. `bytes` excludes the request body and the finished
+    answer, which the server charges to the Reservation separately.
     """
 
     inputs: int
@@ -41,9 +41,9 @@ class Cost(NamedTuple):
 class Reservation:
     """The memory reservation of one request, in bytes, until `close`.
 
-    It covers the body, the texts and tokens, and the answer until it is sent. `entered` is true
-    once a model has admitted a part of the request. `account` counts the usage of the request for
-    its API key or a log; it may be None.
+    It covers the body of the request, its texts and tokens, and its answer until that is sent.
+    `entered` is true once a model has admitted a part of the request. `account` counts the usage of
+    the request for an API key or a log; it may be None.
     """
 
     def __init__(self, capacity: "Capacity"):
@@ -63,7 +63,7 @@ class Reservation:
         with capacity.lock:
             wanted = self.bytes + count
             if count > 0:
-                # the rest is the reserve for small requests
+                # the bytes that requests of any size may hold, without the reserve for small ones
                 open_to_all = capacity.max_bytes - capacity.max_bytes // RESERVE_DIVISOR
                 if wanted > open_to_all:
                     raise RequestTooLarge(
@@ -97,10 +97,10 @@ class Reservation:
 class Capacity:
     """The limits of one process, and how much of each limit is in use.
 
-    All models share the limits, because they share the devices. A model that is below its own share
-    of a limit may exceed the limit: devices serve all models fairly, so many requests to one model
-    must not block requests to another. `bytes` never exceeds `max_bytes`. Without `max_tokens`, the
-    token limit is the sum of the models' shares.
+    All models share the limits, because they share the devices. A model that uses less than its own
+    share of a limit may admit requests although the limit is reached: devices serve all models
+    fairly, so many requests to one model must not block requests to another. `bytes` never exceeds
+    `max_bytes`. Without `max_tokens`, the token limit is the sum of the models' shares.
     """
 
     def __init__(
@@ -113,8 +113,9 @@ class Capacity:
         self.max_tokens = max_tokens or 0
         self.max_bytes = max_bytes
         self.inputs = self.tokens = self.bytes = 0
-        self.small_inputs = self.small_tokens = 0  # of requests admitted with `in_reserve`
-        self.refused: Counter[Limit] = Counter()  # requests by the limit that was full
+        # inputs and tokens of the small requests for which the reserve had room
+        self.small_inputs = self.small_tokens = 0
+        self.refused: Counter[Limit] = Counter()  # refused requests by the limit that was full
         self.admissions: list[Admission] = []
         self.lock = threading.RLock()
         self.sums_shares = not max_tokens  # whether `max_tokens` is the sum of the models' shares
@@ -141,13 +142,14 @@ def capacity_of(config: EngineConfig) -> Capacity:
 class Admission:
     """Admits requests to one model, and counts their inputs and tokens until they are answered.
 
-    A limit is full if the process has reached it and the model has reached its share of it. While
-    no limit is full, a request of any size is admitted. Small requests have a reserve beyond the
-    limits. So all models together hold at most the limit, the shares of all models but one, the
-    reserve, and one request for each model of at most MAX_LIMITS_PER_REQUEST times the token limit.
+    A limit is full if the process has reached the limit and the model has reached its share of the
+    limit. While no limit is full, a request of any size is admitted. Small requests have a reserve
+    beyond the limits. So the tokens of all models together are at most the sum of the limit, the
+    shares of all models but one, the reserve, and one request for each model, which may have
+    MAX_LIMITS_PER_REQUEST times the token limit.
 
-    `share` is the number of tokens that the model adds to the token limit of a capacity without
-    `max_tokens`. `tokens_per_s` returns the recent throughput of the model.
+    `share` is the number of tokens that the model adds to the token limit of a capacity that was
+    made without `max_tokens`. `tokens_per_s` returns the recent throughput of the model.
     """
 
     def __init__(self, capacity: Capacity, share: int, tokens_per_s: Callable[[], float]):
@@ -169,14 +171,15 @@ class Admission:
     ) -> "Permit":
         """Admit a request, or a part of one, and return its permit.
 
-        With `reservation`, this is a part of the request with that reservation. Once its first part
-        is admitted, a full limit of inputs or tokens refuses no further part. The bytes of all
-        parts stay reserved until `reservation` is closed. `is_run` is False for work without a
-        device, such as tokenization: its tokens are not charged to the account.
+        With `reservation`, this is a part of the request that has that reservation. Once the first
+        part of a request is admitted, a full limit of inputs or tokens refuses none of the other
+        parts. The bytes of all parts stay reserved until `reservation` is closed. `is_run` is False
+        for work without a device, such as tokenization, whose tokens are not charged to the
+        account.
 
         Raises Overloaded if a limit is full, ShuttingDown after `drain` or `close`, RequestTooLarge
-        if the request could never be admitted, and QuotaExceeded if its API key must wait. After an
-        error nothing is admitted.
+        if the request could never be admitted, and QuotaExceeded if the limits of its API key are
+        used up. After an error nothing is admitted.
         """
         capacity, is_own = self.capacity, reservation is None
         reservation = reservation or Reservation(capacity)
@@ -193,15 +196,15 @@ class Admission:
                 reservation.account.quota.check(
                     cost.inputs, cost.tokens if is_run else 0, reservation.account
                 )
-            # only a small request may use the reserve, while there is room
+            # only a small request may use the reserve, while the reserve has room
             in_reserve = (
                 cost.inputs * SMALL_DIVISOR <= capacity.max_inputs
                 and cost.tokens * SMALL_DIVISOR <= capacity.max_tokens
                 and (capacity.small_inputs + cost.inputs) * RESERVE_DIVISOR <= capacity.max_inputs
                 and (capacity.small_tokens + cost.tokens) * RESERVE_DIVISOR <= capacity.max_tokens
             )
-            # The model's share of a limit is an equal part of it, or `share` where the token limit
-            # is the sum of the shares.
+            # All models have equal shares of a limit; but if the token limit is the sum of the
+            # models' shares, each model has its own `share` of tokens.
             full: Limit | None = None
             models = len(capacity.admissions)
             tokens_share = self.share if capacity.sums_shares else capacity.max_tokens / models
@@ -212,7 +215,7 @@ class Admission:
                 and self.inputs >= capacity.max_inputs / models
             ):
                 full = "inputs"
-            # `entered`: an earlier part is admitted
+            # `entered` means that an earlier part of the request is admitted
             if full is not None and not reservation.entered and not in_reserve:
                 capacity.refused[full] += 1
                 raise Overloaded(
@@ -264,26 +267,27 @@ class Permit:
     ):
         """Make a permit that counts nothing yet.
 
-        With `is_own` it is for the whole request, and `release` gives the bytes of `reservation`
-        back. With `is_run` tokens are charged to the account. `in_reserve` says whether the reserve
-        for small requests has room for it."""
+        With `is_own` the permit is for a whole request, and `release` gives the bytes of
+        `reservation` back. With `is_run` tokens are charged to the account. With `in_reserve` the
+        request also counts for the reserve for small requests."""
         self.reservation = reservation
         self._is_run = is_run
         self._admission = admission
         self._cost = Cost(inputs=0, tokens=0)
         self._is_own = is_own
         self._in_reserve = in_reserve
-        self._charged = 0  # tokens, to the account of the request
+        self._charged = 0  # tokens that are charged to the account of the request
 
     def correct(self, cost: Cost) -> None:
-        """Replace the estimated cost by the true `cost`. Raises the errors of
-        `Reservation.charge`."""
+        """Replace the estimated cost by the true `cost`. Raises RequestTooLarge or Overloaded if
+        its bytes exceed a limit."""
         with self._admission.capacity.lock:
             self.reservation.charge(cost.bytes - self._cost.bytes)
             self._count(cost)
 
     def charge_answer(self, tokens: int) -> None:
-        """Replace the tokens charged so far by `tokens`, the number that the answer reports."""
+        """Charge the account `tokens`, the number that the answer reports, instead of the tokens
+        that were charged so far."""
         if self.reservation.account is not None:
             with self._admission.capacity.lock:
                 self._charge(tokens, answered=tokens)
@@ -298,7 +302,7 @@ class Permit:
     def _count(self, cost: Cost, *, charges: bool = True) -> None:
         """Replace the cost that is counted for model and process by `cost`.
 
-        With `charges`, its tokens also replace the tokens charged to the account."""
+        With `charges`, `cost.tokens` also replaces the tokens charged to the account."""
         admission, capacity = self._admission, self._admission.capacity
         inputs, tokens = cost.inputs - self._cost.inputs, cost.tokens - self._cost.tokens
         self._cost = cost
@@ -314,9 +318,10 @@ class Permit:
         self._charge(cost.tokens if charges else self._charged, waiting=inputs)
 
     def _charge(self, tokens: int, *, waiting: int = 0, answered: int = 0) -> None:
-        """Replace the tokens charged to the account so far by `tokens`.
+        """Charge the account `tokens` instead of the tokens that were charged so far.
 
-        Also add `waiting` to its waiting inputs and `answered` to its answered tokens."""
+        Also add `waiting` to the account's waiting inputs, and `answered` to its answered tokens.
+        """
         if self.reservation.account is not None:
             more = tokens - self._charged if self._is_run else 0
             self._charged += more
@@ -326,9 +331,9 @@ class Permit:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Release the permit. After an Exception the request is charged nothing.
+        """Release the permit. After an Exception, the charge to the account is taken back.
 
-        A cancelled request keeps its charge."""
+        The charge stays if the request was cancelled."""
         if isinstance(error, Exception):
             with self._admission.capacity.lock:
                 self._charge(0)

@@ -12,8 +12,8 @@ from jaxembed.data.work import SparseRows, WorkResult, join_results
 from jaxembed.engine.future import Answers, Key, WorkFuture
 from jaxembed.observability.metrics import Telemetry
 
-# The overhead of a cached answer in bytes, beside its values and the tokens in its key: tuples, an
-# array and an item of the dict. Measured with tracemalloc: 370 to 395.
+# The bytes of a cached answer in addition to its values and the tokens in its key: tuples, an array
+# and an item of the dict. Measured with tracemalloc: 370 to 395.
 ANSWER_OVERHEAD_BYTES = 400
 ROW_OVERHEAD_BYTES = 320  # overhead of a sparse row: two arrays in two lists. Measured: 315
 
@@ -21,9 +21,10 @@ ROW_OVERHEAD_BYTES = 320  # overhead of a sparse row: two arrays in two lists. M
 class AnswerCache:
     """A least-recently-used cache of the answers of one engine, of at most `max_bytes` bytes.
 
-    The key of a sequence holds its tokens or a cryptographic digest of them, its spans and its
-    adapter. Only outputs per slot are stored: an output per token takes a hundred times the memory.
-    They are stored before normalization and truncation, so that they serve every form of an answer.
+    The key of a sequence is made of its tokens, spans and adapter, with a cryptographic digest if
+    it is long. Only outputs per slot are stored: an output per token takes a hundred times the
+    memory. Outputs are stored before they are normalised and truncated, so that they serve requests
+    with any options.
 
     Only answers to interactive requests are stored: a corpus would evict all questions.
     """
@@ -39,7 +40,8 @@ class AnswerCache:
     def take(self, future: WorkFuture) -> Answers | None:
         """Remove the sequences that have a cached answer from a future that is not queued yet.
 
-        Returns them with their answers; None if no sequence has one. Also counts hits and misses.
+        Returns these sequences with their answers; None if no sequence has a cached answer. Also
+        counts hits and misses.
         """
         names = future.work.outputs
         if any(OUTPUTS[name].per != "slot" for name in names):

@@ -23,10 +23,10 @@ LOOKAHEAD = 1.25  # sequences are considered up to this multiple of a bucket's t
 # Host time of a batch: composing, packing and writing answers. Measured: 0.4 to 0.8 ms on two cores
 # with two batches at a time.
 HOST_MS = 0.6
-BRIEF_MS = 25.0  # runs below this count as equally brief: a lone query may wait for them
-# The largest share of the throughput that is given up for a brief batch. The real loss is smaller,
-# because the estimate of useful tokens does not count short sequences that fill gaps.
-BRIEF_LOSS = 0.25
+# Runs of up to this many milliseconds count as equally brief, because a lone query can wait so long
+# for the end of one. Of these the one with the highest throughput is chosen.
+BRIEF_MS = 25.0
+BRIEF_LOSS = 0.25  # largest share of the best bucket's throughput that is given up for brevity
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Batch:
     def slot_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The places of all slots, in the order of the sequences: three int arrays `[slots]`.
 
-        They are the row of a slot, its number within the row, and the token of the row at which its
-        sequence starts."""
+        The arrays are the row of each slot, the slot's number within this row, and the token of the
+        row at which the slot's sequence starts."""
         if all(sequence.slots == 1 for sequence in self.sequences):
             return self.rows, self.slots, self.starts
         counts = np.array([sequence.slots for sequence in self.sequences])
@@ -67,22 +67,23 @@ def choose_bucket(
 ) -> Bucket:
     """Choose the bucket for the next batch of `waiting`, the sequences in the order of the queue.
 
-    Only buckets that hold the first sequence are considered. Of these, returns the bucket with the
-    least time per useful token, including host time. With `brief`, returns the bucket with the
-    shortest run whose throughput is at most the share BRIEF_LOSS lower.
+    Only buckets that hold the first sequence are considered. Of these, the best bucket has the
+    least time per useful token, host time included. Returns the best bucket or, with `brief`, the
+    bucket with the shortest run among those that lose at most the share BRIEF_LOSS of the best
+    bucket's throughput.
 
     `cost` maps each usable bucket to the milliseconds of a run with short sequences. Raises
     ValueError if no bucket holds the first sequence.
     """
     holding = [bucket for bucket in cost if waiting[0].min_row <= bucket.length]
-    if len(waiting) == 1:  # every bucket that holds it has the same useful tokens
+    if len(waiting) == 1:  # the useful tokens are the same in every bucket
         return min(holding, key=cost.__getitem__)
     lengths = np.array([sequence.min_row for sequence in waiting])
     discount = 1 - BRIEF_LOSS if brief else 1.0
     token_ms: dict[Bucket, float] = {}  # milliseconds per useful token
     best_ms = math.inf
     for bucket in sorted(holding, key=lambda bucket: cost[bucket] / bucket.tokens):
-        # even full, this bucket is too slow, and so are all that follow
+        # even a full batch is too slow in this bucket, and in all buckets that follow
         if discount * cost[bucket] / bucket.tokens > best_ms:
             break
         token_ms[bucket] = (cost[bucket] + HOST_MS) / _useful(lengths, bucket)
@@ -96,13 +97,13 @@ def choose_bucket(
 def _useful(lengths: np.ndarray, bucket: Bucket) -> float:
     """Estimate the number of useful tokens of a batch on the bucket.
 
-    `lengths` has the row length that each waiting sequence needs, in the order of the queue. Two
-    sequences longer than half a row do not fit in one row. If there are more of these than rows,
-    the longest get a row each, and short sequences fill the rest of the rows. In each row, half the
-    length of a short sequence stays empty on average.
+    `lengths` has the row length that each waiting sequence needs, in the order of the queue. A long
+    sequence takes more than half a row, so that no row holds two of this kind. If there are more
+    long sequences than rows, each row gets one of the longest, and the short sequences fill the
+    room that is left: all but half the length of the shortest one in each row, on average.
     """
     fitting = lengths[lengths <= bucket.length]
-    # as many sequences as `place` considers and as there are slots
+    # `place` considers so many sequences; the batch has no more than there are slots
     count = int(np.searchsorted(np.cumsum(fitting), LOOKAHEAD * bucket.tokens)) + 1
     considered = fitting[: min(count, bucket.rows * bucket.slots)]
     long_count = int(np.count_nonzero(2 * considered > bucket.length))
@@ -124,10 +125,10 @@ def place(
 ) -> Batch:
     """Place as many sequences as fit in the bucket, and return the batch.
 
-    The groups are placed one after the other. Of a group, the first sequences are considered, up to
-    LOOKAHEAD times the bucket's tokens. They are placed from the longest to the shortest, each in
-    the fullest row that has room for it (best fit decreasing). `max_sequences` is the largest
-    number of sequences in the batch; None means no limit.
+    The groups are placed one after the other. The first sequences of each group are considered, up
+    to LOOKAHEAD times the bucket's tokens. These sequences are placed from the longest to the
+    shortest, each in the fullest row that has room for it (best fit decreasing). `max_sequences` is
+    the largest number of sequences in the batch; None means no limit.
     """
     allocator = RowAllocator(bucket)
     placed, positions = [], []
@@ -151,9 +152,10 @@ def place(
 
 
 class RowAllocator:
-    """The free tokens and slots of a bucket's rows.
+    """The free tokens and slots of a bucket's rows, in which `put` reserves places.
 
-    The bits of one integer give the fullest row with enough room in constant time.
+    The bits of one integer say which numbers of free tokens occur, so that the fullest row with
+    enough room is found in constant time.
     """
 
     def __init__(self, bucket: Bucket):
@@ -168,14 +170,14 @@ class RowAllocator:
     def put(self, length: int, slots: int = 1) -> tuple[int, int, int, int] | None:
         """Reserve a place for a sequence in the fullest row that has room for it.
 
-        The sequence has `length` tokens and `slots` slots. Returns its row, its segment (counted
-        from 1), its first slot and its first token; None if no row has room.
+        The sequence has `length` tokens and `slots` slots. Returns the sequence's row, its segment
+        in the row (counted from 1), and its first slot and token there; None if no row has room.
         """
         fitting = self._rooms >> length << length  # numbers of free tokens from `length` on
         while fitting:
             room = (fitting & -fitting).bit_length() - 1  # the lowest bit: the fullest rows
             rows = self._free[room]
-            # every row in the list has a free slot, so the last one will do for a single slot
+            # every row in the list has a free slot, so the last row does for a single slot
             for index in (-1,) if slots == 1 else range(len(rows) - 1, -1, -1):
                 row = rows[index]
                 first_slot = self._used[row]
@@ -194,14 +196,15 @@ class RowAllocator:
 
 
 def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
-    """Pack a batch into one int32 array `[count, rows, length]`: its planes, as in PackedTokens.
+    """Pack a batch into one int32 array `[count, rows, length]`, the planes of PackedTokens.
 
-    `count` is the number of planes. Planes after PackedTokens.PLANES hold adapters or pixels.
+    `count` is the number of planes. Planes after the first PackedTokens.PLANES planes hold the
+    adapter of each token, or pixels.
     """
     bucket, sequences = batch.bucket, batch.sequences
     planes = np.zeros((count, bucket.tokens), np.int32)
     lengths = np.array([sequence.length for sequence in sequences])
-    # places in a flat plane: of the first token of each sequence, and of each token
+    # indices into a flat plane: of the first token of each sequence, and of every token
     offsets = batch.rows * bucket.length + batch.starts
     target = concatenated_ranges(offsets, lengths)
     ids, positions, segments, types, bounds = planes[: PackedTokens.PLANES]
@@ -227,6 +230,6 @@ def pack(batch: Batch, count: int = PackedTokens.PLANES) -> np.ndarray:
     else:  # spans are counted from the first token of their sequence
         spans = [np.array([[0, e.length]]) if e.spans is None else e.spans for e in sequences]
         starts, ends = np.concatenate(spans).T + slot_starts
-    # in each row, the starts and then the ends of its slots
+    # each row of `bounds` has the starts of all its slots and then the ends
     bounds[slot_target], bounds[slot_target + bucket.slots] = starts, ends
     return planes.reshape(count, bucket.rows, bucket.length)

@@ -1,7 +1,7 @@
 """Defines buckets, the static batch shapes that programs are compiled for, and grids of buckets.
 
-A row of a batch holds several sequences. A sequence takes a slot of its row for each vector that is
-pooled from it: one, or one for each of its spans.
+A row of a batch holds several sequences. A sequence takes a slot of the row for each vector that is
+pooled from the sequence: one slot, or one for each span of the sequence.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +17,15 @@ from jaxembed.platform.files import read_user_json, shown
 SHORTEST_ROW = 16  # tokens; a lone query of MiniLM takes 2.5 ms in it and 3.4 ms in a row of 32
 LONGEST_DEFAULT_ROW = 8192
 MAX_DEFAULT_BUCKETS = 20
-TPU_TILE = 128  # lanes of a TPU register: splash refuses shorter rows, which leave lanes idle
-# The largest number of slots in a row: pooling costs slots * length, and short texts are in shorter
-# rows.
+# The number of lanes of a TPU register. Shorter rows leave lanes idle, and the splash attention
+# kernel refuses them.
+TPU_TILE = 128
+# The largest number of slots in a row. More are not worth the cost of pooling, slots * length,
+# because short texts are placed in shorter rows.
 MAX_SLOTS = 128
-SHORTEST_LENGTH = 2  # tokens of a row: the bounds of its only slot take two places of a plane
-TOKENS_PER_SLOT = 4  # tokens of a row for each slot; the bounds of a slot take two places, too
+# The bounds of each slot, a start and an end, take two of the places that a row has in a plane.
+SHORTEST_LENGTH = 2  # tokens of the shortest row: it has one slot
+TOKENS_PER_SLOT = 4  # a row has one slot for each of this many tokens
 NO_ROW = 2**31 - 1  # the row length for a sequence that has more slots than any row
 GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 
@@ -30,7 +33,7 @@ GRID_FORM = '{"buckets": [[rows, length], ...]}, as `jaxembed tune` writes it'
 def min_row(length: int, slots: int) -> int:
     """Return the length of the shortest row that holds a sequence; NO_ROW if no row holds it.
 
-    The sequence has `length` tokens and `slots` slots. Every longer row holds it too.
+    The sequence has `length` tokens and `slots` slots. Every longer row also holds the sequence.
     """
     if slots == 1:
         return length
@@ -43,9 +46,10 @@ class Bucket:
 
     rows: int
     length: int
-    tokens: int = field(init=False, repr=False, compare=False)  # of all rows, with padding
-    # The largest number of sequences or spans in a row. A quarter of the tokens is enough for real
-    # queries: those of MS MARCO need at most 5 slots in a row of 32 tokens and 16 in one of 128.
+    # the number of tokens of all rows, padding included
+    tokens: int = field(init=False, repr=False, compare=False)
+    # The largest number of sequences or spans in a row, a quarter of its tokens. That is enough for
+    # real queries: MS MARCO's need at most 5 slots in a row of 32 tokens, and 16 in a row of 128.
     slots: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +68,7 @@ class BucketGrid:
 
     @cached_property
     def max_length(self) -> int:
-        """The length of the longest row in tokens. The limit of an input may be lower."""
+        """The length of the longest row in tokens. The limit of an input may be less than this."""
         return max(bucket.length for bucket in self.buckets)
 
     @cached_property
@@ -76,10 +80,10 @@ class BucketGrid:
     def covering(self) -> tuple[Bucket, ...]:
         """The buckets that must be compiled before every request can be served.
 
-        For each row length, from the shortest on, it is the bucket with the fewest rows. The bucket
-        with the most tokens follows, unless one of these has as many tokens.
+        They are the bucket with the fewest rows of each row length, from the shortest length on.
+        The bucket with the most tokens follows, unless one of the others has as many tokens.
         """
-        # the last bucket of each length stays
+        # the dict keeps the last bucket of each length, which has the fewest rows
         fewest = {b.length: b for b in sorted(self.buckets, reverse=True)}
         first = sorted(fewest.values(), key=lambda b: b.length)
         largest = max(self.buckets, key=lambda b: (b.tokens, -b.length))
@@ -88,7 +92,8 @@ class BucketGrid:
 
     @cached_property
     def by_use(self) -> tuple[Bucket, ...]:
-        """All buckets in the order of compilation: the covering ones, then the largest first."""
+        """All buckets in the order of compilation: the covering buckets, and then the others from
+        the largest to the smallest."""
         rest = sorted(set(self.buckets) - set(self.covering), key=lambda b: (-b.tokens, b.length))
         return self.covering + tuple(rest)
 
@@ -98,15 +103,15 @@ def default_grid(
 ) -> BucketGrid:
     """Return a grid of at most 20 buckets for sequences of up to `limit` tokens.
 
-    Row lengths are powers of two from 16 on, and then the limit, at most 8192. All lengths are
-    multiples of `tile`. Numbers of rows are powers of four and the largest power of two that fits
-    in `max_batch_tokens`, the token budget of a device, times `shards`. A row longer than the
-    budget is alone in its bucket. While there are more than 20 buckets, numbers of rows between the
-    smallest and the largest are left out.
+    Row lengths are powers of two from 16 on, and last `limit` itself, at most 8192. All lengths are
+    multiples of `tile`. On each of the `shards` devices, numbers of rows are powers of four, and
+    the largest power of two that fits in `max_batch_tokens`, the token budget of a device. A row
+    longer than the budget is alone in its bucket. While there are more than 20 buckets, numbers of
+    rows between the smallest and the largest are left out.
 
-    With `join`, one more bucket has a single row of the whole budget, at most 8192 tokens, if that
-    is at least 1.5 times the longest other row: many inputs in a long row leave less padding. It is
-    for programs in which a sequence costs the same in a row of any length.
+    With `join`, the grid may have one more row length: the whole budget, at most 8192 tokens, if
+    this is at least 1.5 times the longest other row. A long row holds many sequences with little
+    padding. `join` is for programs in which a sequence costs the same in a row of any length.
     """
     # powers of two, and the limit rounded up to full tiles
     longest = -(-min(limit, LONGEST_DEFAULT_ROW) // tile) * tile
@@ -118,7 +123,7 @@ def default_grid(
     if join and joined >= 1.5 * lengths[-1]:
         per_device[joined] = [1]
     while sum(map(len, per_device.values())) > MAX_DEFAULT_BUCKETS:
-        # the length with the most numbers of rows: every other number is left out
+        # of the row length with the most buckets, every second number of rows is left out
         densest = max(per_device, key=lambda length: (len(per_device[length]), length))
         rows = per_device[densest]
         if len(rows) <= 2:
@@ -134,9 +139,10 @@ def one_length_grid(
 ) -> BucketGrid:
     """Return a grid for sequences that all have `length` tokens, such as images of one size.
 
-    Rows hold one sequence, or the number of sequences that leaves the least padding. Row lengths
-    are multiples of `tile`. Numbers of rows are powers of four and the largest power of two that
-    fits in `max_batch_tokens`, the token budget of a device, times `shards`.
+    There are two row lengths: for one sequence, and for the number of sequences that leaves the
+    least padding. Both are multiples of `tile`. On each of the `shards` devices, numbers of rows
+    are powers of four, and the largest power of two that fits in `max_batch_tokens`, the token
+    budget of a device.
     """
 
     def row(count: int) -> int:  # the row length for `count` sequences
@@ -147,7 +153,7 @@ def one_length_grid(
     best_count = max(counts, key=lambda count: (round(count * length / row(count), 2), -count))
     row_lengths = sorted({row(1), row(best_count)})
     per_device = {row_len: _powers(max(max_batch_tokens // row_len, 1)) for row_len in row_lengths}
-    if len(row_lengths) > 1:  # single-sequence rows are for small batches
+    if len(row_lengths) > 1:  # rows for one sequence are only for small batches
         max_rows = max(best_count // 2, 1)
         per_device[row(1)] = [rows for rows in per_device[row(1)] if rows <= max_rows] or [1]
     return BucketGrid(
@@ -161,8 +167,9 @@ class GridFile:
 
     path: Path
     buckets: tuple[Bucket, ...]
-    max_batch_tokens: int | None = None  # of one device; None if the file has none
-    tuned: dict[str, Any] = field(default_factory=dict)  # what `jaxembed tune` adds
+    max_batch_tokens: int | None = None  # token budget of one device; None if the file has none
+    # what `jaxembed tune` adds: the model and device that the grid is for, and timings
+    tuned: dict[str, Any] = field(default_factory=dict)
 
     def grid(self, limit: int, max_batch_tokens: int, shards: int = 1) -> BucketGrid:
         """Return the grid of these buckets, for inputs of up to `limit` tokens.
@@ -221,9 +228,9 @@ def _malformed(content: Any) -> Iterator[str]:
 
 
 def _problems(buckets: Sequence[Bucket], limit: int, budget: int, shards: int) -> Iterable[str]:
-    """Yield the reasons why a model cannot use these buckets.
+    """Yield the reasons why a model cannot use these buckets, as messages.
 
-    `limit` is in tokens of an input, and `budget` in tokens of a batch on a device.
+    `limit` is the largest number of tokens of an input, and `budget` that of a batch on a device.
     """
     if not buckets:
         yield "the file contains no buckets"

@@ -35,7 +35,7 @@ from jaxembed.engine.engine import Engine, Worker
 from jaxembed.engine.placement import Device, place_parameters
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.engine.scheduler import DeviceScheduler
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program, native, position_limit
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import MAX_WAITED, core_count
@@ -52,17 +52,18 @@ class Plan:
     devices: tuple[Device, ...]  # empty for the null model and for static models
     dtype: DType
     max_input_tokens: int
-    max_batch_tokens: int  # of one device; a longer row is alone in its batch
-    grid: BucketGrid  # without buckets for static models
+    # token budget of a batch on one device; a row longer than this is alone in its batch
+    max_batch_tokens: int
+    grid: BucketGrid  # a grid without buckets for static models
     shards: int  # devices that share each batch
     full_warmup: bool
     kernels: Choice = field(default_factory=Choice)
-    # estimated milliseconds per token of a full bucket, until buckets are timed
+    # estimated milliseconds per token of a full bucket, for use until buckets are timed
     token_ms: float = NULL_TOKEN_MS
-    cost_file: CostFile | None = None  # None without devices
+    cost_file: CostFile | None = None  # where timings are saved; None without devices
     timings: Timings = field(default_factory=dict)  # milliseconds of buckets in an earlier run
-    without_device: Literal["null", "host"] = "null"  # the `platform` if there are no devices
-    estimated: bool = False  # whether other programs used the CPU while its speed was measured
+    without_device: Literal["null", "host"] = "null"  # what `platform` is if there are no devices
+    estimated: bool = False  # whether the CPU's speed is an estimate, as in calibrate.Rate
 
     @property
     def platform(self) -> str:
@@ -81,15 +82,17 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
 
     On a CPU, it measures the speed of the CPU and tries the native kernels, unless `cache_dir` has
     the results of an earlier run; new results are saved there. On other devices, it tries the
-    attention kernels at every call. Raises ConfigError, which names the flag, if a setting cannot
-    be used.
+    attention kernels each time, because their results are not saved. Raises ConfigError, which
+    names the flag, if a setting cannot be used.
     """
     devices: tuple[Device, ...] = ()
     if not config.null_model:
         # jax.devices() would also return the devices of other hosts, where a program would hang
         local = jax.local_devices()
         if config.devices is not None and not 0 < config.devices <= len(local):
-            raise ConfigError(f"--devices {config.devices}: this machine has {len(local)}")
+            raise ConfigError(
+                f"--devices {config.devices}: this machine has {counted(len(local), 'device')}"
+            )
         devices = tuple(local[: config.devices])
     if config.dtype == "float16" and spec.config.get("overflows_float16"):
         raise ConfigError(
@@ -130,9 +133,10 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     else:
         tile = TPU_TILE if platform == "tpu" else 1
         if not spec.takes_texts or spec.filled is not None:
-            # All sequences have nearly the same length: images that keep their aspect ratio have
-            # 225 to 256 tokens, unless one side is over three times the other. XLA on a CPU takes
-            # rows of any length, and is slower with padding or several sequences in a row.
+            # All sequences have nearly the same length. Texts that are filled with augmentation
+            # tokens have exactly the same. Images that keep their aspect ratio have 225 to 256
+            # tokens, unless one side is over three times the other. XLA on a CPU takes rows of any
+            # length, and is slower if a row has padding or several sequences.
             by_xla = platform == "cpu" and not native_choice.native
             grid = one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
         else:
@@ -208,8 +212,9 @@ def build(
     """Place the parameters on the devices, and make an engine that is not started yet.
 
     `load` returns the parameters as pairs of name and array; with a generator the host holds one
-    array at a time. `load` is not called for the null model. `on_progress` is as in Warmup. Raises
-    CheckpointError if the parameters do not fit the program, and the errors of `load`.
+    array at a time. `load` is not called for the null model. `on_progress` is called after each
+    bucket with the numbers of buckets done and in total. Raises CheckpointError if the parameters
+    do not fit the program, and the errors of `load`.
     """
     if plan.devices:
         workers = workers_of(plan, program, load())
@@ -233,10 +238,11 @@ def build(
 def stored_results(
     program: Program, device: Device, dtype: DType, cache_dir: Path, identity: dict[str, Any]
 ) -> TrialResults:
-    """Return the trial results of a model's native kernels, by the name of the call.
+    """Return the trial results of a model's native calls by name, such as "linear".
 
-    They come from a file in `cache_dir`, or from new trials. `identity` holds everything that they
-    depend on. New results are saved unless a trial failed or other programs used the cores.
+    The results come from a file in `cache_dir`, or else from new trials. `identity` holds all that
+    the results depend on. New results are saved unless a trial failed or other programs used the
+    cores.
     """
     file = SavedFile(cache_dir, identity, what="verdicts", suffix="-native")  # codespell:ignore
     saved = file.load(lambda content: {name: TrialResult(**part) for name, part in content.items()})
@@ -260,8 +266,8 @@ def _keep(file: CostFile | None, costs: BucketCosts) -> None:
     if costs.lost_share > MAX_WAITED:
         logger.warning(
             "other programs use this machine: while buckets were timed, threads waited for a core "
-            "%.0f %% of the time. These timings are not saved and are taken again after the next "
-            "start",
+            "%.0f %% of the time. Disturbed timings are not saved; their buckets are timed again "
+            "after the next start",
             100 * costs.lost_share,
         )
     if costs.timings:
@@ -276,8 +282,9 @@ def package_versions() -> dict[str, str]:
 def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
     """Return the timings that `jaxembed tune` wrote into a grid file, in milliseconds by bucket.
 
-    They count as enough timings. Timings with another identity than that of `file` are left out.
-    Invalid timings are logged and ignored.
+    The list of timings of each bucket is filled with copies until it is as long as the engine
+    requires, so that the engine does not time these buckets at the start. If the timings have
+    another identity than `file`, or are invalid, the result is empty; invalid timings are logged.
     """
     costs = grid_file.tuned.get("costs")
     if not isinstance(costs, dict) or costs.get("identity") != file.identity:
@@ -299,7 +306,8 @@ def workers_of(
     groups: Sequence[Sequence[Device]] = (
         [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
     )
-    float32_bucket = None  # gets a second program, in float32: the smallest that holds any sequence
+    # the smallest bucket that holds even the longest sequence; it also gets a program in float32
+    float32_bucket = None
     if plan.dtype == "float16":
         longest = [b for b in plan.grid.buckets if b.length == plan.grid.max_length]
         float32_bucket = min(longest, key=lambda b: b.rows)
@@ -324,7 +332,8 @@ def workers_of(
     ]
 
 
-# functools.cache could make two for one device if two threads call scheduler_of at the same time
+# This is a dict and not functools.cache, which could make two schedulers for one device if two
+# threads call scheduler_of at the same time.
 _schedulers: dict[Device, DeviceScheduler] = {}
 
 
@@ -336,9 +345,10 @@ def scheduler_of(device: Device) -> DeviceScheduler:
 def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, int]:
     """Return the largest number of tokens of an input, and the token budget of a device.
 
-    The limit of an input is --max-input-length, or else that of the model. If the default grid has
-    shorter rows, the model's limit is lowered with a warning. With --buckets, `GridFile.grid`
-    checks the rows later; without --max-batch-tokens, `budget` is raised to the longest input then.
+    The limit of an input is --max-input-length, or else the limit of the model, which is lowered
+    with a warning if it exceeds the longest row of the default grid. With --buckets, no limit is
+    compared with rows here, because `GridFile.grid` does so later; and unless
+    --max-batch-tokens is set, a `budget` below the limit of an input is raised to this limit.
 
     Raises ConfigError if --max-input-length exceeds the positions of the model, or the longest row
     of the default grid.
@@ -376,7 +386,7 @@ def _limits(spec: ModelSpec, config: EngineConfig, budget: int) -> tuple[int, in
 
 
 def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[str, str]:
-    """Return the model, dtype and device that a grid is tuned for, as in `jaxembed tune`."""
+    """Return the model, dtype and device that a grid is tuned for, as `jaxembed tune` saves it."""
     return {
         "content_hash": spec.content_hash,
         "dtype": dtype,
@@ -385,7 +395,7 @@ def tuned_for(spec: ModelSpec, devices: Sequence[Device], dtype: DType) -> dict[
 
 
 def _warn_of_another_tuning(grid_file: GridFile, current: dict[str, str]) -> None:
-    """Warn if a grid was not tuned for `current`, the result of `tuned_for`: it may be slow."""
+    """Warn if a grid was tuned for something else than `current`, the result of `tuned_for`."""
     differences = [
         f"{name} {grid_file.tuned[name]} (now {value})"
         for name, value in current.items()

@@ -34,14 +34,15 @@ SAFE_FUSION: dict[str, str | bool] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 }
 
-_starting = threading.Lock()  # so that one call starts the threads
+_starting = threading.Lock()  # makes sure that the threads are started only once
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
     """Compile a program, or read it from JAX's persistent compile cache, and wait for the result.
 
-    `options` are XLA's compiler options. On Linux, a thread of low priority compiles. XLA:CPU
-    starts threads at its first compilation, which inherit the priority. Raises the errors of XLA.
+    `options` are XLA's compiler options. A background thread compiles, on Linux with a low
+    priority; the threads that XLA:CPU starts at its first compilation inherit this priority. Raises
+    the errors of XLA.
     """
     with _starting:
         queue = _queue()
@@ -54,8 +55,9 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
 def _queue() -> SimpleQueue:
     """Return the queue of the compiling threads; the first call starts the threads.
 
-    Its items are a future, a lowered program and compiler options. An executor would refuse work
-    while the interpreter ends, when the threads of an engine may still compile.
+    An item of the queue is a tuple of a future, a lowered program and compiler options. This is not
+    an executor, because an executor refuses work while the interpreter ends, when the threads of an
+    engine may still compile.
     """
     queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
@@ -74,13 +76,13 @@ def _work(queue: SimpleQueue) -> None:
     if sys.platform == "linux":  # on other systems all threads have the priority of the process
         thread = threading.get_native_id()
         niceness = max(os.getpriority(os.PRIO_PROCESS, thread), NICENESS)
-        with suppress(OSError):  # a sandbox may forbid it
+        with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
         compiled, lowered, options = queue.get()
         try:
             compiled.set_result(lowered.compile(compiler_options=options))
-        except BaseException as error:  # any error goes to the thread that waits
+        except BaseException as error:  # any error is raised in the thread that waits
             compiled.set_exception(error)
         del compiled, lowered  # or the program would stay in memory until the next one
 
@@ -92,7 +94,7 @@ def keep_programs(cache_dir: Path) -> None:
     by JAX_COMPILATION_CACHE_DIR, nothing changes. Raises OSError if the folder cannot be made, and
     ConfigError if it belongs to another user or other users can write to it.
     """
-    config: Any = jax.config  # its attributes are made at run time
+    config: Any = jax.config  # Any, because JAX makes the attributes at run time
     if config.jax_compilation_cache_dir is not None:
         return
     programs = cache_dir / "programs" / host_id()
@@ -102,7 +104,7 @@ def keep_programs(cache_dir: Path) -> None:
     config.update("jax_compilation_cache_dir", str(programs))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # otherwise JAX uses no cache if it has compiled before
+    compilation_cache.reset_cache()  # or JAX would use no cache if it has compiled a program before
     replace_unreadable_programs(programs)
 
 
@@ -110,8 +112,8 @@ def replace_unreadable_programs(folder: Path) -> None:
     """Remove unreadable programs from JAX's persistent cache `folder` when JAX warns of one.
 
     A process that is killed while JAX writes a program leaves an incomplete file. JAX never
-    overwrites a program, so it would compile it and warn at every start. This function replaces
-    warnings.showwarning of the whole process.
+    overwrites a file, so at every start it would warn and compile the program again. This function
+    replaces warnings.showwarning of the whole process by one that removes unreadable files.
     """
     show_warning = warnings.showwarning
     once = threading.Lock()
@@ -119,10 +121,11 @@ def replace_unreadable_programs(folder: Path) -> None:
     def show_or_replace(message, category, filename, lineno, file=None, line=None) -> None:
         if not str(message).startswith(UNREADABLE_PROGRAM):
             show_warning(message, category, filename, lineno, file, line)
-        elif once.acquire(blocking=False):  # never released: only the first warning does this
+        elif once.acquire(blocking=False):  # never released, so only the first warning removes
             removed = 0
             for path in list(folder.glob("*-cache")):
-                try:  # all are removed if JAX compresses with zstandard, which zlib cannot read
+                # zlib cannot read zstandard: if JAX compresses with it, all programs are removed
+                try:
                     zlib.decompress(path.read_bytes())
                 except (OSError, zlib.error):
                     path.unlink(missing_ok=True)
@@ -141,7 +144,8 @@ def replace_unreadable_programs(folder: Path) -> None:
 class CompileEvents:
     """Counts compiled programs and hits of the persistent cache, and adds up the seconds of both.
 
-    In jax 0.10, JAX sends the duration event for cache hits, too, so compiles are the difference.
+    In jax 0.10, JAX also sends the duration event for a cache hit, so the number of compiled
+    programs is the difference of both counts.
     """
 
     def __init__(self) -> None:
@@ -167,15 +171,16 @@ class CompileEvents:
 
 
 compile_events = cache(CompileEvents)
-"""Returns the counters of the process: always the same, because JAX keeps every listener."""
+"""Returns the CompileEvents of the process, always the same object: JAX keeps every listener, so
+each further object would stay registered."""
 
 
 @cache
 def compiler_options(platform: str) -> dict[str, str | bool]:
     """Return XLA's compiler options for a platform: SAFE_FUSION on a CPU, otherwise none.
 
-    The first call for a CPU compiles a small program, to find out whether this XLA has the option;
-    without it, no option is returned. Raises the errors of XLA.
+    The first call for a CPU compiles a small program, to find out whether this XLA has the option
+    of SAFE_FUSION. If XLA lacks it, no option is returned. Raises the errors of XLA.
     """
     if platform != "cpu":
         return {}

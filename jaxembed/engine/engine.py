@@ -46,18 +46,19 @@ from jaxembed.observability.tracing import BatchRun, FutureTrace
 logger = logging.getLogger(__name__)
 
 FAILURES_TO_SICK = 3  # consecutive failed batches after which a worker is sick
-EXIT_S = 5.0  # time limit for an engine that is still open when the interpreter ends
+EXIT_S = 5.0  # time limit to close an engine that is still open when the interpreter ends
 PROBE_EVERY_S = 1.0  # seconds between two probes of a sick worker
 RATE_BATCHES = 10  # the throughput is computed from about this many recent batches
 INTERNAL = "an internal error, see the server's log"
 NOT_COMPILED = "the model could not be compiled"
-# Device time in seconds by which interactive work of a model goes first: two batches on a CPU.
+# A model with interactive work goes before other models as if it had used the device for this many
+# seconds less, which is the time of two batches on a CPU.
 BORROWED_S = 0.3
 
 
 @dataclass(eq=False)
 class Worker:
-    """A runner, the scheduler of its device, and the virtual time of the runner there."""
+    """A runner, the scheduler of its device, and the runner's virtual time on that device."""
 
     runner: Runner
     scheduler: DeviceScheduler
@@ -66,7 +67,7 @@ class Worker:
 
     @property
     def sick(self) -> bool:
-        """Whether its last FAILURES_TO_SICK batches have failed."""
+        """Whether the worker's last FAILURES_TO_SICK batches have failed."""
         return self.failures >= FAILURES_TO_SICK
 
 
@@ -88,7 +89,7 @@ class BucketUse:
 
 @dataclass(frozen=True)
 class QueueState:
-    """The state of one priority queue. Duplicates count as often as they occur."""
+    """The state of one priority queue. Equal inputs count as often as they occur."""
 
     inputs: int
     tokens: int
@@ -99,15 +100,15 @@ class QueueState:
 class EngineState:
     """The state of an engine at one moment."""
 
-    waiting_inputs: int  # duplicates count as often as they occur
+    waiting_inputs: int  # equal inputs count as often as they occur
     waiting_tokens: int
     queues: dict[Priority, QueueState]
     failures: tuple[int, ...]  # number of consecutive failed batches of each worker
     stuck: int  # number of workers that are stuck
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
-    drift: float  # factor of all costs, see BucketCosts
-    lost_share: float  # share of the time of timings in which other programs had the cores
+    drift: float  # ratio of the recent batches' times to the buckets' timed costs
+    lost_share: float  # share of the time for timings in which other programs had the cores
     timed: bool  # whether every bucket was timed often enough
     compiled: tuple[Bucket, ...]
     covered: bool  # whether every request has a compiled bucket
@@ -120,7 +121,7 @@ class EngineState:
 class Engine:
     """Batches the sequences of requests and runs the batches on all workers.
 
-    A bucket is the shape of a batch, for which each worker has a compiled program. A queued
+    A bucket is the shape of a batch; each worker has a compiled program for each bucket. A queued
     sequence may belong to several requests.
 
     Any thread may call `submit`. No request starts a compilation: batches use a bucket once it is
@@ -128,8 +129,8 @@ class Engine:
 
     `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
     of sequences in a batch. `cache_bytes` is the size of the AnswerCache; 0 means no cache.
-    `keep_costs` saves the costs of the buckets; it is called when every bucket has been timed often
-    enough, and when the engine closes. See Warmup for `full_warmup`, `compile_workers` and
+    `keep_costs` saves the costs of the buckets; it is called when every bucket has enough timings
+    for its cost, and when the engine closes. See Warmup for `full_warmup`, `compile_workers` and
     `on_progress`, and Watchdog for `overdue_s`.
     """
 
@@ -198,7 +199,7 @@ class Engine:
             on_timed=self._keep_costs,
             watch=self._watchdog.watch,
         )
-        # one thread more than programs in flight: it writes answers while the others run programs
+        # one thread more than programs in flight, to write answers while the others run programs
         self._threads = [
             threading.Thread(
                 target=memory.in_kept_heap,
@@ -226,22 +227,25 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether every request can be served: buckets are compiled, and a worker is healthy."""
+        """Whether every request can be served: it has a compiled bucket, and a worker is healthy.
+
+        With a full warm-up, all buckets must be compiled."""
         return self.warmup.ready and self.healthy
 
     @property
     def healthy(self) -> bool:
         """Whether some worker is neither sick nor stuck.
 
-        A sick worker only probes its device while another is healthy; a stuck one does nothing.
+        While another worker is healthy, a sick worker only probes its device. A stuck worker does
+        nothing.
         """
         return not all(worker.sick or worker.scheduler.stuck for worker in self.workers)
 
     @property
     def stuck(self) -> bool:
-        """Whether every worker is stuck: its device does not return from a call of any model.
+        """Whether every worker is stuck: a program of this or another model hangs on its device.
 
-        Then waiting requests fail and new requests are refused. If the call returns after all, the
+        Then waiting requests fail and new requests are refused. If the program ends after all, the
         worker is used again.
         """
         return all(worker.scheduler.stuck for worker in self.workers)
@@ -256,7 +260,7 @@ class Engine:
 
     @property
     def temporary_bytes(self) -> int:
-        """The largest device memory in bytes that runs need at once besides the parameters."""
+        """The most device memory that concurrent runs need besides the parameters, in bytes."""
         worker, compiled = self.workers[0], tuple(self.warmup.compiled)
         return worker.scheduler.permits * max(
             map(worker.runner.temporary_bytes, compiled), default=0
@@ -303,7 +307,10 @@ class Engine:
             thread.start()
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until the model is ready. Raises TimeoutError, BackendError or XLA's error."""
+        """Block until the model is ready.
+
+        Raises TimeoutError after `timeout_s` seconds, XLA's error for a bucket that must be
+        compiled, or BackendError if the engine is closed first."""
         self.warmup.wait(timeout_s)
 
     def submit(
@@ -335,7 +342,7 @@ class Engine:
             if max(slots) > limit:
                 raise TooManySpans(limit, max(slots), slots.index(max(slots)))
         future = WorkFuture(work, self._widths, wake, trace)
-        # removes the sequences that the cache answers from the future
+        # removes from the future the sequences that the cache answers
         cached = None if self._cache is None else self._cache.take(future)
         with self._lock:
             if self._closing:
@@ -348,16 +355,17 @@ class Engine:
                 self._queue.add(future, priority)
                 self._is_traced |= trace is not None
                 for idle in self._idle.values():
-                    idle.notify(self._queue.inputs)  # more threads would only slow the others down
+                    # at most one thread for each input: more would only slow the others down
+                    idle.notify(self._queue.inputs)
         if cached is not None:
             cached.resolve(future.queued_at, seconds=0.0)
         return future
 
     def wait_timed(self, timeout_s: float | None = None) -> None:
-        """Block until every bucket has been timed often enough.
+        """Block until every bucket has enough timings for its cost.
 
-        Buckets are timed while the device is idle, and slowly while only bulk work runs. Raises
-        TimeoutError after `timeout_s` seconds.
+        Buckets are timed while the device is idle, and at a slow rate while only bulk work runs.
+        Raises TimeoutError after `timeout_s` seconds.
         """
         if not self._timer.timed.wait(timeout_s):
             raise TimeoutError(f"not every bucket was timed within {timeout_s} s")
@@ -386,7 +394,7 @@ class Engine:
         closed = BackendError("the engine is closed")
         self._fail_waiting(closed)
         self._watchdog.stop()
-        for call in self._watchdog.calls:  # calls of threads that did not end in time
+        for call in self._watchdog.calls:  # device calls of threads that did not end in time
             fail_sequences(call.batch.sequences if call.batch else [], closed)
         _join_until([*self.warmup.threads, self._timer.thread, self._watchdog.thread], deadline)
         if was_open:
@@ -431,7 +439,8 @@ class Engine:
     def _serve_batch(self, worker: Worker) -> None:
         """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
-        Every sequence of the batch gets an answer or an error, even if an exception is raised.
+        Returns early if the queue has no batch. Every sequence of the batch gets an answer or an
+        error, even if an exception is raised.
         """
         batch = None
         try:
@@ -452,10 +461,11 @@ class Engine:
                 self._trace(worker, batch, results, started_at, seconds)
             if waiter.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
-                return  # its sequences have failed when it became overdue
+                return  # the sequences failed when the batch became overdue
             self._note(worker, batch, results, waiter)
             for answers in results:
-                if self._cache is not None:  # before the client can send the same request again
+                # stored before the client gets its answer and can send the same request again
+                if self._cache is not None:
                     self._cache.keep(answers)
                 answers.resolve(started_at, seconds)
         except BaseException:  # a thread that ends must not leave its batch unanswered
@@ -467,15 +477,13 @@ class Engine:
     def _is_unusable(self, worker: Worker) -> bool:
         """Return whether a worker takes no batches: it is stuck, or sick while another is healthy.
 
-        A sick worker would take most batches, because they fail fast.
+        A sick worker would take most of the batches, because its batches fail fast.
         """
         return worker.scheduler.stuck or (worker.sick and self.healthy)
 
     def _wait_for_work(self, worker: Worker) -> bool:
-        """Wait for work of a worker. Returns False when the engine is closed and nothing is left.
-
-        For a sick worker it also returns True after `probe_every_s` seconds, for a probe.
-        """
+        """Wait until a worker has work, and return True; False if the engine closes and no work is
+        left. For a sick worker, a probe is due after `probe_every_s` seconds and counts as work."""
         with self._lock:
             probe_at = time.monotonic() + self._probe_every_s if worker.sick else None
             while True:
@@ -493,12 +501,13 @@ class Engine:
             idle.notify_all()
 
     def _urgency(self, worker: Worker) -> float:
-        """Return how urgently a worker wants its device; a probe counts as work.
+        """Return how urgently a worker wants its device: the scheduler serves the highest first.
 
-        With work, it is minus the virtual time at which its next program begins, so that all models
-        with work get equal device time. Interactive work adds BORROWED_S; otherwise it would wait
-        for a batch of each other model. Without work, it is minus infinity, or infinity when the
-        engine closes, so that its threads get the device at once and can end.
+        For a worker with work, or with a probe to run, the urgency is minus the virtual time at
+        which its next program begins, so that all models with work get equal device time.
+        Interactive work adds BORROWED_S, or it would wait for a batch of each other model. Without
+        work the urgency is minus infinity, or infinity when the engine closes, so that the worker's
+        threads get the device at once and can end.
         """
         with self._lock:
             if self._queue.runnable or (worker.sick and not self._closing):
@@ -507,14 +516,16 @@ class Engine:
             return math.inf if self._closing else -math.inf
 
     def _take_batch(self) -> Batch | None:
-        """Take the next batch out of the queue; None if no waiting sequence fits in a bucket, or
-        after an internal error, which fails all waiting sequences."""
+        """Take the next batch out of the queue.
+
+        Returns None if no waiting sequence fits in a bucket, or after an internal error, which
+        fails all waiting sequences."""
         with self._lock:
             try:
                 return self._queue.take(self._costs.usable, time.monotonic(), self._max_sequences)
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
-                waiting = self._queue.clear()  # under the lock, because they may be inconsistent
+                waiting = self._queue.clear()  # still locked: the queue may be inconsistent
         fail_sequences(waiting, BackendError(INTERNAL))
         return None
 
@@ -536,10 +547,10 @@ class Engine:
     ) -> None:
         """Record the results of a batch, and its device time `waiter.took_s`.
 
-        If the batch got no answer, the worker has one more consecutive failure, otherwise none. The
-        totals of the bucket and the metrics count every batch. The throughput counts a batch only
-        if it was answered as a whole. The cost of the bucket counts it only if, in addition, no
-        program of another model ran at the same time.
+        If no sequence was answered, the worker has one more consecutive failure; otherwise its
+        count of failures restarts at 0. The totals of the bucket and the metrics count every batch.
+        The throughput counts only batches that were answered in one run. The costs count such a
+        batch only if no program of another model ran at the same time.
         """
         answered = [answers for answers in results if answers.error is None and answers.sequences]
         tokens = batch.useful_tokens
@@ -567,7 +578,9 @@ class Engine:
         started_at: float,
         seconds: float,
     ) -> None:
-        """Add the run of a batch, from time.monotonic() `started_at` on, to its futures' traces."""
+        """Add the run of a batch to the traces of the requests that it computes.
+
+        The run began at `started_at`, a time.monotonic(), and took `seconds`."""
         futures = dict.fromkeys(
             future for sequence in batch.sequences for future in sequence.futures
         )
@@ -588,8 +601,8 @@ class Engine:
     def _compile(self, bucket: Bucket) -> None:
         """Compile a bucket on every worker, then let batches use it and wake the idle threads.
 
-        The threads of Warmup call it. Raises the errors of the compiler; then no batch uses the
-        bucket.
+        The threads of Warmup call this method. If the compiler raises an error, this method raises
+        it, and no batch uses the bucket.
         """
         for worker in self.workers:
             worker.runner.compile(bucket)
@@ -607,8 +620,9 @@ class Engine:
     def _fail_overdue(self, call: WatchedCall) -> None:
         """Fail the sequences of a batch whose device call is overdue, with a BackendError.
 
-        The watchdog calls this method once for each overdue call, after it has taken the device out
-        of use until the call returns. A call without a batch times a bucket, and is only logged.
+        The watchdog calls this method once for each overdue device call, after it has taken the
+        device out of use until the call returns. A device call without a batch times a bucket, and
+        is only logged.
         """
         text = "%s: %s is overdue: its device runs nothing else until the call returns"
         if call.batch is None:
@@ -623,8 +637,8 @@ class Engine:
     def _check_stuck(self) -> None:
         """Fail all waiting requests if every worker is stuck; otherwise wake threads if work waits.
 
-        The watchdog calls it once a second. Requests may have been queued just before the last
-        device got stuck, and threads may have gone to sleep while their device was stuck.
+        The watchdog calls this method once a second, because requests may have been queued just
+        before the last device got stuck, and threads may sleep since their device was stuck.
         """
         if self.stuck:
             self._fail_waiting(DeviceStuck())
@@ -634,15 +648,17 @@ class Engine:
                 self._wake_all()
 
     def _needed_length(self) -> int | None:
-        """Return the row length that the oldest sequence in no compiled bucket needs, or None."""
+        """Return the row length for the oldest sequence that fits in no compiled bucket, or None.
+
+        Warmup compiles a bucket of this length or more next."""
         with self._lock:
             return self._queue.needed_length
 
 
 def _join_until(threads: Sequence[threading.Thread], deadline: float) -> None:
-    """Wait until all started threads have ended, at most until `deadline`.
+    """Wait until all started threads have ended, but not beyond `deadline`.
 
-    `deadline` is a time.monotonic(), or infinity.
+    `deadline` is a value of time.monotonic(), or infinity.
     """
     for thread in threads:
         if thread.ident is not None:

@@ -1,6 +1,6 @@
 """Defines the future of a request, its queued sequences, and the answers of a batch.
 
-A queued sequence may belong to several futures; `Answers` writes its answer into all of them. A
+A queued sequence may belong to several futures; `Answers` writes the answer into all of these. A
 sequence has a slot for each vector that is pooled from it.
 """
 
@@ -24,20 +24,22 @@ from jaxembed.observability.tracing import FutureTrace
 
 logger = logging.getLogger(__name__)
 
-# The key of a sequence of at most this many tokens holds the tokens instead of a digest. That takes
-# a tenth of the time.
+# The key of a sequence of at most this many tokens holds the tokens instead of a digest, because to
+# copy them takes a tenth of the time of a digest.
 MAX_KEY_TOKENS = 32
 
 Index = Sequence[int] | np.ndarray  # indices of sequences in a request
 Key = tuple[bytes, int, int, int, int]  # equal for sequences that have the same answer
-Values = Mapping[OutputName, Any]  # an array for outputs per slot, a list of arrays for others
+# outputs by name: an array for an output per slot, a list of arrays for an output per token
+Values = Mapping[OutputName, Any]
 
 
 class WorkFuture:
     """The future of one request. It is complete when every sequence is answered or has failed.
 
-    `result` waits for that. Engine threads write the answers into `values`, outputs by name.
-    `queue_s` and `inference_s` are the seconds for which each sequence waited and was computed.
+    `result` waits until the future is complete. Engine threads write the answers into `values`,
+    which has the outputs by name. `queue_s` and `inference_s` are the seconds for which each
+    sequence waited and was computed.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class WorkFuture:
         self.queue_s = np.zeros(count)
         self.inference_s = np.zeros(count)
         self.queued_at = time.monotonic()
-        self.inputs, self.tokens = count, work.tokens  # of `sequences`, duplicates included
+        # numbers of inputs and tokens of `sequences`; equal inputs count as often as they occur
+        self.inputs, self.tokens = count, work.tokens
         self.cached_inputs = 0  # number of inputs that `withdraw` removed
         self.interactive = False  # whether it was queued with the priority "interactive"
         self.cancelled = False
@@ -79,7 +82,7 @@ class WorkFuture:
         self._wake = wake
         self._done = threading.Event()
         self._lock = threading.Lock()
-        # equal sequences are queued once, with the indices of all
+        # equal sequences become one queued sequence, with the indices of all of them
         sequence_of: dict[Key, QueuedSequence] = {}
         token = slot = 0
         for index, (length, slots, augmented) in enumerate(sizes):
@@ -101,7 +104,7 @@ class WorkFuture:
         self.sequences = list(sequence_of.values())
 
     def withdraw(self, sequences: "Iterable[QueuedSequence]") -> None:
-        """Remove some sequences before the future is queued. The caller must answer them."""
+        """Remove some sequences before the future is queued. The caller must answer these."""
         removed = set(sequences)
         if removed:
             self.sequences = [sequence for sequence in self.sequences if sequence not in removed]
@@ -114,11 +117,11 @@ class WorkFuture:
     def answer(self, index: Index, values: Values) -> None:
         """Write the answers of the sequences at the indices `index`, which are all different.
 
-        `values` has an array `[slots of these sequences, width]` for each output per slot,
-        SparseRows for a sparse output, and a list with the array of each sequence for each output
-        per token.
+        `values` has one value for each output, by name. The value of an output per slot is an array
+        `[slots of these sequences, width]`, that of a sparse output is SparseRows, and that of an
+        output per token is a list with the array of each sequence.
         """
-        slot_indices = index  # of these sequences, among all slots of the request
+        slot_indices = index  # indices of these sequences' slots among all slots of the request
         if self.work.has_spans:
             slots = self.work.slots
             slot_indices = concatenated_ranges((np.cumsum(slots) - slots)[index], slots[index])
@@ -162,7 +165,7 @@ class WorkFuture:
                     logger.exception("the callback of an answered request failed")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
-        """Wait for the answer, and return it: an array, SparseRows or a Ragged for each output.
+        """Wait for the answer, and return it: an array, SparseRows or Ragged by name of the output.
 
         Raises the error of the first input that failed, Cancelled if the request was cancelled, or
         TimeoutError after `timeout_s` seconds.
@@ -179,13 +182,13 @@ class WorkFuture:
 class QueuedSequence:
     """A sequence that waits for a place in a batch.
 
-    `futures` has the indices of the sequence in the request of each future that needs it. `taken`
-    is set when the sequence is in a batch; then no other future may be added. `ids` and `types` are
-    int32 `[length]`, views of the columns of the work; `types` is None if all are zero. `spans` is
-    int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is the number of the
-    tokens' adapter. The last `augmentation_tokens` tokens are augmentation tokens of a query.
-    `pixels` is int32 `[length, words]`, or None for text. `min_row` is the shortest row length that
-    holds it.
+    `futures` maps each future that needs the sequence to the sequence's indices in its request.
+    `taken` is set when the sequence is in a batch; then no other future may be added. `ids` and
+    `types` are int32 `[length]`, views of `work.planes`; `types` is None if all types are zero.
+    `spans` is int32 `[slots, 2]`, or None if all tokens are pooled together. `adapter` is the index
+    of the adapter of these tokens. The last `augmentation_tokens` tokens are augmentation tokens of
+    a query. `pixels` is int32 `[length, words]`, or None for text. `min_row` is the length of the
+    shortest row that holds the sequence.
     """
 
     __slots__ = (
@@ -225,8 +228,10 @@ class QueuedSequence:
         self.pixels = pixels
         self.taken = False
         # The key of a short sequence holds its tokens. Other keys have a digest, so that the tokens
-        # are not in memory twice. The digest is cryptographic, so no client can make two sequences
-        # with the same key. The number of spans tells where the types end and the spans begin.
+        # are not in memory twice. The digest is cryptographic, so no client can make two different
+        # sequences with the same key. The key has the number of spans because types and spans are
+        # digested one after the other: without it, different types and spans could give the same
+        # bytes.
         planes = [plane for plane in (types, spans, pixels) if plane is not None]
         if length <= MAX_KEY_TOKENS and not planes:
             content = ids.tobytes()
@@ -239,7 +244,7 @@ class QueuedSequence:
 
     @property
     def outputs(self) -> set[OutputName]:
-        """The names of all outputs that its futures need."""
+        """The names of all outputs that the futures of the sequence need."""
         return set().union(*(future.work.outputs for future in self.futures))
 
 
@@ -247,9 +252,10 @@ class QueuedSequence:
 class Answers:
     """The result of a run for some sequences: `values`, or an `error` for all of the sequences.
 
-    `values` has an array `[slots of all sequences, width]` for each output per slot, SparseRows for
-    a sparse output, and a list with the array of each sequence for each output per token. They are
-    views of the output of the whole batch: copy what is kept.
+    `values` has one value for each output, by name. The value of an output per slot is an array
+    `[slots of all sequences, width]`, that of a sparse output is SparseRows, and that of an output
+    per token is a list with the array of each sequence. The arrays are views of the output of the
+    whole batch: copy what is kept.
     """
 
     sequences: Sequence[QueuedSequence]
@@ -258,10 +264,8 @@ class Answers:
 
     @cached_property
     def slots(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """The first slot of each sequence among all slots, and its number of slots.
-
-        Both are int arrays `[sequences]`. None if each sequence has one slot.
-        """
+        """The index of each sequence's first slot among all slots, and each sequence's number of
+        slots: two int arrays `[sequences]`. None if each sequence has one slot."""
         if all(sequence.slots == 1 for sequence in self.sequences):
             return None
         counts = np.array([sequence.slots for sequence in self.sequences])
@@ -297,14 +301,15 @@ class Answers:
             future.inference_s[where] = seconds
             if self.error is None:
                 future.answer(where, self.values_of(chosen, future.work.outputs))
-            elif isinstance(self.error, NotFinite):  # the error of a single input: name the input
+            # a NotFinite error comes with a single sequence, so the message names its input
+            elif isinstance(self.error, NotFinite):
                 future.fail(indices, NotFinite(f"input {min(indices)}: {self.error}"))
             else:
                 future.fail(indices, self.error)
 
 
 def fail_sequences(sequences: Iterable[QueuedSequence], error: Exception) -> None:
-    """Fail the sequences in every future that needs them."""
+    """Fail each sequence with `error` in every future that needs the sequence."""
     for sequence in sequences:
         for future, index in sequence.futures.items():
             future.fail(index, error)

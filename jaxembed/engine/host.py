@@ -1,7 +1,7 @@
 """Runs static models on the host, without a device, compilation, buckets or a queue.
 
 `HostEngine.compute` computes in the calling thread. So the thread that tokenizes a request can also
-compute it, and a short text needs only one thread.
+compute the request, and a short text needs only one thread.
 """
 
 import logging
@@ -24,15 +24,15 @@ CLOSED = "the engine is closed"
 
 
 class HostEngine:
-    """The engine of a static model, with `compute` for `submit`. See Engine for other methods.
+    """The engine of a static model, with `compute` in place of the method `submit` of Engine.
 
-    Any thread may call `compute`, and several threads at the same time.
+    The other methods are those of Engine. Several threads may call `compute` at the same time.
     """
 
     # no device can fail or hang
     healthy = True
     stuck = False
-    temporary_bytes = 0  # of device memory
+    temporary_bytes = 0  # no device memory is used
 
     def __init__(self, model: StaticModel, telemetry: Telemetry, *, name: str = "model"):
         """Make an engine for a loaded model. `name` is the name of the model in the log."""
@@ -40,8 +40,8 @@ class HostEngine:
         self._model = model
         self._telemetry = telemetry
         self._started = self._closing = False
-        self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent calls
-        self._failures = 0  # consecutive calls that failed
+        self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent calls of `compute`
+        self._failures = 0  # number of consecutive calls of `compute` that failed
         self._lock = threading.Lock()
 
     @property
@@ -59,7 +59,8 @@ class HostEngine:
         self._started = True
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Return at once, because nothing is compiled. Raises BackendError if it is closed."""
+        """Return at once, because there is nothing to compile. Raises BackendError if the engine is
+        closed."""
         if self._closing:
             raise BackendError(CLOSED)
 

@@ -28,8 +28,8 @@ def place_parameters(
     """Cast the parameters, and copy all of them to every device of every group of devices.
 
     `parameters` are pairs of name and array; with a generator the host holds one array at a time.
-    `dtype` is that of large weights. With `native_layout`, weights are packed into panels for the
-    native kernels (native.linear). Returns a dict of arrays by name for each group.
+    `dtype` is the dtype of large weights. With `native_layout`, weights are packed into panels for
+    the native kernels (native.linear). Returns a dict of the placed arrays by name for each group.
     """
     shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
     placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
@@ -39,7 +39,7 @@ def place_parameters(
             cast = native.packed(np.asarray(cast))
         for copies, sharding in zip(placed, shardings, strict=True):
             copies[name] = jax.device_put(cast, sharding)
-        # before the next array needs memory
+        # wait until this array is copied, before the next array needs memory
         jax.block_until_ready([copies[name] for copies in placed])
     return placed
 
@@ -58,9 +58,10 @@ def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
 
 
 def room_for_models(device: Device) -> int | None:
-    """Return the bytes of memory that models may take on a device; None if it is not known.
+    """Return the bytes of memory that models may take on a device; None if they are not known.
 
-    For a CPU it is the memory of the host. A tenth is left for memory that nobody counts."""
+    They are nine tenths of the device's memory (on a CPU, of the available memory of the host): a
+    tenth is left for what models take beyond the bytes that are counted."""
     if device.platform == "cpu":
         room = available_bytes()
     else:
@@ -71,10 +72,10 @@ def room_for_models(device: Device) -> int | None:
 def placed_dtype(name: str, axes: int, dtype: DType) -> DType:
     """Return the dtype of a parameter on a device: `dtype` for large weights, else float32.
 
-    `name` is the path of the parameter and `axes` its number of axes. Vectors (such as norms),
-    biases and the parameters of heads stay in float32: they are small, and scores come directly
-    from them. The table of terms of a sparse head gets `dtype`, because it is as large as the
-    embedding table of the backbone.
+    `name` is the path of the parameter and `axes` its number of axes. Vectors (such as scales of
+    norms), biases and the parameters of heads stay in float32: they are small, and scores come
+    directly from heads. The table of terms of a sparse head gets `dtype`, because this table is as
+    large as the embedding table of the backbone.
     """
     is_head = name.startswith("heads.") and not name.endswith(TABLE_OF_TERMS)
     return FLOAT32 if axes < 2 or name.endswith(".bias") or is_head else dtype

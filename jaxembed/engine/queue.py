@@ -17,20 +17,20 @@ from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
 from jaxembed.errors import InvalidInput
 
 # A request without a priority is interactive if it has at most INTERACTIVE_INPUTS inputs, and at
-# most INTERACTIVE_SHARE of the tokens of the largest bucket. So it takes a small part of a batch.
+# most INTERACTIVE_SHARE of the tokens of the largest bucket, which is a small part of a batch.
 INTERACTIVE_INPUTS = 8
 INTERACTIVE_SHARE = 1 / 8
 
-# The share of the device time for each queue while both have work. Bulk leads at least every fourth
-# batch of equal cost, so it never starves. Interactive work that has had less than its share waits
-# for one batch at most.
+# The share of the device time for each queue while both have work. If all batches cost the same,
+# bulk leads at least every fourth batch (see `take`), so it never starves. Interactive work that
+# has had less than its share waits for one batch at most.
 SHARES: dict[Priority, float] = {"interactive": 3 / 4, "bulk": 1 / 4}
 
-INTERLEAVED = 512  # tokens of a request before those of the next one: some dozen short texts
+INTERLEAVED = 512  # tokens of a request that go before the next request: about a dozen short texts
 # Sequences are considered for a batch up to this multiple of the largest bucket's tokens. That is
 # enough to find sequences that fill rows well.
 WINDOW_BUCKETS = 4
-MAX_WINDOW_SEQUENCES = 4096  # considered sequences: this bounds the time in a long queue
+MAX_WINDOW_SEQUENCES = 4096  # most sequences considered for a batch, so that this takes little time
 EXPECTED_S = 5.0  # seconds after an interactive request during which another one is expected
 
 
@@ -39,7 +39,7 @@ class Flow:
     """The waiting sequences of one request.
 
     `sequences` are in reverse order, so that the next sequence is last. `parked` are the sequences
-    that fit in no bucket compiled so far. `inputs` and `tokens` count duplicates as often as they
+    that fit in no bucket compiled so far. `inputs` and `tokens` count equal inputs as often as they
     occur.
     """
 
@@ -52,21 +52,23 @@ class Flow:
     inputs: int
     tokens: int
     window_size: int = 0  # number of next sequences that are considered for a batch
-    has_gaps: bool = False  # whether some of these were taken with another request
+    has_gaps: bool = False  # whether some of these next sequences were taken with another request
 
 
 @dataclass(eq=False, repr=False)
 class PriorityQueue:
     """The queue of the requests of one priority, by start-time fair queueing over tokens.
 
-    The algorithm is by Goyal, Vin and Cheng (1996). `clock` is the virtual time of the latest
-    request that was served, and a new request begins there. So it waits for at most INTERLEAVED
-    tokens of each earlier request: a small request passes a huge one, and no request starves.
+    The algorithm is by Goyal, Vin and Cheng (1996). `clock` is the largest virtual time that a
+    request has reached by being served, and a new request begins at it. So a new request waits for
+    at most INTERLEAVED tokens of each earlier request: a small request passes a huge one, and no
+    request starves.
     """
 
-    share: float  # of the device time
-    end: float = 0.0  # virtual time of both queues, in milliseconds, at which its last batch ends
-    clock: float = 0.0  # in tokens
+    share: float  # share of the device time while both queues have work
+    # the virtual time at which the last batch led by this queue ends, in milliseconds
+    end: float = 0.0
+    clock: float = 0.0  # virtual time within this queue, in tokens
     inputs: int = 0
     tokens: int = 0
     # flows with sequences, sorted by start and number
@@ -76,11 +78,12 @@ class PriorityQueue:
     def peek(self, enough: int) -> dict[QueuedSequence, None]:
         """Return the next sequences in fair order, as the keys of a dict, without taking them.
 
-        It stops at `enough` tokens or MAX_WINDOW_SEQUENCES sequences, however long the queue is.
-        `requeue` must be called afterwards.
+        However long the queue is, this ends with the sequence that completes `enough` tokens or
+        MAX_WINDOW_SEQUENCES sequences. The caller must call `requeue` afterwards.
         """
         window: dict[QueuedSequence, None] = {}
-        # the earliest flow comes next, from `order` or from `resumed`, a heap of flows left before
+        # The earliest flow comes next. It is the next flow of `order`, or one of `resumed`, a heap
+        # of the flows that this loop has left and will resume.
         order, resumed = self.order, []
         tokens, position = 0, 0
         while tokens < enough and len(window) < MAX_WINDOW_SEQUENCES:
@@ -92,7 +95,7 @@ class PriorityQueue:
             else:
                 break
             next_begin = order[position][0] if position < len(order) else math.inf
-            # the flow is left INTERLEAVED tokens after the next flow's begin
+            # go on to the next flow once this flow is INTERLEAVED tokens past the next flow's begin
             until = INTERLEAVED + (min(next_begin, resumed[0][0]) if resumed else next_begin)
             sequences, count = flow.sequences, flow.window_size
             max_size = count + MAX_WINDOW_SEQUENCES - len(window)
@@ -120,7 +123,7 @@ class PriorityQueue:
         unserved = []
         for item in window:
             flow = item[2]
-            if flow.has_gaps or flow in served:  # sequences of its window were taken
+            if flow.has_gaps or flow in served:  # some of the flow's next sequences were taken
                 first = -flow.window_size
                 flow.sequences[first:] = [
                     sequence for sequence in flow.sequences[first:] if not sequence.taken
@@ -131,7 +134,7 @@ class PriorityQueue:
         self.order[: self.window_flows] = unserved
         for flow, tokens in served.items():
             if flow.queue is self:
-                if not flow.window_size:  # its sequence was taken with another request
+                if not flow.window_size:  # an equal sequence of another request was in the window
                     self.remove(flow)
                 flow.start += tokens
                 self.clock = max(self.clock, flow.start)
@@ -155,8 +158,8 @@ class PriorityQueue:
 class RequestQueue:
     """The queue of an engine: all waiting requests, in a queue for each priority.
 
-    A sequence that several requests need waits once, with a place in each of these requests. It is
-    taken when the first of these places is due.
+    A sequence that several requests need waits once, with a place in the flow of each request. The
+    sequence is taken when the first of these places is due.
     """
 
     def __init__(self, largest: int):
@@ -169,13 +172,13 @@ class RequestQueue:
         self._flows: dict[WorkFuture, Flow] = {}  # oldest first
         self._waiting: dict[Key, QueuedSequence] = {}
         self._longest_row = 0  # length of the longest row of a compiled bucket
-        self._number = 0  # of the latest flow; it orders flows with equal starts
-        self._clock = 0.0  # in milliseconds of device time
+        self._number = 0  # number of the latest flow; numbers order flows with equal starts
+        self._clock = 0.0  # virtual time of both queues, in milliseconds of device time
         self._interactive_at = -math.inf  # time.monotonic() of the latest interactive request
 
     @property
     def inputs(self) -> int:
-        """The number of waiting inputs; duplicates count as often as they occur."""
+        """The number of waiting inputs; equal inputs count as often as they occur."""
         return sum(queue.inputs for queue in self.queues.values())
 
     @property
@@ -185,12 +188,12 @@ class RequestQueue:
 
     @property
     def runnable(self) -> bool:
-        """Whether a sequence waits that fits in a compiled bucket."""
+        """Whether there is a waiting sequence that fits in a compiled bucket."""
         return any(queue.order for queue in self.queues.values())
 
     @property
     def has_interactive(self) -> bool:
-        """Whether an interactive sequence waits that fits in a compiled bucket."""
+        """Whether there is a waiting interactive sequence that fits in a compiled bucket."""
         return bool(self._interactive.order)
 
     def is_bulk_alone(self, now: float) -> bool:
@@ -204,7 +207,7 @@ class RequestQueue:
 
     @property
     def needed_length(self) -> int | None:
-        """The row length that the oldest sequence without a compiled bucket needs, or None."""
+        """The row length for the oldest sequence that fits in no compiled bucket, or None."""
         return next((f.parked[0].min_row for f in self._flows.values() if f.parked), None)
 
     def oldest_s(self, queue: PriorityQueue, now: float) -> float:
@@ -219,9 +222,9 @@ class RequestQueue:
         """Queue the sequences of a request's future.
 
         Without a `priority`, the size of the request decides on the priority queue. If an equal
-        sequence waits already, it answers this future, too. The future's list of sequences is
-        emptied, because sequences and future refer to each other. Raises InvalidInput for an
-        unknown priority.
+        sequence of another request waits already, its answer also goes to this future. The future's
+        list of sequences is emptied, because sequences and future refer to each other. Raises
+        InvalidInput for an unknown priority.
         """
         if priority is None:
             is_small = (
@@ -247,7 +250,7 @@ class RequestQueue:
                 queued.futures[future] = sequence.futures[future]
             sequences.append(queued)
         future.sequences = []
-        # parked until a bucket that holds them is compiled
+        # sequences are parked until a bucket that holds them is compiled
         ready = [sequence for sequence in sequences if sequence.min_row <= self._longest_row]
         parked = [sequence for sequence in sequences if sequence.min_row > self._longest_row]
         self._number += 1
@@ -267,7 +270,7 @@ class RequestQueue:
         queue.insert(flow)
 
     def cancel(self, future: WorkFuture) -> None:
-        """Remove a future from the queue, with its sequences unless another future needs them."""
+        """Remove a future from the queue, with the sequences that no other future needs."""
         flow = self._flows.pop(future, None)
         if flow is None:
             return
@@ -281,13 +284,14 @@ class RequestQueue:
                     del self._waiting[sequence.key]
 
     def set_longest_row(self, longest: int) -> None:
-        """Set the longest row of the compiled buckets, and queue parked sequences that fit now."""
+        """Set the length of the longest row of the compiled buckets, and queue the parked sequences
+        that fit in such a row."""
         self._longest_row = longest
         for flow in self._flows.values():
             ready = [sequence for sequence in flow.parked if sequence.min_row <= longest]
             if ready:
                 flow.queue.remove(flow)
-                if not flow.sequences:  # time without work earns no credit
+                if not flow.sequences:  # a flow earns no credit while all its sequences are parked
                     flow.start = max(flow.start, flow.queue.clock)
                 flow.parked = [sequence for sequence in flow.parked if sequence.min_row > longest]
                 flow.sequences[:0] = ready[::-1]
@@ -307,26 +311,27 @@ class RequestQueue:
     ) -> Batch | None:
         """Take the next batch out of the queue; None if no waiting sequence fits in a bucket.
 
-        The priority queue that has had less of its share of device time leads: its sequences decide
-        the bucket, and its first sequence is in the batch. The sequences of the other queue fill
-        the room that is left. After the first sequence, interactive sequences are placed before
-        bulk sequences.
+        The priority queue that has had less of its share of device time leads: the bucket is chosen
+        for its sequences, and its first sequence is in the batch. The sequences of the other queue
+        fill the room that is left. After the first sequence, interactive sequences are placed
+        before bulk sequences.
 
         `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and
         `max_sequences` is the largest number of sequences in the batch; None means no limit.
         """
         while leads := [queue for queue in self.queues.values() if queue.order]:
-            # virtual times at which their next batches begin; time without work earns no credit
+            # the virtual time at which the next batch of each queue begins; a queue earns no credit
+            # while it has no work
             begins = [max(self._clock, queue.end) for queue in leads]
             begin = min(begins)
             lead = leads[begins.index(begin)]
             largest = max(bucket.tokens for bucket in cost)
             window = list(lead.peek(WINDOW_BUCKETS * largest))[:max_sequences]
-            if not window:  # all its sequences were taken with other requests
+            if not window:  # all sequences of the queue were taken with other requests
                 lead.requeue({})
                 continue
             other = self._bulk if lead is self._interactive else self._interactive
-            # short runs, if bulk leads while an interactive request may come soon
+            # the run must be brief if bulk leads while an interactive request may come soon
             brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
             bucket = choose_bucket(window, cost, brief)
             leading = set(window)
@@ -354,7 +359,7 @@ class RequestQueue:
             for flow in served:
                 if not flow.inputs:
                     del self._flows[flow.future]
-            # last, so that `clear` still returns them if the lines above raise an error
+            # these lines are last, so that `clear` returns the sequences if a line above raises
             for sequence in batch.sequences:
                 del self._waiting[sequence.key]
             return batch

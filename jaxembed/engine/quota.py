@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 from jaxembed.errors import QuotaExceeded, RequestTooLarge
 
 MINUTE_S = 60.0
-ROUNDING = 1e-6  # requests or tokens that a bucket may lack because of rounding errors
+ROUNDING = 1e-6  # requests or tokens that a bucket may lack, as a rounding error, and still give
 WAITING_RETRY_S = 1  # retry time of a request that is refused because too many inputs wait
 
 Rate = Literal["requests", "tokens"]  # what is limited per minute
@@ -29,7 +29,7 @@ class Limits:
 
 
 class RateState(NamedTuple):
-    """What remains of one limit per minute. `reset_s` is the seconds until all of it is back."""
+    """What remains of one limit per minute. After `reset_s` seconds the whole limit remains."""
 
     kind: Rate
     limit: int
@@ -40,8 +40,8 @@ class RateState(NamedTuple):
 class TokenBucket:
     """A token bucket for a rate limit of `per_minute` requests or tokens.
 
-    It refills from empty to full in a minute. `take` may bring its level below zero. `now` is a
-    time in seconds.
+    The bucket starts full, and refills from empty to full in a minute. `take` may bring the level
+    below zero. `now` is a time in seconds, in all methods by the same clock.
     """
 
     def __init__(self, per_minute: int, now: float):
@@ -61,12 +61,12 @@ class TokenBucket:
         self._level = min(self.level(now) - amount, float(self.per_minute))
 
     def wait_s(self, amount: int, now: float) -> float:
-        """Return the seconds until the level is at least `amount`; 0 if it is already."""
+        """Return the seconds until the level is at least `amount`; 0 if it is so already."""
         missing = amount - self.level(now)
         return missing / (self.per_minute / MINUTE_S) if missing > ROUNDING else 0.0
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change the size of the bucket. The level stays the same share of the size."""
+        """Change the limit to `per_minute`. The level stays the same share of the limit."""
         self._level = self.level(now) * per_minute / self.per_minute
         self.per_minute = per_minute
 
@@ -89,7 +89,8 @@ class Quota:
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
-        """Set other limits. What the key has used of a limit counts for the new limit, too."""
+        """Set other limits. If the key has used up half a limit per minute, it also has used up
+        half the new one."""
         with self._lock:
             self.limits, now = limits, self._clock()
             rates: dict[Rate, int | None] = {
@@ -105,7 +106,8 @@ class Quota:
                     self._buckets[kind] = TokenBucket(per_minute, now)
 
     def count_request(self) -> None:
-        """Count a request, before any other work for it. Raises QuotaExceeded if none is left."""
+        """Count a request, before any other work for it. Raises QuotaExceeded if the key has no
+        request left in this minute."""
         with self._lock:
             self._check_rate("requests", 1)
             if "requests" in self._buckets:
@@ -115,9 +117,10 @@ class Quota:
     def check(self, inputs: int, tokens: int, account: "Account") -> None:
         """Check whether a part of a request may be admitted now. Counts nothing but refusals.
 
-        The part has `inputs` and about `tokens`; `account` has the usage of its request so far.
-        Raises RequestTooLarge if the request exceeds a limit of the key, and QuotaExceeded if the
-        part must wait. Only the first part may have to wait: after that, work would be lost.
+        The part has `inputs` inputs and about `tokens` tokens. `account` has the usage of the
+        request so far. Raises RequestTooLarge if the request exceeds a limit of the key, and
+        QuotaExceeded if the part must wait. Only the first part of a request may have to wait,
+        because a refusal of a later part would waste the work for the earlier parts.
         """
         with self._lock:
             max_waiting = self.limits.max_inputs_waiting
@@ -142,7 +145,8 @@ class Quota:
     def _check_size(
         self, size: int, limit: int | None, kind: Literal["inputs", "tokens"], field: str
     ) -> None:
-        """Raise RequestTooLarge if `size` exceeds `limit`, which is the field `field` of Limits."""
+        """Raise RequestTooLarge if `size`, the request's number of inputs or tokens, exceeds
+        `limit`, which is the field `field` of Limits."""
         if limit is not None and size > limit:
             self.refused[kind] += 1
             about = "about " if kind == "tokens" else ""
@@ -152,7 +156,7 @@ class Quota:
             )
 
     def _check_rate(self, kind: Rate, amount: int) -> None:
-        """Raise QuotaExceeded if less than `amount` is left of the limit per minute."""
+        """Raise QuotaExceeded if less than `amount` is left of the limit per minute `kind`."""
         bucket = self._buckets.get(kind)
         wait_s = 0.0 if bucket is None else bucket.wait_s(amount, self._clock())
         if bucket is not None and wait_s:
@@ -167,7 +171,7 @@ class Quota:
     def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
         """Count waiting inputs, tokens charged to the limit per minute, and answered tokens.
 
-        Negative numbers give some back.
+        A negative number gives back what was counted before.
         """
         with self._lock:
             self.waiting += waiting
@@ -203,14 +207,15 @@ class Account:
     """
 
     quota: Quota | None = None
-    models: set[str] = field(default_factory=set)  # names of the models that answer it
-    inputs: int = 0  # admitted
-    tokens: int = 0  # answered
-    charged: int = 0  # tokens; an estimate until a part is answered
-    entered: bool = False  # whether a part was admitted
+    models: set[str] = field(default_factory=set)  # names of the models that answer the request
+    inputs: int = 0  # number of inputs that were admitted
+    tokens: int = 0  # number of tokens that were answered
+    charged: int = 0  # tokens charged to the quota; an estimate until a part is answered
+    entered: bool = False  # whether a part of the request was admitted
 
     def use(self, *, waiting: int = 0, charged: int = 0, answered: int = 0) -> None:
-        """Count the usage for the request, and for its key as `Quota.use` does."""
+        """Count waiting inputs for the key, and charged and answered tokens for the request and the
+        key. A negative number gives back what was counted before."""
         self.charged += charged
         self.tokens += answered
         if self.quota is not None:

@@ -1,4 +1,4 @@
-"""Runs a batch so that only the sequences at fault fail.
+"""Runs a batch so that only the sequences that cause an error fail.
 
 A batch that does not fit in the memory of the device is run again in parts. A sequence whose result
 is not finite is run again alone.
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 def reference_to(batch: Batch) -> tuple[str, str]:
     """Return a random reference to a batch, and a description of the batch for the log.
 
-    The description contains the reference.
+    The description contains the reference. A client gets only the reference, and finds the
+    description in the log by it.
     """
     reference = uuid.uuid4().hex[:12]
     lengths = sorted((sequence.length for sequence in batch.sequences), reverse=True)[:8]
@@ -48,7 +49,7 @@ class Recovery:
     )  # called with the bucket before each run
 
     def run(self, batch: Batch) -> list[Answers]:
-        """Run a batch, and then run each sequence whose result is not finite again, alone.
+        """Run a batch; then run each sequence whose result is not finite once more, alone.
 
         Returns the answers or errors of all sequences of the batch. Raises no error.
         """
@@ -74,7 +75,7 @@ class Recovery:
     def _attempt(self, batch: Batch, *, in_float32: bool = False) -> Answers:
         """Run a batch once, and gather the values of each sequence from the outputs.
 
-        With `in_float32`, run the program of the bucket in float32. Raises the runner's errors."""
+        With `in_float32`, run the bucket's program in float32. Raises the errors of the runner."""
         outputs = set().union(
             *(future.work.outputs for sequence in batch.sequences for future in sequence.futures)
         )
@@ -97,10 +98,11 @@ class Recovery:
         return Answers(batch.sequences, values)
 
     def _after_failure(self, batch: Batch, error: Exception) -> list[Answers]:
-        """Run a failed batch again in parts if `error` says that the memory was full; or fail it.
+        """Run a failed batch again in parts if `error` says that the device memory was full.
 
-        The parts run on the largest bucket that has at most half the tokens and holds the longest
-        sequence. If no bucket does, the batch fails.
+        The parts run on the largest bucket that has at most half the tokens of the batch's bucket
+        and holds the longest sequence. If there is no such bucket, or after another error, the
+        sequences get a BackendError. Returns the answers or errors of all sequences.
         """
         longest = max(sequence.min_row for sequence in batch.sequences)
         half = batch.bucket.tokens // 2
@@ -113,14 +115,14 @@ class Recovery:
         )
         bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.sequences), []
         while left:
-            # the first one always gets a place
+            # in a group of its own, the first sequence always gets a place
             parts.append(place(bucket, left[:1], left[1:]))
             placed = set(parts[-1].sequences)
             left = [sequence for sequence in left if sequence not in placed]
         return [answers for part in parts for answers in self.run(part)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:
-        """Log and count a failed batch. Returns a BackendError for all its sequences."""
+        """Log and count a failed batch. Returns a BackendError as the error of all sequences."""
         reference, description = reference_to(batch)
         logger.error("%s failed", description, exc_info=error)
         self.telemetry.failed_batches.inc()
@@ -130,8 +132,8 @@ class Recovery:
     def _alone(self, sequence: QueuedSequence, batch: Batch) -> list[Answers]:
         """Run a sequence of `batch` alone, because its result was not finite.
 
-        Then run it in float32 if the model is in float16. Returns the answer, or NotFinite or a
-        BackendError as its error.
+        If the result is again not finite, run the sequence in float32 if the model is in float16.
+        Returns the answer, or NotFinite or a BackendError as the error of the sequence.
         """
         self.telemetry.not_finite.inc()
         fitting = [b for b in self.buckets() if sequence.min_row <= b.length]

@@ -45,11 +45,11 @@ class Replica:
     ):
         """Place the parameters on the devices.
 
-        `parameters` are arrays by name; those that `place_parameters` has placed already are not
+        `parameters` are arrays by name; arrays that `place_parameters` has already placed are not
         copied. `float32_bucket` is a bucket that also gets a program in float32. `attention`
         returns the attention implementation for the program of a bucket; the program in float32
-        uses XLA's. With `native_layout`, weights are packed into panels, as native.linear takes
-        them. Raises CheckpointError if the parameters are not those of the program.
+        uses XLA's. With `native_layout`, weights are packed into panels, the form that
+        native.linear takes. Raises CheckpointError if the parameters do not fit the program.
         """
         self.devices = tuple(devices)
         self.dtype: DType = dtype
@@ -65,7 +65,8 @@ class Replica:
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
-        self._by_rows = NamedSharding(self._mesh, PartitionSpec(None, "data"))  # of a batch
+        # divides the rows of a batch among the devices
+        self._by_rows = NamedSharding(self._mesh, PartitionSpec(None, "data"))
 
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
@@ -90,9 +91,10 @@ class Replica:
     ) -> Outputs:
         """Run the program of a bucket on a batch, and return the named `outputs` on the host.
 
-        `planes` is the packed batch, int32 `[planes, rows, length]`. The call releases the GIL
-        while it waits for the device. Only the `float32_bucket` can run `in_float32`. Raises
-        KeyError if the bucket has no compiled program, and the errors of XLA.
+        `planes` is the packed batch, int32 `[planes, rows, length]`. This method releases the GIL
+        while it waits for the device. With `in_float32` it runs the program in float32, which only
+        the `float32_bucket` has. Raises KeyError if the bucket has no such program, and the errors
+        of XLA.
         """
         computed = self.launch(bucket, planes, FLOAT32 if in_float32 else self.dtype)
         return {
@@ -103,10 +105,11 @@ class Replica:
     def launch(
         self, bucket: Bucket, planes: np.ndarray, dtype: DType | None = None
     ) -> dict[OutputName, Any]:
-        """Start the program of a bucket on a batch, and return all outputs by name at once.
+        """Start the program of a bucket on a batch, and return all its outputs without waiting.
 
-        The outputs are arrays on the device that may not be ready yet. `dtype` is the dtype of the
-        program, by default that of the replica. Raises the errors of `run`.
+        The outputs are arrays on the device by name; they may not be computed yet. `dtype` chooses
+        between the bucket's programs, by default the one in the replica's dtype. Raises KeyError if
+        the bucket has no such program, and the errors of XLA.
         """
         program = self._programs[bucket, dtype or self.dtype]
         return program(self._parameters, jax.device_put(planes, self._by_rows))
@@ -138,7 +141,8 @@ class Replica:
         return usage.temp_size_in_bytes + usage.output_size_in_bytes
 
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
-        """Compile and return the program of a bucket in `dtype`. Raises the errors of `compile`."""
+        """Compile and return the program of a bucket in `dtype`. Raises ConfigError if the rows
+        cannot be divided equally among the devices, and the errors of XLA."""
         if bucket.rows % len(self.devices):
             raise ConfigError(
                 f"the rows of bucket {bucket} cannot be divided equally among "
@@ -179,7 +183,7 @@ class NullReplica:
     float32_bucket = None  # constants are always finite
 
     def __init__(self, primary: OutputName, widths: Mapping[OutputName, int]):
-        """Make a replica for outputs of these `widths`, which are numbers of columns."""
+        """Make a replica whose outputs have these `widths`, in columns, by name."""
         self.primary: OutputName = primary
         self.planes = PackedTokens.PLANES
         self._widths = widths
@@ -218,4 +222,4 @@ class NullReplica:
 
 
 Runner = Replica | NullReplica
-"""What an engine runs batches on."""
+"""An object on which an engine runs batches."""

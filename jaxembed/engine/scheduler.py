@@ -26,14 +26,14 @@ class VirtualTime:
 class Waiter:
     """A thread that waits for the device or holds it."""
 
-    urgency: Callable[[], float]  # the highest goes first
-    share: VirtualTime | None  # of the model that is charged; None: no model is charged
-    permits: int = 1  # number of permits that it needs
+    urgency: Callable[[], float]  # the thread with the highest urgency goes first
+    share: VirtualTime | None  # virtual time of the model to charge; None: no model is charged
+    permits: int = 1  # number of permits that the thread needs
     granted: threading.Event = field(default_factory=threading.Event)
     mixed: bool = False  # whether a program of another model ran on the device at the same time
-    overdue: bool = False  # whether its program should have ended long ago; set by a watchdog
-    expected_s: float | None = None  # expected device time of its program; None until `charge`
-    took_s: float = 0.0  # device time of its program, once the device is released
+    overdue: bool = False  # whether the program should have ended long ago; set by a watchdog
+    expected_s: float | None = None  # expected device time of the program; None until `charge`
+    took_s: float = 0.0  # device time of the program, once the device is released
 
     @property
     def idle(self) -> bool:
@@ -46,9 +46,9 @@ class DeviceScheduler:
 
     `permits` is the number of programs that may be in flight. With two, an accelerator has the next
     program queued while one runs. On a CPU two programs run at once: much of a program is too small
-    to be divided among the cores, and the other program uses the idle cores. XLA's programs of
-    1x256 computed 26,150 tokens a second on two cores if two ran at once, and 13,990 one by one.
-    With native kernels, running one by one only leaves the cores idle during the host's work
+    to be divided among the cores, and the other program uses the idle cores. XLA's programs for
+    bucket 1x256 computed 26,150 tokens a second on two cores if two ran at once, and 13,990 one by
+    one. With native kernels, one by one loses less: the cores are idle only during the host's work
     between two programs (benchmarks/README.md). Engines of several models share the scheduler.
 
     Models get equal time by start-time fair queueing (Goyal, Vin and Cheng, 1996). The program of a
@@ -61,9 +61,13 @@ class DeviceScheduler:
 
     def __init__(self, permits: int = 1, now: Callable[[], float] = time.monotonic):
         self.permits = permits  # largest number of programs in flight
-        self.clock = 0.0  # virtual time: the earliest begin among waiting and starting programs
+        # the virtual time; it grows to the earliest begin of the waiting and starting programs
+        self.clock = 0.0
         self._now = now
-        self._shared_s = 0.0  # device time so far of a program that has always been in flight
+        # the device time that a program would have had so far if it had always been in flight; how
+        # much it grows during a program is the device time of this program
+        self._shared_s = 0.0
+        # when `_shared_s` was brought up to date, and when the last charged program ended
         self._changed_at = self._served_at = now()
         self._waiting: list[Waiter] = []
         self._holding: list[Waiter] = []
@@ -80,11 +84,11 @@ class DeviceScheduler:
     ) -> Iterator[Waiter]:
         """Wait for the device and hold it during the block. Yields the waiter of this thread.
 
-        The thread with the highest `urgency()` goes first, and among equals the first to come.
-        `urgency` is called under the lock of the scheduler. `share` is the virtual time of the
-        model. A thread that gives it must call `charge` or leave soon, because no other thread gets
-        the device meanwhile. With `whole` the thread gets all permits at once: two threads that
-        each hold a permit and wait for another would deadlock.
+        The thread with the highest `urgency()` goes first; among equals, the thread that came
+        first. `urgency` is called under the lock of the scheduler. `share` is the virtual time of
+        the model to charge. A thread with a `share` must call `charge` or leave the block soon,
+        because no other thread gets the device before that. With `whole` the thread gets all
+        permits at once: two threads that each hold a permit and wait for another would deadlock.
         """
         waiter = Waiter(urgency, share, permits=self.permits if whole else 1)
         with self._lock:
@@ -109,7 +113,7 @@ class DeviceScheduler:
 
     @property
     def stuck(self) -> bool:
-        """Whether a program on the device is overdue. Then nothing should start until it ends."""
+        """Whether a program on the device is overdue. No other should start until it ends."""
         # a copy of the list, because this takes no lock
         return any(waiter.overdue for waiter in tuple(self._holding))
 
@@ -122,14 +126,14 @@ class DeviceScheduler:
             return 0.0 if is_busy else self._now() - self._served_at
 
     def begin(self, share: VirtualTime) -> float:
-        """Return the virtual time at which the next program of a model begins."""
+        """Return the virtual time at which the next program of the model with `share` begins."""
         return max(self.clock, share.end)
 
     def charge(self, waiter: Waiter, expected_s: float) -> None:
         """Charge the expected device time of a program that starts, in seconds, to its model.
 
-        It is charged before it ends, because the model's next program may begin before that.
-        `waiter.share` must not be None.
+        A program is charged before it ends, because the model's next program may begin before that;
+        `hold` corrects the charge at the end. `waiter.share` must not be None.
         """
         assert waiter.share is not None
         with self._lock:
@@ -144,15 +148,16 @@ class DeviceScheduler:
     def _grant(self) -> None:
         """Give free permits to the most urgent waiters, once every holder has been charged.
 
-        One place decides, because urgencies change with time: if each thread decided for itself,
-        all could see another one in front and go on waiting. If the most urgent waiter needs more
-        permits than are free, the others wait, too; an idle waiter is skipped instead.
+        This method decides for all threads, because urgencies change with time: if each thread
+        decided for itself, each could see another one in front and go on waiting. If the most
+        urgent waiter needs more permits than are free, all waiters wait; but such a waiter is
+        skipped if it is idle.
         """
         while self._waiting:
             free = self.permits - sum(waiter.permits for waiter in self._holding)
             if not free:
                 return
-            # before a holder is charged, the urgencies of its model are too high
+            # until a holder is charged, the other threads of its model seem too urgent
             if any(c.share is not None and c.expected_s is None for c in self._holding):
                 return
             ready = [c for c in self._waiting if c.permits <= free or not c.idle]
@@ -164,7 +169,7 @@ class DeviceScheduler:
             self._advance()
             self._waiting.remove(waiter)
             self._holding.append(waiter)
-            waiter.took_s = -self._shared_s  # `hold` adds the value at the end
+            waiter.took_s = -self._shared_s  # `hold` adds `_shared_s` at the end of the program
             if any(holder.share is not waiter.share for holder in self._holding):
                 for holder in self._holding:
                     holder.mixed = True
@@ -173,7 +178,7 @@ class DeviceScheduler:
     def _advance(self) -> float:
         """Divide the time since the last change equally among the programs in flight.
 
-        Adds a program's part to `_shared_s`, and returns the current time in seconds.
+        Adds the time of one of these programs to `_shared_s`. Returns the current time in seconds.
         """
         now = self._now()
         if self._holding:

@@ -1,7 +1,7 @@
 """Copies a sparse output from a device to the host, without its zeros.
 
-`gather_nonzero` collects a fixed number of nonzero values on the device. `fetch_rows` copies them,
-or the dense output if there are more.
+`gather_nonzero` collects a fixed number of nonzero values on the device. `fetch_rows` copies these
+values, or the dense output if it has more nonzero values than were collected.
 """
 
 from typing import Any, NamedTuple
@@ -12,15 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.data.work import SparseRows, to_sparse_rows
 
-# The number of nonzero values that a device gathers, for each token of a bucket. A wrong guess
-# costs only time: if a batch has more, its dense output is copied.
+# The number of nonzero values that a device gathers, for each token of a bucket. If a batch has
+# more, the result is still right, but the larger dense output is copied.
 VALUES_A_TOKEN = 8
 
 
 class Gathered(NamedTuple):
-    """A mostly zero output on a device, and its nonzero values, at most `room` of each shard.
+    """An output on a device that is mostly zero, and its nonzero values.
 
-    A mesh of `shards` devices divides every array along its first axis into equal shards.
+    A mesh of `shards` devices divides every array along its first axis into equal shards. At most
+    `room` nonzero values of each shard are gathered.
     """
 
     dense: Float[Array, "rows slots width"]
@@ -30,7 +31,7 @@ class Gathered(NamedTuple):
 
 
 def gather_nonzero(dense: Float[Array, "rows slots width"], tokens: int) -> Gathered:
-    """Gather the nonzero values of rows that hold `tokens` tokens, on the device."""
+    """Gather the nonzero values of one shard, whose rows hold `tokens` tokens, on the device."""
     flat = dense.reshape(-1)
     room = min(VALUES_A_TOKEN * tokens, flat.size)
     (places,) = jnp.nonzero(flat, size=room, fill_value=0)
@@ -51,6 +52,7 @@ def fetch_rows(output: Any) -> SparseRows:
             values = np.asarray(output.values).reshape(len(counts), room)
             used = np.arange(room) < counts[:, None]
             size = dense.size // len(counts)
-            first = np.arange(len(counts), dtype=np.int64)[:, None] * size  # of each shard
+            # index of each shard's first value in the flattened output
+            first = np.arange(len(counts), dtype=np.int64)[:, None] * size
             return SparseRows.from_flat((first + places)[used], values[used], rows * slots, width)
     return to_sparse_rows(np.asarray(dense).reshape(-1, width))

@@ -1,7 +1,7 @@
 """Detects device calls that do not return.
 
 Nothing can stop a thread inside native code. So waiting requests get an error, and the supervisor
-of the process must end it when `/livez` fails.
+of the process must end the process when `/livez` fails.
 """
 
 import logging
@@ -17,8 +17,8 @@ from jaxembed.engine.scheduler import Waiter
 
 logger = logging.getLogger(__name__)
 
-OVERDUE_FACTOR = 20.0  # a call is overdue after this many times the expected cost of its bucket
-OVERDUE_S = 60.0  # but not earlier: the first run has page faults, and on a GPU autotuning
+OVERDUE_FACTOR = 20.0  # a device call is overdue after this many times the cost of its bucket,
+OVERDUE_S = 60.0  # but not before these seconds: a first run has page faults, on a GPU autotuning
 CHECK_EVERY_S = 1.0  # largest number of seconds between two checks
 MIN_CHECKS = 5  # smallest number of checks before a call is overdue
 
@@ -33,7 +33,7 @@ class WatchedCall:
     age_s: float = 0.0
 
     def begin(self, bucket: Bucket) -> None:
-        """Note that another call begins for the same batch, on `bucket`: its age restarts at 0."""
+        """Note that the next device call of the batch begins, on `bucket`; restart `age_s` at 0."""
         self.bucket, self.age_s = bucket, 0.0
 
 
@@ -58,7 +58,8 @@ class Watchdog:
         self._on_check = on_check
         self._overdue_s = overdue_s
         self._interval_s = min(CHECK_EVERY_S, overdue_s / MIN_CHECKS)
-        self.calls: list[WatchedCall] = []  # in progress; replaced, so reads need no lock
+        # the device calls in progress; the list is replaced at changes, so readers need no lock
+        self.calls: list[WatchedCall] = []
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.thread = threading.Thread(target=self._work, name="watch-calls", daemon=True)
@@ -69,7 +70,8 @@ class Watchdog:
     ) -> Iterator[WatchedCall]:
         """Watch the device calls within the block. Yields the watched call.
 
-        `waiter` holds the device. `batch` is None if the block times the bucket.
+        `waiter` is the thread's waiter, which holds the device. `batch` is None if the block times
+        the bucket.
         """
         call = WatchedCall(waiter, bucket, batch)
         with self._lock:
@@ -85,7 +87,7 @@ class Watchdog:
         self._stop.set()
 
     def _work(self) -> None:
-        """Check every call at regular intervals until `stop`."""
+        """Check every device call in progress at regular intervals until `stop`."""
         checked_at = time.monotonic()
         while not self._stop.wait(self._interval_s):
             now = time.monotonic()
@@ -100,7 +102,8 @@ class Watchdog:
                 logger.exception("the watchdog failed. This is a bug in jaxembed")
 
     def _check(self, call: WatchedCall, passed_s: float) -> None:
-        """Add `passed_s` seconds to the age of a call; mark and report it once it is overdue."""
+        """Add `passed_s` seconds to the age of a device call. Mark the waiter and call `on_overdue`
+        once the device call is overdue."""
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
         if call.age_s > allowed_s and not call.waiter.overdue:

@@ -16,11 +16,11 @@ from jaxembed.embedder import Embedder, output_options, rerank_options, score_op
 from jaxembed.errors import InvalidInput
 from jaxembed.runtime.options import Ranked
 
-SHOWN = 60  # characters of a text in an error message
+SHOWN = 60  # maximum characters of a text in an error message
 
 
 class _Actor:
-    """The base of the actors: an Embedder, the columns that it reads and those that it adds."""
+    """The base of the actors: an Embedder, the columns to read from a batch, and those to add."""
 
     def __init__(
         self,
@@ -31,8 +31,9 @@ class _Actor:
         arguments: dict[str, Any],
         options: Collection[str],
     ):
-        """Load the model. `columns` are read, and `adds` are added. The `arguments` named in
-        `options` are passed to each call, the others to Embedder, whose errors this raises."""
+        """Load the model. `columns` are the columns to read from a batch, and `adds` the columns to
+        add. Those `arguments` whose names are in `options` go to the Embedder's method for each
+        batch, and the others to Embedder(). Raises the errors of Embedder()."""
         self._columns, self._adds, self._id_column = columns, adds, id_column
         self._options = {name: arguments.pop(name) for name in options & arguments.keys()}
         self._embedder = Embedder(model, **arguments)
@@ -43,8 +44,8 @@ class _Actor:
             self._embedder.close()
 
     def _texts(self, batch: Any) -> list[list[str]]:
-        """Return the texts of each column to read. Raises InvalidInput if the batch is no Arrow
-        table or already has a column to add, and as `_column`."""
+        """Return the texts of each column to read. Raises InvalidInput if the batch is not an Arrow
+        table, already has a column that would be added, or lacks a column of non-empty strings."""
         if not isinstance(batch, pa.Table):
             raise InvalidInput(
                 f"a batch must be a pyarrow.Table, not {type(batch).__name__}; add "
@@ -59,8 +60,8 @@ class _Actor:
         return [self._column(batch, name) for name in self._columns]
 
     def _column(self, batch: pa.Table, name: str) -> list[str]:
-        """Return the texts of a column. Raises InvalidInput unless all are strings and none is
-        empty."""
+        """Return the texts of a column. Raises InvalidInput if the column is missing, or has a
+        value that is not a string or is empty."""
         if name not in batch.column_names:
             raise InvalidInput(
                 f"the rows have no column {name!r}, only {', '.join(batch.column_names)}; name the "
@@ -82,8 +83,8 @@ class _Actor:
         return texts
 
     def _refusal(self, batch: pa.Table, row: int, column: str, why: str) -> InvalidInput:
-        """Return the error for the text of a row. It says `why`, names the row by its id, if there
-        is one, and quotes the text."""
+        """Return the error for the text of a row. The message names the row by its id, or if there
+        is none by its number in the batch, says `why` the text is refused, and quotes the text."""
         text = batch[column][row].as_py()
         quote = "" if text is None else f" It begins {text[:SHOWN]!r}."
         if self._id_column in batch.column_names:
@@ -103,10 +104,11 @@ class Embed(_Actor):
     `outputs` are the columns to add: "dense" as fixed_size_list<float>[dim] (of halffloat, int8 or
     uint8 with an `output_dtype`), "sparse" as struct<indices: list<int32>, values: list<float>>,
     "multi_vector" as list<fixed_size_list<float>[width]>. Errors name a row by its `id_column`.
-    `arguments` are those of Embedder (config, cache_dir, adapters...) and the options of
+    `arguments` are arguments of Embedder() (config, cache_dir, adapters...) and options of
     `Embedder.encode_outputs` (prompt_name, role, dimensions, output_dtype...).
 
-    A call raises InvalidInput, which names the row and the column, and BackendError.
+    For a batch it raises BackendError, and InvalidInput, whose message names the row and the
+    column.
     """
 
     def __init__(
@@ -118,13 +120,13 @@ class Embed(_Actor):
         outputs: Collection[OutputName] = ("dense",),
         **arguments: Any,
     ):
-        # `options` of each call; Embedder takes others
+        # `options` are the arguments for each batch; Embedder() takes the others
         self._outputs, options = tuple(outputs), output_options.names
         super().__init__(model, [column], self._outputs, id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:
         """Return the batch with the outputs of its texts. Ray calls this for further batches of a
-        block while a call runs."""
+        block before earlier ones are done."""
         (texts,) = self._texts(batch)
         try:
             values = await self._embedder.encode_outputs_async(
@@ -143,8 +145,9 @@ class Rerank(_Actor):
     """Adds a column `score` (float) to batches of Ray Data: the score that `Embedder.rerank` gives
     a row's document for its query.
 
-    It takes the options of `Embedder.rerank`; otherwise it is like Embed. Rows of a batch with the
-    same query are scored together, so sort the rows by query if many share one.
+    The constructor takes arguments of Embedder() and options of `Embedder.rerank`. It is used as
+    Embed is, and raises the same errors. Rows of a batch with the same query are scored together,
+    so sort the rows by query if many rows share one.
     """
 
     def __init__(
@@ -156,7 +159,7 @@ class Rerank(_Actor):
         id_column: str | None = None,
         **arguments: Any,
     ):
-        options = rerank_options.names | {"raw_scores"}  # of each call; Embedder takes others
+        options = rerank_options.names | {"raw_scores"}  # for each batch
         super().__init__(model, [query_column, column], ["score"], id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:
@@ -180,15 +183,15 @@ class Rerank(_Actor):
     async def _rank(
         self, batch: pa.Table, query: str, rows: list[int], documents: list[str]
     ) -> list[Ranked]:
-        """Score the documents of these rows for the query. `Ranked.index` counts within `rows`.
-        Raises InvalidInput, which names the row, and BackendError."""
+        """Score the documents of these rows of the batch for the query. `index` of a result is an
+        index into `rows`. Raises InvalidInput, whose message names the row, and BackendError."""
         try:
             chosen = [documents[row] for row in rows]
             return await self._embedder.rerank_async(query, chosen, **self._options)
         except InvalidInput as error:
             if error.index is None and error.field != "query":
-                raise  # it is about no row
-            of_query = error.index is None  # then its first row is named
+                raise  # the error is about an option, not about a row
+            of_query = error.index is None  # the message names the first row with this query
             row, column = rows[error.index or 0], self._columns[0 if of_query else 1]
             raise self._refusal(batch, row, column, str(error)) from error
 
@@ -197,7 +200,8 @@ class Classify(_Actor):
     """Adds a column `labels` to batches of Ray Data: the labels of a text with their scores, best
     first, as `Embedder.classify` gives them: list<struct<label: string, score: float>>.
 
-    It takes the options of `Embedder.classify`; otherwise it is like Embed.
+    The constructor takes arguments of Embedder() and options of `Embedder.classify`. It is used as
+    Embed is, and raises the same errors.
     """
 
     def __init__(
@@ -208,7 +212,7 @@ class Classify(_Actor):
         id_column: str | None = None,
         **arguments: Any,
     ):
-        options = score_options.names | {"raw_scores"}  # of each call; Embedder takes others
+        options = score_options.names | {"raw_scores"}  # for each batch
         super().__init__(model, [column], ["labels"], id_column, arguments, options)
 
     async def __call__(self, batch: Any) -> pa.Table:

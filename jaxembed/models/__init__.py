@@ -41,13 +41,14 @@ class Model(nnx.Module):
     def __call__(
         self, tokens: PackedTokens, outputs: Collection[OutputName]
     ) -> dict[OutputName, Array]:
-        """Return the requested `outputs` by name; "tokens" is the backbone's hidden states."""
+        """Return the requested `outputs` by name. The output "tokens" is the hidden states."""
         if self.image is not None:
             assert tokens.pixels is not None
             tokens = replace(tokens, pixels=normalized_pixels(tokens.pixels, self.image))
         with adapters.chosen(tokens.adapters):
             hidden = self.tower(tokens)
-        # in the order of OUTPUTS: a set's order differs by process, and would change the program
+        # Use the order of OUTPUTS: the order of a set differs by process, which would change the
+        # compiled program.
         return {
             name: hidden if name == "tokens" else self.heads[name](hidden, tokens)
             for name in OUTPUTS
@@ -60,8 +61,8 @@ def normalized_pixels(
 ) -> Float[Array, "rows length values"]:
     """Return pixel values as the backbone takes them: (value * rescale - mean) / std.
 
-    `mean` and `std` have a value for each colour. The last axis of `pixels` holds the bytes of a
-    token's patches, pixel by pixel, with the colours of a pixel side by side.
+    `rules.mean` and `rules.std` have a value for each colour. The last axis of `pixels` holds the
+    bytes of a token's patches, pixel by pixel, with the colours of a pixel side by side.
     """
     pixel_count = pixels.shape[-1] // len(rules.mean)
     mean, std = (
@@ -73,8 +74,8 @@ def normalized_pixels(
 
 
 def tower_class(architecture: str) -> Any:
-    """Return the class of a backbone in ARCHITECTURES. Raises UnsupportedModel for another name;
-    the message lists the known ones."""
+    """Return the class of a backbone in ARCHITECTURES. Raises UnsupportedModel for any other name,
+    with a message that lists the supported names."""
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"architecture {architecture!r} is not supported; known: {known}")
@@ -87,7 +88,7 @@ def tower_config(spec: ModelSpec) -> Any:
     config_class = tower_class(spec.architecture).Config
     try:
         return config_class(**spec.config)
-    except TypeError as error:  # its message names the field
+    except TypeError as error:  # the message of the error names the field
         raise CheckpointError(
             f"the {spec.architecture} config of this checkpoint, written by "
             f"{spec.written_by or 'an early jaxembed'}, does not fit this version of jaxembed "
@@ -97,8 +98,8 @@ def tower_config(spec: ModelSpec) -> Any:
 
 
 def position_limit(spec: ModelSpec) -> int | None:
-    """Return the maximum number of tokens that the backbone takes, or None if it has no limit.
-    Raises as `tower_config`."""
+    """Return the maximum tokens of a sequence in the backbone, or None if there is no limit. Raises
+    UnsupportedModel or CheckpointError if `tower_config` cannot build the config."""
     if spec.is_static:
         return None
     return tower_class(spec.architecture).position_limit(tower_config(spec))
@@ -109,14 +110,14 @@ class Program:
     """A model as a pure function, with the names and shapes of its parameters.
 
     `forward(parameters, planes, slots, outputs)` returns float32 arrays by the name of the output:
-    `[rows, slots, width]`, or `[rows, length, width]` for an output per token. None is normalized,
-    and only the requested `outputs` are computed. `planes` is a batch as `PackedTokens.unstack`
-    takes it, and `slots` is the number of slots of each row. `slots` and `outputs` are static: each
-    combination is compiled by itself.
+    `[rows, slots, width]`, or `[rows, length, width]` for an output per token. It computes only the
+    requested `outputs`, and normalizes none of them. `planes` is a batch as `PackedTokens.unstack`
+    takes it, and `slots` is the number of slots of each row. `slots` and `outputs` are static:
+    each combination of the two is compiled separately.
 
-    `shapes` are the parameters' shapes by name. `primary` is the output that the model is served
-    for. `outputs` are all outputs that it can compute. The field `planes` is the number of planes
-    that `forward` takes.
+    The field `shapes` holds the shape of each parameter by name, `primary` is the output that the
+    model is served for, `outputs` are all outputs that the model can compute, and `planes` is the
+    number of planes that `forward` takes.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
@@ -131,7 +132,8 @@ class Program:
     def order(self, parameters: dict[str, Any]) -> list[Any]:
         """Return the parameters as a list, in the order that `forward` takes.
 
-        Raises CheckpointError that lists every missing, unknown or wrongly shaped parameter.
+        Raises CheckpointError if parameters are missing, unknown or of another shape than the
+        model's. The message lists all of these parameters.
         """
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
@@ -147,8 +149,9 @@ class Program:
 
 
 def program(spec: ModelSpec) -> Program:
-    """Build the model from shapes alone: no weights are made and no device is started. Raises
-    UnsupportedModel or CheckpointError if the spec names no known model."""
+    """Build the model from the shapes of its parameters, without their values and without starting
+    a device. Raises UnsupportedModel for an unknown architecture, and CheckpointError if the config
+    does not fit it."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
     shapes = {
         ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -165,7 +168,7 @@ def program(spec: ModelSpec) -> Program:
         tokens = PackedTokens.unstack(planes, slots, expansion, image)
         return model(tokens, outputs)
 
-    # a plane for the numbers of adapters, and those of images
+    # With adapters there is one more plane; with images, planes of the places and of the patches.
     plane_count = PackedTokens.PLANES + bool(spec.adapters)
     if image is not None:
         plane_count += image.place_numbers + image.token_bytes // WORD_BYTES
@@ -173,8 +176,8 @@ def program(spec: ModelSpec) -> Program:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the dotted name and the float32 shape of every parameter a checkpoint must hold.
-    Raises as `program`."""
+    """Return the shape of every parameter that a checkpoint must hold, by its dotted name. Raises
+    UnsupportedModel for an unknown architecture, and CheckpointError if the config does not fit."""
     if spec.is_static:
         shapes = static.static_shapes(spec)
         return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}

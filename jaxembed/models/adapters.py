@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) beside the layers of a backbone; each token may use another adapter.
+"""Low-rank adapters (LoRA) beside the layers of a backbone. Each token may use another adapter.
 
-Hu et al. 2021, arXiv:2106.09685. A layer's adapters are computed as one: their matrices are
-concatenated, and for each token the columns of the other adapters are set to zero. Adapters are
+Hu et al. 2021, arXiv:2106.09685. All adapters of a layer are computed together: their matrices are
+concatenated, and for each token the columns of other adapters are set to zero. Adapters are
 numbered from 1, in the order of the model's spec; 0 stands for no adapter.
 """
 
@@ -26,7 +26,7 @@ _numbers: ContextVar[Numbers | None] = ContextVar("numbers", default=None)
 
 @contextmanager
 def chosen(numbers: Numbers | None) -> Iterator[None]:
-    """Give the layers that this thread traces in the block the number of each token's adapter."""
+    """Tell the layers that this thread traces in the block the number of each token's adapter."""
     reset_token = _numbers.set(numbers)
     try:
         yield
@@ -35,9 +35,10 @@ def chosen(numbers: Numbers | None) -> Iterator[None]:
 
 
 class LowRank(nnx.Module):
-    """The sum that adapters add to the output of a layer: (the token's columns of x . down) . up.
+    """The term that adapters add to the output of a layer: own(x . down) . up.
 
-    `owners` has, for each column between down and up, the number of the adapter it belongs to.
+    `owners` holds the number of the adapter that each column of x . down belongs to. own() sets the
+    columns to zero that do not belong to the adapter of the token.
     """
 
     def __init__(self, layer: Linear | Embedding, owners: Sequence[int] | Array):
@@ -51,12 +52,13 @@ class LowRank(nnx.Module):
         self.owners = owners
 
     def __call__(self, x: Array) -> Float[Array, "rows length out"]:
-        """Return the sum for the input of the layer: hidden states, or ids for an embedding."""
+        """Return the term to add. `x` is the input of the layer: hidden states, or the ids for an
+        Embedding."""
         is_own = _current_numbers()[:, :, None] == jnp.asarray(self.owners, jnp.int32)[None, None]
         return self.up(jnp.where(is_own, self.down(x), 0.0))
 
     def for_native(self) -> native.AdapterOperands:
-        """Return the operands of a native call, which adds the adapters within its product."""
+        """Return the operands for a native call, which computes the adapters with its product."""
         assert isinstance(self.down, Linear)
         return native.AdapterOperands(
             numbers=_current_numbers(),
@@ -74,23 +76,24 @@ def _current_numbers() -> Numbers:
 
 
 def column_owners(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of the adapter that owns each column between down and up.
+    """Return the number of the adapter that each column of a layer's `down` matrix belongs to.
 
-    `ranks` are the numbers of columns of adapters 1, 2, and so on. The native kernels take a
-    multiple of PANEL columns, so the rest is filled up with -1, which is no adapter.
+    `ranks` are the numbers of columns of adapters 1, 2, and so on. Columns that belong to no
+    adapter (-1) are added at the end, because native kernels need a multiple of PANEL columns.
     """
     columns = [number for number, rank in enumerate(ranks, start=1) for _ in range(rank)]
     return (*columns, *[-1] * (-len(columns) % native.PANEL))
 
 
 def attach(backbone: nnx.Module, adapters: Sequence[Adapter]) -> None:
-    """Set `adapter` to a LowRank in each layer that at least one of the adapters changes.
+    """Set the attribute `adapter` of each layer that at least one of the adapters changes.
 
-    `Adapter.ranks` names these layers. Raises CheckpointError if the backbone lacks one.
+    `Adapter.ranks` names the layers that an adapter changes. Raises CheckpointError if the backbone
+    has no layer of such a name.
     """
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
         layer: Any = backbone
-        for part in name.split(".")[1:]:  # after `tower.`, as in `tower.layers.0.mlp.up`
+        for part in name.split(".")[1:]:  # skips `tower` in, for example, `tower.layers.0.mlp.up`
             layer = layer[int(part)] if part.isdigit() else getattr(layer, part, None)
         if not isinstance(layer, Linear | Embedding):
             raise CheckpointError(f"an adapter changes the layer {name}, which the model lacks")

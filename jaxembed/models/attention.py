@@ -17,17 +17,21 @@ from jaxembed.models import native
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Segments
 
-# In rows up to this length all scores are computed at once, in longer rows one block of queries at
-# a time. On CPU with MiniLM, blocks are a fifth slower at a length of 128, 7 % faster at 256 and a
-# third faster at 512 (benchmarks/README.md).
+# In rows up to this length (tokens) all scores are computed at once; in longer rows the scores of
+# one block of queries at a time. On CPUs with MiniLM, computing in blocks is a fifth slower at a
+# length of 128, 7 % faster at 256 and a third faster at 512 (benchmarks/README.md).
 WHOLE_SCORES = 128
-QUERY_BLOCK = 64  # tokens, on CPU: blocks of 32 are 4 to 8 % slower, blocks of 128 no faster
-LOCAL_BLOCK = 64  # the same with a window: 12 to 16 % faster than 32, and 128 is no faster
-ACCELERATOR_QUERY_BLOCK = 512  # tokens; it bounds the memory of the scores in long rows
-ACCELERATOR_LOCAL_BLOCK = 128  # with a window; larger blocks score keys that no query needs
-SIMD_FLOATS = 16  # float32 in one vector of AVX-512 or two of AVX2
-MAX_PARTS = 32  # parts of a row of scores, a power of 2; each becomes a slice in the program
-MASKED = -1e30  # finite, so that a query without keys gets uniform weights and not NaN
+# The tokens of a block of queries on CPUs, without and with an attention window. Blocks of 32 are 4
+# to 8 % slower without a window and 12 to 16 % with one; blocks of 128 are no faster.
+QUERY_BLOCK = 64
+LOCAL_BLOCK = 64
+# The same on GPUs and TPUs. Without a window the size limits the memory for the scores of long
+# rows. With a window larger blocks would compute scores of keys that no query attends to.
+ACCELERATOR_QUERY_BLOCK = 512
+ACCELERATOR_LOCAL_BLOCK = 128
+SIMD_FLOATS = 16  # the number of float32 values in one vector of AVX-512, or in two of AVX2
+MAX_PARTS = 32  # a power of 2: maximum slices of a row of scores, to find the largest score
+MASKED = -1e30  # finite, so that a query without keys gets uniform weights instead of NaN
 
 Heads = Float[Array, "rows length heads width"]
 Grouped = Float[Array, "rows length groups width"]
@@ -41,17 +45,18 @@ Bias = Float[Array, "heads distances"]  # 2 * length - 1 distances: from 1 - len
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Which tokens of its segment a token attends to (by default all), and the soft cap."""
+    """Which tokens of its segment a token attends to (by default all), and the cap of scores."""
 
     causal: bool = False  # whether a token attends only to itself and earlier tokens
-    reach: int | None = None  # the largest distance on either side; None: no limit
+    reach: int | None = None  # maximum distance (tokens) before and after a token; None: no limit
     cap: float | None = None  # scores become cap * tanh(score / cap); None: no soft cap
 
 
 EVERYTHING = AttentionMask()
 
-# The type of by_xla. `bias` and `key_segments` are passed only if they are not None, so an
-# implementation for models without them may lack these parameters.
+# An implementation of `attend`, with the parameters of by_xla. `attend` passes `bias` and
+# `key_segments` only if they are not None, so an implementation may lack these two parameters if
+# it is only used for models without a bias and without hidden keys.
 Attend = Callable[..., Array]
 
 
@@ -67,21 +72,23 @@ def attend(
     """Compute softmax(query . key / sqrt(width) + bias) . value within the segments of each row.
 
     `query` is `[rows, length, heads, width]`. Keys and values may have fewer heads (groups): each
-    then serves heads / groups neighbouring query heads. The result has the shape of `query`.
-    `segments` numbers the sequences of a row; 0 is padding. If the mask has a reach, the time in
-    rows longer than WHOLE_SCORES is proportional to length times reach.
+    key head then serves heads / groups neighbouring query heads. The result has the shape of
+    `query`. `segments` numbers the sequences of a row; 0 is padding. If the mask has a reach, the
+    time in rows longer than WHOLE_SCORES is proportional to length times reach.
 
     `bias` is `[heads, 2 * length - 1]`, float32: column d + length - 1 is added to the scores of
-    keys d tokens after the query (`BiasByDistance` and `alibi` make it). A soft cap is applied to
-    scores before the bias.
+    keys d tokens after the query (`BiasByDistance` and `alibi` make such arrays). If the mask has a
+    soft cap, it is applied to the scores before the bias is added.
 
-    A query attends to the keys whose `key_segments` are the query's segment. `key_segments` are the
-    `segments` by default; a token whose number differs in the two is hidden as a key. A query that
-    attends to no key gets arbitrary finite numbers.
+    `key_segments` are the segments of the tokens as keys, by default `segments`: a query attends to
+    the keys whose key segment equals the query's segment. A token with different numbers in
+    `segments` and `key_segments` is hidden as a key. A query that attends to no key gets arbitrary
+    finite numbers.
 
     Matrix products take operands of the given dtype; scores and softmax are float32. The result is
-    float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: its
-    keys are masked and its values are replaced by zeros. `using` chooses the implementation.
+    float32, or of the operands' dtype if the implementation rounds it. Padding may hold NaN: keys
+    of padding are masked, and values of padding are replaced by zeros. The context manager `using`
+    chooses the implementation.
     """
     optional = {"bias": bias, "key_segments": key_segments}
     present = {name: value for name, value in optional.items() if value is not None}
@@ -99,9 +106,10 @@ def attend_joint(
 ) -> Heads:
     """Compute attention as `attend` does, with query, key and value side by side in one array.
 
-    All three have the same number of heads. A `rotation` rotates queries and keys first. Without a
-    native call, query, key and value are then rounded to `dtype`, by default that of `joint`. The
-    result is `[rows, length, heads, width]`.
+    Query, key and value have the same number of heads. Queries and keys are rotated by `rotation`
+    first, if it is given. Unless a native call computes all this, query, key and value are rounded
+    to `dtype` after the rotation (default: the dtype of `joint`). The result is
+    `[rows, length, heads, width]`.
     """
     _, length, _, _, width = joint.shape
     if key_segments is None and takes_joint(length, width, joint.dtype):
@@ -118,16 +126,18 @@ def attend_joint(
 
 
 def takes_joint(length: int, width: int, dtype: Any) -> bool:
-    """Whether `attend_joint` makes a native call for rows of this length and heads of this width.
-    The native call takes heads that are rounded to `dtype` and rotates them afterwards."""
+    """Whether `attend_joint` uses the native kernel for rows of this length and heads of this
+    width. The kernel takes heads that the caller has rounded to `dtype`, and rotates the rounded
+    heads."""
     return is_native("joint_attention") and native.takes(length, width, str(jnp.dtype(dtype)))
 
 
 @contextmanager
 def using(implementation: Attend) -> Iterator[None]:
-    """Make `attend` use this implementation in everything that this thread traces in the context.
+    """Make `attend` use this implementation in all functions that this thread traces in the block.
 
-    JAX caches traced functions whatever the implementation: pass a new function to jit each time.
+    JAX would reuse the trace of a function that it has traced with another implementation: pass a
+    new function to jit for each implementation.
     """
     reset_token = _IMPLEMENTATION.set(implementation)
     try:
@@ -137,9 +147,10 @@ def using(implementation: Attend) -> Iterator[None]:
 
 
 def is_native(call: str) -> bool:
-    """Whether the program that this thread traces may use a native kernel.
+    """Whether the program that this thread is tracing may use a native kernel.
 
-    `call` is one of native.CALLS or native.EPILOGUES.
+    `call` is the name of the kernel, or of a step that it adds to a linear layer: a name in
+    native.CALLS or native.EPILOGUES.
     """
     implementation = _IMPLEMENTATION.get()
     return isinstance(implementation, ByNative) and call not in implementation.without
@@ -191,10 +202,10 @@ def by_xla(
 
 @dataclass(frozen=True)
 class ByNative:
-    """An implementation that uses native kernels for the shapes that they take, and XLA otherwise.
+    """An implementation that uses native kernels for the shapes they support, and XLA for others.
 
-    native.load_library must have succeeded. The native calls that `without` names are left out, in
-    attention and in the layers around it.
+    native.load_library must have succeeded. `without` names native kernels that are not used,
+    neither in attention nor in the layers around it.
     """
 
     without: frozenset[str] = frozenset()
@@ -209,7 +220,7 @@ class ByNative:
         bias: Bias | None = None,
         key_segments: Segments | None = None,
     ) -> Heads:
-        """Compute attention as `attend` does, by the native kernel if possible."""
+        """Compute attention as `attend` does, with the native kernel if it supports the shapes."""
         length, width = query.shape[1], query.shape[3]
         is_supported = key_segments is None and native.takes(length, width, str(query.dtype))
         if is_supported and "attention" not in self.without:
@@ -234,10 +245,10 @@ def _in_query_blocks(
     attention_mask: AttentionMask,
     size: int,
 ) -> QueryHeads:
-    """Compute attention for the queries of `size` tokens at a time.
+    """Compute attention block by block, each with the queries of `size` tokens.
 
-    The scores of a block fit in the CPU's cache. Keys beyond the reach of all queries of a block
-    are skipped. `query` has heads / groups neighbouring queries for each token, as `by_xla`
+    The scores of a block fit in the CPU's cache, and a block skips the keys beyond the reach of all
+    its queries. `query` has heads / groups neighbouring queries for each token, as `by_xla`
     arranges them.
     """
     length = segments.shape[1]
@@ -247,13 +258,13 @@ def _in_query_blocks(
     padding = blocks * size - length
     before = length if attention_mask.reach is None else attention_mask.reach
     after = 0 if attention_mask.causal else before
-    span = before + size + after  # the number of keys that a block takes
+    span = before + size + after  # the number of keys for a block
     if span >= length:  # every block takes all keys
         before, span, around = 0, length, (0, 0)
     else:
         around = (before, padding + after)
     keys = [_padded(x, around) for x in (key, value, key_segments)]
-    if bias is not None:  # the padding queries of the last block have distances, too
+    if bias is not None:  # add columns for the padding queries at the end of the last block
         bias = _padded(bias, (padding, 0))
 
     def block(operands):
@@ -262,10 +273,10 @@ def _in_query_blocks(
         near_key, near_value, near_segments = (
             lax.dynamic_slice_in_dim(x, first_key, span, axis=1) for x in keys
         )
-        key_start = first_key - before  # in the row without its padding
+        key_start = first_key - before  # the index of the first key in the row without padding
         near_bias = bias
         if bias is not None:
-            # of the distance from the block's last query to its first key
+            # The column of the distance from the last query of the block to its first key.
             column = bias.shape[1] - length + key_start - (start + size - 1)
             near_bias = lax.dynamic_slice_in_dim(bias, column, size + span - 1, axis=1)
         return _mix(
@@ -304,8 +315,9 @@ def _mix(
 
     Each token has one or more neighbouring queries, as `by_xla` arranges them. `query_segments` and
     `key_segments` are the segments of the tokens. `query_start` and `key_start` are the indices in
-    the row of the first query's token and of the first key; distances in the row are distances in
-    the sequence. `bias` begins with the distance from the last query to the first key.
+    the row of the first query's token and of the first key; the mask's distances are differences of
+    such indices. The first column of `bias` is for the distance from the last query to the first
+    key.
     """
     scores = jnp.einsum("bshk,bthk->bhst", query, key, preferred_element_type=jnp.float32)
     if attention_mask.cap is not None:
@@ -326,7 +338,8 @@ def _mix(
 
 
 def weighted_values(scores: AttentionScores, value: KeyHeads) -> Mixed:
-    """Compute softmax(scores) . value, in the platform's fastest order of operations."""
+    """Compute softmax(scores) . value, in the order of operations that is fastest on the
+    platform."""
     return lax.platform_dependent(
         scores, value, cpu=_softmax_by_parts, default=_softmax_by_reductions
     )
@@ -335,9 +348,10 @@ def weighted_values(scores: AttentionScores, value: KeyHeads) -> Mixed:
 def _spread(bias: Bias, tokens: int, groups: int) -> Float[Array, "groups queries keys"]:
     """Return the bias of each query and key, from the bias of each distance.
 
-    `tokens` is the number of the queries' tokens, `groups` that of key heads. Whole rows are
-    gathered: XLA:CPU takes several times as long to gather single numbers or to reshape. The
-    barrier keeps XLA from computing the result again for each row of the batch.
+    `tokens` is the number of tokens that have queries, and `groups` is the number of key heads.
+    Each row of the result is copied as one slice of `bias`: XLA:CPU takes several times as long to
+    gather single numbers or to reshape. The barrier keeps XLA from computing the result again for
+    each row of the batch.
     """
     heads, distances = bias.shape
     keys = distances - tokens + 1
@@ -360,9 +374,9 @@ def _softmax_by_reductions(scores: AttentionScores, value: KeyHeads) -> Mixed:
 def _softmax_by_parts(scores: AttentionScores, value: KeyHeads) -> Mixed:
     """Compute softmax(scores) . value for XLA:CPU, without reductions over the last axis.
 
-    XLA:CPU runs such a reduction one element at a time. Here elementwise maxima of parts of the row
-    give the largest score, and a column of ones beside the values gives the sum of the weights.
-    This saves three passes over the scores.
+    XLA:CPU runs a reduction over the last axis one element at a time. Here elementwise maxima of
+    slices of the row give the largest score, and a column of ones beside the values gives the sum
+    of the weights. This saves three passes over the scores.
     """
     weights = jnp.exp(scores - _largest(scores))
     ones = jnp.ones((*value.shape[:-1], 1), value.dtype)
@@ -371,10 +385,10 @@ def _softmax_by_parts(scores: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
-    """Multiply weights by values, in an order of axes that XLA:CPU computes without copies.
+    """Multiply attention weights by values, in an order of axes that XLA:CPU needs no copies for.
 
-    If the values are transposed before, XLA:CPU converts both operands to float32; if the result
-    has another order, it transposes the weights.
+    If the values were transposed before, XLA:CPU would convert both operands to float32. If the
+    result had another order of axes, XLA:CPU would transpose the attention weights.
     """
     return jnp.einsum(
         "bhst,bthk->bhsk", weights.astype(value.dtype), value, preferred_element_type=jnp.float32
@@ -382,11 +396,11 @@ def _product(weights: AttentionScores, value: KeyHeads) -> Mixed:
 
 
 def _largest(scores: AttentionScores) -> Float[Array, "rows groups queries one"]:
-    """Return the largest score of each query, by elementwise maxima of parts of the row as far as
-    possible: reductions are slow on XLA:CPU."""
+    """Return the largest score of each query. The row is cut into slices, of which elementwise
+    maxima are taken, because a reduction over the whole row is slow on XLA:CPU."""
     keys = scores.shape[-1]
     if keys % SIMD_FLOATS == 0:
-        parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MAX_PARTS), axis=-1)  # 2^n parts
+        parts = jnp.split(scores, gcd(keys // SIMD_FLOATS, MAX_PARTS), axis=-1)  # a power of 2
         while len(parts) > 1:
             parts = [jnp.maximum(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         scores = parts[0]

@@ -6,9 +6,9 @@ arXiv:1907.11692) starts to count positions at another number; DistilBERT (Sanh 
 arXiv:1910.01108) has no token types; MPNet (Song et al. 2020, arXiv:2004.09297) adds a bias by
 distance to the scores; NomicBERT (Nussbaum et al. 2024, arXiv:2402.01613) and GTE (Zhang et al.
 2024, arXiv:2407.19669) have rotary positions and gated MLPs; JinaBERT (Günther et al. 2023,
-arXiv:2310.19923) has gated MLPs and ALiBi; ELECTRA (Clark et al. 2020, arXiv:2003.10555) projects
-embeddings of another width; ALBERT (Lan et al. 2019, arXiv:1909.11942) does so, too, and runs one
-layer many times.
+arXiv:2310.19923) has gated MLPs and ALiBi; ELECTRA (Clark et al. 2020, arXiv:2003.10555) and ALBERT
+(Lan et al. 2019, arXiv:1909.11942) project embeddings of another width, and ALBERT runs one layer
+many times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,23 +43,24 @@ class BertConfig:
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int  # rows of the position table; without a table, tokens of a sequence
-    type_vocab_size: int  # 0: tokens have no types, as in DistilBERT
+    max_positions: int  # rows of the position table, or maximum tokens if there is no table
+    type_vocab_size: int  # the number of token types; 0: tokens have no types, as in DistilBERT
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
-    pad_id: int | None = None  # RoBERTa's positions start at pad_id + 1; None: at 0
-    rope_theta: float | None = None  # base of rotary angles; None: a table of positions instead
-    rope_scaling: Mapping[str, Any] | None = None  # fields of a RopeScaling; None: not scaled
-    bias_reach: int | None = None  # MPNet's bias is constant from this distance on; None: no bias
-    alibi: bool = False  # whether scores have ALiBi's bias instead of a table of positions
+    pad_id: int | None = None  # positions start at pad_id + 1, as in RoBERTa; None: at 0
+    rope_theta: float | None = None  # base of rotary angles; None: no rotary positions
+    rope_scaling: Mapping[str, Any] | None = None  # the fields of a RopeScaling; None: no scaling
+    # Scores have a learned bias by distance, constant from this one on, as in MPNet; None: no bias.
+    bias_reach: int | None = None
+    alibi: bool = False  # whether ALiBi's bias of scores replaces the table of positions
     attention_bias: bool = True  # whether attention's linear layers have a bias
     qk_norm: bool = False  # whether whole queries and keys are normed before heads are split
     residual_norm: bool = False  # whether the layer's input is added and normed once more
     gated: bool = False  # whether the MLP is gated
     up_bias: bool = True  # whether the MLP's first linear layer has a bias
-    down_bias: bool = True  # whether its last one has a bias
-    embedding_size: int | None = None  # width of embeddings to project; None: not projected
-    layer_order: Sequence[int] | None = None  # layer numbers in running order; None: each once
+    down_bias: bool = True  # whether the MLP's last linear layer has a bias
+    embedding_size: int | None = None  # width of embeddings before a projection; None: hidden_size
+    layer_order: Sequence[int] | None = None  # the numbers of layers to run in order; None: all
 
 
 class Bert(nnx.Module):
@@ -69,8 +70,8 @@ class Bert(nnx.Module):
 
     @staticmethod
     def position_limit(config: BertConfig) -> int:
-        """Return the maximum length of a sequence in tokens. JAX would clamp a later position
-        without an error."""
+        """Return the maximum length of a sequence in tokens. For later positions JAX would use the
+        last row of the position table, without an error."""
         return config.max_positions - (0 if config.pad_id is None else config.pad_id + 1)
 
     def __init__(self, config: BertConfig):
@@ -107,8 +108,8 @@ class Bert(nnx.Module):
 def alibi(heads: int, length: int) -> Bias:
     """Return the bias of ALiBi in its symmetric form, -slope * |distance|, as `attend` takes it.
 
-    `length` is that of the rows, so the result is `[heads, 2 * length - 1]`. Press et al. 2021,
-    arXiv:2108.12409.
+    `length` is the length of the rows in tokens. The result is `[heads, 2 * length - 1]`. Press et
+    al. 2021, arXiv:2108.12409.
     """
     distances = np.abs(np.arange(1 - length, length, dtype=np.float32))
     return jnp.asarray(-np.asarray(alibi_slopes(heads), np.float32)[:, None] * distances)
@@ -117,8 +118,8 @@ def alibi(heads: int, length: int) -> Bias:
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return ALiBi's slope of each head: a geometric sequence that ends with 2^-8.
 
-    If the number of heads is not a power of two, the slopes are those of the next lower power of
-    two, then every second slope of twice that power.
+    If the number of heads is not a power of two, there are first the slopes for the next lower
+    power of two, p, and then every second slope of those for 2 * p heads.
     """
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
@@ -127,8 +128,8 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 
 
 class BertEmbeddings(nnx.Module):
-    """The embeddings: the sum of word, type and position embeddings, a norm, and a projection.
-    Types, positions and the projection to the width of the backbone are optional."""
+    """The embeddings: the sum of word, type and position embeddings, a norm, and a projection to
+    the width of the backbone. Types, positions and the projection are optional."""
 
     def __init__(self, config: BertConfig):
         size = config.embedding_size or config.hidden_size
@@ -156,10 +157,10 @@ class BertEmbeddings(nnx.Module):
 
 
 def positions_after_pad(tokens: PackedTokens, pad_id: int) -> Int[Array, "rows length"]:
-    """Return RoBERTa's positions within each segment.
+    """Return RoBERTa's position of each token within its segment.
 
-    They start at pad_id + 1. A pad token within a text gets the position pad_id and is not counted.
-    This is transformers' create_position_ids_from_input_ids for packed rows.
+    Positions start at pad_id + 1. A pad token within a text gets the position pad_id and is not
+    counted. This is transformers' create_position_ids_from_input_ids for packed rows.
     """
     pads = (tokens.ids == pad_id).astype(jnp.int32)
     pads_before = jnp.cumsum(pads, axis=1) - pads
@@ -193,8 +194,8 @@ class BertLayer(nnx.Module):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
-        """Return the layer's output. A single native call computes all after the attention if it
-        supports the weights and shapes."""
+        """Return the layer's output. What follows the attention is computed by a single native call
+        if this call supports the weights and shapes."""
         mixed = self.attention(hidden, tokens, rotation, bias)
         mlp = self.mlp
         linears = {
@@ -224,14 +225,14 @@ class BertLayer(nnx.Module):
 
 
 class BertAttention(nnx.Module):
-    """Self-attention without its output layer `out`, which BertLayer computes with the norm."""
+    """Self-attention. BertLayer computes the output layer `out`, together with the norm."""
 
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
         self.num_heads = config.num_heads
         self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
         self.out = Linear(dim, dim, bias=config.attention_bias)
-        # norms of whole queries and whole keys, before they are split into heads
+        # Norms of queries and keys over all heads together.
         norms = {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
         self.norms = nnx.Dict(norms) if config.qk_norm else None
 
@@ -242,7 +243,7 @@ class BertAttention(nnx.Module):
         rotation: Rotation | None = None,
         bias: Bias | None = None,
     ) -> Hidden:
-        """Return the concatenated heads, `[rows, length, dim]`."""
+        """Return the concatenated heads, `[rows, length, dim]`, before the layer `out`."""
         options = {"bias": bias, "rotation": rotation, "key_segments": tokens.key_segments}
         if self.norms is None:
             return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **options)

@@ -2,8 +2,8 @@
 
 Radford et al. 2021, arXiv:2103.00020. Names and the order of operations are those of transformers'
 CLIPModel. The config selects what differs in SigLIP (Zhai et al. 2023, arXiv:2303.15343): attention
-between texts' tokens is not causal, and images have no class token. SigLIP2 (Tschannen et al. 2025,
-arXiv:2502.14786) takes images of any shape and resizes its position table to them.
+in texts is not causal, and images have no class token. SigLIP2 (Tschannen et al. 2025,
+arXiv:2502.14786) takes images of any shape, and resizes its position table to the image.
 """
 
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ from jaxembed.models.attention import AttentionMask
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
 from jaxembed.models.tokens import Hidden, PackedTokens
 
-CLASS_ID = 1  # the id of an image's class token, which has no patch; tokens of patches have 0
+CLASS_ID = 1  # the id of an image's class token, which has no patch; tokens with patches have id 0
 
 
 @dataclass(frozen=True)
 class ClipConfig:
-    """The sizes and switches of an encoder: of texts if it has a `vocab_size`, else of images."""
+    """The sizes and switches of a text encoder, or if `vocab_size` is None of an image encoder."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     intermediate_size: int
-    max_positions: int  # rows of the position table; they include the class token's
+    max_positions: int  # rows of the position table, including the row of the class token
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
     causal: bool = False
@@ -44,15 +44,15 @@ class ClipConfig:
 class Clip(nnx.Module):
     """An encoder: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`.
 
-    Images must be normalized: `pixels` is then float32 `[rows, length, patch_bytes]`.
+    The pixels must be normalized: `tokens.pixels` is float32 `[rows, length, patch_bytes]`.
     """
 
     Config = ClipConfig
 
     @staticmethod
     def position_limit(config: ClipConfig) -> int | None:
-        """Return the maximum length of a sequence in tokens, or None if positions are resized. JAX
-        would clamp a later position without an error."""
+        """Return the maximum length of a sequence in tokens, or None if positions are resized. For
+        later positions JAX would use the last row of the table, without an error."""
         return None if config.resizes_positions else config.max_positions
 
     def __init__(self, config: ClipConfig):
@@ -80,8 +80,8 @@ class TextEmbeddings(nnx.Module):
 
 
 class PatchEmbeddings(nnx.Module):
-    """The embeddings of an image: its projected patches, after a class token if there is one, plus
-    their positions, and a norm if the config asks for it."""
+    """The embeddings of an image: projected patches, after a class token if there is one, plus
+    position embeddings, then a norm if the config has `input_norm`."""
 
     def __init__(self, config: ClipConfig):
         dim = config.hidden_size
@@ -108,16 +108,16 @@ class PatchEmbeddings(nnx.Module):
 class ResizedPositions(nnx.Module):
     """A square table of position embeddings, resized to the grid of each image's patches.
 
-    The resizing filter is a triangle. If the image has fewer patches on a side than the table has
-    rows, the triangle is as wide as the distance between patches, which avoids aliasing.
+    The resizing filter is a triangle. If a side of the image has fewer patches than a side of the
+    table has entries, the triangle is widened to the distance between patches, to avoid aliasing.
     """
 
     def __init__(self, size: int, dim: int):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
 
     def __call__(self, places: Int[Array, "rows length 4"]) -> Hidden:
-        """Return the position embeddings of patches. A place is the row and the column of a patch,
-        and the numbers of rows and columns of its image."""
+        """Return the position embeddings of patches. The four numbers of a place are the row and
+        the column of the patch, and the numbers of rows and of columns of its image."""
         table = self.embedding[...].astype(jnp.float32)
         side = isqrt(len(table))
         by_row = triangle_weights(places[:, :, 0], places[:, :, 2], side)
@@ -132,13 +132,12 @@ class ResizedPositions(nnx.Module):
 def triangle_weights(
     place: Int[Array, "rows length"], size: Int[Array, "rows length"], side: int
 ) -> Float[Array, "rows length side"]:
-    """Return the weights by which a table of `side` entries, resized to `size` entries, is read at
-    the index `place`.
+    """Return the weights that resize a table of `side` entries to `size` entries.
 
-    Entry `place` of the resized table is the sum of the old entries times these weights, as in
-    torch's bilinear interpolation with antialias and without aligned corners. The weights of a
-    place sum to 1. Distances are integers, in units of 1 / (2 * size) old entries, so that rounding
-    does not move the filter.
+    Entry `place` of the resized table is the sum of the old entries times these weights, which sum
+    to 1, as in torch's bilinear interpolation with antialias and without aligned corners. `place`
+    and `size` have a value for each token. Distances are integers, in units of 1 / (2 * size) old
+    entries, so that there are no rounding errors.
     """
     centre = (2 * place + 1)[:, :, None] * side
     distance = abs((2 * jnp.arange(side) + 1)[None, None] * size[:, :, None] - centre)

@@ -1,4 +1,5 @@
-"""The backbone of DeBERTa v2 and v3: BERT's, with attention to contents and relative positions.
+"""The backbone of DeBERTa v2 and v3: like BERT's, but attention scores also depend on relative
+positions.
 
 He et al. 2020, arXiv:2006.03654, and 2021, arXiv:2111.09543. Names and the order of operations are
 those of transformers' DebertaV2Model.
@@ -19,9 +20,9 @@ from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
-# Tokens of a tile of queries or keys. A row up to this length is one tile. In a longer row one tile
-# of queries is computed at a time, with all keys that any of its queries may attend to. Smaller
-# tiles are slower on CPU.
+# The number of tokens in a tile of queries or keys. A row up to this length is one tile. In a
+# longer row one tile of queries is computed at a time, with all keys that any query of the tile may
+# attend to. Smaller tiles are slower on CPUs.
 SCORES_TILE = 128
 
 Table = Float[Array, "places heads width"]
@@ -34,11 +35,12 @@ class DebertaConfig(BertConfig):
     """The sizes and switches of a DeBERTa backbone."""
 
     embedding_size: int | None = None  # width of the embedding tables; None: hidden_size
-    absolute_positions: bool  # whether positions are added to the word embeddings
-    buckets: int  # rows of the relative tables for each direction; 0: a row for each distance
+    absolute_positions: bool  # whether position embeddings are added to the word embeddings
+    # The relative tables have this many rows for each direction; 0: a row for each distance.
+    buckets: int
     max_distance: int  # distances from this one on share the last row
-    content_to_position: bool  # whether queries look up relative keys
-    position_to_content: bool  # whether keys look up relative queries
+    content_to_position: bool  # whether scores have the term query . relative key
+    position_to_content: bool  # whether scores have the term key . relative query
     conv_width: int = 0  # tokens in the window of the first layer's convolution; 0: no convolution
     conv_activation: str = "tanh"  # a name in ACTIVATIONS
 
@@ -50,7 +52,8 @@ class Deberta(nnx.Module):
 
     @staticmethod
     def position_limit(config: DebertaConfig) -> int:
-        """Return the maximum length of a sequence in tokens. Training had no larger distances."""
+        """Return the maximum length of a sequence in tokens. The model was not trained with longer
+        texts."""
         return config.max_positions
 
     def __init__(self, config: DebertaConfig):
@@ -70,8 +73,8 @@ class Deberta(nnx.Module):
 
 
 class DebertaEmbeddings(nnx.Module):
-    """The sum of word, type and position embeddings, projected to the backbone's width, and a norm.
-    Types, positions and the projection are optional."""
+    """The embeddings: the sum of word, type and position embeddings, a projection to the width of
+    the backbone, and a norm. Types, positions and the projection are optional."""
 
     def __init__(self, config: DebertaConfig):
         width, size = config.hidden_size, config.embedding_size or config.hidden_size
@@ -91,7 +94,8 @@ class DebertaEmbeddings(nnx.Module):
 
 
 class Convolution(nnx.Module):
-    """A convolution over the embeddings, whose result is added to the first layer's, and a norm."""
+    """A convolution over the embeddings. Its result is added to the result of the first layer, and
+    the sum goes through a norm."""
 
     def __init__(self, config: DebertaConfig):
         self.width = config.conv_width
@@ -101,7 +105,7 @@ class Convolution(nnx.Module):
 
     def __call__(self, embedded: Hidden, hidden: Hidden, segments: Segments) -> Hidden:
         """Return norm(hidden + activation(convolution of `embedded`)). `hidden` is the result of
-        the first layer. The convolution takes zeros beyond a segment's ends."""
+        the first layer. The convolution sees zeros beyond the ends of a segment."""
         side = self.width // 2
         padded = jnp.pad(embedded, ((0, 0), (side, side), (0, 0)))
         padded_segments = jnp.pad(segments, ((0, 0), (side, side)), constant_values=-1)
@@ -114,10 +118,10 @@ class Convolution(nnx.Module):
 
 
 class DebertaAttention(BertAttention):
-    """Disentangled self-attention: its scores have terms of contents and of relative positions.
+    """Disentangled self-attention: a score is a sum of terms for contents and relative positions.
 
-    The relative keys and queries are parameters. Conversion of a checkpoint computes them from the
-    relative embeddings, because to compute them in each run would cost more than a short text.
+    The relative keys and queries are parameters, which the conversion of a checkpoint computes from
+    the relative embeddings. Computing these for each batch would take longer than a short text.
     """
 
     def __init__(self, config: DebertaConfig):
@@ -165,15 +169,16 @@ class DebertaAttention(BertAttention):
 class DistanceBuckets:
     """How a distance (the query's position minus the key's) becomes a row of a relative table."""
 
-    buckets: int  # rows for each direction; 0: a row for each distance
+    buckets: int  # the number of rows for each direction; 0: a row for each distance
     max_distance: int  # distances from this one on share the last row
-    largest: int  # the largest distance of two tokens of a sequence
+    largest: int  # the largest distance between two tokens of a sequence
 
     def places(self, distances: np.ndarray) -> np.ndarray:
-        """Return the rows of the table for these distances.
+        """Return the indices of the table's rows for these distances.
 
-        Each distance up to half the buckets has a row; the buckets beyond grow geometrically. The
-        arithmetic is transformers', in float32, which may round to another bucket than float64.
+        Each distance up to half the buckets has its own row. Larger distances share rows, in ranges
+        that grow geometrically. The computation is in float32 as in transformers, because float64
+        may round to another bucket.
         """
         half = self.buckets or self.max_distance
         rows = distances
@@ -198,12 +203,13 @@ def attend_disentangled(
 ) -> Heads:
     """Compute disentangled attention within the segments of each row.
 
-    The score of a query and a key is query . key + query . relative_key + key . relative_query,
-    over sqrt(width of a head * number of terms). The relative vectors are those of the distance
-    between query and key; a relative table that is None leaves out its term. A distance in the row
-    is the distance in the segment. `key_segments` are as in `attend`.
+    The score of a query and a key is (query . key + query . relative_key + key . relative_query)
+    / sqrt(width of a head * number of terms). The relative vectors are looked up by the distance
+    between query and key, which `distances` turns into a row. If a relative table is None, its term
+    is left out. A query attends to keys whose `key_segments` (default: `segments`) equal its own
+    segment.
 
-    To gather a vector for each score would be slower on CPU. Instead a tile of queries is
+    To gather a relative vector for each score would be slower on CPUs. Instead a tile of queries is
     multiplied by the relative keys of all distances between the tile and any key, in the order of
     distances, and the diagonals of the product are the scores.
     """
@@ -212,13 +218,13 @@ def attend_disentangled(
     blocks = -(-length // tile)
     side_tiles = -(-distances.largest // tile)  # tiles of keys on either side of a tile of queries
     near_tiles = 2 * side_tiles + 1
-    if near_tiles >= blocks:  # every tile of queries takes all keys
+    if near_tiles >= blocks:  # every tile of queries is computed with all keys
         side_tiles, near_tiles = 0, blocks
     value = jnp.where(segments[:, :, None, None] != 0, value, jnp.zeros((), value.dtype))
     tiled = partial(_tiled, tile=tile, count=blocks)
     segments_of_keys = segments if key_segments is None else key_segments
     keys = [tiled(x, around=side_tiles) for x in (key, value, segments_of_keys)]
-    max_distance = near_tiles * tile - 1  # between a query of a tile and the keys that it takes
+    max_distance = near_tiles * tile - 1  # the maximum between a query of a tile and its keys
     all_distances = np.arange(-max_distance, max_distance + 1)
     keys_by_distance, queries_by_distance = (
         None if table is None else jnp.take(table, distances.places(tabled_distances), axis=0)
@@ -236,7 +242,7 @@ def attend_disentangled(
             near_key, near_value, near_segments = (
                 lax.dynamic_slice_in_dim(x, number, near_tiles, axis=0) for x in keys
             )
-        offset = side_tiles or number  # tiles from the keys' first tile to the queries' tile
+        offset = side_tiles or number  # the index of the queries' tile among the tiles of keys
         rows_first = (x.swapaxes(0, 1) for x in (near_key, near_value, near_segments))
         block_key, block_value, near_segments = (
             x.reshape(rows, -1, *x.shape[3:]) for x in rows_first
@@ -263,31 +269,32 @@ def attend_disentangled(
 class RelativeTables:
     """The relative keys and queries of all distances between a tile of queries and its keys."""
 
-    keys: Table | None  # rows from the largest distance to the smallest
-    queries: Table | None  # rows from the smallest distance to the largest
-    tile: int  # tokens
+    keys: Table | None  # relative keys, from the largest distance to the smallest
+    queries: Table | None  # relative queries, from the smallest distance to the largest
+    tile: int  # the number of tokens in a tile
     largest: int  # the largest distance
 
     def by_query(self, query: Heads, keys: int, offset: Offset) -> AttentionScores:
         """Return the scores query . relative_key of a tile of queries.
 
         `keys` is the number of keys. `offset` is the number of tiles from the first tile of the
-        keys to that of the queries.
+        keys to the tile of the queries.
         """
         assert self.keys is not None
-        # the row of the largest distance: the last query's from the first key
+        # the row of the largest distance, that of the last query from the first key
         first = self.largest - (offset + 1) * self.tile + 1
         table = lax.dynamic_slice_in_dim(self.keys, first, keys + self.tile - 1, axis=0)
-        # heads first: XLA:CPU is slower where the product is transposed before the slice
+        # Heads come first, because XLA:CPU is slower if the product is transposed before the slice.
         return _diagonals(_product("bshk,whk->hbsw", query, table)).swapaxes(0, 1)
 
     def by_key(self, key: Tiles, offset: Offset) -> AttentionScores:
-        """Return the scores key . relative_query of tiles of keys; `offset` is as in `by_query`."""
+        """Return the scores key . relative_query of tiles of keys. `offset` is the number of tiles
+        from the first tile of the keys to the tile of the queries."""
         assert self.queries is not None
         tiles, rows, tile, heads, _ = key.shape
         tables = []
         for number in range(tiles):
-            # the row of the smallest distance: the first query's from the last key
+            # the row of the smallest distance, that of the first query from the last key
             first = self.largest + (offset - number) * tile - tile + 1
             tables.append(lax.dynamic_slice_in_dim(self.queries, first, 2 * tile - 1, axis=0))
         product = _product("nbthk,nwhk->nhbtw", key, jnp.stack(tables))
@@ -298,8 +305,8 @@ class RelativeTables:
 def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... length others"]:
     """Return result[i, j] = product[i, length - 1 - i + j] over the last two axes.
 
-    A row of the result is one column shorter than a row of the product, so the next row begins one
-    column further left: the result is a slice of the flat product and needs no gather.
+    The flat product is cut into rows that are one column shorter, from the first element of the
+    result on. So each row begins one column further left, and no gather is needed.
     """
     *axes, length, places = product.shape
     flat = product.reshape(*axes, length * places)
@@ -309,7 +316,7 @@ def _diagonals(product: Float[Array, "... length places"]) -> Float[Array, "... 
 
 def _tiled(x: Array, *, tile: int, count: int, around: int = 0) -> Array:
     """Reshape [rows, length, ...] to [tiles, rows, tile, ...], padded with zeros. The result has
-    `count` tiles and `around` tiles of zeros on either side of them."""
+    `count` tiles, and before and after these `around` tiles of zeros."""
     rows, length, *rest = x.shape
     before = around * tile
     after = (count + around) * tile - length
@@ -318,5 +325,5 @@ def _tiled(x: Array, *, tile: int, count: int, around: int = 0) -> Array:
 
 
 def _product(axes: str, a: Array, b: Array) -> Array:
-    """Multiply with sums in float32."""
+    """Multiply as jnp.einsum does, with sums in float32."""
     return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)

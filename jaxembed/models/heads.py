@@ -1,7 +1,7 @@
 """Heads: they compute the outputs of a model from the hidden states of its backbone.
 
-Poolings are pure functions from the hidden states of packed rows to one float32 vector for each
-slot, zeros for an empty slot. Their names and definitions are those of
+A pooling is a pure function from the hidden states of packed rows to one float32 vector for each
+slot; an empty slot gets zeros. The names and definitions of poolings are those of
 sentence_transformers.models.Pooling.
 """
 
@@ -28,16 +28,18 @@ from jaxembed.models.attention import MASKED
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.tokens import Hidden, PackedTokens
 
-BLOCK_TOKENS = 256  # tokens whose logits are in memory at once: 31 MB for 30,592 terms
-TABLE_OF_TERMS = ".terms.kernel"  # the end of the name of the table's parameter
-TERM_TILE = 128  # the term table is padded to a multiple: vectors of a TPU, whole native panels
+BLOCK_TOKENS = 256  # the logits of this many tokens are in memory at once: 31 MB for 30,592 terms
+TABLE_OF_TERMS = ".terms.kernel"  # the name of the parameter with the table of terms ends so
+# The number of columns of the table of terms is padded to a multiple of this, so that it fits the
+# vectors of a TPU and the panels of the native kernels.
+TERM_TILE = 128
 
 SlotVectors = Float[Array, "rows slots dim"]
 Member = Bool[Array, "rows slots length"]
 
 
 def slot_members(tokens: PackedTokens) -> Member:
-    """Return whether each token belongs to each slot."""
+    """Return whether a token belongs to a slot, for each slot and each token of a row."""
     index = jnp.arange(tokens.ids.shape[1])[None, None, :]
     return (index >= tokens.bounds[:, :, :1]) & (index < tokens.bounds[:, :, 1:])
 
@@ -59,24 +61,26 @@ def mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
 
 
 def mean_sqrt_len_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """Return the sum of the hidden states of each slot over the square root of their number."""
+    """Return the sum of the hidden states of each slot, divided by the square root of the number of
+    tokens in the slot."""
     weights = slot_members(tokens).astype(jnp.float32)
     return _weighted_sum(hidden, tokens, weights) / jnp.sqrt(_total(weights))
 
 
 def weighted_mean_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """Return the mean weighted by each token's index in its sequence, counted from 1."""
+    """Return the weighted mean of the hidden states of each slot. The weight of a token is its
+    index in its sequence, counted from 1."""
     index = (tokens.positions + 1).astype(jnp.float32)
     weights = jnp.where(slot_members(tokens), index[:, None, :], 0.0)
     return _weighted_sum(hidden, tokens, weights) / _total(weights)
 
 
 def max_pool(hidden: Hidden, tokens: PackedTokens) -> SlotVectors:
-    """Return the maximum of each dimension over the tokens of each slot. Slots are computed one at
-    a time: all together would not fit into memory."""
+    """Return the maximum of each dimension over the tokens of each slot. The slots of a row are
+    computed one after another, because all of them together might not fit into memory."""
     index = jnp.arange(hidden.shape[1])[None, :]
 
-    def one(bounds):  # of one slot of each row
+    def one(bounds):  # the bounds of one slot of each row
         is_member = (index >= bounds[:, :1]) & (index < bounds[:, 1:])
         largest = jnp.where(is_member[:, :, None], hidden, -jnp.inf).max(axis=1)
         return jnp.where(is_member.any(axis=1)[:, None], largest, 0.0)
@@ -95,24 +99,26 @@ POOLINGS: dict[str, Callable[[Hidden, PackedTokens], SlotVectors]] = {
 
 
 def _gather(hidden: Hidden, tokens: PackedTokens, index: Int[Array, "rows slots"]) -> SlotVectors:
-    """Return for each slot the hidden state of the token at `index` of its row; zeros if empty."""
+    """Return for each slot the hidden state at `index` of its row, or zeros for an empty slot."""
     chosen = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
     return jnp.where(tokens.bounds[:, :, 1:] > 0, chosen, 0.0)
 
 
 def _total(weights: Float[Array, "rows slots length"]) -> Float[Array, "rows slots one"]:
-    """Return the sum of each slot's weights, at least 1e-9 so that it can be divided by."""
+    """Return the sum of each slot's weights, at least 1e-9 so that callers can divide by it."""
     return jnp.maximum(weights.sum(axis=2, keepdims=True), 1e-9)
 
 
 def _weighted_sum(hidden: Hidden, tokens: PackedTokens, weights) -> SlotVectors:
-    """Return the weighted sum of the hidden states of each slot."""
+    """Return the weighted sum of the hidden states of each slot. `weights` is
+    `[rows, slots, length]`."""
     finite = jnp.where(tokens.segments[:, :, None] != 0, hidden, 0.0)  # padding may hold NaN
     return jnp.einsum("bnt,btd->bnd", weights, finite, precision=lax.Precision.HIGHEST)
 
 
 class PooledHead(nnx.Module):
-    """A head of one vector for each slot: its poolings side by side, then the head's modules."""
+    """A head of one vector for each slot: the results of its poolings side by side, through its
+    modules."""
 
     def __init__(self, head: Pooled):
         self.modules = _modules(head)
@@ -136,10 +142,10 @@ class TokenHead(nnx.Module):
 class VocabularyHead(nnx.Module):
     """A head of sparse embeddings: the weight of each term in each slot, zeros for an empty slot.
 
-    The logits of all tokens together would not fit into memory: the logits of a block of tokens are
-    reduced into their slots before the next block is computed. The maximum commutes with the bias
-    and the activation, which are therefore applied once for each slot. A token in several slots
-    counts for the first of them.
+    Because the logits of all tokens together would not fit into memory, they are computed for one
+    block of tokens at a time, and reduced to a maximum or sum for each slot. Bias and activation do
+    not change which logit is the largest, so they are applied to the maximum of a slot, but to each
+    token before a sum. A token in several slots counts only for the first of these slots.
     """
 
     def __init__(self, head: Vocabulary):
@@ -156,7 +162,7 @@ class VocabularyHead(nnx.Module):
         x = _through(self.modules, hidden).reshape(-1, self.terms.shape[0])
         member = slot_members(tokens)
         row_start = jnp.arange(rows)[:, None] * slots
-        # the slot of each token, numbered over all rows; the last number is for tokens in no slot
+        # The slot of each token, numbered over all rows. The number rows * slots means no slot.
         token_slots = jnp.where(
             member.any(axis=1), row_start + member.argmax(axis=1), rows * slots
         ).reshape(-1)
@@ -181,7 +187,8 @@ class VocabularyHead(nnx.Module):
         return weights.reshape(rows, slots, -1)
 
     def _activated(self, logits: Float[Array, "n terms"]) -> Float[Array, "n terms"]:
-        """Return log(1 + max(logits + bias, 0)), and log(1 + that) for "log1p_relu"."""
+        """Return the term weights w = log(1 + max(logits + bias, 0)), or log(1 + w) if the
+        activation is "log1p_relu"."""
         bias = self.bias[...][None, : logits.shape[1]]
         weights = jnp.log1p(jnp.maximum(logits + bias, 0.0))
         return jnp.log1p(weights) if self.twice else weights
@@ -232,7 +239,8 @@ HEADS: dict[type[Head], Callable[..., nnx.Module]] = {
 
 
 def padded_terms(vocab_size: int) -> int:
-    """Return the number of columns of a stored term table; those from `vocab_size` on are zero."""
+    """Return the number of columns of the stored table of terms. Columns from `vocab_size` on are
+    padding of zeros."""
     return -(-vocab_size // TERM_TILE) * TERM_TILE
 
 
@@ -257,7 +265,7 @@ class Dense(Linear):
 
 
 class Normalize(nnx.Module):
-    """A module that scales vectors to length one; zero stays zero."""
+    """A module that scales vectors to length one; a vector of zeros stays zero."""
 
     def __call__(self, x: Float[Array, "rows slots dim"]) -> Float[Array, "rows slots dim"]:
         return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
@@ -271,7 +279,7 @@ MODULES: dict[type[Module], Callable[..., nnx.Module]] = {
 
 
 def _modules(head: Head) -> Sequence[nnx.Module]:
-    """Build the modules of the head that run on the device."""
+    """Build the modules of a head that run on the device: all but a Normalize at the end."""
     return nnx.List([MODULES[type(layer)](layer) for layer in head.device_modules])
 
 

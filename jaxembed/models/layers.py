@@ -1,8 +1,8 @@
 """The layers that backbones share.
 
-Products take operands in the parameters' dtype; everything else is float32. Parameters are declared
-as zeros of the right shape and only created abstractly, because a checkpoint brings their values.
-The weight of a Linear is its parameter `kernel`, the name that converted checkpoints use.
+Matrix products take operands in the dtype of the parameters; everything else is float32. Parameters
+are declared as zeros of the right shape, but the arrays of zeros are never allocated: the values
+come from a checkpoint. The weight of a Linear is the parameter `kernel`, as checkpoints name it.
 """
 
 from collections.abc import Callable
@@ -45,11 +45,11 @@ ACTIVATIONS: dict[str, Callable] = {
 
 
 class Linear(nnx.Module):
-    """A linear layer: x @ weight + bias, with float32 sums whatever the weight's dtype.
+    """A linear layer: x @ weight + bias, with float32 sums for a weight of any dtype.
 
-    A float32 weight is multiplied in full float32, also within a bfloat16 program: the default
-    precision would be TF32 on GPU and bfloat16 passes on TPU. The native kernels multiply a weight
-    that is packed into panels. `adapter` is None or a LowRank, whose result is added.
+    A product with a float32 weight has full float32 precision. (The default precision would be TF32
+    on GPUs and bfloat16 passes on TPUs.) If the weight is packed into panels, a native kernel
+    computes the layer. `adapter` is None or a LowRank, whose result is added.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -59,7 +59,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
-        """Return x @ weight + bias, and the adapter's sum, in float32."""
+        """Return x @ weight + bias, plus the adapter's result if there is one, in float32."""
         kernel, bias = self.parameters
         if native.is_packed(kernel):
             return native.linear(x, kernel, bias, adapters=self.native_adapters)
@@ -83,8 +83,8 @@ class Linear(nnx.Module):
     ) -> Float[Array, "rows length out"]:
         """Apply the layer and an activation, and round the result to the weight's dtype.
 
-        Use it if the result is only an operand of another product, which would round it anyway.
-        `activation` is a name in ACTIVATIONS.
+        Use this method if the result is only an operand of the next matrix product, which would
+        round its operands anyway. `activation` is a name in ACTIVATIONS.
         """
         kernel, bias = self.parameters
         native_gelu = activation == "gelu" and is_native("gelu")
@@ -101,12 +101,12 @@ class Linear(nnx.Module):
 
     @property
     def parameters(self) -> tuple[Any, Any]:
-        """The weight, and the bias or None, as arrays on a device or on the host."""
+        """The weight, and the bias or None, as arrays."""
         return self.kernel[...], None if self.bias is None else self.bias[...]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of inputs and the number of outputs, also of a packed weight."""
+        """The number of input and of output features, even if the weight is packed."""
         inputs, outputs = native.unpacked_shape(self.kernel[...].shape)
         return inputs, outputs
 
@@ -114,8 +114,8 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors, looked up by index.
 
-    An index past the end is clamped without an error, so callers must check indices. `adapter` is
-    None or a LowRank, whose result for the index is added.
+    An index past the end gives the last vector without an error, so callers must check indices.
+    `adapter` is None or a LowRank, whose result for the index is added to the vector.
     """
 
     adapter: Any = None  # set by models.adapters
@@ -129,7 +129,7 @@ class Embedding(nnx.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of vectors and their number of dimensions."""
+        """The number of vectors, and the number of dimensions of each vector."""
         size, dim = self.embedding[...].shape
         return size, dim
 
@@ -137,8 +137,8 @@ class Embedding(nnx.Module):
 def row_mean(x: Float[Array, "rows length dim"]) -> Float[Array, "rows length one"]:
     """Return the mean over the last axis, which is kept with size 1.
 
-    On CPU it is a product with ones, because XLA:CPU runs a reduction over the last axis one
-    element at a time.
+    On CPUs the sum is computed as a matrix product with ones, because XLA:CPU runs a reduction over
+    the last axis one element at a time.
     """
 
     def by_product(x):
@@ -204,7 +204,8 @@ class RMSNorm(nnx.Module):
 class Mlp(nnx.Module):
     """An MLP: down(activation(up(x))), or, if `gated`, down(activation(gate(x)) * up(x)).
 
-    A gated one computes gate and up in one product, `gate_up`. Shazeer 2020, arXiv:2002.05202.
+    A gated MLP computes gate(x) and up(x) in one product, by the layer `gate_up`. Shazeer 2020,
+    arXiv:2002.05202.
     """
 
     def __init__(
@@ -228,7 +229,8 @@ class Mlp(nnx.Module):
         return self.down(self.wide(x))
 
     def wide(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length width"]:
-        """Return the operand of `down`. It may be rounded already, as `down` would round it."""
+        """Return the input of the layer `down`, float32 or already rounded to the dtype of its
+        weight."""
         if not self.gated:
             return self.up.apply_rounded(x, self.activation)
         kernel, bias = self.gate_up.parameters
@@ -258,10 +260,13 @@ def attend_hidden(
 ) -> Float[Array, "rows length inner"]:
     """Compute self-attention of hidden states: the `qkv` layer, then attention of its result.
 
-    `heads` is the number of heads. The result is `[rows, length, inner]`, the heads side by side
-    before the output layer. The rest is as in `attend_joint`. A single native call computes
-    both if possible. Otherwise heads are rounded after the rotation, unless a native call rotates
-    them: it takes rounded heads.
+    `qkv` maps the hidden states to queries, keys and values, each `inner` wide, of `heads` heads.
+    The other arguments are those of `attend_joint`. The result, `[rows, length, inner]`, holds the
+    heads side by side; the caller applies the output layer.
+
+    If possible, a single native call computes the layer and the attention. If not, heads are
+    rounded to the dtype of the weight: before the rotation if a native call rotates, because it
+    takes rounded heads, and else after the rotation.
     """
     rows, length, dim = hidden.shape
     inner, kernel = qkv.shape[1] // 3, qkv.kernel[...]
@@ -290,7 +295,7 @@ def attend_hidden(
 
 
 class SelfAttention(nnx.Module):
-    """Self-attention whose heads are together `inner` wide, and its output layer."""
+    """Self-attention with its output layer. All heads together have `inner` dimensions."""
 
     def __init__(
         self,
@@ -326,8 +331,8 @@ class SelfAttention(nnx.Module):
 
 
 class PreNormLayer(nnx.Module):
-    """A transformer layer: attention and MLP, each after a norm and with a residual connection.
-    Without an `attention_norm` attention takes the input as it is."""
+    """A transformer layer: attention and MLP, each after a norm and with a residual connection. If
+    `attention_norm` is None, there is no norm before the attention."""
 
     def __init__(
         self,
@@ -367,11 +372,12 @@ class WordEmbeddings(nnx.Module):
 class BiasByDistance(nnx.Module):
     """A learned bias of attention scores for each head and each distance between key and query.
 
-    Distances of `reach` and more share a bias, by direction, as in MPNet and T5.
+    As in MPNet and T5, all keys `reach` or more tokens before the query share one bias, and all
+    keys `reach` or more tokens after the query share another.
     """
 
     def __init__(self, heads: int, reach: int):
-        # columns by the key's position minus the query's, from -reach to reach
+        # column k is for keys whose position minus the query's position is k - reach
         self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
 
     def __call__(self, length: int) -> Bias:

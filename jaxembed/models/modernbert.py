@@ -25,10 +25,11 @@ class ModernBertConfig:
     num_heads: int
     intermediate_size: int
     max_positions: int
-    global_layers: Sequence[int]  # layer numbers, from 0; the other layers are local
+    # The numbers of the layers in which tokens attend to the whole text, from 0; others are local.
+    global_layers: Sequence[int]
     local_reach: int  # tokens on either side that a token of a local layer attends to
     global_theta: float  # base of the rotary angles in global layers
-    local_theta: float  # the same in local layers
+    local_theta: float  # base of the rotary angles in local layers
     norm_eps: float
     activation: str  # a name in ACTIVATIONS
     attention_bias: bool
@@ -43,7 +44,8 @@ class ModernBert(nnx.Module):
 
     @staticmethod
     def position_limit(config: ModernBertConfig) -> int:
-        """Return the maximum length of a sequence in tokens. Training had no later positions."""
+        """Return the maximum length of a sequence in tokens. The model was not trained with longer
+        texts."""
         return config.max_positions
 
     def __init__(self, config: ModernBertConfig):
@@ -69,7 +71,7 @@ def _layer(config: ModernBertConfig, number: int) -> PreNormLayer:
     dim, is_global = config.hidden_size, number in config.global_layers
     attention_mask = EVERYTHING if is_global else AttentionMask(reach=config.local_reach)
     return PreNormLayer(
-        # the first layer has no norm: its input is normed embeddings
+        # The first layer has no norm before attention, because the embeddings end with a norm.
         _norm(config) if number else None,
         SelfAttention(
             dim, dim, config.num_heads, attention_mask=attention_mask, bias=config.attention_bias

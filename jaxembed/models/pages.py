@@ -1,7 +1,7 @@
 """The backbone of models that read pages: a decoder whose input mixes words and image patches.
 
-Faysse et al. 2024, arXiv:2407.01449 (ColPali). An image encoder computes a hidden state for each
-patch, which takes the place of a word embedding. Texts and images share rows. Names and the order
+Faysse et al. 2024, arXiv:2407.01449 (ColPali). For a patch, the hidden state that an image encoder
+computes takes the place of the word embedding. A row may hold texts and images. Names and the order
 of operations are those of transformers' PaliGemmaModel.
 """
 
@@ -22,7 +22,7 @@ from jaxembed.models.tokens import Hidden, PackedTokens
 
 @dataclass(frozen=True)
 class PagesConfig(Qwen3Config):
-    """The sizes and switches of the decoder, and those of the image encoder."""
+    """The config of the decoder, with the config of the image encoder in `image`."""
 
     image_tower: str = "clip"  # a name in IMAGE_TOWERS
     image: Mapping[str, Any] | None = None  # the fields of the image encoder's config
@@ -32,8 +32,8 @@ class PagesConfig(Qwen3Config):
 class Pages(Qwen3):
     """The backbone: maps packed tokens to the last hidden states, float32 `[rows, length, dim]`.
 
-    Images must be normalized: `pixels` is then float32 `[rows, length, values]`. The image encoder
-    runs only if the batch has an image.
+    The pixels must be normalized: `tokens.pixels` is float32 `[rows, length, values]`. The image
+    encoder runs only if the batch has an image.
     """
 
     Config = PagesConfig
@@ -50,7 +50,8 @@ class Pages(Qwen3):
 
         def with_images() -> Hidden:
             assert tokens.pixels is not None
-            at_patch = is_patch[:, :, None]  # words are padding for the image encoder
+            # In the input of the image encoder words become padding: segment 0 and pixels of 0.
+            at_patch = is_patch[:, :, None]
             image_tokens = replace(
                 tokens,
                 segments=jnp.where(is_patch, tokens.segments, 0),

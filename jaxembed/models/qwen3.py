@@ -26,7 +26,7 @@ class Qwen3Config:
     hidden_size: int
     num_layers: int
     num_heads: int
-    num_key_heads: int  # each serves num_heads / num_key_heads neighbouring query heads
+    num_key_heads: int  # each key head serves num_heads / num_key_heads neighbouring query heads
     head_width: int
     intermediate_size: int
     max_positions: int
@@ -41,16 +41,18 @@ class Qwen3Config:
     rope_scaling: Mapping[str, Any] | None = None  # the fields of a RopeScaling
     local_layers: Sequence[int] = ()  # numbers of the layers with an attention window, from 0
     local_reach: int | None = None  # tokens on either side that a token of a local layer attends to
-    local_theta: float | None = None  # base of unscaled angles in local layers; None: as in others
+    # The base of the angles, which are not scaled, in local layers. None: as in the other layers.
+    local_theta: float | None = None
     embedding_scale: float = 1.0  # factor of the word embeddings; sqrt(hidden_size) in Gemma
-    block_norms: bool = False  # whether blocks also end with a norm; True in Gemma
-    query_scale: float = 1.0  # factor of the scores besides 1 / sqrt(head_width)
+    block_norms: bool = False  # whether attention and MLP also end with a norm; True in Gemma
+    query_scale: float = 1.0  # scores are multiplied by this, besides 1 / sqrt(head_width)
     score_cap: float | None = None  # soft cap of the scores; 50 in Gemma 2
-    # queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length)
+    # Queries are multiplied by 1 + query_growth * ln(1 + position // query_growth_length).
     query_growth: float = 0.0
     query_growth_length: int = 1
     overflows_float16: bool = False  # whether hidden states exceed the range of float16
-    # how many pairs of dimensions a token's time, row and column rotate; empty: its position does
+    # The numbers of pairs of dimensions that are rotated by a token's time, row and column. Empty:
+    # all pairs are rotated by the token's position.
     rope_sections: Sequence[int] = ()
 
 
@@ -61,7 +63,8 @@ class Qwen3(nnx.Module):
 
     @staticmethod
     def position_limit(config: Qwen3Config) -> int:
-        """Return the maximum length of a sequence in tokens. Training had no later positions."""
+        """Return the maximum length of a sequence in tokens. The model was not trained with longer
+        texts."""
         return config.max_positions
 
     def __init__(self, config: Qwen3Config):
@@ -76,20 +79,20 @@ class Qwen3(nnx.Module):
         return self.run(self.embeddings(tokens), tokens)
 
     def run(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:
-        """Return the last hidden states, given the embeddings `hidden` of the tokens."""
+        """Return the last hidden states. `hidden` are the embeddings of the tokens."""
         global_rotations, local_rotations = self.positions(tokens)
         for layer in self.layers:
             hidden = layer(hidden, tokens, local_rotations if layer.is_local else global_rotations)
         return self.norm(hidden)
 
 
-Rotations = tuple[Rotation, Rotation]  # of queries and of keys
+Rotations = tuple[Rotation, Rotation]  # the rotation of queries, and the rotation of keys
 
 
 class Qwen3Positions(nnx.Module):
     """The rotations of queries and keys in global and in local layers. It has no parameters.
 
-    The rotation of queries includes the factors that multiply them.
+    The rotation of queries also multiplies queries by `query_scale` and their growth by position.
     """
 
     def __init__(self, config: Qwen3Config):
@@ -112,7 +115,8 @@ class Qwen3Positions(nnx.Module):
         return global_rotations, (self._for_queries(local_rotation, tokens), local_rotation)
 
     def _for_queries(self, rotation: Rotation, tokens: PackedTokens) -> Rotation:
-        """Return the rotation times the queries' factors: `query_scale`, and growth by position."""
+        """Return the rotation multiplied by the factors of queries: `query_scale`, and the growth
+        by position."""
         if self.growth:
             multiples = (tokens.positions // self.growth_length).astype(jnp.float32)
             factor = self.query_scale * (1 + self.growth * jnp.log(1 + multiples))[:, :, None]
@@ -125,7 +129,7 @@ class Qwen3Positions(nnx.Module):
 class Qwen3Layer(nnx.Module):
     """One layer: attention and gated MLP, each after a norm and with a residual connection.
 
-    With `block_norms` each block also ends with a norm, before its residual connection.
+    With `block_norms` attention and MLP also end with a norm, before the residual connection.
     """
 
     def __init__(self, config: Qwen3Config, number: int):

@@ -1,8 +1,8 @@
 """The image encoder of Qwen2-VL and Qwen2.5-VL: rotary positions, and patches merged to tokens.
 
 Wang et al. 2024, arXiv:2409.12191; Bai et al. 2025, arXiv:2502.13923. Names and the order of
-operations are those of transformers' models of these names. A token's place is three numbers to be
-added to its position: they give its time, row and column, as the decoder counts them.
+operations are those of transformers' models of these names. A token's place is three numbers: added
+to its position they give its time, row and column, as the decoder counts them.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class QwenVisionConfig:
     num_layers: int
     num_heads: int
     intermediate_size: int
-    out_size: int  # dimensions of a token's result, which are the language model's
+    out_size: int  # dimensions of the result, which are those of the language model
     patch_bytes: int  # bytes of a patch: three times its area in pixels
     merge: int  # a token is made of merge * merge patches
     activation: str  # a name in ACTIVATIONS
@@ -39,9 +39,9 @@ class QwenVisionConfig:
 class QwenVision(nnx.Module):
     """The image encoder: maps the tokens of images to float32 `[rows, length, out_size]`.
 
-    The language model takes the result in the place of word embeddings. `pixels` is normalized,
-    float32 `[rows, length, values]`; `segments` are 0 for tokens of texts, whose result is
-    arbitrary; `places` are as `mrope_positions` returns them.
+    The language model takes the result in the place of word embeddings. `tokens.pixels` must be
+    normalized, float32 `[rows, length, values]`. `tokens.segments` must be 0 for tokens of texts,
+    which get an arbitrary result. `tokens.places` are the three numbers of `mrope_positions`.
     """
 
     Config = QwenVisionConfig
@@ -65,7 +65,8 @@ class QwenVision(nnx.Module):
         windows = images
         if self.window is not None:
             windows = jnp.repeat(windows_of(tokens, self.window), patches_per_token, axis=1)
-        # Each patch is rotated by its row and column in its image. `row` and `column` count tokens.
+        # Each patch is rotated by the row and the column of the patch in its image. `row` and
+        # `column` are those of the token.
         within_token = jnp.arange(self.merge)
         row, column = _row_and_column(tokens)
         shape = rows, length, self.merge, self.merge
@@ -104,11 +105,11 @@ class VisionLayer(nnx.Module):
     def __call__(
         self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation
     ) -> Hidden:
-        """Return the layer's output; `images` and `windows` are segments for attention. A local
-        layer attends within windows, the others within images."""
+        """Return the layer's output. `images` and `windows` number the image and the window of each
+        patch, like segments. A local layer attends within windows, other layers within images."""
         normal = self.attention_norm(hidden)
         if self.is_local:
-            with using(by_xla):  # kernels need contiguous segments, and a window is not
+            with using(by_xla):  # kernels need contiguous segments, and windows are not contiguous
                 mixed = attend_hidden(normal, self.qkv, self.num_heads, windows, rotation=rotation)
         else:
             mixed = attend_hidden(normal, self.qkv, self.num_heads, images, rotation=rotation)
@@ -117,15 +118,17 @@ class VisionLayer(nnx.Module):
 
 
 def windows_of(tokens: PackedTokens, side: int) -> Segments:
-    """Return segments that are the windows of `side` by `side` tokens of each image.
+    """Return for each token the number of its attention window, 0 if its segment is 0.
 
-    Windows are counted from the image's upper left corner. The number of a window is 1 plus the
-    index in the row of its upper left token. Tokens whose segment is 0 keep 0.
+    Windows of `side` by `side` tokens divide an image from its upper left corner on. The number of
+    a window is 1 plus the index of its upper left token in the row of the batch.
     """
     assert tokens.places is not None
     row, column = _row_and_column(tokens)
-    preceding = -tokens.places[:, :, 0]  # tokens before each in its image: row * columns + column
-    columns = (preceding - column) // jnp.maximum(row, 1)  # the image's; 0 in its first row
+    # The number of tokens before each token in its image, which is row * columns + column.
+    preceding = -tokens.places[:, :, 0]
+    # The number of columns of the image, or 0 for the tokens of its first row.
+    columns = (preceding - column) // jnp.maximum(row, 1)
     corner = (row - row % side) * columns + column - column % side
     image_start = jnp.arange(row.shape[1])[None] - preceding
     return jnp.where(tokens.segments != 0, image_start + corner + 1, 0)

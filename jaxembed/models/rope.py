@@ -1,9 +1,9 @@
 """Rotary position embeddings: the angles of each token, and the kinds of scaling for long texts.
 
 Su et al. 2021, arXiv:2104.09864. Frequencies are computed on the host in float32, in the order of
-transformers' modeling_rope_utils, so that they have torch's values. Scalings that depend on the
-length of a text take the length of each segment, so that a vector does not depend on the texts that
-share its row.
+operations of transformers' modeling_rope_utils, so that nearly all of the values equal torch's.
+Scalings that depend on the length of a text use the length of its segment, so that the vector of a
+text does not depend on the other texts in the same row.
 """
 
 import math
@@ -30,31 +30,40 @@ class LinearRope(msgspec.Struct, frozen=True, tag_field="kind", tag="linear"):
 
 
 class DynamicRope(msgspec.Struct, frozen=True, tag_field="kind", tag="dynamic"):
-    """The base grows with the length of a text that is longer than `length` tokens."""
+    """For a text longer than `length` tokens, the base of the angles grows with the text's length.
+
+    For n tokens `theta` is multiplied by growth^(width / (width - 2)), where growth is
+    factor * n / length - (factor - 1).
+    """
 
     factor: float
     length: int
 
 
 class YarnRope(msgspec.Struct, frozen=True, tag_field="kind", tag="yarn"):
-    """Low frequencies are divided by `factor`, high ones are not. Peng et al. 2023,
+    """Low frequencies are divided by `factor`, and high frequencies are not. Peng et al. 2023,
     arXiv:2309.00071."""
 
     factor: float
-    length: int  # tokens of the longest texts before the training for long texts
-    magnitude: float  # factor of cosine and sine, which raises scores
-    beta_fast: float = 32.0  # dimensions with more turns than this in `length` are not scaled
-    beta_slow: float = 1.0  # dimensions with fewer turns than this are scaled in full
-    truncate: bool = True  # whether the ramp between the two has whole dimensions as its ends
+    length: int  # maximum tokens of a text before the model was trained for longer texts
+    magnitude: float  # cosines and sines are multiplied by this, which increases the scores
+    # Dimensions that turn more than `beta_fast` times in `length` tokens are not divided, those
+    # that turn less than `beta_slow` times are divided by `factor`, and a ramp lies between.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # whether the ends of the ramp are rounded to whole dimensions
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, tag_field="kind", tag="llama3"):
-    """Low frequencies are divided by `factor`, high ones are not, in the way of Llama 3.1."""
+    """Low frequencies are divided by `factor`, and high frequencies are not, as in Llama 3.1.
+
+    A wave is the number of tokens in which a pair of dimensions turns once.
+    """
 
     factor: float
-    length: int  # tokens of the longest texts before the training for long texts
-    low: float  # waves longer than length / low are scaled in full
-    high: float  # waves shorter than length / high are not scaled
+    length: int  # maximum tokens of a text before the model was trained for longer texts
+    low: float  # the frequencies of waves longer than length / low are divided by `factor`
+    high: float  # the frequencies of waves shorter than length / high are unchanged
 
 
 class LongRope(msgspec.Struct, frozen=True, tag_field="kind", tag="longrope"):
@@ -63,25 +72,27 @@ class LongRope(msgspec.Struct, frozen=True, tag_field="kind", tag="longrope"):
     short: tuple[float, ...]  # factors for texts of at most `length` tokens
     long: tuple[float, ...]  # factors for longer texts
     length: int
-    magnitude: float  # factor of cosine and sine
+    magnitude: float  # cosines and sines are multiplied by this
 
 
 RopeScaling = LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope
 
 
 def read_scaling(fields: Mapping[str, Any] | None) -> RopeScaling | None:
-    """Return the scaling that a config gives as a `kind` and its fields; None means no scaling.
-    Raises msgspec.ValidationError for an unknown kind or fields that do not fit it."""
+    """Return the scaling of a config, whose `fields` are a `kind` and the fields of that class.
+    Returns None for None: no scaling. Raises msgspec.ValidationError for an unknown kind, and for
+    fields that do not fit the kind."""
     return None if fields is None else msgspec.convert(fields, RopeScaling)
 
 
-@no_type_check  # JAX rebuilds it with other leaves
+@no_type_check  # JAX creates instances with leaves of other types
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rotation:
     """The cosines and sines by which rotary position embeddings rotate each token's heads.
 
-    They are float32 whatever the parameters' dtype, because bfloat16 rounds position 257 to 256.
+    Cosines and sines are float32 even if the parameters are bfloat16, in which position 257 would
+    be rounded to 256.
     """
 
     cos: Float[Array, "rows length half"]
@@ -98,9 +109,11 @@ class Rotation:
     ) -> "Rotation":
         """Return the rotation by position / theta^(2k / width) for the k-th pair of dimensions.
 
-        `width` is the width of a head. With `sections`, three numbers, the first sections[0] pairs
-        use a token's time as its position, the next sections[1] its row, and the others its column.
-        Each is the position plus a number in `places`. Wang et al. 2024, arXiv:2409.12191.
+        `width` is the number of dimensions of a head. `sections` is empty or holds three numbers:
+        the first sections[0] pairs use a token's time instead of its position, the next sections[1]
+        pairs its row, and the last sections[2] pairs its column. Time, row and column are the
+        position plus the token's three numbers in `tokens.places`. Wang et al. 2024,
+        arXiv:2409.12191.
         """
         positions = tokens.positions[:, :, None]
         if sections:
@@ -114,8 +127,13 @@ class Rotation:
 
     @classmethod
     def of_grid(cls, row: Segments, column: Segments, width: int, theta: float) -> "Rotation":
-        """Return the rotation of tokens on a grid. The row rotates the first half of the pairs of
-        dimensions, the column the second half, both by the same frequencies."""
+        """Return the rotation of image patches by their places on the grid of an image.
+
+        `row` and `column` are int `[rows, length]` like segment numbers, but hold the grid row and
+        grid column of each token, from 0. `width` is the number of dimensions of a head. The grid
+        row rotates the first half of the pairs of dimensions, and the grid column the second half,
+        both with the same frequencies.
+        """
         frequencies = jnp.asarray(_plain(width // 2, theta))[None, None]
         axes = (axis[:, :, None].astype(jnp.float32) * frequencies for axis in (row, column))
         angles = jnp.concatenate(list(axes), axis=-1)
@@ -124,14 +142,14 @@ class Rotation:
     def __call__(
         self, x: Float[Array, "rows length heads width"]
     ) -> Float[Array, "rows length heads width"]:
-        """Rotate dimensions k and k + width / 2 together, as transformers' rotate_half does."""
+        """Rotate the pairs of dimensions (k, k + width / 2), as transformers' rotate_half does."""
         cos, sin = self.cos[:, :, None], self.sin[:, :, None]
         first, second = jnp.split(x, 2, axis=-1)
         return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def segment_lengths(tokens: PackedTokens) -> Segments:
-    """Return the number of tokens of each token's segment."""
+    """Return for each token the number of tokens in its segment, int `[rows, length]`."""
     segments, index = tokens.segments, jnp.arange(tokens.segments.shape[1])[None]
     ends = jnp.ones_like(segments, bool).at[:, :-1].set(segments[:, 1:] != segments[:, :-1])
     last = lax.cummin(jnp.where(ends, index, segments.shape[1]), axis=1, reverse=True)
@@ -142,12 +160,12 @@ def segment_lengths(tokens: PackedTokens) -> Segments:
 def _frequencies(
     tokens: PackedTokens, width: int, theta: float, rope: RopeScaling | None
 ) -> Float[Array, "..."]:
-    """Return the angle of position 1 for each pair of dimensions, scaled as `rope` says. The result
-    is `[rows, length, half]`, where rows and length are 1 if all tokens have the same angles."""
+    """Return the angle of position 1 for each pair of dimensions, after the scaling `rope`. The
+    result is `[rows, length, half]`, or `[1, 1, half]` if all tokens have the same angles."""
     plain = _plain(width, theta)
     if isinstance(rope, DynamicRope):
-        # The base is theta * growth^(width / (width - 2)), so the result is plain *
-        # growth^(-2k / (width - 2)). A power of the whole base would lose more digits.
+        # The base is theta * growth^(width / (width - 2)), so the angle of pair k is plain[k] *
+        # growth^(-2k / (width - 2)). A power of the new base itself would lose more digits.
         lengths = jnp.maximum(segment_lengths(tokens), rope.length)
         growth = rope.factor * (lengths.astype(jnp.float32) / rope.length) - (rope.factor - 1)
         powers = jnp.asarray(np.arange(0, width, 2) / max(width - 2, 1), jnp.float32)
@@ -174,15 +192,17 @@ def _frequencies(
 
 def _plain(width: int, theta: float) -> Frequencies:
     """Return the unscaled angle of position 1 for each pair of dimensions."""
-    # rounding the power before its reciprocal gives torch's values: 127 of 128 bit for bit
+    # If the power is rounded before its reciprocal is taken, 127 of 128 values equal torch's.
     return 1 / (theta ** (np.arange(0, width, 2) / width)).astype(np.float32)
 
 
 def _yarn(plain: Frequencies, width: int, theta: float, rope: YarnRope) -> Frequencies:
-    """Return YaRN's frequencies: scaled and plain ones, mixed by a ramp over the dimensions."""
+    """Return YaRN's frequencies: a mix of the scaled and the `plain` frequencies, whose shares
+    follow a ramp over the dimensions."""
 
     def dimension(turns: float) -> float:
-        """Return the pair of dimensions that turns this often in the original length."""
+        """Return the number of the pair of dimensions that makes `turns` turns in rope.length
+        tokens. The number need not be whole."""
         return width * math.log(rope.length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)

@@ -1,7 +1,7 @@
 """Static models, computed on the host without a device: means of table rows, or term weights.
 
-A sequence has the same vector alone and in any batch, bit for bit: its rows are added in order, in
-blocks whose size depends on the width alone.
+The vector of a sequence does not depend on the other sequences of the batch, bit for bit, because
+its rows are added in order, in blocks whose size depends only on the width of the table.
 """
 
 import math
@@ -17,8 +17,9 @@ from jaxembed.memory import KIB
 
 TABLE = "table"
 
-BLOCK_BYTES = 256 * KIB  # a block of rows is added in float32; blocks are added in float64
-MIN_LENGTH = 1e-12  # a Normalize before other modules divides a vector by this at least
+# The size of a block of rows. The rows of a block are added in float32, and blocks in float64.
+BLOCK_BYTES = 256 * KIB
+MIN_LENGTH = 1e-12  # a Normalize module divides a vector by its length, or by this if it is larger
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class StaticConfig:
     """The config of a static model.
 
     Tokens with the `dropped_id` are left out after tokenization. With `characters_per_token` a text
-    is truncated before tokenization: it keeps this many characters for each token of the limit.
-    Both come from model2vec.
+    is truncated before tokenization, to the limit in tokens times this number of characters. Both
+    fields come from model2vec.
     """
 
     vocab_size: int
@@ -57,16 +58,17 @@ HOST_ACTIVATIONS: dict[Activation, Callable[[np.ndarray], np.ndarray]] = {
 
 
 Means = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""A function that returns what `numpy_means` returns, bit for bit."""
+"""A function with the arguments of `numpy_means` that returns the same values, bit for bit."""
 
 
 def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int) -> np.ndarray:
-    """Return the mean of the table's rows for the ids of each slot, zeros for an empty slot.
+    """Return the mean of the table's rows for the ids of each slot; an empty slot gets zeros.
 
-    `table` is float32 `[rows, width]`, and the result float32 `[slots, width]`. An id outside the
-    table counts as the nearest row. `bounds` holds for each slot the index of its first id, and the
-    index after its last. Rows are added in order in float32; if a slot has more than `block` ids,
-    the sums of blocks of `block` ids are added in float64.
+    `table` is float32 `[rows, width]`, and the result is float32 `[slots, width]`. For an id
+    outside the table the nearest row is used. `bounds`, int `[slots, 2]`, holds for each slot the
+    index in `ids` of its first id, and the index after its last id. Rows are added in order in
+    float32; if a slot has more than `block` ids, the sums of blocks of `block` ids are added in
+    float64.
     """
     means = np.zeros((len(bounds), table.shape[1]), np.float32)
     for number, (start, end) in enumerate(bounds.tolist()):
@@ -76,7 +78,7 @@ def numpy_means(table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: i
 
 
 def _mean(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
-    """Return the mean of the rows of one or more ids, as `numpy_means` does."""
+    """Return the mean of the rows of one or more ids, with the same values as `numpy_means`."""
     if len(ids) <= block:
         return _row_sum(table, ids) / np.float32(len(ids))
     total = np.zeros(table.shape[1])
@@ -88,16 +90,17 @@ def _mean(table: np.ndarray, ids: np.ndarray, block: int) -> np.ndarray:
 def _row_sum(table: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the float32 sum of the rows of these ids, added in order."""
     rows = table.take(ids, axis=0, mode="clip")
-    if rows.shape[1] == 1:  # `reduce` would add a single column in another order
+    if rows.shape[1] == 1:  # `reduce` would add the rows of a single column in another order
         return np.add.accumulate(rows, axis=0)[-1] + np.float32(0)
-    return np.add.reduce(rows, axis=0)  # it begins with +0, so a sum of negative zeros is +0
+    return np.add.reduce(rows, axis=0)  # the sum begins with +0, so negative zeros give +0
 
 
 class StaticModel:
     """A table with a row for each token id. Threads may share it."""
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, np.ndarray]):
-        """Raises CheckpointError that lists every missing, unknown or wrongly shaped parameter."""
+        """Raises CheckpointError if parameters are missing, unknown or of another shape than the
+        model's. The message lists all of these parameters."""
         shapes = static_shapes(spec)
         actual_shapes = {name: parameter.shape for name, parameter in parameters.items()}
         problems = [
@@ -112,7 +115,7 @@ class StaticModel:
 
     def compute(self, work: Work) -> WorkResult:
         """Return the requested outputs of the work, float32 and not normalized. This class computes
-        "tokens", the table's row of each token; subclasses add their own."""
+        the output "tokens", the table's row for each token; subclasses compute others, too."""
         if "tokens" not in work.outputs:
             return {}
         offsets = np.concatenate([[0], np.cumsum(work.lengths, dtype=np.int64)])
@@ -121,16 +124,16 @@ class StaticModel:
 
 
 class StaticEmbeddings(StaticModel):
-    """A static model of dense embeddings: token vectors, and the modules after their mean."""
+    """A static model of dense embeddings: the mean of the token vectors, through the modules."""
 
     def __init__(
         self, spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
     ):
-        """`means` computes the vectors of several slots; for a single slot numpy is faster. Raises
+        """`means` is used for several slots; for a single slot numpy is faster. Raises
         CheckpointError if the parameters do not fit the model."""
         super().__init__(spec, parameters)
         self._means = means
-        # each with its weight and bias
+        # each module with its weight and bias, which a Normalize module does not have
         self._modules: list[tuple[Module, np.ndarray | None, np.ndarray | float]] = []
         for number, layer in enumerate(spec.dense.device_modules):
             kernel, bias = None, 0.0
@@ -138,7 +141,7 @@ class StaticEmbeddings(StaticModel):
                 kernel = np.ascontiguousarray(parameters[_name(number, "kernel")], np.float32)
                 bias = parameters[_name(number, "bias")].astype(np.float32) if layer.bias else 0.0
             self._modules.append((layer, kernel, bias))
-        self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # ids
+        self._block = max(BLOCK_BYTES // self._table[:1].nbytes, 1)  # the rows of a block
 
     def compute(self, work: Work) -> WorkResult:
         """Compute "dense" and "tokens", if requested."""
@@ -148,7 +151,8 @@ class StaticEmbeddings(StaticModel):
         vectors = self._vectors(work.planes["ids"], _slots(work))
         for layer, kernel, bias in self._modules:
             if isinstance(layer, DenseLayer):
-                # one by one: the last bits of a product of several rows may depend on their number
+                # Multiply one vector at a time: the last bits of a product of several vectors may
+                # depend on the number of vectors.
                 products = [vector @ kernel for vector in vectors]
                 linear = np.reshape(products, (len(vectors), layer.out_features)) + bias
                 vectors = HOST_ACTIVATIONS[layer.activation](linear)
@@ -160,7 +164,7 @@ class StaticEmbeddings(StaticModel):
         return result
 
     def _vectors(self, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Return the mean of each slot, as `numpy_means` does."""
+        """Return the mean of the table's rows for each slot, with the values of `numpy_means`."""
         if len(slots) == 1:
             ((start, end),) = slots.tolist()
             if start < end:
@@ -169,8 +173,8 @@ class StaticEmbeddings(StaticModel):
 
 
 class StaticSparseModel(StaticModel):
-    """A static model of sparse embeddings: a table with one weight for each term. A term that is
-    among the tokens of a slot has its weight, however often it occurs."""
+    """A static model of sparse embeddings: a table with one weight for each term. A term that
+    occurs in a slot, once or more often, gets this weight; other terms get zero."""
 
     def compute(self, work: Work) -> WorkResult:
         """Compute "sparse" and "tokens", if requested."""
@@ -190,8 +194,9 @@ class StaticSparseModel(StaticModel):
 def static_model(
     spec: ModelSpec, parameters: Mapping[str, np.ndarray], means: Means = numpy_means
 ) -> StaticModel:
-    """Build the static model that the spec's head asks for; `means` is for dense embeddings. Raises
-    CheckpointError if the parameters are not those of `static_shapes`."""
+    """Build a static model of sparse or dense embeddings, according to the spec's head. `means` is
+    used for dense embeddings. Raises CheckpointError if the parameters do not have the names and
+    shapes of `static_shapes`."""
     if isinstance(spec.head, Vocabulary):
         return StaticSparseModel(spec, parameters)
     return StaticEmbeddings(spec, parameters, means)
@@ -216,8 +221,8 @@ def _name(number: int, parameter: str) -> str:
 
 
 def _slots(work: Work) -> np.ndarray:
-    """Return the first token of each slot and the one after its last, int `[slots, 2]`. Tokens are
-    counted over all sequences together, and not from the start of each."""
+    """Return the index of each slot's first token, and the index after its last token, int
+    `[slots, 2]`. The indices count the tokens of all sequences together."""
     if len(work) == 1:
         return work.bounds
     starts = np.cumsum(work.lengths, dtype=np.int64) - work.lengths

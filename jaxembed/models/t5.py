@@ -1,8 +1,8 @@
 """The backbone of T5's encoder: norms before the blocks, and a bias of scores by distance.
 
 Raffel et al. 2020, arXiv:1910.10683. The order of operations is that of transformers'
-T5EncoderModel. T5 does not divide scores by the root of the heads' width: the converter scales the
-query weights to make up for the division in `attend`.
+T5EncoderModel. T5 does not divide scores by the root of a head's width, but `attend` does: the
+converter multiplies the weights of queries by this root to make up for it.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class T5(nnx.Module):
 
     @staticmethod
     def position_limit(config: T5Config) -> None:
-        """Return None, which is no limit: the bias is constant from a distance on."""
+        """Return None: there is no limit, because all larger distances share one bias."""
 
     def __init__(self, config: T5Config):
         self.embeddings = WordEmbeddings(config.vocab_size, config.hidden_size)

@@ -12,7 +12,8 @@ from jaxembed.data.spec import Expansion, ImageRules
 
 Hidden = Float[Array, "rows length dim"]  # the hidden states of packed rows
 Segments = Int[Array, "rows length"]
-WORD_BYTES = 4  # bytes of a patch in one number of a plane
+"""A number for each token of packed rows, such as the number of its segment."""
+WORD_BYTES = 4  # bytes of a patch that one int32 of a plane holds
 
 
 @no_type_check  # JAX rebuilds it with leaves of other types, such as shapes and numpy arrays
@@ -22,17 +23,17 @@ class PackedTokens:
     """A buffer of `rows * length` tokens; each row holds one or more whole sequences.
 
     `segments` numbers the sequences of a row 1, 2, ...; 0 is padding. Attention stays within a
-    segment. `positions` count from 0 in each sequence; a backbone adds its offset. A slot is a
-    range of tokens that are pooled together: `bounds` holds for each slot the index in the row of
-    its first token and the index after its last; both are 0 for an empty slot. Slots may overlap
-    and may leave tokens out, such as the prompt of a model with include_prompt=false, which is
-    attended to but not pooled.
+    segment. `positions` count from 0 in each sequence; backbones with another first position add an
+    offset. A slot is a range of tokens that are pooled together: `bounds` holds for each slot the
+    index in the row of its first token and the index after its last token; both are 0 for an empty
+    slot. Slots may overlap. A token may be in no slot, such as those of a prompt in a model with
+    include_prompt=false: other tokens attend to the prompt, but it is not pooled.
 
-    None stands for what a model does not have. `adapters` has the number of each token's adapter, 0
-    for no adapter. `key_segments` are the segments of tokens as keys, which differ from `segments`
-    for tokens that are hidden as keys; None: they are equal. `pixels` holds the patches of each
-    token of an image, zeros for other tokens. `places` tells where each token lies in its image;
-    the numbers depend on the model.
+    Each of the other fields is None if the model does not use it. `adapters` is the number of each
+    token's adapter, or 0 for no adapter. `key_segments` equals `segments`, except for tokens that
+    are hidden as keys: no token attends to them. `pixels` holds the patches of each token of an
+    image, and zeros for other tokens. `places` tells where each token lies in its image, by numbers
+    whose meaning depends on the model.
     """
 
     ids: Int[Array, "rows length"]
@@ -45,7 +46,7 @@ class PackedTokens:
     pixels: UInt8[Array, "rows length values"] | None = None
     places: Int[Array, "rows length numbers"] | None = None
 
-    PLANES = 5  # planes of the stacked array before those of adapters or images
+    PLANES = 5  # the number of planes that every model has: see `unstack`
 
     @classmethod
     def unstack(
@@ -55,29 +56,29 @@ class PackedTokens:
         expansion: Expansion | None = None,
         image: ImageRules | None = None,
     ) -> "PackedTokens":
-        """Split the planes, which are moved to the device as one array.
+        """Make the fields from planes: one array, so that a batch is moved to the device at once.
 
-        The first five are ids, positions, segments, types and bounds. A row of the bounds plane
-        holds the first index of each of its `slots` slots, then the end of each of them. With an
-        `expansion` the segments of augmentation tokens are negative; if the expansion is not
-        attended, these tokens are hidden as keys. With an `image` the next `image.place_numbers`
-        planes are the places, and the others hold the bytes of the patches, WORD_BYTES in each
-        number, in the host's byte order. In a model with adapters the sixth plane holds the number
-        of each token's adapter.
+        The first five planes are ids, positions, segments, types and bounds. A row of the bounds
+        plane holds the first index of each of the row's `slots` slots, then the end of each slot.
+        With an `expansion` the segments of augmentation tokens are negative; if the expansion is
+        not attended, these tokens are hidden as keys. With an `image` the next
+        `image.place_numbers` planes are the places, and the remaining planes hold the bytes of the
+        patches, WORD_BYTES in each number, in the host's byte order. In a model with adapters the
+        sixth plane holds the number of each token's adapter.
         """
         ids, positions, segments, types, slot_bounds = (planes[i] for i in range(cls.PLANES))
         key_segments = None
         if expansion is not None:
             if not expansion.attended:
                 key_segments = jnp.where(segments < 0, -jnp.ones_like(segments), segments)
-            segments = abs(segments)  # no query has the segment -1 of hidden keys
+            segments = abs(segments)  # so hidden keys, in segment -1, match no query
         bounds = jnp.stack([slot_bounds[:, :slots], slot_bounds[:, slots : 2 * slots]], axis=2)
         if image is not None:
             place_planes, patch_planes = jnp.split(planes[cls.PLANES :], [image.place_numbers])
             places = place_planes.transpose(1, 2, 0) if image.place_numbers else None
             patch_bytes = lax.bitcast_convert_type(patch_planes.transpose(1, 2, 0), jnp.uint8)
             pixels = patch_bytes.reshape(*patch_bytes.shape[:2], -1)
-            # None: no adapters
+            # None: a model of images has no adapters
             return cls(ids, positions, segments, types, bounds, None, key_segments, pixels, places)
         adapters = planes[cls.PLANES] if len(planes) > cls.PLANES else None
         return cls(ids, positions, segments, types, bounds, adapters, key_segments)

@@ -1,8 +1,8 @@
-"""Every metric of a model, defined once with its name and help text.
+"""Defines every metric of a model, with its name and help text.
 
 The names, labels and buckets of te_ metrics are those of Text Embeddings Inference (TEI) 1.9, so
-its dashboards work. Each series is present from the start. A series is a metric with a value for
-its label, if it has one.
+that dashboards for TEI work. A series is a metric with one value of its label, or a metric without
+labels. Each series is present from the start.
 """
 
 import math
@@ -36,15 +36,16 @@ FAILURES = (
     "dropped",
 )
 PRIORITIES = ("interactive", "bulk")
-ANSWER_STAGES = ("tokenization", "queue", "inference")  # stages of every answer of a model
+ANSWER_STAGES = ("tokenization", "queue", "inference")  # stages of a request that a model answers
 STAGES = ("decode", *ANSWER_STAGES, "encode")
 PROCESS_METRICS = {
     "jaxembed_compile_count",
     "jaxembed_compile_cache_hits",
     "jaxembed_compile_seconds",
 }
-NO_MODEL = ""  # the label of requests whose model is unknown
-NO_MODEL_METRICS = {"te_request_failure", "jaxembed_stage_seconds"}  # metrics that count them
+NO_MODEL = ""  # the label `model` of requests whose model is unknown
+# the metrics that count requests whose model is unknown
+NO_MODEL_METRICS = {"te_request_failure", "jaxembed_stage_seconds"}
 
 
 Observed = TypeVar("Observed")
@@ -55,7 +56,7 @@ class Counter(Collector):
     """A counter without the suffix `_total`, which prometheus_client appends but TEI does not."""
 
     def __init__(self, name: str, text: str, read: Callable[[], float] | None = None):
-        """The counter shows what `read` returns, or by default the sum of what was added."""
+        """Make a counter that shows what `read` returns, or else the sum of what `inc` adds."""
         self.name, self._text = name, text
         self._value = 0.0
         self._lock = threading.Lock()
@@ -67,7 +68,7 @@ class Counter(Collector):
             self._value += amount
 
     def set_function(self, read: Callable[[], float]) -> None:
-        """Show what `read` returns instead of the sum of what was added."""
+        """Show what `read` returns, instead of the sum of what `inc` adds."""
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
@@ -78,8 +79,8 @@ class Counter(Collector):
 
 
 class BufferedHistogram(Collector):
-    """A histogram that buffers values, and adds them to its buckets many at a time. To add each
-    value when it comes would take 2 us. Reading the histogram adds the buffered values."""
+    """A histogram that buffers values, and adds many of them to its buckets at a time, because to
+    add a single value takes 2 us. Reading the histogram adds the buffered values."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[int | float]):
         """`bounds` are the upper bounds of the buckets, ascending and without infinity."""
@@ -105,7 +106,7 @@ class BufferedHistogram(Collector):
             self._count_buffered(values)
 
     def totals(self) -> tuple[int, float]:
-        """Return the number of values and their sum."""
+        """Return the number of all values observed so far, and the sum of these values."""
         counts, total = self._count_buffered()
         return int(counts.sum()), total
 
@@ -143,7 +144,8 @@ class Labelled(Collector, Generic[Series]):
 
     def __init__(self, label: str, series: Mapping[str, Series]):
         self._label, self._series = label, series
-        self.labels: Callable[[str], Series] = series.__getitem__  # the series of a value
+        # returns the series of a value of the label
+        self.labels: Callable[[str], Series] = series.__getitem__
 
     def collect(self) -> Iterable[Metric]:
         """Return all series as one metric."""
@@ -155,11 +157,12 @@ class Labelled(Collector, Generic[Series]):
 
 
 class InputSeries(Collector):
-    """The answered inputs of one kind of task, as TEI counts them. They are two counters, and four
-    histograms of the seconds of an input in total and by stage."""
+    """The metrics of the answered inputs of one kind of task, with TEI's names: two counters, and
+    four histograms of the seconds of an input, in total and by stage."""
 
     def __init__(self, prefix: str, verb: str, participle: str):
-        """`prefix` begins the names. `verb` and `participle` are as "embed" and "embedded"."""
+        """`prefix` begins the names of the metrics. `verb` and `participle`, such as "embed" and
+        "embedded", are for the help texts."""
         self._counters = (
             Counter(f"{prefix}_count", f"Inputs to {verb}", lambda: self.count),
             Counter(f"{prefix}_success", f"Inputs {participle}", lambda: self.count),
@@ -187,8 +190,8 @@ class InputSeries(Collector):
     def observe_many(
         self, tokenization_s: float, queue_s: Sequence[float], inference_s: Sequence[float]
     ) -> None:
-        """Add answered inputs, by their seconds in three stages. All have the same seconds of
-        tokenization; the sequences have an element for each input."""
+        """Add answered inputs with their seconds in three stages. `tokenization_s` is the same for
+        all inputs; `queue_s` and `inference_s` have an element for each input."""
         columns = [tokenization_s] * len(queue_s), queue_s, inference_s
         if len(queue_s) >= MAX_BUFFERED:
             self._count(*columns)
@@ -205,29 +208,31 @@ class InputSeries(Collector):
             self._count(*zip(*rows, strict=True))
 
     def _count(self, *columns: Sequence[float]) -> None:
-        """Add inputs to the histograms; the columns are the seconds of the stages, in order."""
+        """Add inputs to the histograms. Each column has the seconds of all inputs in one stage, in
+        the order of the stages."""
         for stage, seconds in zip(self._stages, columns, strict=True):
             stage.observe_many(seconds)
         self._total.observe_many(list(map(sum, zip(*columns, strict=True))))
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all series with the inputs observed so far."""
+        """Yield all metrics of the inputs observed so far."""
         self._count_buffered()
         for series in (*self._counters, self._total, *self._stages):
             yield from series.collect()
 
 
 class LengthCounts(BufferedHistogram):
-    """Counts the inputs of each length in tokens exactly, and shows them as two histograms.
+    """Counts the inputs of each length in tokens, and shows the counts as two histograms.
 
-    The buckets of `jaxembed_input_tokens` are as fine as `jaxembed tune` needs them.
+    One histogram has TEI's name and buckets. The other, `jaxembed_input_tokens`, has as many
+    buckets as `jaxembed tune` needs.
     """
 
     def __init__(self, max_length: int):
         """`max_length` is the largest length that is counted separately, in tokens. Longer inputs
-        count as inputs of that length."""
+        count as inputs of `max_length` tokens."""
         super().__init__("jaxembed_input_tokens", INPUT_LENGTH, ())
-        self._counts = np.zeros(max_length + 1, np.int64)  # by length
+        self._counts = np.zeros(max_length + 1, np.int64)  # number of inputs by length
 
     def _buckets_of(self, values: list[float]) -> np.ndarray:
         return np.minimum(values, len(self._counts) - 1).astype(np.int64)
@@ -248,8 +253,9 @@ class LengthCounts(BufferedHistogram):
 
 
 def row_lengths(limit: int) -> list[int]:
-    """Return the row lengths in tokens that the histogram tells apart, ascending, up to `limit`.
-    They are every eighth token up to 128, then eight lengths to an octave, and `limit` itself."""
+    """Return the upper bounds of the buckets of `jaxembed_input_tokens`, which are row lengths in
+    tokens up to `limit`. They are every eighth token up to 128, then eight lengths between a power
+    of two and the next, and `limit` itself."""
     octaves = (range(2**k, 2 ** (k + 1), max(2**k // 8, 8)) for k in range(3, 19))
     return [*(length for octave in octaves for length in octave if length < limit), limit]
 
@@ -277,14 +283,14 @@ class Telemetry:
         return text_format(self.registry)
 
     def set_compile_events(self, events: Any) -> None:
-        """Show the process's CompileEvents, `events`."""
+        """Show the counts and seconds of `events`, the CompileEvents of the process."""
         self.compile_count.set_function(lambda: events.compiles)
         self.compile_cache_hits.set_function(lambda: events.cache_hits)
         self.compile_seconds.set_function(lambda: events.seconds)
 
     def add_to(self, gauge: Gauge, read: Callable[[], float]) -> None:
-        """Add what `read` returns to a gauge, whose value is the sum over all `read` functions. The
-        engines of a model share its gauges."""
+        """Add what `read` returns to the value of a gauge. The value is the sum over all functions
+        that were added, because the engines of a model share the gauges."""
         reads = self._reads.setdefault(id(gauge), [])
         reads.append(read)
         gauge.set_function(lambda: sum(function() for function in reads))
@@ -409,10 +415,10 @@ class Telemetry:
 
 
 class _ByModel:
-    """The series of several models together, each with the label `model`.
+    """The metrics of several models together, each series with the label `model`.
 
-    Series that count the whole process are the same in each model: they appear once, without the
-    label. Requests whose model is unknown have only the series of NO_MODEL_METRICS.
+    Metrics of the whole process are the same in each model: they appear once, without the label.
+    For requests whose model is unknown, only the series of NO_MODEL_METRICS appear.
     """
 
     def __init__(self, telemetries: Mapping[str, Telemetry]):
@@ -431,7 +437,9 @@ class _ByModel:
 
 
 def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) -> None:
-    """Add a metric's samples to the family of its name in `families`, each with one more label."""
+    """Add the samples of a metric to the metric of the same name in `families`.
+
+    Each of the samples gets the label `label` with the value `value`."""
     metric.samples = [
         sample._replace(labels={**sample.labels, label: value}) for sample in metric.samples
     ]
@@ -443,7 +451,8 @@ def _merge(families: dict[str, Metric], metric: Metric, label: str, value: str) 
 def exposition(telemetries: Mapping[str, Telemetry], *, label_one: bool = False) -> bytes:
     """Return the metrics of models, by served name, in Prometheus' text format.
 
-    Series have the label `model`. Those of a single model lack it, as in TEI, unless `label_one`.
+    Series have the label `model`. If there is a single model, its series have no label `model`, as
+    in TEI, unless `label_one` is true.
     """
     if len(telemetries) == 1 and not label_one:
         return next(iter(telemetries.values())).exposition()

@@ -1,6 +1,7 @@
-"""What is recorded of a traced request, from which a tracer makes spans when the request ends.
+"""Records the stages and batches of a traced request. A tracer makes spans from the record when the
+request ends.
 
-It imports no tracing library. Times are those of time.monotonic(), in seconds.
+This module imports no tracing library. Times are values of time.monotonic(), in seconds.
 """
 
 import time
@@ -10,8 +11,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-MAX_STAGES = 64  # stages of a request; a request in several parts has several of a name
-MAX_LINKS = 64  # links of a batch to requests, and of a stage of a request to batches
+# The largest number of recorded stages of a request. A request in several parts has several stages
+# of the same name.
+MAX_STAGES = 64
+MAX_LINKS = 64  # most links from a batch to requests, and from a stage of a request to batches
 
 StageName = Literal["decode", "tokenize", "queue", "device", "encode"]
 
@@ -33,8 +36,8 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """A stage of a request: when it began and ended. `links` are the span contexts of the batches
-    of the stage."""
+    """The begin and the end of a stage of a request. `links` are the span contexts of the batches
+    that the stage waited for."""
 
     name: StageName
     started_at: float  # time.monotonic()
@@ -44,17 +47,17 @@ class StageTimes:
 
 @dataclass(eq=False)
 class Trace:
-    """What is recorded of a sampled request until it is answered.
+    """The record of a sampled request until the request is answered.
 
-    Threads of the engine and the tokenizer may add stages.
+    Threads of the engine and the tokenizer may add stages to it.
     """
 
-    trace_id: str  # in hexadecimal digits
-    span: Any  # the tracer's span of the request
+    trace_id: str  # hexadecimal digits
+    span: Any  # the span of the request, an object of the tracer
     tracer: "Tracer"
     stages: list[StageTimes] = field(default_factory=list)
     task: str | None = None  # what the model does for the request
-    model: str | None = None  # as the request named it
+    model: str | None = None  # the name of the model in the request
     priority: str | None = None
     inputs: int = 0
     tokens: int = 0
@@ -62,10 +65,11 @@ class Trace:
     cached: int = 0
     status: int | None = None  # the HTTP status; None if the client disconnected first
     request_id: str | None = None
-    error: str | None = None  # the class name of the error that it failed with, or another reason
+    error: str | None = None  # class name of the error that the request failed with, or a reason
 
     def note(self, name: StageName, started_at: float, ended_at: float, *links: Any) -> None:
-        """Add a stage with its batches' span contexts, unless there are MAX_STAGES stages."""
+        """Add a stage, unless there are MAX_STAGES stages. `links` are the span contexts of the
+        stage's batches."""
         if len(self.stages) < MAX_STAGES:
             self.stages.append(StageTimes(name, started_at, ended_at, links))
 
@@ -79,18 +83,19 @@ class Trace:
 
 @dataclass(eq=False)
 class FutureTrace:
-    """What the engine records of one future of a traced request."""
+    """The record of one future of a traced request, to which the engine adds batches."""
 
     trace: Trace
-    queued_at: float | None = None  # None: the cache had every answer
-    runs: list[tuple[BatchRun, Any]] = field(default_factory=list)  # with their span contexts
+    queued_at: float | None = None  # None: not queued, because the cache had every answer
+    # the batches that computed sequences of the future, each with its span context
+    runs: list[tuple[BatchRun, Any]] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Add the stages of a future that is complete or was dropped.
+        """Add the stages of a future that is complete or was dropped to the trace.
 
-        The queue stage lasts until the first batch begins, or until now without batches. The device
-        stage lasts from then until the last batch ends, pauses included. A future that was never
-        queued has neither stage.
+        The queue stage lasts until the first batch begins, or until now if there is no batch. The
+        device stage lasts from the begin of the first batch to the end of the last batch, pauses
+        included. A future that was never queued has neither stage.
         """
         if self.queued_at is None:
             return
@@ -104,26 +109,28 @@ class FutureTrace:
 
 @runtime_checkable
 class Tracer(Protocol):
-    """Makes and sends spans from what was recorded. Its methods neither raise nor wait."""
+    """Makes spans from the records of requests and batches, and sends the spans. The methods raise
+    no errors, and only `close` waits."""
 
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
         """Return the trace of the request with this ASGI scope, or None if it is not sampled."""
 
     def end(self, trace: Trace, route: str | None) -> None:
-        """Make the spans of a request that has ended. `route` is the pattern of its path, or None
-        if no route matches it."""
+        """Make the spans of a request that has ended. `route` is the pattern of the request's path,
+        or None if no route matches the path."""
 
     def trace_batch(self, run: BatchRun, futures: Sequence[FutureTrace]) -> None:
-        """Make the span of a batch with links to its requests, and add the run to the traces."""
+        """Make the span of a batch with links to the requests that it computes, and add `run` and
+        the context of the span to `futures`, the records of these requests."""
 
     def close(self, timeout_s: float) -> None:
-        """Send the unsent spans, within a timeout in seconds."""
+        """Send the spans that were not sent yet, within `timeout_s` seconds."""
 
 
 _current: ContextVar[Trace | None] = ContextVar("trace", default=None)
 
 current_trace = _current.get
-"""The trace of the request that this asyncio task answers, or None."""
+"""Returns the trace of the request that the current asyncio task answers, or None."""
 
 
 @contextmanager

@@ -10,18 +10,18 @@ from pathlib import Path
 
 from jaxembed.errors import ConfigError
 
-ROOT = 0  # user id; root may own the cache, as in a container image: it can write anywhere
+ROOT = 0  # user id of root, which may own the cache, because root can write anywhere in any case
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path) -> None:
     """Create a directory and its missing parents with access for this user alone (mode 700).
 
-    Directories that exist keep their mode: see `refuse_shared`. Raises OSError if a directory
-    cannot be made.
+    Directories that exist keep their mode, which `refuse_shared` checks. Raises OSError if a
+    directory cannot be made.
     """
     for path in [*reversed(folder.parents), folder]:
-        # also for a `folder` that exists, because `mkdir` raises if it is a file
+        # `mkdir` is also called for a `folder` that exists, because it raises if that is a file
         if path == folder or not path.exists():
             path.mkdir(mode=0o700, exist_ok=True)
 
@@ -29,14 +29,14 @@ def make_private(folder: Path) -> None:
 def refuse_shared(*folders: Path) -> None:
     """Raise ConfigError if an existing folder belongs to another user, or others can write to it.
 
-    Root may own it, too. On Windows, which has no such owners and modes, nothing is checked.
+    A folder of root is allowed. On Windows, which has other owners and modes, nothing is checked.
     """
     if os.name == "nt":
         return
     for folder in folders:
         try:
             status = folder.stat()
-        except OSError:  # it does not exist, so nothing is loaded from there
+        except OSError:  # the folder does not exist, so nothing is loaded from it
             continue
         owner = f"belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
         danger = "whoever can write there can run code in this process"

@@ -1,4 +1,5 @@
-"""The CPU's identity, the cores that the process may use, and how long threads wait for one."""
+"""Reads the CPU's identity, the cores that the process may use, and how long threads wait for a
+core."""
 
 import hashlib
 import os
@@ -42,9 +43,10 @@ def host_id() -> str:
 
 
 def quota_cores() -> float | None:
-    """Return the number of cores that control group quotas allow, or None without a quota.
+    """Return the number of cores that quotas of control groups allow, or None without a quota.
 
-    The smallest quota of the process's group and the groups above it counts, of version 1 or 2.
+    It is the smallest quota of the process's control group and the groups above that one, in
+    version 1 or 2 of control groups.
     """
     quotas = []
     for group in _control_groups():
@@ -58,13 +60,15 @@ def quota_cores() -> float | None:
 
 
 def core_count() -> float:
-    """Return the number of cores that the process may keep busy: its usable cores, or its quota."""
+    """Return the number of cores that the process may keep busy: the number of its usable cores, or
+    its CPU quota if that is less."""
     cores, quota = float(len(usable_cores())), quota_cores()
     return cores if quota is None else min(cores, quota)
 
 
 def throttled_s() -> float | None:
-    """Return the seconds for which quotas have stopped the process; None without a count."""
+    """Return the seconds for which CPU quotas have stopped the process; None if the system has no
+    such count."""
     seconds = []
     for group in _control_groups():
         stat = read_keyed(group / "cpu.stat")
@@ -77,31 +81,32 @@ def throttled_s() -> float | None:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """How long some work took, and how long its threads ran and waited, in seconds.
+    """How long some work took, and how long threads ran and waited meanwhile, in seconds.
 
     `cpu` and `waited` are sums over all threads of the process.
     """
 
     wall: float = 0.0  # elapsed time
     cpu: float = 0.0  # time in which a thread ran on a core
-    waited: float = 0.0  # time in which a runnable thread had no core; 0 if it is not counted
+    waited: float = 0.0  # time in which a runnable thread had no core; 0 if nothing counts it
 
     @property
     def waited_share(self) -> float:
-        """The share of the time that threads were running or waiting in which they waited."""
+        """The share of runnable time (threads ran or waited for a core) in which threads waited."""
         return self._share(self.waited)
 
     def lost_share(self, cores: float) -> float:
-        """Return the share of runnable time that threads waited because of other programs.
+        """Return the share of runnable time in which threads waited because of other programs.
 
-        `cores` is the number of cores that the process may use. Threads that wait while the process
-        keeps all of them busy wait for each other, which is not counted.
+        `cores` is the number of cores that the process may use. While the process keeps all these
+        cores busy, its threads wait for each other, and such time is not counted.
         """
         return self._share(min(self.waited, max(cores * self.wall - self.cpu, 0.0)))
 
     def _share(self, waited: float) -> float:
         """Return `waited` over the runnable time, or over the elapsed time if that is longer."""
-        # if a device does most of the work, the threads' time is short and its share would mislead
+        # If an accelerator does most of the work, the runnable time is so short that the share of
+        # it would mislead.
         return waited / max(self.cpu + waited, self.wall, 1e-9)
 
     def __add__(self, other: "CpuTimes") -> "CpuTimes":
@@ -109,7 +114,7 @@ class CpuTimes:
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, CpuTimes]:
-    """Call `work`, and return its result and its times. Raises what it raises."""
+    """Call `work`, and return its result and its times. Raises the errors of `work`."""
     waited_before = _waited_ns()
     cpu_before, began_at = time.process_time(), time.perf_counter()
     result = work()
@@ -121,14 +126,14 @@ def timed(work: Callable[[], Result]) -> tuple[Result, CpuTimes]:
 
 
 def read_keyed(path: Path) -> dict[str, str]:
-    """Parse a file of the kernel: the first word of each line is the key, the second the value. The
-    result is empty if the file cannot be read."""
+    """Parse a file of the Linux kernel into a dict. The first word of each line is the key, and the
+    second word is the value. The dict is empty if the file cannot be read."""
     words = (line.split() for line in read_or_empty(path).splitlines())
     return {line[0]: line[1] for line in words if len(line) > 1}
 
 
 def read_or_empty(path: Path) -> str:
-    """Return the content of a file of the kernel, or "" if it cannot be read."""
+    """Return the content of a file of the Linux kernel, or "" if the file cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -139,7 +144,7 @@ def _waited_ns() -> dict[str, int]:
     """Return the nanoseconds that each thread of the process has waited for a core, by thread id.
 
     Only Linux counts them (proc_pid_schedstat(5): time spent waiting on a runqueue); elsewhere the
-    result is empty. The time that a quota stops a thread counts, too.
+    result is empty. The time for which a CPU quota stops a thread is included.
     """
     try:
         threads = os.listdir(PROC / "self" / "task")

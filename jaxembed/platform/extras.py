@@ -1,4 +1,5 @@
-"""The optional extras of the package: the modules of each, and the error if one is missing."""
+"""Defines which modules each optional extra of the package installs, and raises the error if one of
+them is missing."""
 
 from contextlib import suppress
 from importlib.util import find_spec

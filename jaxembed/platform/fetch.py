@@ -23,15 +23,15 @@ def fetch(
         with urllib.request.urlopen(request, timeout=FETCH_S) as response:
             return response.read()
     except urllib.error.HTTPError as error:
-        error.close()  # it holds the connection
+        error.close()  # the error holds the connection
         raise ConfigError(f"cannot read {url}: {_reason(error)}; {expectation}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise Unanswered(f"cannot read {url}: {_reason(error)}; {expectation}") from error
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason why a URL could not be read, for people."""
-    if isinstance(error, urllib.error.HTTPError):  # the response may lack the status phrase
+    """Return the reason why a URL could not be read, as text for a message."""
+    if isinstance(error, urllib.error.HTTPError):  # the phrase is Python's: a response may lack it
         return f"HTTP {error.code} {http.client.responses.get(error.code, '')}".rstrip()
     if isinstance(error, http.client.InvalidURL) or type(error) is ValueError:
         return "it is not a URL"

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from jaxembed.errors import ConfigError
 
-PARTIAL = ".partial-"  # part of the names of unfinished copies; a random part follows
+PARTIAL = ".partial-"  # marks the name of an unfinished copy; random characters follow
 
 MAX_SHOWN = 60  # characters of a value that a message shows
 
@@ -22,7 +22,8 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def unfinished(path: Path) -> Iterator[Path]:
-    """Mark a file or folder as unfinished in the block: `remove_unfinished` removes it."""
+    """Mark a file or folder as unfinished during the block. If `remove_unfinished` is called in
+    this time, because the process ends, it removes the file or folder."""
     _unfinished.add(path)
     try:
         yield path
@@ -42,10 +43,10 @@ def remove_unfinished() -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; at the end of the block that file replaces `path`.
+    """Yield a path to write a new file to. At the end of the block the new file replaces `path`.
 
-    Readers see the old file or the new one, never a part of one. If the block raises, the old file
-    stays and the new one is removed. Raises OSError if the new file cannot take its place.
+    Readers of `path` see the whole old file or the whole new file. If the block raises, the old
+    file stays and the new file is removed. Raises OSError if the new file cannot replace `path`.
     """
     # random, because two containers that share a folder may have the same process id
     partial = path.with_name(f".{path.name}{PARTIAL}{uuid4().hex}")
@@ -54,7 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
             yield partial
             partial.replace(path)
     finally:
-        with suppress(OSError):  # it is gone after success, or the disk is read-only
+        with suppress(OSError):  # after success the new file has another name
             partial.unlink()
 
 
@@ -68,15 +69,16 @@ def check_output(path: Path, flag: str, suffixes: Iterable[str]) -> None:
 
 
 def is_copy_of(path: Path, name: str) -> bool:
-    """Whether `path` is named `name`, or is a copy of it that `replacing` has not finished."""
+    """Return whether `path` has the name `name`, or the name of an unfinished copy that `replacing`
+    makes of a file `name`."""
     return path.name == name or path.name.startswith(f".{name}{PARTIAL}")
 
 
 def read_user_json(path: Path, name: str, expectation: str) -> Any:
     """Read a JSON file and return its value.
 
-    Raises ConfigError if it cannot be read or is not JSON. The message calls the file `name` and
-    ends with `expectation`, a phrase that says what the file should hold.
+    Raises ConfigError if the file cannot be read or is not JSON. The message calls the file `name`
+    and ends with `expectation`, a phrase that says what the file should hold.
     """
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Reads and writes files in object stores, s3:// and gs://, by fsspec, and reads those of hf://.
+"""Reads and writes files in object stores (s3:// and gs://) by fsspec, and reads files of hf://.
 
 s3fs and gcsfs find credentials and endpoints by themselves. No message shows credentials.
 """
@@ -15,11 +15,13 @@ from jaxembed.errors import CheckpointError, JaxembedError, StoreUnreachable
 from jaxembed.platform.extras import MODULES, require
 from jaxembed.platform.files import DISK_FULL
 
-# The package that reads each scheme. The extra has the name of the scheme; hf needs no extra.
+# The package that reads the URLs of each scheme. The extra that installs the package has the name
+# of the scheme; hf needs no extra.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}
 DATA_SCHEMES = ("hf",)  # schemes of data files only, not of models
 TRANSFERS = 16  # files that are transferred at a time
-# Fields of a store's description of an object, of which the first present is its version.
+# Fields in a store's description of an object. The first of these that is present is the version of
+# the object.
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime")
 MAX_REASON = 300  # characters of another library's message that are kept
 
@@ -39,13 +41,14 @@ class Location(NamedTuple):
 
 
 def is_url(name: str, *, of_data: bool = False) -> bool:
-    """Whether `name` is the URL of a model, or with `of_data` also of a file of rows."""
+    """Return whether `name` is a URL that can name a model or, with `of_data`, a data file."""
     schemes = [scheme for scheme in PACKAGES if of_data or scheme not in DATA_SCHEMES]
     return name.startswith(tuple(f"{scheme}://" for scheme in schemes))
 
 
 def require_extra(url: str) -> None:
-    """Raise ConfigError if the extra that reads the URL is missing. Paths need no extra."""
+    """Raise ConfigError if the extra that reads the URL is missing. The path of a local file needs
+    no extra."""
     if _scheme(url) in MODULES:
         require(_scheme(url), url)
 
@@ -86,8 +89,8 @@ def read_object(url: str, name: str) -> bytes | None:
 
 
 def copy_objects(url: str, names: Iterable[str], folder: Path) -> None:
-    """Copy files below `url` into `folder`, TRANSFERS at a time. Raises as `read_object`,
-    CheckpointError if a file is missing, and OSError if the disk is full."""
+    """Copy the files `names` below `url` into `folder`, TRANSFERS at a time. Raises the errors of
+    `read_object`, CheckpointError if a file is missing, and OSError if the disk is full."""
 
     def copy(name: str) -> None:
         target = folder / name
@@ -100,7 +103,8 @@ def copy_objects(url: str, names: Iterable[str], folder: Path) -> None:
 
 
 def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
-    """Copy files of `folder` below `url`, TRANSFERS at a time. Raises as `read_object`."""
+    """Copy the files `names` of `folder` to places below `url`, TRANSFERS at a time. Raises the
+    errors of `read_object`."""
 
     def write(name: str) -> None:
         with _asking(f"cannot write {url}/{name}"):
@@ -111,13 +115,15 @@ def write_objects(folder: Path, names: Iterable[str], url: str) -> None:
 
 
 def remove_object(url: str) -> None:
-    """Remove the object at `url`. Raises as `read_object`, and CheckpointError if it is missing."""
+    """Remove the object at `url`. Raises the errors of `read_object`, and CheckpointError if the
+    object is missing."""
     with _asking(f"cannot remove {url}"):
         store_of(url).rm_file(_path(url))
 
 
 class StoredObject(NamedTuple):
-    """An object in a store: its URL, its size in bytes, and a version that changes with it."""
+    """An object in a store: its URL, its size in bytes, and a version that changes with its
+    content."""
 
     url: str
     size: int
@@ -125,10 +131,10 @@ class StoredObject(NamedTuple):
 
 
 def find_objects(url: str) -> list[StoredObject]:
-    """Return the object at `url`, or those below it, or those that match it as a glob pattern.
+    """Return the object at `url`, or all objects below `url`, or all that match a glob pattern.
 
-    `url` is a pattern if it holds `*`, `?` or `[`. The list may be empty. Raises as `read_object`,
-    and CheckpointError if the store says that there is no such bucket or folder.
+    `url` is a pattern if it holds `*`, `?` or `[`. The list may be empty. Raises the errors of
+    `read_object`, and CheckpointError if the store says that there is no such bucket or folder.
     """
     scheme, path = _scheme(url), _path(url)
     with _asking(f"cannot list {url}"):
@@ -148,17 +154,17 @@ def find_objects(url: str) -> list[StoredObject]:
 
 @contextmanager
 def open_object(url: str, store: Any = None) -> Iterator[Any]:
-    """Open an object to read it from its start, fetched as it is read.
+    """Open an object to read it from its start; its bytes are fetched as they are read.
 
-    `store` is the `store_of` its URL, to share between many objects. Raises as `read_object`, and
-    CheckpointError if the object is missing.
+    `store` is the result of `store_of` for the URL, which many objects can share. Raises the errors
+    of `read_object`, and CheckpointError if the object is missing.
     """
     with _asking(f"cannot read {url}"), (store or store_of(url)).open(_path(url), "rb") as file:
         yield file
 
 
 def has_objects(url: str) -> bool:
-    """Whether there is an object at or below `url`. Raises as `read_object`."""
+    """Return whether there is an object at or below `url`. Raises the errors of `read_object`."""
     with _asking(f"cannot list {url}"):
         try:
             return bool(store_of(url).ls(_path(url), detail=False))
@@ -177,18 +183,20 @@ def _scheme(url: str) -> str:
 
 
 def _path(url: str) -> str:
-    """Return the bucket and the path, as fsspec's file systems take them."""
+    """Return the bucket and the path of a URL as one string, the form that fsspec takes."""
     return url.partition("://")[2]
 
 
 def store_of(url: str) -> Any:
-    """Return the file system of a URL, which threads may share. It caches no listing, because
-    others write to the store, too. Raises as `read_object`."""
+    """Return fsspec's file system for a URL, which threads may share. It caches no listing, because
+    other processes write to the store, too. Raises ConfigError if the extra is not installed,
+    CheckpointError if access is denied, and StoreUnreachable."""
     require_extra(url)
     import fsspec  # installed with s3fs and gcsfs
 
     scheme = _scheme(url)
-    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)  # it raises what it logs
+    # off, because the package raises the errors that it logs
+    logging.getLogger(PACKAGES[scheme]).setLevel(logging.CRITICAL)
     with _asking(f"cannot open {url}"):
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
@@ -197,8 +205,8 @@ def store_of(url: str) -> Any:
 def _asking(failure: str) -> Iterator[None]:
     """Raise errors of the block as errors of jaxembed whose message begins with `failure`.
 
-    These are CheckpointError if the object is missing or access is denied, otherwise
-    StoreUnreachable. OSError of a full disk is raised unchanged.
+    Raises CheckpointError if the object is missing or access is denied, and StoreUnreachable for
+    other errors. The OSError of a full disk is raised unchanged.
     """
     try:
         yield
@@ -218,6 +226,6 @@ def _asking(failure: str) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of the message of an error, without credentials."""
+    """Return the first line of an error's message without credentials, cut at MAX_REASON."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return CREDENTIALS.sub("//", lines[0])[:MAX_REASON]

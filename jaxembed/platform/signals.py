@@ -19,7 +19,8 @@ _resume_hint = ""
 
 
 def set_resume_hint(hint: str) -> None:
-    """Set the end of the last log line after a signal, which says how the work can go on."""
+    """Set `hint` as the end of the log line that `end_at_signals` writes. It says how the user can
+    resume the work."""
     global _resume_hint
     _resume_hint = f"; {hint}"
 
@@ -31,11 +32,12 @@ def end_at_signals() -> None:
     without one for process 1, the first process of a container. A thread ends the process: Python
     runs handlers in the main thread only, which may be inside XLA for minutes.
     """
-    # signal numbers are written to `waking`; a thread reads `ending`
+    # signal numbers are written to `waking`; the thread reads them from `ending`
     ending, waking = socket.socketpair()
     waking.setblocking(False)
 
-    def wake(number: int, _: object) -> None:  # for an event loop that took the wake-up descriptor
+    # an event loop may take the wake-up descriptor, so the handler also writes to `waking`
+    def wake(number: int, _: object) -> None:
         waking.send(bytes([number]))
 
     for number in STOP_SIGNALS:
@@ -45,17 +47,17 @@ def end_at_signals() -> None:
 
 
 def _end(ending: socket.socket, waking: socket.socket) -> None:
-    """Wait for a signal and end the process. `waking` is a parameter so that it is not closed."""
+    """Wait for a signal and end the process. The parameter `waking` only keeps that socket open."""
     number = ending.recv(1)[0]
     name = signal.Signals(number).name
     leave(128 + number, logging.INFO, f"{name}: exiting at once{_resume_hint}")
 
 
 def leave(status: int, level: int, reason: str) -> NoReturn:
-    """Log the reason and end the process at once, whatever still runs.
+    """Log the reason and end the process at once, without waiting for other threads.
 
     `status` is the exit status, and `level` the log level. The log line has a timeout of LOG_S
-    seconds, in case nobody reads the log's pipe.
+    seconds, because nobody may read the pipe that it is written to.
     """
 
     def write() -> None:

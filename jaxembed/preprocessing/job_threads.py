@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxembed.errors import BackendError
 
-_thread = threading.local()  # `is_for_small`: whether the current thread is for small inputs
+_thread = threading.local()  # has `is_for_small`: whether the thread is for small inputs
 
 
 class _LargeError(Exception):
-    """Stops a job in a thread for small inputs, because it has a large input."""
+    """Stops a job in a thread for small inputs, because the job has a large input."""
 
 
 def is_for_small() -> bool:
@@ -21,8 +21,9 @@ def is_for_small() -> bool:
 
 
 def restart_if_small() -> None:
-    """Stop the current job if its thread is for small inputs, by an exception at which JobThreads
-    starts the job anew in a thread for large inputs. In any other thread this does nothing."""
+    """Move the current job, which has found a large input, to a thread for large inputs. In a
+    thread for small inputs this raises an exception, on which JobThreads runs the job again in a
+    thread for large inputs. In any other thread this does nothing."""
     if is_for_small():
         raise _LargeError
 
@@ -30,8 +31,8 @@ def restart_if_small() -> None:
 class JobThreads(Executor):
     """An executor with `workers` threads for small inputs, and as many for large ones.
 
-    Every job starts in a thread for small inputs. If it finds that it has a large input, it calls
-    `restart_if_small`, and starts anew in a thread for large inputs.
+    Every job starts in a thread for small inputs. A job that finds a large input must call
+    `restart_if_small`, and is run again from its start in a thread for large inputs.
     """
 
     def __init__(self, workers: int, name: str):
@@ -42,24 +43,24 @@ class JobThreads(Executor):
         self._large = ThreadPoolExecutor(workers, f"{name}-large")
 
     def submit(self, call: Callable, /, *arguments: Any, **keywords: Any) -> Future:
-        """Run the job `call(*arguments, **keywords)` in a thread, and return the future of its
-        result. Raises RuntimeError after shutdown."""
+        """Run the job `call(*arguments, **keywords)` in a thread, and return a future of its
+        result. Raises RuntimeError after `shutdown`."""
         future: Future = Future()
         self._small.submit(self._run, [future, partial(call, *arguments, **keywords)])
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no further jobs. With `wait`, return when all jobs are done. Without it, a job
-        fails with BackendError if it still has to start anew among the large ones. `cancel_futures`
-        has no effect: callers can cancel their futures."""
+        """Accept no further jobs. With `wait`, return when all jobs are done. Without `wait`, a job
+        that still has to move to a thread for large inputs fails with BackendError.
+        `cancel_futures` has no effect; callers may cancel futures themselves."""
         self._small.shutdown(wait)
         self._large.shutdown(wait)
 
     def _run(self, task: list[Any]) -> None:
-        """Run the job of `task`, a list of a future and the job, and resolve the future. Skips the
-        job if the future was cancelled."""
-        # Empty the task, against a cycle of references: the future keeps its error, the error keeps
-        # the frames of this thread, and one of these frames keeps the task.
+        """Run the job of `task`, which is the list [future, job], and resolve the future. The job
+        is skipped if the future was cancelled."""
+        # Empty the task to avoid a cycle of references: the future refers to its error, the error
+        # to the frames of this thread, and one of these frames to the task.
         future, job = task
         task.clear()
         try:
@@ -67,12 +68,12 @@ class JobThreads(Executor):
         except _LargeError:  # start anew in a thread for large inputs
             try:
                 self._large.submit(self._run, [future, job])
-            except RuntimeError:  # these threads were shut down
+            except RuntimeError:  # the threads for large inputs were shut down
                 _resolve(future, error=BackendError("this Embedder is closed"))
         except BaseException as error:
             _resolve(future, error=error)
         finally:
-            del future, job  # the frames that an error keeps must not refer to the future
+            del future, job  # the frames that an error refers to must not refer to the future
 
 
 def _resolve(future: Future, result: Any = None, *, error: BaseException | None = None) -> None:

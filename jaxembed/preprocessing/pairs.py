@@ -17,23 +17,28 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Frame:
-    """The token ids before, between and after the two texts of a pair."""
+    """What surrounds the two texts of a pair: token ids (int32) and, for some models, a template.
 
-    before: np.ndarray  # int32
-    between: np.ndarray  # int32
-    after: np.ndarray  # int32
-    # the token type of each part: before, first text, between, second text, after; None: all zero
+    `types` are the token types of the five parts of a pair: before, first text, between, second
+    text, after. None means that all types are 0. A `template` is put around each text before the
+    text is tokenized.
+    """
+
+    before: np.ndarray
+    between: np.ndarray
+    after: np.ndarray
     types: tuple[int, ...] | None = None
-    template: PairTemplate | None = None  # wraps a query and a document before they are tokenized
+    template: PairTemplate | None = None
 
     @property
     def length(self) -> int:
-        """The number of tokens in a pair without those of the texts."""
+        """The number of tokens of a pair besides the tokens of its texts."""
         return len(self.before) + len(self.between) + len(self.after)
 
     def first(self, text: str, instruction: str | None) -> str:
-        """Return the first text, such as a query, as it is tokenized: within the template, if any.
-        Without an `instruction` the template's default is used."""
+        """Return what to tokenize for the first text of a pair, such as a query: the template's
+        part `first` with the text and the `instruction` filled in, or the text itself if there is
+        no template. If `instruction` is None, the template's default instruction is used."""
         if self.template is None:
             return text
         if instruction is None:
@@ -42,20 +47,21 @@ class Frame:
 
     @property
     def around_second(self) -> tuple[str, str]:
-        """The template's text before and after the second text; "" for both without a template."""
+        """The texts that the template puts before and after the second text of a pair, such as a
+        document. Both are "" if there is no template."""
         if self.template is None:
             return "", ""
         before, _, after = self.template.second.partition("{document}")
         return before, after
 
     def second(self, text: str) -> str:
-        """Return the second text, such as a document, as it is tokenized: within the template, if
-        any."""
+        """Return what to tokenize for the second text of a pair, such as a document: the template's
+        part `second` with the text filled in, or the text itself if there is no template."""
         return text if self.template is None else _fill(self.template.second, document=text)
 
     def join(self, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair, and its
-        token types or None if all are zero."""
+        """Join the token ids of two texts, int32 `[length]`. Returns the ids of the pair and its
+        token types, or the ids and None if all types are 0."""
         parts = (self.before, first, self.between, second, self.after)
         ids = np.concatenate(parts)
         if self.types is None:
@@ -64,12 +70,11 @@ class Frame:
 
 
 def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Frame | None:
-    """Return the frame of a model's pairs: from its template for pairs if it has one, else from its
-    tokenizer. `with_types` keeps the token types of the tokenizer's frame.
+    """Return the frame of a model's pairs: from the model's template for pairs if it has one, else
+    from its tokenizer. `with_types` keeps the token types that the tokenizer gives.
 
-    Returns None if no frame describes how the tokenizer joins pairs and the model is not a
-    reranker. Raises CheckpointError if the template lacks a placeholder, and UnsupportedModel for a
-    reranker without a frame.
+    If no Frame can describe how the tokenizer joins pairs, a reranker raises UnsupportedModel, and
+    for other models the result is None. Raises CheckpointError if the template lacks a placeholder.
     """
     if spec.template is not None:
         return template_frame(
@@ -84,7 +89,7 @@ def find_frame(tokenizer: Tokenizer, spec: ModelSpec, *, with_types: bool) -> Fr
 
 
 def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[int]]) -> Frame:
-    """Make the frame of a language model's template. `tokenize` returns the ids of a text without
+    """Make the frame for a model with a template. `tokenize` must return the ids of a text without
     special tokens.
 
     Raises CheckpointError if the template lacks the placeholder of a text.
@@ -101,20 +106,20 @@ def template_frame(template: PairTemplate, tokenize: Callable[[str], Sequence[in
 
 
 def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Frame:
-    """Make the frame that a tokenizer puts around two texts, by tokenizing a sample pair.
+    """Find the special tokens that a tokenizer puts around two texts, by tokenizing a sample pair.
 
-    `with_types` keeps the token types. Raises UnsupportedModel if the tokenizer's template for
-    pairs is not a frame: it repeats or reorders the texts, or changes the type within a part.
+    `with_types` keeps the token types. Raises UnsupportedModel if a Frame cannot describe how the
+    tokenizer joins texts: it repeats or reorders them, or changes the type within a part.
     """
     sample = tokenizer.encode("a", "b")
-    text_ids = sample.sequence_ids  # of each token: its text, 0 or 1, or None
+    text_ids = sample.sequence_ids  # for each token: 0 in the first text, 1 in the second, or None
     is_in_order = [text_id for text_id, _ in groupby(text_ids) if text_id is not None] == [0, 1]
     columns = zip(text_ids, sample.special_tokens_mask, strict=True)
     if not is_in_order or any(text_id is None and not special for text_id, special in columns):
         raise UnsupportedModel(
             "the tokenizer's template for pairs does not hold each text once and in order"
         )
-    # where the texts start and end
+    # The indices at which the two texts start and end.
     first, second = text_ids.index(0), text_ids.index(1)
     cuts = [first, first + text_ids.count(0), second, second + text_ids.count(1)]
     before, _, between, _, after = np.split(np.array(sample.ids, np.int32), cuts)
@@ -131,6 +136,6 @@ def tokenizer_frame(tokenizer: tokenizers.Tokenizer, *, with_types: bool) -> Fra
 
 
 def _fill(part: str, **texts: str) -> str:
-    """Replace each placeholder `{name}` in `part` by the text with that name; unknown ones stay.
-    A single pass leaves braces in users' texts as they are."""
+    """Replace each placeholder `{name}` in `part` by texts[name], if there is such a text.
+    Placeholders within the texts themselves, which users send, are not replaced."""
     return PLACEHOLDER.sub(lambda match: texts.get(match[1], match[0]), part)

@@ -1,7 +1,7 @@
 """Chooses one of a checkpoint's prompts: by its name, by the purpose of a text, or the default.
 
-A purpose is how an API names the use of a text, such as "search_query". Its role is the use itself,
-such as "query"; several purposes have the same role.
+A purpose is the name by which an API calls the use of a text, such as "search_query". A role is the
+use itself, such as "query". Several purposes may have the same role.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -25,17 +25,19 @@ PURPOSES: dict[str, Role] = {  # keys are the names in the APIs of Cohere, Voyag
     "separation": "separation",
 }
 SUFFIXES: dict[str, Role] = {".query": "query", ".passage": "document"}  # as in `retrieval.query`
-PROMPTS: dict[Role, tuple[str, ...]] = {  # names that sentence-transformers tries, in this order
+# The names of prompts that sentence-transformers looks for, in this order.
+PROMPTS: dict[Role, tuple[str, ...]] = {
     "query": ("query",),
     "document": ("document", "passage", "corpus"),
 }
 
 
 def default_prompt(config: TextConfig, spec: ModelSpec) -> str:
-    """Return the text of the prompt for inputs of requests without a prompt: that of the flags,
-    else the checkpoint's default, else "".
+    """Return the text of the prompt for requests that name no prompt: the prompt of the flags, else
+    the checkpoint's default prompt, else "".
 
-    Raises ConfigError if the flags give two prompts or the checkpoint has none with the name.
+    Raises ConfigError if the flags give two prompts, or if the checkpoint has no prompt with the
+    name.
     """
     if config.default_prompt is not None:
         if config.default_prompt_name is not None:
@@ -58,8 +60,8 @@ def default_prompt_name(config: TextConfig, spec: ModelSpec) -> str | None:
 
 
 def named_prompt(name: str, prompts: Mapping[str, str]) -> str:
-    """Return the text of the prompt with this name. `prompts` are texts by name. Raises
-    UnknownPrompt if there is none."""
+    """Return the text of the prompt with this name in `prompts`, which are texts by name. Raises
+    UnknownPrompt if there is no such prompt."""
     if name in prompts:
         return prompts[name]
     raise UnknownPrompt(name, sorted(prompts))
@@ -73,18 +75,18 @@ def role_of(purpose: str) -> Role | None:
 
 
 def prompt_of_role(role: Role, prompts: Collection[str]) -> str | None:
-    """Return the name of the prompt that sentence-transformers chooses for a role; None if it finds
-    none in `prompts`, the checkpoint's names."""
+    """Return the name of the prompt that sentence-transformers chooses for a role among `prompts`,
+    the names of the checkpoint's prompts. Returns None if there is none for the role."""
     return next((name for name in PROMPTS.get(role, ()) if name in prompts), None)
 
 
 def prompt_for(purpose: str, prompts: Collection[str], field: str | None = None) -> str | None:
-    """Return the name of the prompt for a purpose; None if the checkpoint has none for it.
+    """Return the name of the prompt for a purpose, or None if the checkpoint has none for it.
 
-    The first of these is chosen: the prompt with the name of the purpose, the prompt that
-    sentence-transformers chooses for its role, another prompt with the same role. `prompts` are the
-    checkpoint's names. Raises UnknownPurpose, for the request's `field`, if the purpose has no
-    role.
+    `prompts` are the names of the checkpoint's prompts. The first of these is chosen: the prompt
+    with the name of the purpose, the prompt that sentence-transformers chooses for the purpose's
+    role, any other prompt with the same role. Raises UnknownPurpose if the purpose has no role;
+    `field` is the field of the request that the message names.
     """
     role = role_of(purpose)
     if role is None:
@@ -96,6 +98,6 @@ def prompt_for(purpose: str, prompts: Collection[str], field: str | None = None)
 
 
 def same_purpose(purpose: str, names: Iterable[str]) -> str | None:
-    """Return the first of the names that has the role of the purpose; None if there is none."""
+    """Return the first of the names that has the same role as the purpose, or None."""
     role = role_of(purpose)
     return next((name for name in names if role is not None and role_of(name) == role), None)

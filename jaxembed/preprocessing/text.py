@@ -52,17 +52,17 @@ from jaxembed.preprocessing.windows import (
     windows,
 )
 
-# Bytes of memory per character for /tokenize. Measured maxima: 1719 for one text of emojis with
-# byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while their tokens become
-# JSON. Only a ligature that XLM-R decomposes (U+FDFA) needed more, 3628.
+# Bytes of memory that /tokenize needs per character of a text. Measured maxima: 1719 for one text
+# of emojis with byte-level BPE, 1005 for Chinese with WordPiece, and 1000 for many texts while
+# their tokens are written as JSON. Only a ligature that XLM-R decomposes (U+FDFA) needs more: 3628.
 PIECE_BYTES = 1800
-# Bytes of memory per token id for /decode, measured for the longest token of a vocabulary: 512
-# characters, in that of ModernBERT. Ordinary ids needed 5 to 70.
+# Bytes of memory that /decode needs per token id, measured for the longest token of all
+# vocabularies, ModernBERT's token of 512 characters. Ordinary tokens need 5 to 70 bytes.
 DECODED_BYTES = 1600
-# The most tokens of a document that is divided into windows. The characters that a thread may read
-# are certain to give this many.
+# Maximum tokens of a document that is divided into windows: so many that MAX_READ_CHARACTERS
+# characters are sure to contain them.
 MAX_DIVIDED_TOKENS = MAX_READ_CHARACTERS // (2 * FIRST_CUT) - CUT_MARGIN
-Row = tuple[np.ndarray, bool]  # the ids of a text, and whether the whole text was tokenized
+Row = tuple[np.ndarray, bool]  # the token ids of a text, and whether the whole text was read
 
 
 class Tokenized(msgspec.Struct, frozen=True, eq=False):
@@ -70,19 +70,21 @@ class Tokenized(msgspec.Struct, frozen=True, eq=False):
 
     work: Work
     truncated: int
-    windows: Windows | None = None  # of documents that were divided
-    chunked: PooledChunks | None = None  # of texts whose chunks are pooled one by one
+    windows: Windows | None = None  # where the windows are, if documents were divided
+    chunked: PooledChunks | None = None  # where the chunks are, if each chunk gets a vector
 
 
 class TokenizationOptions(msgspec.Struct, frozen=True):
     """How the inputs of a request are tokenized.
 
     `prompt` is put before each text. Inputs over the limit lose tokens from `side`, or are refused
-    if `truncate` is False. `instruction` and `max_second_tokens`, a limit for the second text, are
-    for pairs. A document or a chunked text is divided into at most `max_windows` windows; with 1 it
-    is truncated. Token ids need the tokenizer's special tokens around them if `bare_ids` is False.
-    `role` is for models with an `interaction`, where None counts as document. With `may_be_empty`
-    an empty text is encoded as special tokens alone, instead of refused.
+    if `truncate` is False. For pairs, `instruction` is the instruction of the template, and
+    `max_second_tokens` is the limit for the second text. A document is divided into at most
+    `max_windows` windows, or truncated if `max_windows` is 1; for a chunked text the number is only
+    used to estimate its tokens. If `bare_ids` is False, token ids must begin and end with the
+    tokenizer's special tokens. `role` is used by multi-vector models, which prepare an input
+    without a role as a document. If `may_be_empty` is True, an empty text becomes the special
+    tokens alone; if it is False, an empty text is refused.
     """
 
     prompt: str
@@ -103,12 +105,12 @@ class TextProcessor:
     def __init__(self, path: Path, spec: ModelSpec, limit: int, config: TextConfig, workers: int):
         """Read the tokenizer at `path`.
 
-        `limit` is the largest number of tokens of an encoding. `workers` is the number of threads
-        of `executor` for small texts, and also of those for large texts. Raises CheckpointError if
-        the file or the template for pairs is damaged, UnsupportedModel if a reranker's tokenizer
-        joins pairs in an unknown way, and ConfigError if the default prompt does not exist, if the
-        limit leaves no room for text, or if it does not fit the length that the model's texts or
-        queries are filled up to.
+        `limit` is the maximum number of tokens of an encoding. `executor` gets `workers` threads
+        for small texts, and as many for large texts. Raises CheckpointError if the file or the
+        template for pairs is damaged, and UnsupportedModel if a reranker's tokenizer joins pairs in
+        an unknown way. Raises ConfigError if the default prompt does not exist, if the limit leaves
+        no room for text, or if the limit does not fit the length to which the model pads texts or
+        extends queries.
         """
         self.limit = limit
         self.vocab_size = int(spec.config["vocab_size"])
@@ -116,23 +118,23 @@ class TextProcessor:
         self._tokenizer = Tokenizer(path)
         sample = self._tokenizer.encode(["a"], fast=False)[0]
         text_at = [k for k, special in enumerate(sample.special_tokens_mask) if not special]
-        # a tokenizer may have no token for the sample
+        # If the tokenizer has no token for the sample, assume that it adds no special tokens.
         before, after = (text_at[0], len(sample) - 1 - text_at[-1]) if text_at else (0, 0)
         self._around = before, after  # numbers of special tokens before and after a text
         self._ids_around = sample.ids[:before], sample.ids[len(sample) - after :]
-        # the tokenizers of XLM-R and others give pairs two types, though the backbone has only one
+        # Some tokenizers, such as XLM-R's, give pairs two types although the backbone has only one.
         has_types = spec.token_types and spec.config.get("type_vocab_size", 0) > 1
         self._has_types = has_types and any(sample.type_ids)
         self._dropped_id = spec.config.get("dropped_id")
         self._image_id = None if spec.image is None else spec.image.token_id
         self._special_ids = {self._dropped_id, self._image_id} - {None}  # see `_checked_text_ids`
-        self._reads_whole = limit == NO_LIMIT  # whole texts are read, and none is truncated
+        self._reads_whole = limit == NO_LIMIT  # the model reads whole texts and truncates none
         per_token = spec.config.get("characters_per_token")
         self._max_characters = sys.maxsize if per_token is None else per_token * limit
         if self._reads_whole:
             self._max_characters = MAX_READ_CHARACTERS
         expansion = spec.interaction and spec.interaction.expansion
-        # The tokens that texts and queries are filled up to; 0 if they are not filled up.
+        # The length in tokens that augmentation tokens extend texts and queries to; 0: no extension
         self._length_to_fill = 0 if spec.filled is None else spec.filled.length
         self._length_of_query = self._length_to_fill if expansion is None else expansion.length
         self._needs_only_ids = spec.template is None and spec.filled is None and not self._has_types
@@ -163,14 +165,15 @@ class TextProcessor:
             )
         self._default_prompt = default_prompt(config, spec)
         self.default_prompt_name = default_prompt_name(config, spec)
-        # these threads share the work: threads within each job would only compete with them
+        # Jobs of `executor` run in parallel, so further threads within each job would only compete.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.executor = JobThreads(workers, "tokenize")
         self._prompt_length = lru_cache(maxsize=64)(self._count_prompt)
 
     def prompt(self, prompt: str | None, prompt_name: str | None) -> str:
-        """Return the text to put before each input: `prompt`, or that of `prompt_name`, or the
-        default. Raises UnknownPrompt if the checkpoint has no prompt with the name."""
+        """Return the text to put before each input: `prompt` if it is given, else the prompt with
+        the name `prompt_name`, else the default prompt. Raises UnknownPrompt if the checkpoint has
+        no prompt with the name."""
         if prompt is not None:
             return prompt
         if prompt_name is None:
@@ -180,7 +183,7 @@ class TextProcessor:
     def encode(self, inputs: Sequence[Input], tokenization: TokenizationOptions) -> Tokenized:
         """Tokenize inputs in the calling thread, mostly without the interpreter lock.
 
-        Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first wrong input.
+        Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError for the first invalid input.
         """
         if self._spec.interaction is not None:
             return _tokenized(self._encode_marked(inputs, tokenization, self._spec.interaction))
@@ -199,14 +202,14 @@ class TextProcessor:
         )
         has_spans = self._has_spans(tokenization)
         if self._needs_only_ids and not has_spans and len(texts) == len(inputs):
-            # Sequences without token types and spans: faster together than one by one.
+            # Without token types and spans it is faster to make one array of the ids of all texts.
             special_ids, max_length = self._special_ids, max_characters - len(tokenization.prompt)
             rows: list[list[int]] = []
             truncated = 0
             try:
                 for text, (encoding, whole) in encoded:
                     row = encoding.ids
-                    # `_finish` handles the texts that are empty, too long or have special ids.
+                    # Texts that are empty, too long or contain special ids need `_finish`.
                     is_usual = 0 < len(row) <= self.limit and 0 < len(text.text) <= max_length
                     if not is_usual or (special_ids and not special_ids.isdisjoint(row)):
                         finished, was_cut = self._finish(text, encoding, whole, tokenization)
@@ -239,10 +242,10 @@ class TextProcessor:
         return _tokenized(encodings())
 
     def tokenize_query(self, query: str, tokenization: TokenizationOptions) -> Row:
-        """Tokenize a query once, for `encode_pairs_of_query`.
+        """Tokenize a query once, for use in several calls of `encode_pairs_of_query`.
 
-        Raises InvalidInput if the model takes no pairs or the query cannot be tokenized, and
-        TokenizerError.
+        Raises InvalidInput if the model takes no pairs or if the words of the query are too long,
+        and TokenizerError if the tokenizer refuses the query.
         """
         first = self._frame.first(query, tokenization.instruction)
         (row,) = self._tokenizer.rows([first], self.limit, tokenization.side)
@@ -252,8 +255,8 @@ class TextProcessor:
         self, query: Row, documents: Sequence[str], tokenization: TokenizationOptions
     ) -> Tokenized:
         """Tokenize a pair of the query and each document. `query` is a result of `tokenize_query`,
-        which several threads may share. Each document is divided into windows if the options allow
-        several. Raises as `encode`."""
+        which several threads may share. If `max_windows` is over 1, long documents are divided into
+        windows. Raises EmptyInput, InputTooLong, InvalidInput or TokenizerError."""
         if tokenization.max_windows == 1:
             seconds = self._second_rows(documents, tokenization)
             return _tokenized(self._pair(query, second, tokenization) for second in seconds)
@@ -264,7 +267,7 @@ class TextProcessor:
         def divided() -> Iterator[tuple[Divided, list[Encoding]]]:
             for document in documents:
                 part = self._divide(document, frame.second(document), division, tokenization)
-                # query[1]: whether the query is whole; if not, every pair counts as truncated
+                # query[1] is False if not all of the query was read: every pair is truncated then.
                 part = part._replace(is_cut=part.is_cut or not query[1])
                 yield part, [Encoding(*frame.join(query[0], row)) for row in part.rows]
 
@@ -273,9 +276,10 @@ class TextProcessor:
     def encode_documents(
         self, documents: Sequence[Text], tokenization: TokenizationOptions
     ) -> Tokenized:
-        """Tokenize documents whose vectors are compared with those of a query. Each is divided into
-        windows if the options allow several. Raises as `encode`, and InvalidInput for a model whose
-        documents cannot be divided."""
+        """Tokenize documents whose vectors will be compared with the vectors of a query. If
+        `max_windows` is over 1, long documents are divided into windows. Raises EmptyInput,
+        InputTooLong, TokenizerError, and InvalidInput, also if the documents of this model cannot
+        be divided."""
         if tokenization.max_windows == 1:
             return self.encode(documents, tokenization)
         if self._has_types or self._spec.filled is not None:
@@ -299,7 +303,7 @@ class TextProcessor:
             ids = np.concatenate([before, row, after])
             self._refuse_empty(document, len(ids), tokenization)
             ids = self._checked_text_ids(ids)
-            # pool what is behind the prompt, at least the last token
+            # Pool the tokens after the prompt, and at least the last token.
             spans = ((min(len(before) + len(division.head), len(ids) - 1), len(ids)),)
             return Encoding(ids, spans=spans if has_spans else None)
 
@@ -313,9 +317,9 @@ class TextProcessor:
     def encode_chunked_texts(
         self, texts: Sequence[ChunkedText], tokenization: TokenizationOptions, slots: int
     ) -> Tokenized:
-        """Tokenize texts whose chunks are pooled one by one, at most `slots` chunks in a sequence.
-        A text over the limit is divided into windows if the options truncate, else refused. Raises
-        as `encode`, and InvalidChunk."""
+        """Tokenize texts whose chunks are pooled one by one, with at most `slots` chunks in a
+        sequence. A text over the limit is divided into windows, or refused if `truncate` is False.
+        Raises EmptyInput, InputTooLong, InvalidChunk, InvalidInput or TokenizerError."""
         has_spans = self._has_spans(tokenization)
         late = ChunkingSetup(
             self._tokenizer,
@@ -334,9 +338,10 @@ class TextProcessor:
     def estimate(
         self, inputs: Sequence[Input], tokenization: TokenizationOptions
     ) -> tuple[int, int]:
-        """Estimate the numbers of sequences and of tokens of the inputs before they are tokenized.
-        An input has a token for 4 characters plus 2, at most the limit of its windows together, and
-        at least the length that it is filled up to."""
+        """Estimate the numbers of sequences and of tokens of inputs that are not tokenized yet. The
+        estimate for an input is a token for each 4 characters plus 2 tokens, at most `limit` tokens
+        for each of `max_windows` windows, and at least the length that the model extends inputs
+        to."""
         max_tokens = self.limit * tokenization.max_windows
         min_tokens = self._length_of_query if tokenization.role == "query" else self._length_to_fill
         tokens = sum(max(min(characters(item) // 4 + 2, max_tokens), min_tokens) for item in inputs)
@@ -344,15 +349,16 @@ class TextProcessor:
 
     @property
     def job_bytes(self) -> int:
-        """The peak memory in bytes of two threads that run `encode`: for small texts, and for large
-        texts."""
+        """The peak memory in bytes of two threads that run `encode`, one of small texts and one of
+        large texts."""
         large = MAX_READ_CHARACTERS if self._reads_whole else max_read_characters(self.limit)
         return CHARACTER_BYTES * (JOB_CHARACTERS + large)
 
     def pieces(self, texts: Sequence[str], *, special: bool, prompt: str) -> list[list[TokenPiece]]:
-        """Return the tokens of each text with the prompt before it, without a limit.
+        """Return all tokens of each text, with the prompt before it, as /tokenize shows them.
 
-        `special` adds the tokenizer's special tokens. Raises EmptyInput or TokenizerError.
+        `special` adds the tokenizer's special tokens. Raises EmptyInput for an empty text, and
+        TokenizerError if the tokenizer refuses a text.
         """
         if not all(texts):
             raise EmptyInput()
@@ -389,14 +395,14 @@ class TextProcessor:
 
     @property
     def _frame(self) -> Frame:
-        """The frame of pairs. Raises InvalidInput if the model takes no pairs."""
+        """What surrounds the texts of a pair. Raises InvalidInput if the model takes no pairs."""
         if self._pair_frame is None:
             raise InvalidInput("this model takes no pairs: its tokenizer's template is not known")
         return self._pair_frame
 
     def _count_prompt(self, prompt: str) -> int:
-        """Count the tokens of a prompt as sentence-transformers does: without a special one at the
-        end."""
+        """Count the tokens of a prompt as sentence-transformers does: a special token at the end
+        does not count."""
         ((encoding, _),) = self._tokenizer.encode_enough([prompt], self.limit, "right")
         return len(encoding) - encoding.special_tokens_mask[-1]
 
@@ -406,14 +412,16 @@ class TextProcessor:
         tokenization: TokenizationOptions,
         interaction: LateInteraction,
     ) -> Iterator[tuple[Encoding, bool]]:
-        """Yield for each text its encoding, with the marker and the augmentation tokens of its
-        role, and whether it was truncated.
+        """Yield for each text its encoding, with the marker and the augmentation tokens of the role
+        (query or document), and whether the text was truncated.
 
-        Raises InvalidInput for token ids and pairs, because every sequence needs its marker; and
-        EmptyInput, InputTooLong and TokenizerError.
+        Raises EmptyInput, InputTooLong or TokenizerError, and InvalidInput for token ids and pairs,
+        in which no marker can be inserted.
         """
         texts: list[Text] = []
-        for item in inputs:  # stop at another kind: an error in a text before it comes first
+        # Take the texts up to the first input of another kind. If one of these texts has an error,
+        # that error is raised, and not the error for the other kind.
+        for item in inputs:
             if not isinstance(item, Text):
                 break
             texts.append(item)
@@ -422,12 +430,12 @@ class TextProcessor:
         prompted = (tokenization.prompt + text.text for text in texts)
         encodings = self._tokenizer.encode_enough(prompted, room, tokenization.side)
         expansion = interaction.expansion if tokenization.role == "query" else None
-        marker_index = min(self._around[0], 1)  # behind a token such as [CLS]
+        marker_index = min(self._around[0], 1)  # after the first special token, such as [CLS]
         for text, (encoding, whole) in zip(texts, encodings, strict=True):
             self._refuse_empty(text, len(encoding), tokenization)
             count = len(encoding)
             if count > room and not tokenization.truncate:
-                # with the marker, which is limit - room
+                # `limit - room` is the number of markers, which `count` does not include.
                 raise InputTooLong(limit, limit + count - room if whole else limit + 1, exact=whole)
             ids = self._within(np.array(encoding.ids, np.int32), room, tokenization.side)
             if marker is not None:
@@ -444,9 +452,9 @@ class TextProcessor:
     def _limit_and_marker(
         self, tokenization: TokenizationOptions, interaction: LateInteraction
     ) -> tuple[int, int | None]:
-        """Return the most tokens of a text of the options' role, and the role's marker (an id or
-        None). If `limit` was raised above the model's own, it replaces `document_length`, but not
-        `query_length`."""
+        """Return the maximum tokens of a text of the role in `tokenization`, and the id of the
+        role's marker or None. If `self.limit` was raised above the model's own limit, it replaces
+        `document_length`, but not `query_length`."""
         if tokenization.role == "query":
             return min(interaction.query_length, self.limit), interaction.query_marker
         is_raised = self.limit > self._spec.max_input_tokens
@@ -456,11 +464,11 @@ class TextProcessor:
     def _finish(
         self, text: Text, encoding, whole: bool, tokenization: TokenizationOptions
     ) -> tuple[Encoding, bool]:
-        """Truncate a tokenized text to the limit. `encoding` is its tokenizers.Encoding; `whole`
-        says whether it is that of the whole text. Returns the Encoding to run, and whether the
-        text was truncated.
+        """Truncate a tokenized text to the limit. Returns the Encoding for the model, and whether
+        the text was truncated. `encoding` is a tokenizers.Encoding, of the whole text if `whole`
+        is True, else of a part that is long enough.
 
-        Raises EmptyInput, InputTooLong and InvalidInput.
+        Raises EmptyInput, InputTooLong or InvalidInput.
         """
         self._refuse_empty(text, len(encoding), tokenization)
         count, max_chars = len(tokenization.prompt) + len(text.text), self._max_characters
@@ -479,7 +487,7 @@ class TextProcessor:
             types = np.array(encoding.type_ids, np.int32)
             types = self._within(types, self.limit, tokenization.side)
         if self._has_spans(tokenization):
-            # pool what is behind the prompt, at least the last token
+            # Pool the tokens after the prompt, and at least the last token.
             spans = ((min(self._prompt_length(tokenization.prompt), len(ids) - 1), len(ids)),)
         ids, augmentation_tokens = _augmented(ids, self._spec.filled)
         return Encoding(ids, types, spans, augmentation_tokens), is_cut
@@ -487,8 +495,8 @@ class TextProcessor:
     def _refuse_empty(
         self, text: Text, token_count: int, tokenization: TokenizationOptions
     ) -> None:
-        """Raise EmptyInput for an empty text, unless the options or a static model allow it. A
-        blank text has no tokens if the tokenizer adds no special tokens."""
+        """Raise EmptyInput for a text that is empty or has no tokens, unless the model is static.
+        With `may_be_empty` an empty text is allowed if special tokens make it a sequence."""
         is_given = bool(text.text) or tokenization.may_be_empty
         if not self._spec.is_static and not (is_given and token_count):
             raise EmptyInput()
@@ -498,8 +506,8 @@ class TextProcessor:
         return bool(tokenization.prompt) and not self._spec.include_prompt
 
     def _checked_text_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a text without those that the model drops (`dropped_id`). Raises
-        InvalidInput if one of the ids stands for a part of an image."""
+        """Return the ids of a text without the id that the model drops (`dropped_id`). Raises
+        InvalidInput if the text contains the token that stands for a part of an image."""
         if self._image_id is not None and (ids == self._image_id).any():
             name = self._tokenizer.file.id_to_token(self._image_id)
             raise InvalidInput(
@@ -509,8 +517,8 @@ class TextProcessor:
         return ids if self._dropped_id is None else ids[ids != self._dropped_id]
 
     def _too_long(self, got: int, whole: bool) -> InputTooLong:
-        """Return the error for an input with `got` tokens. The number is exact if the `whole` input
-        was tokenized; else the error says: more than the limit."""
+        """Return the error for an input that is too long. If the `whole` input was tokenized, the
+        error gives its number of tokens, `got`; else it says that there are more than the limit."""
         return InputTooLong(self.limit, got if whole else self.limit + 1, exact=whole)
 
     def _within(self, row: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
@@ -527,7 +535,8 @@ class TextProcessor:
     ) -> Iterator[tuple[Encoding, bool]]:
         """Yield for each pair its encoding, and whether it was truncated.
 
-        Pairs get no prompts, which are for single texts. Raises EmptyInput, and as `_pair`.
+        Pairs get no prompts, which are for single texts. Raises EmptyInput if both texts are empty,
+        InputTooLong if a pair must be truncated but `truncate` is False, and TokenizerError.
         """
         firsts = (self._frame.first(pair.first, tokenization.instruction) for pair in pairs)
         seconds = self._second_rows((pair.second for pair in pairs), tokenization)
@@ -540,7 +549,8 @@ class TextProcessor:
     def _second_rows(
         self, texts: Iterable[str], tokenization: TokenizationOptions
     ) -> Iterator[Row]:
-        """Tokenize the second texts of pairs, as far as the limit or `max_second_tokens` needs."""
+        """Tokenize the second texts of pairs. A long text is only read until it has as many tokens
+        as the limit and `max_second_tokens` allow."""
         max_tokens = min(self.limit, tokenization.max_second_tokens or self.limit)
         return self._tokenizer.rows(map(self._frame.second, texts), max_tokens, tokenization.side)
 
@@ -549,9 +559,11 @@ class TextProcessor:
     ) -> tuple[Encoding, bool]:
         """Join two tokenized texts. Returns the pair's encoding, and whether a text was truncated.
 
-        Of a pair over the limit the first text is truncated to the room for texts, or to the
-        template's share for queries if that is less; the second text is truncated to the rest.
-        Raises InputTooLong if the options forbid that or the frame leaves no room, and EmptyInput.
+        If the pair is over the limit, the first text may take all tokens of the limit that the
+        special tokens and the template leave, or the share of the limit that the template gives to
+        queries if that is less. The second text is truncated to the remaining tokens. Raises
+        InputTooLong if the pair is over the limit and `truncate` is False, or if special tokens and
+        template alone are over the limit, and EmptyInput if the pair has no tokens.
         """
         frame, side = self._frame, tokenization.side
         (first, first_whole), (second, second_whole) = first_row, second_row
@@ -580,11 +592,12 @@ class TextProcessor:
         *,
         with_query: bool,
     ) -> Division:
-        """Return how documents are divided into windows. A window has `room` tokens, for a
-        part of a document and for the texts `around` it, those of a prompt or a template.
-        `with_query`: each window has the query, too.
+        """Return how documents are divided into windows.
 
-        Raises InvalidInput if there is too little room, or if the options truncate on the left.
+        `around` are the texts that a prompt or a template puts before and after a document. `room`
+        is the number of tokens in a window for these texts and a part of the document.
+        `with_query` says whether each window also has a query, for the message. Raises InvalidInput
+        if there is too little room for the document, or if `side` is "left".
         """
         if tokenization.side == "left":
             raise InvalidInput(
@@ -593,7 +606,7 @@ class TextProcessor:
                 field="truncation_direction",
             )
         before, after = around
-        # "a" is a sample document: head and tail are the tokens before and behind it
+        # "a" is a sample document: head and tail are the tokens before and after it.
         (sample,) = self._tokenizer.encode([f"{before}a{after}"], special=False, fast=False)
         offsets = np.array(sample.offsets).reshape(-1, 2)
         ids = np.array(sample.ids, np.int32)
@@ -605,15 +618,16 @@ class TextProcessor:
     def _divide(
         self, document: str, text: str, division: Division, tokenization: TokenizationOptions
     ) -> Divided:
-        """Return the windows of one document. `text` is what is tokenized: the document within its
-        prompt or template.
+        """Return the windows of one document. `text` is the document within its prompt or template,
+        which is tokenized as one text.
 
-        Raises InputTooLong if the windows do not hold the whole document and the options forbid
-        that.
+        Raises InputTooLong if the whole document does not fit into `max_windows` windows and
+        `truncate` is False.
         """
         around_tokens, room = len(division.head) + len(division.tail), division.room
         max_tokens = min(tokenization.max_windows * room, MAX_DIVIDED_TOKENS)
-        max_used = tokenization.max_second_tokens or max_tokens + 1  # or one more than fits
+        # Without `max_second_tokens` use one token more than fits, to see whether that is too long.
+        max_used = tokenization.max_second_tokens or max_tokens + 1
         ((encoding, whole),) = self._tokenizer.encode_enough(
             [text],
             min(max_tokens, max_used) + around_tokens,
@@ -623,10 +637,10 @@ class TextProcessor:
         )
         ids = np.array(encoding.ids, np.int32)
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) - division.start
-        # Tokens with a character of the document.
+        # The tokens that contain a character of the document.
         inside = (offsets[:, 1] > 0) & (offsets[:, 0] < len(document))
         doc_ids, offsets = ids[inside], offsets[inside].clip(0, len(document))
-        is_shortened = len(doc_ids) > max_used  # as the request wants it
+        is_shortened = len(doc_ids) > max_used  # the request asks for that by `max_second_tokens`
         bounds = windows(min(len(doc_ids), max_used, max_tokens), room, division.overlap)
         is_long = min(len(doc_ids), max_used) > max_tokens or len(bounds) > tokenization.max_windows
         is_long |= not (whole or is_shortened)  # the rest of the document was not read
@@ -647,15 +661,16 @@ class TextProcessor:
     ) -> tuple[Encoding, bool]:
         """Truncate token ids to the limit. Returns their encoding, and whether they were truncated.
 
-        Prompts and special tokens are not added. If `bare_ids` is False, the ids must have the
-        special tokens, which stay when the ids are truncated. Raises EmptyInput, BareTokenIds,
-        InputTooLong, and InvalidInput for an id outside the vocabulary or one that stands for a
-        part of an image.
+        Prompts and special tokens are not added. If `bare_ids` is False, the ids must begin and end
+        with the special tokens of the tokenizer, which are kept when the ids are truncated. Raises
+        EmptyInput, BareTokenIds, InputTooLong, and InvalidInput for an id that is not in the
+        vocabulary or that stands for a part of an image.
         """
         if not len(tokens.ids):
             raise EmptyInput()
         if not tokenization.bare_ids:
-            # A tokenizer without special tokens does not show whose ids they are: refuse them.
+            # The special tokens show that the ids come from this model's tokenizer. If it has no
+            # special tokens, nothing shows that: refuse all ids.
             before, after = self._ids_around
             after_start = len(tokens.ids) - len(after)
             ends = list(tokens.ids[: len(before)]), list(tokens.ids[after_start:])
@@ -671,16 +686,16 @@ class TextProcessor:
 
 
 def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Convert a sequence of token ids, which is not empty, to int32 `[tokens]`.
+    """Convert one or more token ids to int32 `[tokens]`.
 
     Raises InvalidInput if an id is not in the vocabulary.
     """
-    if isinstance(ids, array):  # faster: makes no Python int of each id
+    if isinstance(ids, array):  # numpy reads an array faster, because it needs no Python ints
         values = np.asarray(ids)
         lowest, highest = int(values.min()), int(values.max())
     else:
         lowest, highest = min(ids), max(ids)
-    if lowest < 0 or highest >= vocab_size:  # before int32: they may exceed 64 bits
+    if lowest < 0 or highest >= vocab_size:  # check this before the conversion, which may overflow
         bad = lowest if lowest < 0 else highest
         raise InvalidInput(
             f"token id {bad} is out of range: this model's ids are 0 to {vocab_size - 1}; "
@@ -690,8 +705,8 @@ def _checked_ids(ids: Sequence[int], vocab_size: int) -> np.ndarray:
 
 
 def _augmented(ids: np.ndarray, expansion: Expansion | None) -> tuple[np.ndarray, int]:
-    """Append augmentation tokens up to the expansion's length, if there is one. Returns the ids,
-    and how many were added."""
+    """Append augmentation tokens to `ids` up to expansion.length, unless `expansion` is None.
+    Returns the ids, and the number of augmentation tokens."""
     if expansion is None:
         return ids, 0
     added = max(expansion.length - len(ids), 0)
@@ -699,8 +714,9 @@ def _augmented(ids: np.ndarray, expansion: Expansion | None) -> tuple[np.ndarray
 
 
 def characters(item: Input | ChunkedText | str) -> int:
-    """Return the number of characters of a text or an input, a measure of the work that it takes. A
-    token id counts as four, and an image as a whole job: even a small file may take a second."""
+    """Return the number of characters of a text or an input, by which inputs are divided into jobs.
+    A token id counts as four characters. An image counts as JOB_CHARACTERS, a whole job, because
+    even a small file may take a second."""
     if isinstance(item, str):
         return len(item)
     if isinstance(item, Text | ChunkedText):
@@ -711,10 +727,9 @@ def characters(item: Input | ChunkedText | str) -> int:
 
 
 def _in_windows(documents: Iterable[tuple[Divided, list[Encoding]]]) -> Tokenized:
-    """Collect the windows of documents. An item is a divided document, and the encodings of its
-    windows.
+    """Collect divided documents. Each item is one document, and the encodings of its windows.
 
-    An InvalidInput that is raised by the iteration gets the index of its document.
+    If the iteration raises an InvalidInput, the index of the document is added to the error.
     """
     parts: list[Divided] = []
     encodings: list[Encoding] = []
@@ -731,9 +746,9 @@ def _in_windows(documents: Iterable[tuple[Divided, list[Encoding]]]) -> Tokenize
 
 
 def _tokenized(parts: Iterable[tuple[Encoding, bool]]) -> Tokenized:
-    """Collect the encodings of inputs. A part is an encoding, and whether its input was truncated.
+    """Collect encodings of inputs. Each part is an encoding, and whether its input was truncated.
 
-    An InvalidInput that is raised by the iteration gets the index of its input.
+    If the iteration raises an InvalidInput, the index of the input is added to the error.
     """
     encodings: list[Encoding] = []
     truncated = 0

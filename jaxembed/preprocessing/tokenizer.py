@@ -1,5 +1,5 @@
 """Tokenizes texts in batches, without holding the interpreter lock, and lists the tokens of a text
-with their offsets."""
+with the offsets of each token."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,27 +18,29 @@ from jaxembed.preprocessing.job_threads import restart_if_small
 
 Side = Literal["left", "right"]
 
-# Of a long text this many characters for each needed token are read first. Real texts have 1 to 6
-# characters a token with any tokenizer, so that one reading is nearly always enough.
+# A long text is cut to this many characters for each needed token before it is tokenized. Real
+# texts have 1 to 6 characters a token with any tokenizer, so one attempt is nearly always enough.
 FIRST_CUT = 7
-# A cut changes the tokens of the words near it. So the kept tokens must be this many tokens and
-# words away from the cut. A special token that is cut in two becomes several tokens.
+# A cut changes the tokens of the words near the cut. So the tokens that are kept must be at least
+# this many tokens and this many words away from the cut.
 CUT_MARGIN = 128  # tokens
 CUT_WORDS = 8
-SHORT_CHARACTERS = 512  # of a text that is tokenized with the lock held: 0.2 ms at most
-INPUTS_A_JOB = 128  # inputs in one job of a tokenizer thread: 2 ms for short sentences
-JOB_CHARACTERS = 32 * KIB  # total characters of a job: 10 to 20 ms of prose, at worst 60 ms
-# Texts of which more characters are read at a time go to the threads for large inputs. This many
-# characters take 4 ms of prose, and 15 ms of Chinese with WordPiece.
+# A text up to this length is tokenized while the interpreter lock is held, for 0.2 ms at most.
+SHORT_CHARACTERS = 512
+INPUTS_A_JOB = 128  # maximum inputs in one job of a tokenizer thread; 2 ms for short sentences
+JOB_CHARACTERS = 32 * KIB  # maximum characters in a job: 10 to 20 ms of prose, at worst 60 ms
+# A job that tokenizes a longer text at a time moves to the threads for large inputs. This many
+# characters take 4 ms for prose, and 15 ms for Chinese with WordPiece.
 SMALL_TEXT = 8 * KIB
-MAX_GROWTH = 1000  # characters that a normalizer may make of one character
-MAX_READ_CHARACTERS = 512 * KIB  # characters of a text that may be read to find enough tokens
-# Bytes of memory per character while a text is tokenized with its words. Measured maxima: 648 with
-# WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R decomposes
-# (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a text with the
-# limit 8192, and 400 MB for a text of which MAX_READ_CHARACTERS are read.
+MAX_GROWTH = 1000  # maximum characters that a normalizer may make of one character
+# Maximum characters of a text that are read to find the tokens to keep, at the usual limits.
+MAX_READ_CHARACTERS = 512 * KIB
+# Bytes of memory per character while a text is tokenized with offsets and words. Measured maxima:
+# 648 with WordPiece, 758 with byte-level BPE (emojis), 369 with Unigram. A ligature that XLM-R
+# decomposes (U+FDFA) needs 2018 bytes and 20 us. So a thread needs 25 MB for a job, 45 MB for a
+# text with the limit 8192, and 400 MB for a text of which MAX_READ_CHARACTERS are read.
 CHARACTER_BYTES = 800
-# For each unit the code points from which on a character takes two, three and four of it.
+# For each unit, the first code points of which a character takes two, three and four units.
 WIDER: dict[OffsetUnit, tuple[int, ...]] = {
     "code-points": (),
     "utf-16": (0x10000,),
@@ -50,7 +52,7 @@ Item = TypeVar("Item")
 
 
 class Tokenizer:
-    """A tokenizer that all threads share. It is configured once, and requests do not change it.
+    """A tokenizer that all threads share. Its configuration never changes after the start.
 
     Raises CheckpointError if the file at `path` cannot be read.
     """
@@ -60,28 +62,30 @@ class Tokenizer:
             self.file = parse_tokenizer(path.read_bytes(), path)
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"{error}; convert the model again") from error
-        self.file.no_padding()  # the file of all-MiniLM-L6-v2 sets padding and truncation to 128
+        # Ignore the file's own settings; that of all-MiniLM-L6-v2 pads and truncates to 128 tokens.
+        self.file.no_padding()
         self.file.no_truncation()
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
-        """Tokenize each text. Returns a tokenizers.Encoding for each.
+        """Tokenize each text. Returns a tokenizers.Encoding for each text.
 
         `special` adds the tokenizer's special tokens. `fast` leaves out offsets and words. Text
-        that spells a special token becomes that token, as in transformers. A job with a text over
-        SMALL_TEXT starts anew in a thread for large inputs. Raises TokenizerError if the tokenizer
-        refuses a text.
+        that spells a special token becomes that token, as in transformers. If a text is longer than
+        SMALL_TEXT, the job is run again in a thread for large inputs. Raises TokenizerError if the
+        tokenizer refuses a text.
         """
         if max(map(len, texts), default=0) > SMALL_TEXT:
             restart_if_small()
         encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
-            # encode_batch() waits for the lock that it released: a short text takes less with it
+            # encode_batch() releases the interpreter lock and has to wait for it afterwards, which
+            # takes longer than to tokenize a short text.
             if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
                 return [self.file.encode(texts[0], add_special_tokens=special)]
             return encode(list(texts), add_special_tokens=special)
         except INTERRUPTS:
             raise
-        except BaseException as error:  # a bare Exception, or a panic
+        except BaseException as error:  # `tokenizers` raises Exception, or a panic of Rust
             reason = str(error)
             try:
                 "".join(texts).encode()
@@ -100,12 +104,13 @@ class Tokenizer:
     ) -> Iterator[tuple[tokenizers.Encoding, bool]]:
         """Tokenize as much of each text as is needed to keep `max_tokens` tokens.
 
-        Yields the tokenizers.Encoding of each text, and whether it is that of the whole text. A
-        long text is read only until `max_tokens` of its tokens are certain to be those of the whole
-        text. `side` is the side that tokens are cut from. `special` and `fast` are those of
-        `encode`, but a long text turns `fast` off for its chunk. Raises TokenizerError, and
-        InvalidInput if `max_read_characters(max_tokens)` characters of a text do not suffice: its
-        words are too long.
+        Yields for each text a tokenizers.Encoding, and whether it is of the whole text. Of a long
+        text only a part is tokenized, so long that the `max_tokens` tokens to keep are certain to
+        be the same as in the whole text. `side` is the side that tokens are cut from. `special`
+        adds special tokens. `fast` leaves out offsets and words, except for texts that are
+        tokenized together with a long one. Raises TokenizerError if the tokenizer refuses a text,
+        and InvalidInput if the words of a text are too long: even `max_read_characters(max_tokens)`
+        characters do not determine the tokens.
         """
         first_cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
         for chunk in chunks(texts, len):
@@ -121,16 +126,18 @@ class Tokenizer:
     def rows(
         self, texts: Iterable[str], max_tokens: int, side: Side
     ) -> Iterator[tuple[np.ndarray, bool]]:
-        """Tokenize texts as `encode_enough` does, without special tokens. Yields the ids of each
-        text, int32 `[tokens]`, and whether they are those of the whole text."""
+        """Tokenize texts as `encode_enough` does, without special tokens. Yields for each text the
+        token ids, int32 `[tokens]`, and whether these are of the whole text."""
         for encoding, whole in self.encode_enough(texts, max_tokens, side, special=False):
             yield np.array(encoding.ids, np.int32), whole
 
     def _read_on(
         self, text: str, encoding, max_tokens: int, side: Side, *, special: bool
     ) -> tuple[tokenizers.Encoding, bool]:
-        """Tokenize more and more of a long text, until `max_tokens` of its tokens are certain.
-        `encoding` is that of its first cut. Returns and raises as `encode_enough`."""
+        """Tokenize longer and longer parts of a long text, until the `max_tokens` tokens to keep
+        are certain. `encoding` is of the first part. Returns the last tokenizers.Encoding, and
+        whether it is of the whole text. Raises InvalidInput if the words of the text are too long,
+        and TokenizerError."""
         cut = FIRST_CUT * (max_tokens + CUT_MARGIN)
         while cut < len(text) and not _is_enough(encoding, max_tokens, side):
             if cut >= max_read_characters(max_tokens):
@@ -146,17 +153,18 @@ class Tokenizer:
 
 def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
     """Parse the content of a tokenizer.json. Raises CheckpointError if it is damaged, or if its
-    normalizer may lengthen texts without bound; the message calls it `name`."""
+    normalizer may make more than MAX_GROWTH characters of one. `name` is its name in messages."""
     try:
-        # Estimate how many characters the normalizer may make of one character. A step replaces a
-        # pattern by its content: factors multiply where the pattern fits what was inserted before.
+        # Estimate how many characters the normalizer may make of one character. Each step replaces
+        # a pattern by a content. The factors of two steps multiply if the pattern of the later step
+        # may match what the earlier step inserted.
         growth, inserted = 1, ""
         for step in _steps(msgspec.json.decode(stored, type=_Stored).normalizer):
             content, pattern = step.get("content"), step.get("pattern")
             if not isinstance(content, str) or not isinstance(pattern, dict):
                 continue
             replaced, factor = pattern.get("String"), max(len(content), 1)
-            # a pattern without a string is a regular expression, which may match anything
+            # A pattern that is not a string is a regular expression, which may match anything.
             multiplies = not isinstance(replaced, str) or replaced in inserted
             growth = growth * factor if multiplies else max(growth, factor)
             inserted += 2 * content  # twice: two insertions may be adjacent
@@ -165,12 +173,12 @@ def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(stored.decode())
     except INTERRUPTS:
         raise
-    except BaseException as error:  # a bare Exception, or a panic
+    except BaseException as error:  # `tokenizers` raises Exception, or a panic of Rust
         raise CheckpointError(f"{name} is damaged: {error}") from error
 
 
 class _Stored(msgspec.Struct):
-    """The part of a tokenizer.json that is checked."""
+    """The part of a tokenizer.json that `parse_tokenizer` checks."""
 
     normalizer: Any = None
 
@@ -186,15 +194,15 @@ def _steps(normalizer: Any) -> list[dict[str, Any]]:
 
 
 def max_read_characters(max_tokens: int) -> int:
-    """Return the most characters of a text that are read to find `max_tokens` tokens."""
+    """Return the maximum characters of a text that are read to find `max_tokens` tokens."""
     return max(MAX_READ_CHARACTERS, 2 * FIRST_CUT * (max_tokens + CUT_MARGIN))
 
 
 def chunks(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
     """Divide items, in order, into chunks that take little time and memory to tokenize.
 
-    `size` returns the characters of an item. A chunk has at most INPUTS_A_JOB items and
-    JOB_CHARACTERS characters; a longer item is alone.
+    `size` returns the number of characters of an item. A chunk has at most INPUTS_A_JOB items and
+    JOB_CHARACTERS characters. An item of more characters is a chunk of its own.
     """
     chunk: list[Item] = []
     remaining = JOB_CHARACTERS
@@ -215,11 +223,11 @@ def cut_tokens(ids: np.ndarray, max_tokens: int, side: Side) -> np.ndarray:
 
 
 def _cut(text: str, max_characters: int, side: Side) -> str:
-    """Cut a text on `side` to at most `max_characters`: the first ones if that is "right".
+    """Cut off characters on `side`, so that at most `max_characters` are left.
 
-    After a cut on the left the text begins at a space, because a tokenizer with words continues
-    after a space as if nothing had been before it. The rest of a number or of a line of dashes
-    might be tokenized in another way. Without a space the result is empty.
+    A cut on the left is made at a space, because most tokenizers tokenize what follows a space
+    independently of what is before it. (What is left of a number or of a line of dashes might be
+    tokenized differently.) If there is no space, the result is empty.
     """
     if side == "right" or len(text) <= max_characters:
         return text[:max_characters]
@@ -228,12 +236,12 @@ def _cut(text: str, max_characters: int, side: Side) -> str:
 
 
 def _is_enough(encoding: tokenizers.Encoding, kept_tokens: int, side: Side) -> bool:
-    """Return whether the `kept_tokens` tokens to keep of a cut text are certain: so far from the
-    cut that the whole text has the same tokens there. `encoding` is that of the cut text."""
+    """Return whether the `kept_tokens` tokens to keep of a cut text are certain: they are so far
+    from the cut that the whole text has the same tokens there. `encoding` is of the cut text."""
     if len(encoding) <= kept_tokens + CUT_MARGIN:
         return False
     words = [word for word in encoding.word_ids if word is not None]  # special tokens have none
-    # The word at which the kept tokens end must be CUT_WORDS before the word at the cut.
+    # The kept tokens must end at least CUT_WORDS words away from the word at the cut.
     if side == "right":
         return words[min(kept_tokens, len(words)) - 1] + CUT_WORDS <= words[-1]
     return words[0] + CUT_WORDS <= words[-min(kept_tokens, len(words))]
@@ -243,7 +251,8 @@ def _is_enough(encoding: tokenizers.Encoding, kept_tokens: int, side: Side) -> b
 class TokenPiece:
     """A token as /tokenize shows it.
 
-    `start` and `stop` are byte offsets into the UTF-8 of prompt and text; None for a special token.
+    `start` and `stop` are byte offsets in the UTF-8 of the prompt and the text together. Both are
+    None for a special token.
     """
 
     id: int
@@ -254,9 +263,9 @@ class TokenPiece:
 
 
 def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> list[TokenPiece]:
-    """Return the tokens of a text, from its tokenizers.Encoding, whose offsets count characters.
+    """Return the tokens of a text, from the tokenizers.Encoding of the text.
 
-    `name_of` returns the token with an id, which is the text of a special token.
+    `name_of` returns the name of the token with an id, which is the text of a special token.
     """
     data = text.encode()
     offsets = character_offsets(text, "utf-8")[np.array(encoding.offsets, np.intp).reshape(-1, 2)]
@@ -272,8 +281,8 @@ def token_pieces(text: str, encoding, name_of: Callable[[int], str | None]) -> l
 
 
 def character_offsets(text: str, unit: OffsetUnit) -> np.ndarray:
-    """Return the offset in `unit` of each character of a text, and at the end the length of the
-    text: int32 `[characters + 1]`."""
+    """Return the offset in `unit` of each character of a text, and then the length of the text in
+    `unit`: int32 `[characters + 1]`."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     widths = np.ones(len(codes) + 1, np.int8)
     widths[0] = 0

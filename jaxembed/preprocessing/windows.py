@@ -1,5 +1,5 @@
-"""Divides long texts into windows: documents that are scored or compared, and texts whose chunks
-are pooled one by one from the hidden states of the whole text (late chunking)."""
+"""Divides long texts into windows, parts that fit the model: documents of reranking requests, and
+texts with chunks that are pooled from the hidden states of the whole text (late chunking)."""
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
@@ -14,48 +14,51 @@ from jaxembed.data.work import Encoding, Span
 from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
 from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS, Tokenizer, character_offsets
 
-MAX_WINDOWS = 64  # of a document
-MIN_WINDOW_TOKENS = 64  # tokens of the document in a window: shorter windows say little of it
-LARGEST_DEFAULT_OVERLAP = 80  # tokens, as BCEmbedding and jina-reranker-v2 take it
-MIN_CHUNK = 8  # tokens of a chunk size: vectors of shorter chunks say little
-LARGEST_CONTEXT = 512  # tokens at the start of a window that are context: the one before pools them
-MIN_WINDOW = 16  # tokens of the text in a window
-MAX_CHUNK_OVERLAP = 16  # chunks longer than a window that may hold the same token, on average
+MAX_WINDOWS = 64  # maximum windows of a document
+# Minimum tokens of the document in a window: a score of fewer tokens says little of the document.
+MIN_WINDOW_TOKENS = 64
+LARGEST_DEFAULT_OVERLAP = 80  # tokens, as in BCEmbedding and jina-reranker-v2
+MIN_CHUNK = 8  # minimum `chunk_size` in tokens: vectors of shorter chunks say little
+# For late chunking: maximum tokens at the start of a window that only serve as context.
+LARGEST_CONTEXT = 512
+MIN_WINDOW = 16  # for late chunking: minimum tokens of the text in a window
+# Maximum tokens of all chunks that do not fit a window, as a multiple of the tokens of the text.
+MAX_CHUNK_OVERLAP = 16
 WHITE_SPACE = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
 
 
 class Windows(msgspec.Struct, frozen=True, eq=False):
     """The windows of some documents, concatenated."""
 
-    counts: np.ndarray  # int64 [documents]: the number of windows of each, at least 1
-    # int64 [windows, 2]: the first character of each, and the character after its last
+    counts: np.ndarray  # int64 [documents]: the number of windows of each document, at least 1
+    # int64 [windows, 2]: the indices of a window's first character and after its last character
     bounds: np.ndarray
 
 
 class Division(NamedTuple):
     """How the documents of a request are divided."""
 
-    start: int  # characters that a template or a prompt puts before a document
+    start: int  # the number of characters that a template or a prompt puts before a document
     head: np.ndarray  # int32: the token ids of these characters
     tail: np.ndarray  # int32: the token ids that the template puts after a document
-    room: int  # tokens of the document in a window
-    overlap: int  # tokens that neighbouring windows share
+    room: int  # maximum tokens of the document in a window
+    overlap: int  # the number of tokens that neighbouring windows share
 
 
 class Divided(NamedTuple):
     """One document, divided into windows."""
 
     rows: list[np.ndarray]  # the ids of each window, with the head and the tail
-    bounds: list[tuple[int, int]]  # of each its first character, and the one after its last
+    bounds: list[tuple[int, int]]  # the first character of each window, and the one after its last
     is_cut: bool  # whether some tokens of the document are in no window
 
 
 def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> int:
-    """Return how many tokens neighbouring windows of `room` tokens share: `overlap`, or if that is
-    None a quarter of a window but at most LARGEST_DEFAULT_OVERLAP; never more than half a window.
+    """Return how many tokens neighbouring windows of `room` tokens share.
 
-    `with_query`: each window has the query, too. Raises InvalidInput if `room` is less than
-    MIN_WINDOW_TOKENS.
+    This is `overlap`, but at most half a window. If `overlap` is None, it is a quarter of a window,
+    but at most LARGEST_DEFAULT_OVERLAP. Raises InvalidInput if `room` is less than
+    MIN_WINDOW_TOKENS. `with_query` says whether each window also has a query, for the message.
     """
     if room < MIN_WINDOW_TOKENS:
         what = "the query leaves" if with_query else "the model has"
@@ -70,11 +73,12 @@ def overlap_of(room: int, overlap: int | None, *, with_query: bool = True) -> in
 
 
 def windows(count: int, room: int, overlap: int) -> list[tuple[int, int]]:
-    """Return the windows of a document of `count` tokens, each as its first token and the one after
-    its last.
+    """Return the windows of a document of `count` tokens. A window is the index of its first token
+    and the index after its last token.
 
-    A document that fits is one window. Otherwise each window but the last has `room` tokens, and
-    each but the first shares its first `overlap` tokens with the window before.
+    A document of at most `room` tokens has one window. In a longer document each window has `room`
+    tokens, except the last, which may have fewer. Each window after the first begins with the last
+    `overlap` tokens of the window before.
     """
     if count <= room:
         return [(0, count)]
@@ -82,8 +86,8 @@ def windows(count: int, room: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def join_windows(parts: Sequence[Windows | None]) -> Windows | None:
-    """Concatenate the windows of all parts of a request, in order. Skips parts that are None,
-    because their documents are not divided; returns None if all are."""
+    """Concatenate the windows of all parts of a request, in order. A part is None if its documents
+    are not divided, and is then skipped. Returns None if all parts are None."""
     divided = [part for part in parts if part is not None]
     if len(divided) <= 1:
         return divided[0] if divided else None
@@ -94,16 +98,16 @@ def join_windows(parts: Sequence[Windows | None]) -> Windows | None:
 
 
 class PooledChunks(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of some texts, concatenated, and the slots of the work that they are pooled in.
+    """The chunks of some texts, concatenated, and the slots of the Work in which they are pooled.
 
-    A chunk that is longer than a window has several slots.
+    A chunk that is longer than a window is pooled in several slots.
     """
 
-    counts: np.ndarray  # int64 [texts]: the number of chunks of each
-    bounds: np.ndarray  # int64 [chunks, 2]: where each starts and ends, in its text's offset unit
-    tokens: np.ndarray  # int64 [texts]: tokens of each with prompt and special tokens, no overlaps
-    windows: np.ndarray  # int64 [texts]: the number of windows of each; 1 if it fits
-    chunk_of_slot: np.ndarray  # int64 [slots]: the index of a chunk
+    counts: np.ndarray  # int64 [texts]: the number of chunks of each text
+    bounds: np.ndarray  # int64 [chunks, 2]: start and end of a chunk, in the offset unit of a text
+    tokens: np.ndarray  # int64 [texts]: tokens with prompt and special tokens, each counted once
+    windows: np.ndarray  # int64 [texts]: the number of windows of each text
+    chunk_of_slot: np.ndarray  # int64 [slots]: the index of the chunk that a slot belongs to
 
 
 NO_CHUNKS = PooledChunks(*(np.zeros(shape, np.int64) for shape in ((0,), (0, 2), (0,), (0,), (0,))))
@@ -114,53 +118,54 @@ class ChunkingSetup(NamedTuple):
 
     tokenizer: Tokenizer
     prompt: str
-    around: tuple[int, int]  # special tokens before and after a text
-    unpooled: int  # tokens at the start that are in no chunk, because a prompt is not pooled
-    has_types: bool
-    limit: int  # tokens of a sequence
-    slots: int  # the most ranges that are pooled in a sequence
-    truncate: bool  # whether a text over the limit is run in windows; else it is refused
+    around: tuple[int, int]  # the numbers of special tokens before and after a text
+    unpooled: int  # the number of tokens at the start that no chunk includes: a prompt, for example
+    has_types: bool  # whether the model takes token types
+    limit: int  # maximum tokens of a sequence
+    slots: int  # maximum ranges that are pooled in a sequence
+    truncate: bool  # whether a text over the limit is divided into windows, or else refused
     can_divide: bool  # whether a chunk's vector is the mean of the vectors of its parts
 
 
 class TokenizedText(NamedTuple):
-    """A tokenized text: its special tokens and prompt, and where its own tokens are."""
+    """A tokenized text with prompt and special tokens. All other tokens are its own tokens."""
 
-    planes: np.ndarray  # int32 [1 or 2, tokens]: the ids, and the types if the model has any
-    head: int  # special tokens and prompt before the text
-    tail: int  # special tokens after it
-    starts: np.ndarray  # int64 [own tokens]: first character that is not white space, ascending
-    ends: np.ndarray  # int64 [own tokens]: the character after the last of the token
+    planes: np.ndarray  # int32 [1 or 2, tokens]: the ids, and the types if the model takes types
+    head: int  # the number of tokens before the text: special tokens and prompt
+    tail: int  # the number of special tokens after the text
+    # int64 [own tokens]: a token's first character that is not white space, ascending
+    starts: np.ndarray
+    ends: np.ndarray  # int64 [own tokens]: the index after a token's last character
 
 
 class Piece(NamedTuple):
-    """Tokens of a text that are pooled together, a chunk or a part of one, in its window."""
+    """Tokens of a text that are pooled in one slot: a chunk or, if it is too long, a part of it."""
 
-    chunk: int  # index
-    start: int  # token of the text
-    end: int  # the token after the last
+    chunk: int  # the index of the chunk
+    start: int  # the index of the first token in the text
+    end: int  # the index after the last token
 
 
 class ChunkWindow(NamedTuple):
-    """A range of a text's tokens that are run together, and what is pooled in it."""
+    """A range of a text's tokens that become one sequence, and the pieces that it pools."""
 
-    start: int
-    end: int
+    start: int  # the index of the first token in the text
+    end: int  # the index after the last token
     pieces: list[Piece]
 
 
 class ChunkPlaces(NamedTuple):
     """Where the chunks of a text are, in tokens and in offset units."""
 
-    ranges: list[Span]  # tokens of each chunk
-    bounds: np.ndarray  # int64 [chunks, 2], in the text's offset unit
-    at_start: np.ndarray  # bool [chunks]: whether it starts where the text does
-    at_end: np.ndarray  # bool [chunks]: whether it ends where the text does
+    ranges: list[Span]  # for each chunk the index of its first token, and after its last token
+    bounds: np.ndarray  # int64 [chunks, 2]: start and end in the text's offset unit
+    at_start: np.ndarray  # bool [chunks]: whether the chunk starts where the text starts
+    at_end: np.ndarray  # bool [chunks]: whether the chunk ends where the text ends
 
 
 def is_linear(head: Head) -> bool:
-    """Return whether a head maps the mean of vectors to the mean of their outputs. Then a chunk may
-    be pooled in parts."""
+    """Return whether a head maps the mean of vectors to the mean of their outputs, so that a long
+    chunk can be pooled in parts."""
     return all(
         isinstance(layer, DenseLayer) and layer.activation == "identity"
         for layer in head.device_modules
@@ -168,8 +173,8 @@ def is_linear(head: Head) -> bool:
 
 
 def join_texts(texts: Sequence[str]) -> ChunkedText:
-    """Join texts to one ChunkedText, whose chunks they are. Texts without white space between them
-    get a space, which belongs to the second."""
+    """Join texts to one ChunkedText, in which each text is a chunk. If there is no white space
+    between two texts, a space is inserted at the start of the second chunk."""
     parts: list[str] = []
     for text in texts:
         is_separate = not parts or parts[-1][-1:].isspace() or text[:1].isspace()
@@ -181,11 +186,12 @@ def join_texts(texts: Sequence[str]) -> ChunkedText:
 def encode_chunked(
     texts: Sequence[ChunkedText], late: ChunkingSetup
 ) -> tuple[list[Encoding], PooledChunks]:
-    """Tokenize texts for late chunking. Returns the sequences to run, and the chunks that are
-    pooled in their slots.
+    """Tokenize texts for late chunking. Returns the sequences for the model, and the chunks that
+    are pooled in the slots of these sequences.
 
-    A window with more chunks than a sequence has slots is run several times. Raises EmptyInput,
-    InputTooLong, InvalidChunk, InvalidInput or TokenizerError for the first text at fault.
+    If a window has more chunks than a sequence may have slots, there are several sequences of it.
+    Raises EmptyInput, InputTooLong, InvalidChunk, InvalidInput or TokenizerError for the first
+    invalid text.
     """
     encodings: list[Encoding] = []
     parts: list[PooledChunks] = []
@@ -200,16 +206,17 @@ def encode_chunked(
             chunk_of_slot: list[int] = []
             for window in text_windows:
                 planes = tokens.planes
-                if window.end - window.start < len(tokens.starts):  # a part of the text
+                if window.end - window.start < len(tokens.starts):  # the window is not the text
                     start, end = tokens.head + window.start, tokens.head + window.end
                     head, tail = planes[:, : tokens.head], planes[:, length - tokens.tail :]
                     planes = np.concatenate([head, planes[:, start:end], tail], axis=1)
                 types = planes[1] if late.has_types else None
                 spans: list[Span] = []
                 for chunk, start, end in window.pieces:
-                    # the tokens to pool, counted in the window's sequence
+                    # the indices in the window's sequence of the tokens to pool
                     first, stop = (tokens.head + place - window.start for place in (start, end))
-                    # A chunk at an end of the text includes the special tokens and prompt there.
+                    # Chunks at the start and at the end of the text include the special tokens
+                    # there, and the prompt if it is pooled.
                     if places.at_end[chunk] and end == len(tokens.starts):
                         stop += tokens.tail
                     if places.at_start[chunk] and start == 0:
@@ -235,12 +242,12 @@ def encode_chunked(
 
 
 def join_chunked(parts: Sequence[PooledChunks | None]) -> PooledChunks | None:
-    """Concatenate the chunks of all parts of a request, in order. Skips parts that are None;
-    returns None if all are."""
+    """Concatenate the chunks of all parts of a request, in order. Parts that are None are skipped.
+    Returns None if all parts are None."""
     chunked = [part for part in parts if part is not None]
     if len(chunked) <= 1:
         return chunked[0] if chunked else None
-    # Each part counts its chunks from 0.
+    # The indices of chunks in each part begin at 0.
     first_chunks = np.cumsum([0, *(len(part.bounds) for part in chunked[:-1])])
     slots = zip(chunked, first_chunks, strict=True)
     return PooledChunks(
@@ -254,15 +261,17 @@ def join_chunked(parts: Sequence[PooledChunks | None]) -> PooledChunks | None:
 
 def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: PooledChunks) -> np.ndarray:
     """Return the vector of each chunk, float32 `[chunks, width]`: the mean of the vectors of its
-    slots, weighted by their numbers of tokens.
+    slots, in which a slot counts by its number of tokens.
 
-    `dense` are the vectors of the slots, float32 `[slots, width]`, and `bounds` the first token of
-    each and the one after its last. The vector of a chunk with one slot is exactly the slot's.
+    `dense` are the vectors of the slots, float32 `[slots, width]`. `bounds`, int `[slots, 2]`, are
+    the index of each slot's first token, and the index after its last token. A chunk with one slot
+    gets exactly the vector of this slot.
     """
     slot_tokens = (bounds[:, 1] - bounds[:, 0]).astype(np.float64)
     chunk_tokens = np.bincount(chunked.chunk_of_slot, slot_tokens)
     weighted = dense * (slot_tokens / chunk_tokens[chunked.chunk_of_slot])[:, None]
-    order = np.argsort(chunked.chunk_of_slot, kind="stable")  # the slots of a chunk side by side
+    # Bring the slots of each chunk together.
+    order = np.argsort(chunked.chunk_of_slot, kind="stable")
     first_slots = np.searchsorted(chunked.chunk_of_slot[order], np.arange(len(chunk_tokens)))
     return np.add.reduceat(weighted[order], first_slots, axis=0).astype(np.float32)
 
@@ -270,15 +279,17 @@ def pool_slots(dense: np.ndarray, bounds: np.ndarray, chunked: PooledChunks) -> 
 def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) -> list[ChunkWindow]:
     """Plan windows for a text of `count` tokens, so that each of the token `ranges` is pooled.
 
-    A window has `room` tokens, or ends with the text. It pools the ranges that end in it. The next
-    window starts `overlap` tokens before the first range that is not pooled yet, so that this range
-    has some context. Several windows pool the parts of a range of more than `room - overlap`
-    tokens.
+    A window has `room` tokens, or fewer at the end of the text. It pools the ranges that end in the
+    window and are not pooled yet. The next window starts `overlap` tokens before the first range
+    that is not pooled yet, so that this range has some context. A range of more than
+    `room - overlap` tokens is pooled in parts, in several windows.
     """
     by_start = sorted(range(len(ranges)), key=lambda chunk: ranges[chunk][0])  # chunk indices
     planned: list[ChunkWindow] = []
-    waiting: list[Piece] = []  # ranges that began in a window and are not pooled to their ends
-    first_unpooled = seen = 0  # a token; the number of chunks that begin before a window's end
+    waiting: list[Piece] = []  # the unpooled rests of ranges that begin in earlier windows
+    # The first token of a range that is not pooled yet; the number of ranges that begin before the
+    # end of the last window.
+    first_unpooled = seen = 0
     while waiting or seen < len(by_start):  # plan a window from `start` to `end`
         start = max(first_unpooled - overlap, 0)
         end = min(start + room, count)
@@ -303,8 +314,8 @@ def plan_windows(ranges: Sequence[Span], count: int, room: int, overlap: int) ->
 
 
 def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
-    """Tokenize a text with its prompt, and find where its tokens are. Raises EmptyInput,
-    InvalidInput or TokenizerError."""
+    """Tokenize a text with its prompt, and find where its tokens are. Raises EmptyInput for an
+    empty text, InvalidInput for a text that is too long to be read, and TokenizerError."""
     if not text.text:
         raise EmptyInput()
     whole = late.prompt + text.text
@@ -317,12 +328,12 @@ def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
     rows = [encoding.ids, encoding.type_ids] if late.has_types else [encoding.ids]
     before, tail = late.around
     offsets = np.fromiter(chain.from_iterable(encoding.offsets), np.int64, 2 * len(encoding))
-    # the first character of each token of text, and the one after its last
+    # The first character of each token that is not special, and the character after its last one.
     bounds = offsets.reshape(-1, 2)[before : len(encoding) - tail]
-    # A token starts at its first character that is not white space, because tokenizers put the
-    # space between two words into either token or none.
+    # Take the first character that is not white space as the start of a token: depending on the
+    # tokenizer, the space between two words belongs to the first, to the second or to no token.
     codes = np.frombuffer(whole.encode("utf-32-le"), "<u4")
-    # For each character: the first from there on that is not white space.
+    # For each character the index of the next one, or itself, that is not white space.
     first_visible = np.arange(len(codes) + 1)
     first_visible[:-1][np.isin(codes, WHITE_SPACE)] = len(codes)
     first_characters = np.minimum.accumulate(first_visible[::-1])[::-1][bounds[:, 0]]
@@ -340,10 +351,10 @@ def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
 
 def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
     """Find the token ranges and the bounds of a text's chunks. Raises InvalidChunk for a chunk that
-    is not a range of the text, is out of order or has no tokens, and InvalidInput for a text
-    without chunks."""
+    is not a range of the text, is out of order or has no tokens, and InvalidInput if there are no
+    chunks, or if the text is white space and has no tokens to divide."""
     offsets = character_offsets(text.text, text.offset_unit)
-    if isinstance(text.chunks, ChunkSize):  # divided by its tokens
+    if isinstance(text.chunks, ChunkSize):  # divide the text into chunks of this size
         text_tokens = len(tokens.starts)
         if not text_tokens:
             raise InvalidInput("the text has no tokens: it is white space")
@@ -381,7 +392,8 @@ def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
             chunk,
             f"of {bounds[chunk].tolist()} starts or ends within a character in {unit}",
         )
-    ranges = np.searchsorted(tokens.starts, characters)  # a chunk has the tokens that start in it
+    # A token belongs to the chunks in which it starts.
+    ranges = np.searchsorted(tokens.starts, characters)
     if not (has_tokens := ranges[:, 0] < ranges[:, 1]).all():
         raise InvalidChunk(int(np.argmin(has_tokens)), "has no tokens: it is empty or white space")
     return ChunkPlaces(
@@ -393,10 +405,11 @@ def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
 
 
 def _windows(tokens: TokenizedText, places: ChunkPlaces, late: ChunkingSetup) -> list[ChunkWindow]:
-    """Divide a text into windows, if it does not fit in one.
+    """Divide a text into windows. A text within the limit has one window.
 
-    Raises InvalidInput if the prompt leaves no room for windows or the long chunks overlap too
-    much, and InvalidChunk for a chunk that does not fit a window and cannot be pooled in parts.
+    Raises InvalidInput if the prompt leaves too little room for windows, or if chunks that do not
+    fit a window overlap too much. Raises InvalidChunk for a chunk that does not fit a window if the
+    model cannot pool it in parts.
     """
     room, text_tokens = late.limit - tokens.head - tokens.tail, len(tokens.starts)
     if text_tokens <= room:

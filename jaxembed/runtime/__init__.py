@@ -1,1 +1,1 @@
-"""Loads models, makes requests to them from validated options, and runs these."""
+"""Loads models, makes requests to the models from validated options, and runs the requests."""

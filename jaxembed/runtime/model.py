@@ -42,15 +42,15 @@ QUEUED_BATCHES = 64  # batches that may wait for each device before requests are
 
 
 class LoadedModel(Dispatcher):
-    """A model that is loaded and runs requests. Its `tasks` make the requests.
+    """A model that is loaded and runs requests, which its `tasks` make.
 
-    Each of its `routes` takes texts or images, and a request names its route.
+    Each route in `routes` takes texts or images, and a request names its route.
 
-    With `wait=False` the constructor returns while buckets still compile, and requests wait. The
-    models of one process may share a `capacity`. `reserve` is called with the number of bytes that
-    the model will take, before its parameters are read. Compiled programs are kept for the next
-    process, as `keep_programs` does it, unless `compile_cache` is False. Raises CheckpointError or
-    ConfigError, and what `reserve` and `wait_ready` raise.
+    With `wait=False` the constructor returns while buckets still compile, and requests wait until a
+    bucket is ready. The models of one process may share a `capacity`. `reserve` is called with the
+    number of bytes that the model will take, before its parameters are read. Unless `compile_cache`
+    is False, compiled programs are saved in the source's cache directory for the next process.
+    Raises CheckpointError or ConfigError, and the errors of `reserve` and `wait_ready`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LoadedModel(Dispatcher):
                     "a `cache_dir` that this process can write to, or `compile_cache=False`",
                     error,
                 )
-        self.path = hub.resolve(source)  # of the checkpoint
+        self.path = hub.resolve(source)  # the folder of the checkpoint
         self.name = source.name
         specs = load_specs(self.path, source.pooling)
         planned = plan_routes(specs, self.config, source.cache_dir)
@@ -89,14 +89,14 @@ class LoadedModel(Dispatcher):
         # The routes that take texts. A model has at most one more, which takes images.
         self.text_routes = {name: route for name, route in self.routes.items() if route.takes_texts}
         self.takes_images = len(self.text_routes) < len(self.routes)
-        # One route for each engine, because two routes may share an engine.
+        # The routes with an engine of their own, so that each engine is here once.
         self.engines = {
             name: route for name, route in self.routes.items() if not route.shares_engine
         }
         self._texts = specs.of_texts
         self.main = self.routes[self._texts.main_route]
         self.spec, plan = self.main.spec, self.main.plan
-        self.runner = self.main.runner  # for work off the event loop
+        self.runner = self.main.runner  # the server uses it to call functions off the event loop
         self.device, self.dtype = plan.device_name, plan.dtype
         self.max_input_tokens = plan.max_input_tokens
         # An input of more tokens than a batch may have runs alone in its batch.
@@ -130,7 +130,7 @@ class LoadedModel(Dispatcher):
             try:
                 self.wait_ready()
             except BaseException:
-                self.close()  # otherwise its threads would keep it and its device memory alive
+                self.close()  # or the threads would keep the model and its device memory alive
                 raise
 
     async def tokenize_async(
@@ -141,11 +141,12 @@ class LoadedModel(Dispatcher):
         prompt_name: str | None,
         reservation: Reservation | None = None,
     ) -> list[list[TokenPiece]]:
-        """Return the tokens of each text and the prompt before it, with byte offsets.
+        """Return the tokens of each text, with the prompt in front of the text, and byte offsets.
 
-        Texts are not truncated. For admission each character counts as a token. `reservation` is as
-        in `answer`. Raises UnknownPrompt, UnknownRoute, EmptyInput, TokenizerError, BackendError if
-        the model is closed, and the errors of `Admission.admit`.
+        Texts are not truncated. For admission each character counts as a token. `reservation`
+        counts the memory of the HTTP request; None: a new reservation. Raises UnknownPrompt,
+        UnknownRoute, EmptyInput, TokenizerError, BackendError if the model is closed, and the
+        errors of `Admission.admit`.
         """
         route = self.routes[self.tasks.route_of_prompt(prompt_name)]
         processor = route.text_processor
@@ -166,9 +167,9 @@ class LoadedModel(Dispatcher):
     ) -> list[str]:
         """Decode each list of token ids with the tokenizer of the prompt's route.
 
-        `reservation` is as in `answer`. Raises UnknownRoute, EmptyInput, InvalidInput for an id
-        outside the vocabulary, BackendError if the model is closed, and the errors of
-        `Admission.admit`.
+        `reservation` counts the memory of the HTTP request; None: a new reservation. Raises
+        UnknownRoute, EmptyInput, InvalidInput for an id outside the vocabulary, BackendError if the
+        model is closed, and the errors of `Admission.admit`.
         """
         route = self.routes[self.tasks.route_of_prompt(prompt_name)]
         call = partial(route.text_processor.decode, ids, skip_special_tokens=skip_special_tokens)
@@ -184,20 +185,22 @@ class LoadedModel(Dispatcher):
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes that the model takes on one device or, for a CPU, on the host: parameters and
-        programs as planned, and the largest run on the buckets compiled so far."""
+        """The bytes that the model takes on one device or, for a CPU, on the host. They are the
+        planned bytes of parameters and programs, and the memory of runs of the largest bucket
+        compiled so far."""
         return self._planned_bytes + max(
             route.engine.temporary_bytes for route in self.engines.values()
         )
 
     @property
     def ready(self) -> bool:
-        """Whether every request has a compiled bucket and the device answers."""
+        """Whether every request has a compiled bucket and every engine is healthy."""
         return all(route.engine.ready for route in self.engines.values())
 
     @property
     def healthy(self) -> bool:
-        """Whether every engine has a device that answers without failing again and again."""
+        """Whether every engine has a device that returns from calls, and whose last batches have
+        not all failed."""
         return all(route.engine.healthy for route in self.engines.values())
 
     @property
@@ -207,15 +210,15 @@ class LoadedModel(Dispatcher):
 
     @property
     def stuck(self) -> bool:
-        """Whether no device of some engine returns from its call, so that only a restart helps."""
+        """Whether an engine has no device that returns from its call: only a restart helps."""
         return any(route.engine.stuck for route in self.engines.values())
 
     def snapshot(self) -> dict[str, EngineState]:
-        """Return the current state of each engine, by its route."""
+        """Return the current state of each engine, by the name of the engine's route."""
         return {name: route.engine.snapshot() for name, route in self.engines.items()}
 
     def describe(self) -> dict[str, object]:
-        """Return the fields that jaxembed adds to TEI's fields of `/info`."""
+        """Return the fields that jaxembed adds to the fields of TEI in the response of `/info`."""
         spec, template, capacity = self.spec, self.spec.template, self.admission.capacity
         task_fields: dict[str, object] = {
             "labels": list(spec.labels),
@@ -249,8 +252,9 @@ class LoadedModel(Dispatcher):
         return described
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until ready. Raises TimeoutError, the compiler's error for a bucket that is needed,
-        or BackendError if the model is closed."""
+        """Block until all engines are ready. Raises TimeoutError after `timeout_s` seconds, the
+        compiler's error for a bucket that must be compiled, or BackendError if the model is
+        closed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for route in self.engines.values():
             route.engine.wait_ready(deadline and max(deadline - time.monotonic(), 0.0))
@@ -278,8 +282,8 @@ class LoadedModel(Dispatcher):
     def close(self, timeout_s: float = 20.0) -> None:
         """Finish queued requests, stop the threads, and free the parameters and programs.
 
-        Requests that last longer than `timeout_s` seconds fail. The memory is freed even if other
-        objects still refer to the model.
+        Requests that are not answered within `timeout_s` seconds fail. The memory is freed even if
+        other objects still refer to the model.
         """
         for route in self.routes.values():
             route.runner.close()

@@ -25,7 +25,8 @@ PRIORITY = '"interactive" or "bulk" (default: "interactive" if the request is sm
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """The options of one request for embeddings. None: the default of the server or checkpoint."""
+    """The options of one request for embeddings. An option of None means the default of the server
+    or of the checkpoint."""
 
     outputs: frozenset[OutputName] = described(frozenset({"dense"}), "Outputs of the model.")
     prompt: str | None = described(
@@ -65,11 +66,12 @@ class RequestedOptions:
     """What a request for embeddings asks for. `Tasks.intent` resolves it for a model.
 
     `purposes` say what the texts are for: pairs of a request field and its value, such as
-    ("input_type", "query"). `outputs` are the outputs that the request names, which replace those
-    of the options; empty means the model's default outputs, and None those of the options.
-    `multi_vector` asks for several vectors for each input, `tokens` for the names of tokens and
-    terms. `dtype` is the dtype that the request names, if any. `types` are further dtypes, from the
-    request field `types_field`. `dimensions_field` is the request field of the dimensions.
+    ("input_type", "query"). `outputs` are the outputs that the request names; they replace
+    `options.outputs`. If `outputs` is empty, the model's default outputs are used; if it is None,
+    `options.outputs`. `multi_vector` asks for several vectors for each input, and `tokens` asks for
+    the names of tokens and terms. `dtype` is the dtype that the request names, if any. `types` are
+    further dtypes, from the request field `types_field`. `dimensions_field` is the request field
+    of the dimensions.
     """
 
     options: EncodeOptions
@@ -114,9 +116,9 @@ class RequestStats(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     num_tokens: np.ndarray  # int [n], tokens of each input after truncation
     truncated: int  # number of inputs that were truncated
-    tokenization_s: float  # of all inputs together
-    queue_s: float  # mean over the inputs
-    inference_s: float  # mean over the inputs
+    tokenization_s: float  # seconds for all inputs together
+    queue_s: float  # seconds in the queue, mean over the inputs
+    inference_s: float  # seconds of computation, mean over the inputs
     cached: int = 0  # inputs that were answered from the engine's cache
 
 
@@ -125,8 +127,9 @@ class Embeddings(RequestStats, frozen=True, eq=False):
 
     values: WorkResult  # each output, truncated, normalised and quantized as the options say
     chunked: PooledChunks | None = None  # for late chunking: the chunks that the vectors belong to
-    windows: Windows | None = None  # of divided documents: then each window counts as an input
-    vector_ids: np.ndarray | None = None  # int32 [vectors]: the token id of each of `multi_vector`
+    # the windows of documents that may be divided; each window then counts as an input
+    windows: Windows | None = None
+    vector_ids: np.ndarray | None = None  # int32 [vectors]: token id of each vector of multi_vector
 
     @staticmethod
     def joined(parts: "Sequence[Embeddings]") -> "Embeddings":
@@ -175,7 +178,7 @@ class EncodedChunks:
     """The vectors of the chunks of one text.
 
     `vectors` has the shape `[chunks, dim]` and the dtype of `Embeddings.dense`. `bounds` has the
-    start and the end of each chunk in the text's offset unit, int64 `[chunks, 2]`.
+    start and the end of each chunk, int64 `[chunks, 2]`, in the offset unit of the text.
     """
 
     vectors: np.ndarray
@@ -196,11 +199,12 @@ def best_windows(
 ) -> tuple[np.ndarray, np.ndarray, list[Chunk]]:
     """Find the window of each document that has the highest score.
 
-    `scores` are float `[windows]`, for the windows of all documents. Returns the index of the first
-    and of the best window of each document, both int64 `[documents]`, and the best windows.
+    `scores` are float `[windows]`, for the windows of all documents. Returns three things for each
+    document: the index in `scores` of its first window, that of its best window, both int64
+    `[documents]`, and its best window.
     """
     firsts = np.cumsum(windows.counts) - windows.counts
-    # in each document's part of the scores
+    # for each document, the index of the best window among its own windows
     best = np.array([np.argmax(part) for part in np.split(scores, firsts[1:])], np.int64)
     bounds = windows.bounds[firsts + best].tolist()
     chunks = [Chunk(k, *bound) for k, bound in zip(best.tolist(), bounds, strict=True)]
@@ -231,7 +235,7 @@ class Scores(RequestStats, frozen=True, eq=False):
     logits: np.ndarray  # float32 [n, labels]
     labels: tuple[str, ...]
     score_function: ScoreFunction
-    chunks: list[Chunk] | None = None  # the best window of each document, if they may be divided
+    chunks: list[Chunk] | None = None  # best window of each document, if documents may be divided
 
     def shown(self, raw_scores: bool) -> np.ndarray:
         """Return scores from 0 to 1, or with `raw_scores` the logits: float32 `[n, labels]`."""
@@ -252,10 +256,12 @@ class Scores(RequestStats, frozen=True, eq=False):
 
 
 class Similarities(Scores, frozen=True, eq=False, kw_only=True):
-    """The similarities of documents to a query, in `logits`. `num_tokens` has the query first."""
+    """The similarities of documents to a query. `logits` holds the similarities, and `num_tokens`
+    has the tokens of the query first, then those of the documents."""
 
     raw: np.ndarray | None = None  # float32 [n, 1]: the sums of which `logits` are the means
 
     def shown(self, raw_scores: bool) -> np.ndarray:
-        """Return the similarities, float32 `[n, 1]`, or with `raw_scores` the sums, if any."""
+        """Return the similarities, float32 `[n, 1]`, or with `raw_scores` the sums in `raw`, if
+        there are any."""
         return self.raw if raw_scores and self.raw is not None else self.logits

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int, Shaped
 from jaxembed.data.spec import ScoreFunction
 from jaxembed.data.work import Ragged, SparseRows
 
-Ties = Literal["first", "last"]  # which of equal logits is ranked higher
-PRODUCT_BYTES = 4 << 20  # of dot products that `maxsim` holds at a time
+Ties = Literal["first", "last"]  # whether the first or the last of equal logits is ranked higher
+PRODUCT_BYTES = 4 << 20  # bytes of dot products that `maxsim` holds at a time
 
 
 def similarity(
@@ -39,9 +39,9 @@ def scores(
 def rank(logits: Float[np.ndarray, " n"], ties: Ties = "first") -> Int[np.ndarray, " n"]:
     """Return the indices that sort the logits from the highest to the lowest.
 
-    `ties` says which of equal logits comes first: that with the lowest ("first") or the highest
-    index ("last"). Logits are sorted rather than scores, because different logits far from zero can
-    have the same score.
+    `ties` says which of equal logits comes first: the one with the lowest index ("first") or with
+    the highest index ("last"). Use logits rather than scores, because different logits far from
+    zero can have the same score.
     """
     if ties == "first":
         return np.argsort(-logits, kind="stable")
@@ -56,7 +56,7 @@ def to_bytes(vectors: Shaped[np.ndarray, "..."]) -> bytes:
 def to_base64(vectors: Shaped[np.ndarray, "..."]) -> str:
     """Encode the bytes of vectors, row after row, in standard base64.
 
-    OpenAI's clients decode float32 vectors in this form, and Voyage's clients vectors of any dtype.
+    OpenAI's clients decode float32 vectors in this form, and Voyage's clients decode any dtype.
     """
     return base64.b64encode(to_bytes(vectors)).decode("ascii")
 
@@ -69,7 +69,7 @@ def term_weights(
     skipped: Collection[int],
     vocab_size: int,
 ) -> SparseRows:
-    """Return the weight of each term in each text: the largest weight of the tokens with its id.
+    """Return the weight of each term in each text: the largest weight of the term's tokens there.
 
     It is the lexical weight of BGE-M3 (Chen et al. 2024, arXiv:2402.03216, section 3.2). `weights`
     and `ids` hold the tokens of all texts, one text after the other, and `lengths` the number of
@@ -81,15 +81,15 @@ def term_weights(
     flat, values = text_of * vocab_size + ids[counted], weights[counted]
     order = np.argsort(flat, kind="stable")
     flat, values = flat[order], values[order]
-    firsts = np.flatnonzero(np.diff(flat, prepend=-1))  # where another text or term begins
+    firsts = np.flatnonzero(np.diff(flat, prepend=-1))  # the first of each run of equal indices
     largest = np.maximum.reduceat(values, firsts) if len(firsts) else values
     return SparseRows.from_flat(flat[firsts], largest, len(lengths), vocab_size)
 
 
 def keep_largest(rows: SparseRows, max_terms: int) -> SparseRows:
-    """Keep at most `max_terms` values of each row: those of the largest magnitude.
+    """Keep at most `max_terms` values of each row: the values of the largest magnitude.
 
-    Of equal values, those with the lowest index are kept.
+    Of values with the same magnitude, those with the lowest indices are kept.
     """
     indices, values = list(rows.indices), list(rows.values)
     for index, weights in enumerate(values):

@@ -1,5 +1,5 @@
-"""Requests as plain data: how each kind of request tokenizes its inputs for the engine, and makes
-its answer from the engine's results."""
+"""Defines requests as plain data. Each kind of request tokenizes its inputs for the engine, and
+makes its answer from the engine's results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -41,14 +41,14 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 
     values: WorkResult
     tokenized: Tokenized
-    tokenization_s: float  # seconds, of all inputs together
-    queue_s: list[float]  # of each input
-    inference_s: list[float]  # of each input
-    cached: int = 0  # inputs that were answered from the engine's cache
+    tokenization_s: float  # seconds for all inputs together
+    queue_s: list[float]  # seconds in the queue of each input
+    inference_s: list[float]  # seconds of computation of each input
+    cached: int = 0  # number of inputs that were answered from the engine's cache
 
     @property
     def common_fields(self) -> dict[str, Any]:
-        """The fields of RequestStats by name."""
+        """The fields of RequestStats, which every answer has, by name."""
         return {
             "num_tokens": self.tokenized.work.text_tokens.astype(np.int64),
             "truncated": self.tokenized.truncated,
@@ -63,9 +63,9 @@ class Run(msgspec.Struct, frozen=True, eq=False):
 class Request(ABC, Generic[Answer]):
     """One request: the `items` to tokenize, the tokenization options, and the outputs to compute.
 
-    The engine of `route` computes the `outputs`, with the adapter number `adapter`; 0 means none.
-    `share` is called once, then `prepare` for each chunk of the items, in several threads at the
-    same time, and `finish` after the engine has answered.
+    The engine of the route `route` computes the `outputs`, with the adapter number `adapter`; 0
+    means no adapter. A runner calls `share` once, then `prepare` for each chunk of the items, in
+    several threads at the same time, and `finish` after the engine has answered.
     """
 
     items: Sequence
@@ -76,7 +76,7 @@ class Request(ABC, Generic[Answer]):
     adapter: int = field(default=0, kw_only=True)
 
     def share(self, processor: Processor) -> Row | None:
-        """Tokenize what all chunks use, such as a query; None if there is nothing. Raises
+        """Tokenize what all chunks use, such as a query; return None if there is nothing. Raises
         InvalidInput or TokenizerError."""
         return None
 
@@ -87,26 +87,29 @@ class Request(ABC, Generic[Answer]):
 
     @abstractmethod
     def finish(self, spec: ModelSpec, run: Run) -> Answer:
-        """Make the answer from the results. Raises InvalidInput for a value that the requested
-        dtype cannot hold."""
+        """Make the answer from the results of the tokenizer and the engine. Raises InvalidInput for
+        a value that the requested dtype cannot hold."""
 
     def inputs(self) -> Sequence[Input]:
         """Return the items as inputs of the model."""
         return self.items
 
     def cost(self, spec: ModelSpec, sequences: int, tokens: int) -> Cost:
-        """Return the inputs (one a sequence), tokens and bytes of memory that admission counts."""
+        """Return the cost that admission counts for the request, with an estimate of the bytes.
+
+        `sequences` and `tokens` are the request's numbers of sequences and tokens, exact or
+        estimated. Each sequence counts as an input."""
         token_bytes, input_bytes = TOKEN_BYTES, INPUT_BYTES
         if spec.image is not None:
-            token_bytes += 2 * spec.image.token_bytes  # copied while a batch is packed
+            token_bytes += 2 * spec.image.token_bytes  # two: pixels are copied to pack a batch
         for name in self.outputs:
             row_bytes = 2 * FLOAT_BYTES * spec.widths[name]  # a row and its normalised copy
             if OUTPUTS[name].sparse:
                 token_bytes += min(row_bytes, TERM_BYTES * TERMS_A_TOKEN)
             elif OUTPUTS[name].per == "slot":
-                input_bytes += row_bytes  # one row a sequence
+                input_bytes += row_bytes  # each sequence has one row
             else:
-                # `row_bytes` counts two copies of a row; dropping rows needs a third
+                # `row_bytes` counts two copies of a row; `finish` may make a third to drop rows
                 copies = 3 if name == "multi_vector" else 1
                 token_bytes += copies * row_bytes // 2
         return Cost(sequences, tokens, sequences * input_bytes + tokens * token_bytes)
@@ -114,8 +117,8 @@ class Request(ABC, Generic[Answer]):
 
 @dataclass(frozen=True)
 class EncodeRequest(Request[Embeddings]):
-    """A request for embeddings. `items` are Inputs. `ranges` are the calibration ranges for the
-    dtype of the options, if it needs any."""
+    """A request for embeddings. `items` are Inputs. `ranges` are the calibration ranges for
+    `options.output_dtype`, if that dtype needs ranges."""
 
     options: EncodeOptions
     ranges: np.ndarray | None = field(default=None, kw_only=True)  # float32 [2, dim]
@@ -196,8 +199,8 @@ class MixedRequest(EncodeRequest):
 
     @contextmanager
     def part(self, number: int) -> Iterator[EncodeRequest]:
-        """Yield the part with this index, to run it in the `with` block. An InvalidInput from the
-        block gets the index of its input in the whole request."""
+        """Yield the part with this index, to run it in the `with` block. An InvalidInput that the
+        block raises with an index in the part is raised with the index in the whole request."""
         try:
             yield self.parts[number]
         except InvalidInput as error:
@@ -208,7 +211,7 @@ class MixedRequest(EncodeRequest):
     def joined(self, answers: Sequence[Embeddings]) -> Embeddings:
         """Join the answers to the parts into one answer, in the order of the inputs."""
         answer = Embeddings.joined(answers)
-        order = np.argsort(np.concatenate(self.places))  # undoes the division
+        order = np.argsort(np.concatenate(self.places))  # restores the order before the division
         values = select_inputs(answer.values, order)
         ids = answer.vector_ids
         if ids is not None:
@@ -245,8 +248,8 @@ class LateRequest(EncodeRequest):
         )
 
     def finish(self, spec: ModelSpec, run: Run) -> Embeddings:
-        """Pool the vector of each chunk from those of its slots, its parts in different windows.
-        Finish the pooled vectors as the options say.
+        """Pool the vector of each chunk from the vectors of its slots, one for each window that
+        holds a piece of the chunk. Truncate, normalise and quantize the results as the options say.
 
         `num_tokens` counts a token once, even if several windows contain it. Raises InvalidInput
         for a value that the dtype cannot hold.
@@ -327,7 +330,7 @@ class ComputeRequest(Request[WorkResult]):
     """A request for any outputs of a model. `items` are Inputs."""
 
     def finish(self, spec: ModelSpec, run: Run) -> WorkResult:
-        """Return the outputs as the heads of the model compute them."""
+        """Return the outputs unchanged from the heads of the model."""
         return run.values
 
 
@@ -336,8 +339,8 @@ def shape_vectors(
 ) -> Float[np.ndarray, "rows dim"]:
     """Truncate vectors to their first `dimensions` (None: all), and normalise them if `normalize`.
 
-    The result is C-contiguous float32. Vectors are truncated before they are normalised, so that a
-    truncated vector has length one too. A zero vector stays zero.
+    The result is C-contiguous float32. Vectors are truncated before they are normalised, so that
+    truncated vectors also have length one. A zero vector stays zero.
     """
     cut = np.ascontiguousarray(dense[:, :dimensions], dtype=np.float32)
     if not normalize:

@@ -1,5 +1,5 @@
-"""Plans and loads the routes of a model: for each the processor of its inputs, and the engine that
-runs them."""
+"""Plans and loads the routes of a model. A route has a processor for its inputs, and an engine that
+computes them."""
 
 import logging
 import os
@@ -34,13 +34,14 @@ from jaxembed.runtime.tasks import KIND
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]  # of the number of compiled buckets, and the total
+Progress = Callable[[int, int], None]  # called with the numbers of buckets done, and in total
 
 PROGRAM_BYTES = 10 * MIB  # approximate memory of the program of one bucket on a CPU
 
 
 class DevicePlan:
-    """A planned engine that runs on JAX's devices. `plan` has its limits; `load` makes it."""
+    """The plan of an engine that runs on JAX's devices. `plan` has the limits of the engine, and
+    `load` makes the engine."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Start the devices, and choose dtype, limits, kernels and buckets. Raises ConfigError for
@@ -59,7 +60,8 @@ class DevicePlan:
     def resident_bytes(self) -> int:
         """The bytes that the loaded engine takes on each device or, for a CPU, on the host.
 
-        It counts parameters and, on a CPU, programs and the answer cache, but no memory of runs.
+        They are the parameters and, on a CPU, programs and the answer cache. The memory that
+        batches need while they run is not included.
         """
         devices = self.plan.devices
         if not devices:
@@ -92,7 +94,8 @@ class DevicePlan:
 
 
 class HostPlan:
-    """A planned engine for a static model on the host. `plan` has its limits; `load` makes it."""
+    """The plan of an engine for a static model on the host. `plan` has the limits of the engine,
+    and `load` makes the engine."""
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Choose the limits. Raises ConfigError for settings that need buckets or a device."""
@@ -129,9 +132,9 @@ def plan_engine(spec: ModelSpec, config: EngineConfig, cache_dir: Path) -> Plann
 
 @dataclass(frozen=True)
 class LoadedRoute:
-    """A loaded route: the processor of its inputs, and the engine that runs them.
+    """A loaded route: the processor of its inputs, and the engine that computes them.
 
-    With `shares_engine` it takes images, and the engine is that of the route of texts.
+    A route with `shares_engine` takes images, and its engine is the one of the route of texts.
     """
 
     spec: ModelSpec
@@ -154,8 +157,9 @@ class LoadedRoute:
 
 
 def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
-    """Read the specs of the checkpoint at `path`, and replace the pooling if one is given. Raises
-    CheckpointError, and ConfigError for a model whose pooling cannot be replaced."""
+    """Read the spec of each route of the checkpoint at `path`, and replace the pooling by `pooling`
+    if it is given. Raises CheckpointError, and ConfigError for a model whose pooling cannot be
+    replaced."""
     specs = checkpoint.load_routes(path)
     if pooling is None or pooling == "splade":  # the conversion has applied "splade"
         return specs
@@ -185,9 +189,9 @@ def load_specs(path: Path, pooling: PoolingChoice | None) -> Routes:
 def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[str, PlannedEngine]:
     """Plan the engine of each route.
 
-    Engines on devices divide the answer cache equally. Beside such engines, static routes ignore
-    --buckets and the cache. Routes of images ignore --buckets and --max-input-length. Raises
-    ConfigError and CheckpointError.
+    Engines on devices divide the bytes of the answer cache equally. If there are such engines,
+    static routes ignore --buckets and the cache. Routes of images ignore --buckets and
+    --max-input-length. Raises ConfigError and CheckpointError.
     """
     device_routes = sum(not spec.is_static for spec in specs.specs.values())
     device_config = static_config = config
@@ -207,8 +211,9 @@ def plan_routes(specs: Routes, config: EngineConfig, cache_dir: Path) -> dict[st
 
 
 def tokenizer_threads(text: TextConfig) -> int:
-    """Return the number of tokenizer threads: the setting or, by TEI's rule, the cores less one, up
-    to 64. It is at least 4, so that one huge text does not delay all others."""
+    """Return the number of tokenizer threads: --tokenization-workers or, by TEI's rule, one less
+    than the cores, at most 64. The default is at least 4, so that one huge text does not delay all
+    other texts."""
     return text.workers or min(max((os.cpu_count() or 2) - 1, 4), 64)
 
 
@@ -223,9 +228,9 @@ def load_routes(
 ) -> dict[str, LoadedRoute]:
     """Load the routes of the model `name` from the checkpoint at `path`.
 
-    `planned` are the engines by route. `on_progress` is called with sums over all routes. Images
-    have the route IMAGE_ROUTE. The engines are not started yet. Raises CheckpointError and
-    ConfigError.
+    `planned` has the planned engine of each route. `on_progress` is called with the numbers of
+    buckets done and in total, summed over all routes. The route of images is IMAGE_ROUTE. The
+    engines are not started yet. Raises CheckpointError and ConfigError.
     """
     routes: dict[str, LoadedRoute] = {}
     workers = tokenizer_threads(text)
@@ -252,7 +257,7 @@ def load_routes(
             spec, plan, processor, engine, runner_of(engine, processor, telemetry, spec)
         )
     if specs.is_dual:
-        return {"": routes.pop(TEXT_ROUTE)} | routes  # requests name no route for texts
+        return {"": routes.pop(TEXT_ROUTE)} | routes  # requests for texts have the route ""
     if specs.image is not None:  # the engine of the texts also runs the images
         texts = routes[""]
         processor = ImageProcessor(texts.spec, workers)

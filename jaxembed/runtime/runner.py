@@ -1,5 +1,5 @@
-"""Runs the requests of a model: admission, tokenization in threads, the engine, and the answer.
-Each step can block, or run without blocking an event loop."""
+"""Runs the requests of a model: admits them, tokenizes them in threads, lets the engine compute
+them, and makes the answers. Requests can run with or without blocking the calling thread."""
 
 import asyncio
 import contextlib
@@ -36,22 +36,22 @@ from jaxembed.runtime.requests import (
 )
 
 Part = TypeVar("Part")  # the result of a job
-Job = Callable[[Row | None, Sequence], Part]  # of what `Request.share` returned, and a chunk
-OnCost = Callable[[Cost], object]  # is called with the cost of a request
+Job = Callable[[Row | None, Sequence], Part]  # called with the result of `Request.share`, a chunk
+OnCost = Callable[[Cost], object]  # called with the cost of a request
 
-# Jobs of one asynchronous request that are submitted at a time, for each thread. Jobs of other
-# requests run between them.
+# The number of jobs of one asynchronous request that are submitted at a time, for each thread. Jobs
+# of other requests run between these jobs.
 JOBS_A_THREAD = 2
-IMAGES_A_PART = 64  # a blocking call decodes the next images while it computes these
-PARTS_AT_ONCE = 2  # one part of a request is decoded while another is computed
+IMAGES_A_PART = 64  # a blocking request for more images is divided into parts of this size
+PARTS_AT_ONCE = 2  # parts that run at a time: one is decoded while another is computed
 
 
 class RequestRunner(ABC):
     """Runs the requests of one route in the threads of its processor, and counts the answers.
 
-    A small request is one job. A large one has a job for each chunk of its items, so that jobs of
-    other requests run between them; `Request.share` is a job before them. When a request is
-    dropped, jobs that have begun finish, and the others are dropped.
+    A small request is one job. A large request has a job for `Request.share`, and then a job for
+    each chunk of its items, so that jobs of other requests run between these. When a request is
+    dropped, jobs that have begun finish, and the other jobs are dropped.
     """
 
     def __init__(self, processor: Processor, telemetry: Telemetry, spec: ModelSpec):
@@ -72,8 +72,8 @@ class RequestRunner(ABC):
         """Run a request without blocking the event loop.
 
         `on_cost` is called, from any thread, with the exact cost before the engine computes, and
-        again if the cost grows. If the asyncio task is cancelled, queued work is dropped.
-        Raises as `run`, and what `on_cost` raises.
+        again if the cost grows. If the asyncio task is cancelled, queued work is dropped. Raises
+        InvalidInput, TokenizerError, BackendError, and what `on_cost` raises.
         """
         if not request.items:
             return self._empty_answer(request)
@@ -88,7 +88,8 @@ class RequestRunner(ABC):
         """Tokenize and compute a request without blocking the event loop."""
 
     def off_loop(self, call: Callable, *arguments) -> asyncio.Future:
-        """Run a call in a tokenizer thread. Return a future. Raises BackendError when closed."""
+        """Call a function in a tokenizer thread, off the event loop, and return a future of its
+        result. Raises BackendError when closed."""
         return asyncio.wrap_future(self._submit(call, *arguments))
 
     def close(self) -> None:
@@ -97,8 +98,9 @@ class RequestRunner(ABC):
         self.processor.executor.shutdown(wait=False)
 
     def _run_short(self, request: Request, job: Job[Part]) -> list[Part] | None:
-        """Run the job of one short text in the calling thread: a change to another thread costs
-        200 us, a short query 15 us. Return its result in a list; None for other requests."""
+        """Run the only job of a request for one short text in the calling thread, because another
+        thread would cost 200 us, and a short query 15 us. Return the job's result in a list, or
+        None for any other request."""
         items = request.items
         if len(items) != 1 or not isinstance(items[0], Text) or self._closed:
             return None
@@ -106,10 +108,11 @@ class RequestRunner(ABC):
 
     def _run_jobs(self, request: Request, job: Job[Part]) -> list[Part]:
         """Run the jobs of a request in tokenizer threads, and block until they are done. Return
-        their results in order. If a job fails, drop the others and raise its error."""
+        their results in order. If a job fails, drop the other jobs and raise the job's error."""
         if _is_one_job(request.items):
             return self._submit(self._run_single_job, request, job).result()
-        shared = self._submit(request.share, self.processor).result()  # such as a query's tokens
+        # what all chunks share, such as the tokens of a query
+        shared = self._submit(request.share, self.processor).result()
         futures: list[Future] = []
         try:
             for first, chunk in _chunks(request.items):
@@ -122,7 +125,7 @@ class RequestRunner(ABC):
             raise
 
     async def _run_jobs_async(self, request: Request, job: Job[Part]) -> list[Part]:
-        """Run the jobs of a request, as `_run_jobs`, without blocking the event loop."""
+        """Run the jobs of a request as `_run_jobs` does, without blocking the event loop."""
         if _is_one_job(request.items):
             return await self.off_loop(self._run_single_job, request, job)
         shared = await self.off_loop(request.share, self.processor)
@@ -163,7 +166,7 @@ class RequestRunner(ABC):
             telemetry.truncated_inputs.inc(tokenized.truncated)
         telemetry.input_length.observe_many(tokenized.work.lengths.tolist())
         self._inputs.observe_many(run.tokenization_s / inputs, run.queue_s, run.inference_s)
-        # of the whole request for tokenization, then means over the inputs
+        # seconds of tokenization for all inputs together; means over the inputs of the other stages
         stage_seconds = run.tokenization_s, sum(run.queue_s) / inputs, sum(run.inference_s) / inputs
         for stage, seconds in zip(self._stages, stage_seconds, strict=True):
             stage.observe(seconds)
@@ -239,11 +242,12 @@ class HostRunner(RequestRunner):
         self._engine = engine
 
     def _run(self, request: Request) -> Run:
-        job = partial(self._compute, request, None, None)  # without `add` and `trace`
+        job = partial(self._compute, request, None, None)  # `add` and `trace` are None
         return _join_runs(self._run_short(request, job) or self._run_jobs(request, job), request)
 
     async def _run_async(self, request: Request, on_cost: OnCost | None) -> Run:
-        # Numbers of sequences and tokens: those that admission was told, and those of all jobs.
+        # Two pairs of numbers of sequences and tokens: those that admission knows, and the sums
+        # over the jobs so far.
         told, sums = self.processor.estimate(request.inputs(), request.tokenization), (0, 0)
         lock = threading.Lock()
 
@@ -271,11 +275,11 @@ class HostRunner(RequestRunner):
     ) -> Run:
         """Tokenize a chunk of a request and compute it in this thread.
 
-        `shared` is the result of `request.share`. `add` is called with the work before it runs, to
-        count it. `trace` gets the times.
+        `shared` is the result of `request.share`. `add` is called with the work before it is
+        computed, to count its tokens. The times are added to `trace`.
         """
         started_at = time.monotonic()
-        # sets the outputs and the adapter
+        # joining even a single chunk sets the outputs and the adapter of its work
         tokenized = _join_chunks([request.prepare(self.processor, shared, chunk)], request)
         work = tokenized.work
         if add is not None:
@@ -302,8 +306,8 @@ def runner_of(
 
 
 class Dispatcher:
-    """Runs requests on the routes of one model: `answer` with admission, for a server; `run` and
-    `run_async` without, for the library."""
+    """Runs requests on the routes of one model. A server calls `answer`, which admits requests; the
+    library calls `run` and `run_async`, which run them without admission."""
 
     def __init__(self, runners: Mapping[str, RequestRunner], admission: Admission):
         self._runners, self.admission = runners, admission
@@ -315,12 +319,13 @@ class Dispatcher:
             return cast(Answer, self._run_parts(request))
         is_long = request.route == IMAGE_ROUTE and len(request.items) > IMAGES_A_PART
         if is_long and isinstance(request, EncodeRequest):
-            # decode images while those of another part are computed
+            # the images of one part are decoded while those of another part are computed
             return cast(Answer, self._run_parts(request.divided(IMAGES_A_PART)))
         return self._runners[request.route].run(request)
 
     def _run_parts(self, request: MixedRequest) -> Embeddings:
-        """Run the parts of a request, PARTS_AT_ONCE at a time, and join their answers."""
+        """Run the parts of a request, PARTS_AT_ONCE at a time, and join their answers. An
+        InvalidInput of a part is raised with the index of its input in the whole request."""
 
         def run(index: int) -> Embeddings:
             with request.part(index) as part:
@@ -333,8 +338,8 @@ class Dispatcher:
             threads.shutdown(cancel_futures=True)
 
     async def run_async(self, request: Request[Answer]) -> Answer:
-        """Run a request without admission and without blocking the event loop. If the task is
-        cancelled, queued work of the request is dropped."""
+        """Run a request without admission and without blocking the event loop. If the asyncio task
+        is cancelled, queued work of the request is dropped. Raises the errors of `run`."""
         if isinstance(request, MixedRequest):
             return cast(Answer, await self._answer_parts(request, self.run_async))
         return await self._runners[request.route].run_async(request)
@@ -344,10 +349,11 @@ class Dispatcher:
     ) -> Answer:
         """Admit a request, run it without blocking the event loop, and return its answer.
 
-        `reservation` is the reservation that the request belongs to; None: a new one. Its account,
-        if any, is charged for the tokens. Raises NoInputs and the errors of `run`. Raises
-        Overloaded, QuotaExceeded, RequestTooLarge or ShuttingDown before any work, and Overloaded
-        or RequestTooLarge also later, if the request needs more memory than was estimated.
+        `reservation` counts the memory of the HTTP request that this request is a part of; None
+        means that it is a whole request. The account of the reservation, if any, is charged for the
+        tokens. Raises NoInputs and the errors of `run`. Raises Overloaded, QuotaExceeded,
+        RequestTooLarge or ShuttingDown before any work, and Overloaded or RequestTooLarge also
+        later, if the request needs more memory than was estimated.
         """
         if not request.items:
             raise NoInputs()
@@ -359,7 +365,7 @@ class Dispatcher:
         with self.admission.admit(request.cost(runner.spec, *estimate), reservation) as permit:
             answer = await runner.run_async(request, permit.correct)
             if isinstance(answer, Embeddings) and "sparse" in answer.values:
-                # it may have more terms than the cost assumes
+                # the answer may have more terms than the cost assumes
                 permit.reservation.charge(excess_bytes(answer))
             if isinstance(answer, Embeddings | Scores):
                 permit.charge_answer(int(answer.num_tokens.sum()))
@@ -368,7 +374,8 @@ class Dispatcher:
     async def _answer_parts(
         self, request: MixedRequest, answer: Callable[[EncodeRequest], Awaitable[Embeddings]]
     ) -> Embeddings:
-        """Call `answer` for each part of a request, one after the other, and join the answers."""
+        """Call `answer` for each part of a request, one after the other, and join the answers. An
+        InvalidInput of a part is raised with the index of its input in the whole request."""
         answers: list[Embeddings] = []
         for index in range(len(request.parts)):
             with request.part(index) as part:
@@ -389,8 +396,8 @@ def _chunks(items: Sequence) -> Iterator[tuple[int, list]]:
 
 
 def _run_job(job: Job[Part], shared: Row | None, chunk: Sequence, first: int) -> Part:
-    """Run a job. `first` is the index of the chunk's first item in the request. An InvalidInput
-    gets the index of its item in the request."""
+    """Run a job on a chunk, whose first item has the index `first` in the request. An InvalidInput
+    of the job is raised with the index of its item in the request."""
     try:
         return job(shared, chunk)
     except InvalidInput as error:
@@ -424,7 +431,7 @@ def _join_chunks(parts: Sequence[Tokenized], request: Request) -> Tokenized:
 
 
 def _join_runs(parts: Sequence[Run], request: Request) -> Run:
-    """Join the results of all jobs of a request, in order. Jobs use no answer cache."""
+    """Join the results of all jobs of a request, in order. No input was answered from a cache."""
     if len(parts) == 1:
         return parts[0]
     return Run(

@@ -1,5 +1,5 @@
-"""Compares texts by their model outputs: by dense vectors, sparse embeddings, multi-vector
-embeddings, or several of these, as BGE-M3 gives them."""
+"""Compares texts by the outputs of a model: by dense vectors, sparse embeddings, multi-vector
+embeddings, or several of these for a model such as BGE-M3."""
 
 from collections.abc import Sequence
 
@@ -21,8 +21,8 @@ MIN_SIMILARITY = -1.0  # the lowest cosine
 def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> Weights:
     """Return the weight of each output in a combined score. The weights sum to 1.
 
-    `asked` are the requested weights of dense, sparse and multi_vector, in this order. Without them
-    all `offered` outputs weigh the same. An output with weight 0 is left out.
+    `asked` are the requested weights of dense, sparse and multi_vector, in this order. If it is
+    None, all `offered` outputs weigh the same. An output with weight 0 is left out.
     """
     raw = dict(zip(REPRESENTATIONS, asked, strict=True)) if asked else dict.fromkeys(offered, 1.0)
     total = sum(raw.values())
@@ -30,9 +30,10 @@ def weights_of(offered: Sequence[OutputName], asked: Sequence[float] | None) -> 
 
 
 def compare_first(answer: Embeddings) -> Float[np.ndarray, " others"]:
-    """Return the similarity of the first text of an answer, which has one output, to each other
-    text: the cosine of dense vectors or sparse embeddings, or MeanMaxSim as in `compare_outputs`.
-    """
+    """Return the similarity of the first text of an answer to each other text of the answer.
+
+    The answer has one output. The similarity is the cosine of dense vectors or sparse embeddings,
+    or the MeanMaxSim of multi-vector embeddings, which `compare_outputs` describes."""
     if "dense" in answer.values:
         return similarity(answer.dense[0], answer.dense[1:])
     if "sparse" in answer.values:
@@ -48,15 +49,17 @@ def compare_outputs(
 ) -> Similarities:
     """Compare the outputs of a query with those of each document.
 
-    `texts` are the documents, which may be images. An empty text gets MIN_SIMILARITY, so that no
-    document ranks below it. The score is the mean of these similarities, weighted by `weights`:
+    `texts` are the documents, which may be images. An empty text gets the score MIN_SIMILARITY, so
+    that no document ranks below it. The score of another document is a mean of these similarities,
+    weighted by `weights`:
 
     - dense vectors and sparse embeddings: the inner product
     - multi-vector embeddings: the mean, over the query's vectors, of the largest inner product with
       a vector of the document (MeanMaxSim; Khattab and Zaharia 2020, arXiv:2004.12832)
 
-    If only multi-vector embeddings are compared, the raw score is the sum instead (MaxSim). A
-    document that is divided into windows has the score of its best window.
+    If only multi-vector embeddings are compared, the raw score is the sum over the query's vectors
+    instead of the mean (MaxSim). A document that is divided into windows has the score of its best
+    window.
     """
     raw = None
     similarities: dict[OutputName, np.ndarray] = {}
@@ -81,7 +84,7 @@ def compare_outputs(
     return Similarities(
         _column(scores),
         labels=("similarity",),
-        score_function="sigmoid",  # unused by `Similarities`
+        score_function="sigmoid",  # has no effect, because `Similarities.shown` ignores it
         num_tokens=np.concatenate([answer.num_tokens for answer in answers]),
         truncated=sum(answer.truncated for answer in answers),
         tokenization_s=sum(answer.tokenization_s for answer in answers),
@@ -102,14 +105,14 @@ def compare_pairs(
     *,
     raw_scores: bool,
 ) -> Float[np.ndarray, " documents"]:
-    """Return the score of each document with its query, as `compare_outputs` computes it, float32.
+    """Return the score of each document with its query, float32, as `compare_outputs` computes it.
 
     Document k has the text `texts[k]`, and its query has the index `numbers[k]` in `queries`. Every
-    query has a document.
+    query has at least one document. With `raw_scores`, the scores are raw if there are raw scores.
     """
     result, query_of = np.empty(len(texts), np.float32), np.array(numbers, np.int64)
     order = np.argsort(query_of, kind="stable")
-    ends = np.cumsum(np.bincount(query_of))  # of the documents of each query, in `order`
+    ends = np.cumsum(np.bincount(query_of))  # where the documents of each query end in `order`
     for index, documents_of in enumerate(np.split(order, ends)[:-1]):
         scores = compare_outputs(
             _select(queries, np.array([index])),
@@ -122,14 +125,14 @@ def compare_pairs(
 
 
 def _select(answer: Embeddings, chosen: Int[np.ndarray, " n"]) -> Embeddings:
-    """Return an answer with the outputs of the inputs with these indices."""
+    """Return the part of an answer for the inputs with the indices `chosen`."""
     return msgspec.structs.replace(
         answer, values=select_inputs(answer.values, chosen), num_tokens=answer.num_tokens[chosen]
     )
 
 
 def _mean_maxsim(query: np.ndarray, sums: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Convert MaxSim sums to means over the vectors of the query, `[vectors, width]`."""
+    """Convert MaxSim sums to means over the vectors of the query, which is `[vectors, width]`."""
     return sums / max(len(query), 1)
 
 

@@ -26,7 +26,7 @@ def summary_of_routes(routes: Routes) -> dict[str, Any]:
 def summary(spec: ModelSpec) -> dict[str, Any]:
     """Summarise one route of a model as plain values for JSON.
 
-    `parameter_bytes` is the size of the parameters on the device, for each dtype.
+    Its `parameter_bytes` is the size of the parameters on a device, for each dtype to serve in.
     """
     shapes = {name: leaf.shape for name, leaf in parameter_shapes(spec).items()}
     if spec.task == "embed":
@@ -45,8 +45,8 @@ def summary(spec: ModelSpec) -> dict[str, Any]:
             "score_function": spec.score_function,
             "template": msgspec.to_builtins(spec.template),
         }
-    # The limits in tokens: the checkpoint's, the positions of the backbone (None: no limit), and
-    # that of a server if neither --max-input-length nor --buckets is given.
+    # The limits of an input in tokens: the limit of the checkpoint, the positions of the backbone
+    # (None: no limit), and the limit of a server without --max-input-length and --buckets.
     positions = position_limit(spec)
     limit = spec.max_input_tokens if positions is None else min(spec.max_input_tokens, positions)
     limits = {

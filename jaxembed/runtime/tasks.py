@@ -51,8 +51,9 @@ KIND: dict[Task, str] = {
     "classify": "a classifier",
     "rerank": "a reranker",
 }
-# The options of models that score pairs, with the field of a request for each.
+# Options that only models that score pairs have -> the request field that sets each option.
 PAIR_FIELDS = {"instruction": "instruction", "max_document_tokens": "max_tokens_per_doc"}
+# names of the outputs that have a row for each token
 PER_TOKEN = {name for name, kind in OUTPUTS.items() if kind.per == "token"}
 MAX_PURPOSE = 100  # characters; the intent of a request with a longer purpose is not cached
 VECTORS: tuple[OutputName, ...] = ("dense", "multi_vector")  # outputs with dimensions to truncate
@@ -63,15 +64,16 @@ NO_RANGES: Mapping[VectorKind, StoredRanges] = {}
 class Intent(msgspec.Struct, frozen=True, eq=False):
     """What a request for embeddings asks for, resolved for one model."""
 
-    options: EncodeOptions  # with the outputs, the prompt and the route that were chosen
+    options: EncodeOptions  # the request's options; outputs, prompt and route are resolved
     tokenization: TokenizationOptions
-    outputs: frozenset[OutputName]  # that the engine computes
+    outputs: frozenset[OutputName]  # the outputs that the engine computes
     route: str
-    adapter: int  # its number; 0: none
+    adapter: int  # number of the adapter; 0: no adapter
     ranges: np.ndarray | None  # float32 [2, dim]: calibration ranges, if the dtype needs them
-    prompt_name: str | None  # of the chosen prompt; empty: none; None: the default
-    dtype: EmbeddingDtype | None  # that the request names
-    types: dict[EmbeddingDtype, np.ndarray | None]  # further dtypes, with the ranges of each
+    prompt_name: str | None  # name of the chosen prompt; "": no named prompt; None: the default
+    dtype: EmbeddingDtype | None  # the dtype that the request names; None: it names none
+    # further dtypes that the request asks for, each with its calibration ranges or None
+    types: dict[EmbeddingDtype, np.ndarray | None]
 
 
 class Tasks:
@@ -88,8 +90,8 @@ class Tasks:
         text: TextConfig,
         ranges: Mapping[VectorKind, StoredRanges] = NO_RANGES,
     ):
-        """`processor` is that of any route, because all have the same prompts. `text` has the
-        server's defaults, `ranges` the calibration ranges for each kind of vectors."""
+        """`processor` is the text processor of any route, because all routes have the same prompts.
+        `text` has the server's defaults, and `ranges` the ranges for each kind of vectors."""
         self._name = name
         self._routes = routes.of_texts
         self._takes_images = routes.image is not None
@@ -98,28 +100,30 @@ class Tasks:
         self._processor = processor
         self._text = text
         self._ranges = ranges
-        # Requests repeat. Those with a prompt text, which could be long, are not cached.
+        # Many requests have equal options. `intent` does not cache long purposes and prompt texts.
         self._cached_intent = lru_cache(maxsize=64)(self._resolve)
 
     def embed(self, inputs: Sequence[Input], options: EncodeOptions) -> EncodeRequest:
-        """Make the request for the embeddings of each input: the outputs of the options. Raises
-        WrongTask, and InvalidInput, also for images together with a prompt."""
+        """Make the request for the embeddings of each input, in the outputs that the options name.
+        Raises WrongTask, and InvalidInput, also for images together with a prompt."""
         with_images = Image in map(type, inputs)
         return self.request(inputs, self.intent(RequestedOptions(options), with_images=with_images))
 
     def intent(self, requested: RequestedOptions, *, with_images: bool = False) -> Intent:
-        """Resolve what a request asks for: its prompt, route, adapter, outputs and dtype. Raises
-        WrongTask, InvalidInput, and TypeError for dimensions that are not an integer."""
+        """Resolve what a request asks for: its prompt, route, adapter, outputs and dtype. Callers
+        pass the result to `request` with the inputs. Raises WrongTask, InvalidInput, and TypeError
+        for dimensions that are not an integer."""
         for count in (requested.options.dimensions, requested.options.max_active_dims):
             if count is not None:
-                operator.index(count)  # TypeError for 8.0, which the cache takes for 8
+                operator.index(count)  # TypeError for 8.0, which the cache would mistake for 8
         is_long = any(len(purpose) > MAX_PURPOSE for _, purpose in requested.purposes)
         resolve = self._resolve if is_long or requested.options.prompt else self._cached_intent
         return resolve(requested, with_images)
 
     def request(self, inputs: Sequence[Input], intent: Intent) -> EncodeRequest:
-        """Make the request for the embeddings of inputs with a resolved intent. Raises InvalidInput
-        for the data URI of an image as a text, and for a text where a page image is needed."""
+        """Make the request for the embeddings of inputs, with the result of `intent`. Raises
+        InvalidInput for a text that is the data URI of an image, and for a text as a document of a
+        model whose documents are images."""
         options = intent.options
         plain = EncodeRequest(
             inputs,
@@ -157,8 +161,8 @@ class Tasks:
         )
 
     def _resolve(self, requested: RequestedOptions, with_images: bool) -> Intent:
-        """Resolve what a request, with images or without, asks for. `intent` caches the result.
-        Raises WrongTask and InvalidInput."""
+        """Resolve what a request asks for, as `intent` does, but without a cache. `with_images`
+        says whether some inputs are images. Raises WrongTask and InvalidInput."""
         check_task(self._name, self._spec, "embed")
         options = requested.options
         if requested.purposes:
@@ -212,15 +216,17 @@ class Tasks:
     ) -> EncodeOptions:
         """Return the options with the prompt, the route and the role that the purposes choose.
 
-        `purposes` are pairs of a request field and its value. Raises InvalidInput for an unknown
-        purpose, and for purposes that contradict each other or the prompt name.
+        `purposes` are pairs of a request field and its value, such as ("input_type", "query").
+        Raises InvalidInput for an unknown purpose, and for purposes that contradict each other or
+        the prompt name.
         """
         prompts = self._spec.prompts
-        # For each field: its value, and the role and the prompt name that this chooses.
+        # request field -> its value, and the role and the prompt name that this value chooses
         chosen: dict[str, tuple[str, Role | None, str | None]] = {}
         for field, purpose in purposes:
             chosen[field] = purpose, role_of(purpose), prompt_for(purpose, prompts, field)
-        # Models such as Jina v3 have an adapter for each purpose, and are wrong without it.
+        # Models such as Jina v3 have an adapter for each purpose; other purposes would get none,
+        # and wrong embeddings.
         tasks = [name for name in self._spec.adapter_names if name in prompts]
         for field, (purpose, _, name) in chosen.items():
             if tasks and name not in tasks:
@@ -240,7 +246,7 @@ class Tasks:
             raise InvalidInput(
                 f"{shown} ask for different prompts; send one of them", field=next(iter(chosen))
             )
-        field, purpose = purposes[0]  # all purposes agree by now
+        field, purpose = purposes[0]  # any one, because all purposes agree
         return replace(
             options,
             prompt=None if names else "",  # "" is no prompt
@@ -250,9 +256,9 @@ class Tasks:
         )
 
     def _named_outputs(self, requested: RequestedOptions) -> frozenset[OutputName]:
-        """Return the outputs that a request names, or multi_vector if it asks for several vectors,
-        or else dense; for a model without dense, all its outputs. Raises InvalidInput for outputs
-        that the model lacks, and for fields that contradict each other."""
+        """Return the outputs that a request names. If it names none, return multi_vector if it asks
+        for several vectors, or else dense, or else (for a model without dense) all outputs. Raises
+        InvalidInput for outputs that the model lacks, and for fields that contradict each other."""
         offered, field = self._offered, "return_multivector"
         if requested.outputs:
             if unknown := [name for name in requested.outputs if name not in offered]:
@@ -288,8 +294,8 @@ class Tasks:
 
     def _check_outputs(self, options: EncodeOptions, dimensions_field: str = "dimensions") -> None:
         """Raise WrongTask for outputs that the model lacks, and InvalidInput for dimensions, a
-        number of terms or a dtype that the outputs cannot have. `dimensions_field` is the request
-        field of the dimensions."""
+        number of terms or a dtype that the outputs cannot have. Messages about dimensions name the
+        request field `dimensions_field`."""
         unknown = {*options.outputs}.difference(self._offered)
         if missing := [name for name in REPRESENTATIONS if name in unknown]:
             raise WrongTask(
@@ -321,14 +327,15 @@ class Tasks:
     def embed_chunks(self, texts: Sequence[ChunkedText], options: EncodeOptions) -> LateRequest:
         """Make the request for late chunking: a vector of each chunk of some texts.
 
-        All tokens of a text run together, and then the tokens of each chunk are pooled. Raises
-        WrongTask, and InvalidInput, also for a model that does not pool by the mean alone and for a
-        chunk size that is out of range.
+        The model computes all tokens of a text together, and then the tokens of each chunk are
+        pooled. Raises WrongTask, and InvalidInput, also for a model that does not pool by the mean
+        alone and for a chunk size that is out of range.
         """
         return self.request_chunks(texts, self.intent(RequestedOptions(options)))
 
     def request_chunks(self, texts: Sequence[ChunkedText], intent: Intent) -> LateRequest:
-        """Make the request for late chunking with this intent. Raises as `embed_chunks`."""
+        """Make the request for late chunking, as `embed_chunks` does, with the result of `intent`.
+        Raises InvalidInput if the model or the intent does not allow late chunking."""
         spec, options = self._routes.specs[intent.route], intent.options
         if "dense" not in spec.representations:
             raise InvalidInput(
@@ -364,7 +371,7 @@ class Tasks:
                     f"Given: {size.overlap}",
                     field="chunk_overlap",
                 )
-        # As many windows as any text needs, or one, so that a longer text is refused.
+        # As many windows as any text needs; or one, so that a text that needs more is refused.
         windows = MAX_READ_CHARACTERS if intent.tokenization.truncate else 1
         return LateRequest(
             texts,
@@ -383,12 +390,13 @@ class Tasks:
         """Return the calibration ranges to quantize vectors to `dtype`, float32 `[2, dim]`; None if
         the dtype needs none.
 
-        The options describe the vectors; their `output_dtype` does not count. Raises InvalidInput,
-        which names the request field `field`, if no ranges are stored for such vectors.
+        The options describe the vectors, except that `dtype` replaces `options.output_dtype`.
+        Raises InvalidInput, which names the request field `field`, if no ranges are stored for such
+        vectors.
         """
         if dtype not in NEEDS_RANGES:
             return None
-        # Calibration has ranges only for dense vectors that are normalised.
+        # `jaxembed calibrate` makes ranges only for dense vectors that are normalised.
         which, normalize = None, options.normalize
         if "dense" not in options.outputs or options.outputs & PER_TOKEN:
             which = "dense vectors of whole inputs"
@@ -420,7 +428,7 @@ class Tasks:
         return stored.values
 
     def kind(self, options: EncodeOptions) -> VectorKind:
-        """Return the kind of dense vectors that the options ask for. It is the key of stored
+        """Return the kind of dense vectors that the options ask for, which is the key of the stored
         calibration ranges. Raises WrongTask and InvalidInput."""
         self._check_outputs(options)
         options, number = self._with_prompt_of_adapter(options)
@@ -434,7 +442,8 @@ class Tasks:
         )
 
     def score(self, inputs: Sequence[Text | Pair], options: ScoreOptions) -> ScoreRequest:
-        """Make the request for the logits of each input. Raises WrongTask or InvalidInput."""
+        """Make the request for the logits of each text or pair, which classify or score it. Raises
+        WrongTask or InvalidInput."""
         check_task(self._name, self._spec, "classify")
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
@@ -446,11 +455,12 @@ class Tasks:
     def rerank(
         self, query: str, documents: Sequence[str | Image], options: ScoreOptions
     ) -> QueryRequest:
-        """Make the request for the logit of each document with the query, which is tokenized once.
+        """Make the request for the logit of each document with the query, for a reranker.
 
-        Equal documents are computed once, so they get equal logits and keep their order. Documents
-        may be empty, as in TEI. Raises EmptyInput for an empty query, InvalidInput, and WrongTask
-        for a classifier, an embedding model (see `compare`) or images.
+        The query is tokenized once. Equal documents are computed once, so they get equal logits and
+        keep their order. Documents may be empty, as in TEI. Raises EmptyInput for an empty query,
+        InvalidInput, and WrongTask for images that the model does not take, a classifier, or an
+        embedding model, whose requests `compare` makes.
         """
         if "rerank" not in SUPPORTED_TASKS[self._spec.task]:
             raise _wrong_task(self._name, self._spec, "rerank")
@@ -473,11 +483,13 @@ class Tasks:
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
         """Make the requests to rank documents by the similarity of their embeddings to the query's.
 
-        Returns the request of the query, the request of the documents, and the weights of the
-        outputs. Queries and documents have the routes and prompts of their roles. Dense vectors
-        are normalised, so that their inner product is the cosine; but if the model also has
-        multi-vector embeddings, each head decides. Documents may be empty. They are images for a
-        model that reads pages. Raises WrongTask, InvalidInput, and EmptyInput for an empty query.
+        Returns the request of the query, the request of the documents, and the weight of each
+        output in the score. `compare_outputs` makes the scores from the answers and these weights.
+        Query and documents get the routes and prompts of their roles. Dense vectors are normalised,
+        so that their inner product is the cosine; but for a model with multi-vector embeddings, all
+        vectors are normalised as its heads say. Documents may be empty texts; for a model that
+        reads pages, documents are images. Raises WrongTask, InvalidInput, and EmptyInput for an
+        empty query.
         """
         if not query:
             raise EmptyInput("query")
@@ -488,9 +500,10 @@ class Tasks:
     ) -> tuple[EncodeRequest, EncodeRequest, Weights, list[int]]:
         """Make the requests to score pairs of a query and a document by their embeddings.
 
-        Returns the request of the different queries, the request of the documents, the weights of
-        the outputs, and for each pair the index of its query. Raises as `compare`, EmptyInput with
-        the index of the pair.
+        Equal queries are computed once. Returns the request of the different queries, the request
+        of the documents of all pairs, the weight of each output in the score, and for each pair the
+        index of its query in the first request. Raises WrongTask, InvalidInput, and EmptyInput,
+        with the index of the pair, for an empty query.
         """
         if options.max_chunks != 1:
             raise InvalidInput("only `rerank` divides documents", field="max_chunks")
@@ -505,7 +518,7 @@ class Tasks:
     def _compare(
         self, queries: Sequence[str], documents: Sequence[str | Image], options: ScoreOptions
     ) -> tuple[EncodeRequest, EncodeRequest, Weights]:
-        """Make the requests of `compare` for several queries."""
+        """Make the requests that `compare` describes, for several queries that are not empty."""
         check_task(self._name, self._spec, "embed")
         for option, field in PAIR_FIELDS.items():
             if getattr(options, option) is not None:
@@ -536,7 +549,8 @@ class Tasks:
         weights = weights_of(self._offered, options.weights)
         common = EncodeOptions(
             outputs=frozenset(weights),
-            normalize=None if "multi_vector" in self._offered else True,  # None: as heads say
+            # None: as each head says
+            normalize=None if "multi_vector" in self._offered else True,
             truncate=options.truncate,
             truncation_side=options.truncation_side,
             adapter=options.adapter,
@@ -575,8 +589,8 @@ class Tasks:
     def compute(
         self, inputs: Sequence[Input], outputs: Collection[str], options: EncodeOptions
     ) -> ComputeRequest:
-        """Make the request for any outputs of the model, as its heads compute them. Raises
-        InvalidInput for outputs that the model lacks, and for wrong options."""
+        """Make the request for any outputs of the model, unchanged from its heads. Raises
+        InvalidInput for outputs that the model lacks, and for invalid options."""
         offered = self._spec.widths
         unknown = [name for name in outputs if name not in offered]
         if unknown or not outputs:
@@ -607,26 +621,28 @@ class Tasks:
         )
 
     def for_role(self, role: Role, options: EncodeOptions) -> EncodeOptions:
-        """Return the options for texts of a role: with the route and the prompt of the role.
+        """Return the options with the route and the prompt of a role, such as "query".
 
-        A route, prompt or adapter that is set in the options stays. A role without a prompt gets
-        none rather than the default prompt, as in sentence-transformers. Raises UnknownRoute.
+        A route that is set in the options stays. A prompt or an adapter that is set stays, and the
+        role's prompt is then not used. A role without a prompt of its own gets no prompt, not even
+        the default one, as in sentence-transformers. Raises UnknownRoute.
         """
         route = self.route_for(role) if options.route is None else options.route
         options, prompts = replace(options, route=route, role=role), self._spec.prompts
         if {options.prompt, options.prompt_name, options.adapter} != {None}:
             return options
         chosen = prompt_for(role, prompts)
-        if chosen in self._spec.adapter_names:  # as in Jina v3: the prompt goes with its adapter
+        if chosen in self._spec.adapter_names:  # in models such as Jina v3, prompts select adapters
             return replace(options, prompt_name=chosen)
-        name = prompt_of_role(role, prompts)  # only as sentence-transformers chooses
+        name = prompt_of_role(role, prompts)  # the choice of sentence-transformers
         return replace(options, prompt="" if name is None else prompts[name])
 
     def route_for(self, purpose: str, field: str = "prompt_name") -> str:
         """Return the route of texts with a purpose, such as "query".
 
-        It is the route of that name, else one with the same role. The only route of a model has an
-        empty name. Raises UnknownRoute, which names the request field `field`.
+        It is the route of that name, or else a route with the same role. If the model has a single
+        route of texts, it is that one, whose name is "". Raises UnknownRoute, which names the
+        request field `field`.
         """
         specs = self._routes.specs
         if "" in specs or purpose in specs:
@@ -637,10 +653,10 @@ class Tasks:
         return route
 
     def route_of_prompt(self, prompt_name: str | None) -> str:
-        """Return the route with the name or the role of a prompt, or else the default route.
+        """Return the route that has the name or the role of a prompt, or else the default route.
 
-        None means the prompt that the server's flags name, if any. Raises UnknownRoute if there is
-        no default route.
+        A `prompt_name` of None means the prompt that the server's flags name, if any. Raises
+        UnknownRoute if neither route exists.
         """
         prompt_name = prompt_name or self._text.default_prompt_name
         if prompt_name is not None:
@@ -660,7 +676,8 @@ class Tasks:
         return role if role in ("query", "document") else None
 
     def _route(self, options: EncodeOptions) -> str:
-        """Return the route of the options, or else that of their prompt. Raises UnknownRoute."""
+        """Return the route that the options name, or else the route of their prompt. Raises
+        UnknownRoute."""
         if options.route is None:
             return self.route_of_prompt(options.prompt_name)
         if options.route not in self._routes.specs:
@@ -670,8 +687,8 @@ class Tasks:
     def _with_prompt_of_adapter(self, options: EncodeOptions) -> tuple[EncodeOptions, int]:
         """Return the options with the prompt of their adapter, and the adapter's number or 0.
 
-        An adapter and a prompt of the same name belong together: each chooses the other, unless the
-        options name another prompt. Raises InvalidInput for an unknown adapter, and for an adapter
+        An adapter and a prompt of the same name belong together: if the options name only one of
+        them, it chooses the other. Raises InvalidInput for an unknown adapter, and for an adapter
         with the prompt of another adapter.
         """
         number = self._adapter_number(options.adapter)
@@ -724,7 +741,7 @@ class Tasks:
 
 
 def _check_texts(inputs: Sequence[Input]) -> None:
-    """Raise InvalidInput for a text that is the data URI of an image, with its index."""
+    """Raise InvalidInput, with the index of the text, for a text that is an image's data URI."""
     for index, item in enumerate(inputs):
         if isinstance(item, Text) and item.text[: len(IMAGE_URI)].lower() == IMAGE_URI:
             raise InvalidInput(
@@ -747,8 +764,8 @@ def _check_windows(options: ScoreOptions) -> None:
 
 
 def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
-    """Return the tasks that a model is listed with. An embedding model with multi-vector embeddings
-    is also listed with "rerank"."""
+    """Return the tasks that the server's list of models shows for a model. They include "rerank"
+    for a model with multi-vector embeddings."""
     return (
         (*SUPPORTED_TASKS[spec.task], "rerank")
         if "multi_vector" in spec.heads
@@ -757,8 +774,9 @@ def tasks_of(spec: ModelSpec) -> tuple[Task, ...]:
 
 
 def fit(spec: ModelSpec, task: Task) -> int | None:
-    """Return how well a model fits a task: 0 if the task is its own, 1 if the model is listed with
-    the task, 2 if an embedding model is to rerank by similarity. None: it cannot do the task."""
+    """Return how well a model fits a task; lower is better. 0: it is the model's own task. 1: the
+    task is among `tasks_of` the model. 2: it is "rerank", which any embedding model can do by
+    similarity. None: the model cannot do the task."""
     if spec.task == task:
         return 0
     if task in tasks_of(spec):

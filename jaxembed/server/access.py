@@ -45,8 +45,8 @@ REQUEST_ID = re.compile(r"[\w.:+/=-]{1,128}", re.ASCII)
 class Access:
     """The steps before and after the handlers of one app.
 
-    If `is_public`, the app checks API keys and answers CORS preflight requests. The admin app is
-    not public; its routes call `check_admin_key`.
+    With `is_public`, they check API keys and answer CORS preflight requests. The admin app is not
+    public; its routes call `check_admin_key`.
     """
 
     def __init__(self, service: Service, *, is_public: bool):
@@ -54,19 +54,20 @@ class Access:
         self._is_public = is_public
         config = service.config
         self._needs_key = bool(config.api_keys) or service.keyring is not None
-        # By default all origins if requests need a key, else none: without keys, any web page that
-        # the user opens could call a server on the user's machine.
+        # The default is all origins if requests need a key, else none. Without keys, any web page
+        # that a user opens could call a server on the user's machine if all origins were allowed.
         self._origins = config.cors_allow_origins or (("*",) if self._needs_key else ())
 
     async def begin(self) -> Response | None:
         """Check the head of a request before its handler, and give the request its id.
 
-        Returns the response to a CORS preflight request, else None. Raises BadRequest for headers
-        that RFC 9112 forbids and the HTTP libraries accept. Raises also what `_check_key` raises.
+        Returns the response to a CORS preflight request, or None for any other request. Raises
+        BadRequest for headers that RFC 9112 forbids but the HTTP libraries accept, and the errors
+        of `_check_key`.
         """
         if self._service.audit is not None:
             g.started_at = time.monotonic()
-            open_account(None)  # `use_key` opens another, with a quota
+            open_account(None)  # `use_key` may replace the account by one with a quota
         name_request()
         headers = request.headers
         host = headers.get("host", "")
@@ -98,8 +99,8 @@ class Access:
     def _check_key(self) -> None:
         """Check the API key of the request.
 
-        Raises Unauthorized if it is missing, unknown or expired. A key of the key file also raises
-        what `use_key` does: Forbidden and QuotaExceeded.
+        Raises Unauthorized if the key is missing, unknown or expired. For a key of the key file,
+        raises also Forbidden and QuotaExceeded.
         """
         keyring = self._service.keyring
         if keyring is not None and (sent_key := _sent_key()) and (key := keyring.find(sent_key)):
@@ -119,8 +120,8 @@ class Access:
         g.key_name = KEY_FLAG
 
     async def finish(self, response: Response) -> Response:
-        """Add the headers that every response has, also an error, and return the response. Before
-        an error response, discard the rest of the request's body."""
+        """Add the headers that all responses have, errors included, and return the response. If it
+        is an error, discard the rest of the request's body first."""
         service, headers = self._service, response.headers
         if response.status_code >= 400:
             await discard_body()
@@ -147,8 +148,8 @@ class Access:
         return response
 
     async def write_audit(self, error: BaseException | None) -> None:
-        """Write the request's line to the audit log, unless its route is open. The line names the
-        key, and has no text of the request. Quart passes `error`, which is not used."""
+        """Write a line about the request to the audit log, unless it reads an open route. The line
+        names the key, and has no text of the request. Quart passes `error`, which is not used."""
         audit = self._service.audit
         if audit is None or "started_at" not in g or _asks_open_route():
             return
@@ -173,7 +174,8 @@ class Access:
 
 
 def name_request() -> None:
-    """Set `g.request_id` to the client's `X-Request-Id` if that is valid, else to a random id."""
+    """Set `g.request_id` to the header `X-Request-Id` of the request if that is valid, else to a
+    random id."""
     sent_id = request.headers.get("x-request-id", "")
     g.request_id = sent_id if REQUEST_ID.fullmatch(sent_id) else f"{random.getrandbits(128):032x}"
 
@@ -181,12 +183,13 @@ def name_request() -> None:
 async def check_admin_key() -> None:
     """Raise Unauthorized if the admin key of the request is missing or wrong.
 
-    Without a configured key, only the admin port has routes that call this, and it listens on
-    loopback. Then raise Unauthorized for web pages and for other host names.
+    If the server has no admin key, only the admin port has routes that call this function, and the
+    port listens on loopback. In that case, raise Unauthorized for requests from web pages, and for
+    requests whose `Host` is not a loopback name.
     """
     key = current_service().config.admin_key
     if key is None:
-        # After DNS rebinding, `Host` has the web page's name, not a loopback name.
+        # In an attack by DNS rebinding, `Host` has the name of the web page, not a loopback name.
         host = HOST.fullmatch(request.headers.get("host", ""))
         name = "" if host is None else host["name"].strip("[]").lower()
         if "origin" in request.headers or not is_loopback(name):
@@ -212,7 +215,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _carries_one_of(keys: Sequence[str]) -> bool:
-    """Return whether the request carries one of the keys. The duration does not show which one."""
+    """Return whether the request carries one of the keys. How long this takes does not reveal which
+    key it is."""
     sent_key = _sent_key()
     return any([hmac.compare_digest(sent_key, key.encode()) for key in keys])  # compares with all
 
@@ -225,7 +229,7 @@ def _sent_key() -> bytes:
 
 
 def _asks_open_route() -> bool:
-    """Return whether the request reads an open route."""
+    """Return whether the request reads an open route, which needs no key."""
     return request.method in ("GET", "HEAD", "OPTIONS") and is_open(request.path)
 
 
@@ -235,7 +239,8 @@ def is_open(path: str) -> bool:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as OpenAI does: `120ms`, `8.64s`, `6m0s`. Round up to a millisecond."""
+    """Format a duration as OpenAI does: `120ms`, `8.64s`, `6m0s`. It is rounded up to a
+    millisecond."""
     milliseconds = math.ceil(round(1000 * seconds, 3))
     minutes, rest_ms = divmod(milliseconds, 60_000)
     if not minutes and rest_ms < 1000:

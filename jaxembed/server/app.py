@@ -48,7 +48,8 @@ BLUEPRINTS = (
 
 
 class ModelNameConverter(BaseConverter):
-    """The converter of a model's name in a URL path: any text, slashes included."""
+    """The converter for the name of a model in a URL path, which may be any text, slashes
+    included."""
 
     regex = ".+"
     part_isolating = False
@@ -62,7 +63,7 @@ class Server(Quart):
 
     def __init__(self, service: Service):
         super().__init__(__name__, static_folder=None)
-        self.url_map.merge_slashes = False  # a model may be named by a path: /v1/models//srv/model
+        self.url_map.merge_slashes = False  # the name of a model may be a path: /v1/models//srv/m
         self.url_map.converters["model"] = ModelNameConverter
         self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits the body
         self.register_error_handler(HTTPException, errors.refuse_http)
@@ -73,16 +74,16 @@ class Server(Quart):
         self.expired = False  # whether `expire` was called
 
     async def answered(self, timeout_s: float) -> int:
-        """Wait up to `timeout_s` seconds for the requests that are unanswered now. Returns how many
-        remain."""
+        """Wait up to `timeout_s` seconds until the requests that are unanswered now are answered.
+        Returns how many of these requests are still unanswered."""
         if not self.unanswered:
             return 0
         _, remaining = await asyncio.wait(set(self.unanswered), timeout=timeout_s)
         return len(remaining)
 
     async def expire(self, timeout_s: float) -> None:
-        """Cancel the unanswered requests, so that each gets a 503. Waits up to `timeout_s` seconds
-        for the responses."""
+        """Cancel the unanswered requests, so that each gets a 503. Wait up to `timeout_s` seconds
+        until these responses are sent."""
         self.expired = True
         for task in self.unanswered:
             task.cancel()
@@ -108,9 +109,9 @@ def create_app(
 ) -> Server:
     """Build the public app, which serves `models`.
 
-    With a `pool` the app also serves the models that the pool loads later, and if the config has an
-    admin key, it has the admin routes. With a `keyring` a request needs a key of the keyring or of
-    the config. `audit` and `tracer` record the requests.
+    With a `pool` the app also serves the models that the pool loads later, and has the admin routes
+    if the config has an admin key. With a `keyring` a request needs a key of the keyring or of the
+    config. `audit` logs and `tracer` traces the requests.
     """
     fetcher = (
         MediaFetcher(
@@ -158,7 +159,8 @@ def create_admin_app(service: Service) -> Server:
 
 
 def _guard(app: Server, *, is_public: bool) -> None:
-    """Register the steps of `Access` on the app, with those of the audit log if there is one."""
+    """Make the app run the steps of `Access` before and after each request, and write the audit log
+    if there is one."""
     guard = access.Access(app.service, is_public=is_public)
     app.before_request(guard.begin)
     app.after_request(guard.finish)

@@ -51,19 +51,20 @@ class BadJson(InvalidInput):
 
 
 class BadField(InvalidInput):
-    """The body is JSON of the wrong shape. The message has the path of the wrong value."""
+    """The body is JSON, but not of the form that the route takes. The message has the path of the
+    value that is not."""
 
 
 class Unhealthy(JaxembedError):
-    """The server cannot take work now."""
+    """The server cannot run requests now."""
 
 
 class PlaygroundOff(JaxembedError):
-    """The playground page was requested, and the server runs without it."""
+    """The playground page was requested, but the server runs without it."""
 
 
 class LoadFailed(JaxembedError):
-    """A model that an admin route should load cannot be loaded. As in Triton, the status is 400."""
+    """An admin route cannot load the requested model. As in Triton, the status is 400."""
 
 
 class Unauthorized(JaxembedError):
@@ -72,8 +73,9 @@ class Unauthorized(JaxembedError):
 
 @dataclass(frozen=True)
 class Reply:
-    """The response to one class of errors, by API. Cohere's statuses are OpenAI's. `err` is the
-    label under which metrics count the failure; None means that they do not."""
+    """The status and the fields of the response to one class of errors, in the format of TEI or of
+    OpenAI. Cohere's format has the status of OpenAI's. `err` is the label under which metrics count
+    the failure; None means that they do not count it. `tei_prefix` precedes the message."""
 
     tei_status: int
     tei_type: str
@@ -84,7 +86,7 @@ class Reply:
     tei_prefix: str = ""
 
 
-LOAD_RETRY_S = 5  # `Retry-After` if a model is not in memory
+LOAD_RETRY_S = 5  # value of `Retry-After` if a model is not in memory
 LONGEST_MESSAGE = 4000  # maximum characters of an error message
 _SHAPE_PREFIX = "Failed to deserialize the JSON body into the target type: "
 _JSON_PREFIX = "Failed to parse the request body as JSON: "
@@ -122,13 +124,14 @@ REPLIES: dict[type[Exception], Reply] = {
 }
 # fmt: on
 
-REPOSITORY = "/v2/repository/"  # Triton's routes; their errors have TEI's format
+REPOSITORY = "/v2/repository/"  # prefix of Triton's routes, whose errors have TEI's format
 
-# Infinity's routes that lack /v1; their errors have OpenAI's format.
+# Infinity's routes without the prefix /v1, whose errors have OpenAI's format.
 UNPREFIXED = ("/embeddings", "/classify", "/models")
 
 COHERE = ("/v1/embed",)  # Cohere's routes that are not under /v2/
 
+# The messages for HTTP errors, by status.
 HINTS = {
     404: "the route {path} does not exist; GET /docs lists the routes",
     405: "this route does not accept {method}; it accepts {allowed}",
@@ -142,8 +145,9 @@ HINTS = {
 def dialect_of(path: str) -> Dialect:
     """Return the API whose error format the route at `path` uses.
 
-    Triton's routes use TEI's format, and so do all routes but these: Cohere's format is for the
-    other routes under /v2/ and those in COHERE, OpenAI's for those under /v1/ and in UNPREFIXED.
+    Routes under /v2/ other than Triton's, and those in COHERE, use Cohere's format. Other routes
+    under /v1/, and those in UNPREFIXED, use OpenAI's format. All other routes use TEI's format,
+    Triton's routes included.
     """
     if path.startswith(REPOSITORY):
         return "tei"
@@ -153,8 +157,8 @@ def dialect_of(path: str) -> Dialect:
 
 
 async def refuse(error: Exception) -> Response:
-    """Build the response to an exception by REPLIES, and count the failure. Only the log has the
-    details of an unexpected exception."""
+    """Build the response to an exception from its entry in REPLIES, and count the failure. The
+    details of an unexpected exception are written to the log only."""
     # the reply of the error's class, or of its nearest base class that has one
     reply = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
     if reply.err is not None:
@@ -162,13 +166,14 @@ async def refuse(error: Exception) -> Response:
     is_tei, request_id = dialect_of(request.path) == "tei", g.get("request_id", "-")
     field, place = _places(error)
     if reply.err != "inference":
-        # TEI names the field without an index; errors about images, which TEI lacks, have the index
+        # TEI names the field without an index. TEI has no images, so messages about images may have
+        # the index.
         names_field_only = is_tei and not isinstance(error, InvalidImage | MediaUrlError)
         message = _clipped(_message(error, (field if names_field_only else place) or "inputs"))
     elif isinstance(error, JaxembedError):
         message = f"{error} (request id {request_id})"
         logger.error("request %s failed: %s", request_id, error)
-    else:  # the client gets no internal details; the log has them
+    else:  # only the log gets the internal details
         message = (
             "internal error: this is a bug in jaxembed; the server's log has the details of "
             f"request {request_id}"
@@ -195,8 +200,8 @@ async def refuse(error: Exception) -> Response:
 
 
 async def refuse_http(error: HTTPException) -> Response:
-    """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). The message is the hint
-    for its status in HINTS, else the description of the error."""
+    """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). The message is the one in
+    HINTS for the status, or if there is none, the description of the error."""
     status = error.code or 500
     message = error.description or HTTPStatus(status).phrase
     if status in HINTS:
@@ -220,9 +225,9 @@ async def refuse_http(error: HTTPException) -> Response:
 def _response(
     error: Exception, status: int, message: str, kind: str, param: str | None, code: str | None
 ) -> Response:
-    """Build the response to an error in the route's dialect, and note the error in the trace.
-    `kind` is the type of the error for clients, `param` the path of the wrong value, and `code`
-    OpenAI's code."""
+    """Build the response to an error in the format of the route's API, and note the error in the
+    trace. `kind` is the type of the error for clients, `param` the path of the refused value in the
+    body, and `code` the error code of OpenAI's API."""
     if (trace := current_trace()) is not None:
         trace.error = type(error).__name__
     match dialect_of(request.path):
@@ -239,8 +244,8 @@ def _response(
 
 
 def _places(error: Exception) -> tuple[str | None, str | None]:
-    """Return the name of the wrong field and the path of the wrong value in the body, such as
-    `inputs` and `inputs[3]`. Both are None if unknown."""
+    """Return the field of the body that an error is about, and the path of the refused value, such
+    as `inputs` and `inputs[3]`. Both are None if unknown."""
     field, index = getattr(error, "field", None), getattr(error, "index", None)
     inputs = getattr(current_meter(), "size", None)
     if field is not None:
@@ -251,8 +256,8 @@ def _places(error: Exception) -> tuple[str | None, str | None]:
 
 
 def _message(error: Exception, field: str) -> str:
-    """Return the message for clients: TEI's or a longer one for the errors listed here, else the
-    error's own. `field` is the field or path in the body that it names."""
+    """Return the message of an error for clients. Some errors have the message of TEI, or a longer
+    one than the error itself. `field` is the field or path in the body that the message names."""
     match error:
         case NoInputs():
             return f"`{field}` cannot be empty"
@@ -302,6 +307,7 @@ def _message(error: Exception, field: str) -> str:
 
 
 def _clipped(message: str) -> str:
-    """Return the message, without its middle if it is long: it may quote a value of any size."""
+    """Return the message, without its middle if it is longer than LONGEST_MESSAGE characters,
+    because it may quote a value of any size."""
     half = LONGEST_MESSAGE // 2
     return message if len(message) <= 2 * half else f"{message[:half]} ... {message[-half:]}"

@@ -1,4 +1,4 @@
-"""Measures one request: its durations, its counters and the lease on its model."""
+"""Measures one request: holds the lease on its model, and records its durations and counters."""
 
 import asyncio
 import time
@@ -42,9 +42,9 @@ class RequestSize:
 class Meter(AbstractContextManager["Meter"]):
     """The durations and counters of one request, recorded when the context ends.
 
-    `find` takes a lease on the model, which the end returns. Metrics count the request for this
-    model, and before `find` for the first startup model if that is in memory. A client that
-    disconnects is counted here, other failures by `errors.refuse`.
+    `find` takes a lease on the model, which the end of the context returns. `telemetry` has the
+    metrics that count the request. The Meter counts clients that disconnect, and `errors.refuse`
+    counts other failures.
     """
 
     service: Service
@@ -52,7 +52,8 @@ class Meter(AbstractContextManager["Meter"]):
     started_at: float = field(default_factory=time.monotonic)
     trace: Trace | None = field(default_factory=current_trace)
 
-    # Set by `find`. `adapter` is the one that `model` names; responses carry `served_name`.
+    # Set by `find`. `adapter` is the adapter that the request names, and `served_name` the name of
+    # the model in the response.
     loaded: LoadedModel = field(init=False)
     adapter: str | None = None
     served_name: str = field(init=False)
@@ -62,7 +63,7 @@ class Meter(AbstractContextManager["Meter"]):
     route: str = field(init=False)  # the model's route that runs the request; set when it is run
 
     _lease: LoadedInstance | None = field(default=None, init=False)
-    _stages: list[tuple[str, float]] = field(default_factory=list, init=False)  # with seconds
+    _stages: list[tuple[str, float]] = field(default_factory=list, init=False)  # name, seconds
 
     def __exit__(
         self,
@@ -81,8 +82,8 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def telemetry(self) -> Telemetry:
-        """The metrics that count the request: those of its model; before `find`, of the first
-        startup model; without one in memory, of the server."""
+        """The metrics that count the request. They belong to the model of the request; before
+        `find` to the first startup model, or if that is not in memory, to the server."""
         if hasattr(self, "loaded"):
             return self.loaded.telemetry
         models = self.service.models
@@ -91,8 +92,8 @@ class Meter(AbstractContextManager["Meter"]):
 
     @contextmanager
     def time(self, stage: Literal["decode", "encode"]) -> Iterator[None]:
-        """Time a stage. The metrics receive the time when the request ends, because its model is
-        known then."""
+        """Measure the duration of a stage. The metrics receive it when the request ends, because
+        the model may be unknown until then."""
         started_at = time.monotonic()
         try:
             yield
@@ -105,10 +106,11 @@ class Meter(AbstractContextManager["Meter"]):
     async def find(
         self, name: str | None, task: Task | None, outputs: Collection[OutputName] = ()
     ) -> LoadedModel:
-        """Find the request's model, load it if needed, and take a lease on it.
+        """Find the model of the request, load it if needed, and take a lease on it.
 
-        Returns the model. `name` is the model in the request; see `Models.find`. Raises what
-        `ModelPool.lease` does, and Forbidden if the request's API key may not use the model.
+        Returns the model. `name` is the model that the request names, `task` what the model must be
+        able to do, and `outputs` the outputs that it should have. Raises the errors of
+        `ModelPool.lease`, and Forbidden if the API key of the request may not use the model.
         """
         permitted = None if self.service.keyring is None else check_name(name)
         self._lease = await self.service.pool.lease(name, task, permitted, outputs)
@@ -116,7 +118,7 @@ class Meter(AbstractContextManager["Meter"]):
         models = self.service.models
         self.adapter = models.adapter_of(name)
         suffix = f":{self.adapter}" if self.adapter else ""
-        self.served_name = models.name_of(loaded, permitted) + suffix  # names may move
+        self.served_name = models.name_of(loaded, permitted) + suffix  # `name` may have moved
         if self.reservation.account is not None:
             self.reservation.account.models.add(models.name_of(loaded) + suffix)
         if self.trace is not None:
@@ -129,14 +131,15 @@ class Meter(AbstractContextManager["Meter"]):
         self.loaded.telemetry.request_count.labels(size.method).inc()
 
     async def answer(self, answer: Embeddings | Scores, response: Awaitable[Response]) -> Response:
-        """Await the response, which encodes `answer`; time this stage, and `stamp` the response."""
+        """Await the response, which encodes `answer`. Record how long that takes, and return the
+        response after `stamp` has added its headers."""
         with self.time("encode"):
             encoded = await response
         return self.stamp(encoded, answer)
 
     def stamp(self, response: Response, answer: Embeddings | Scores) -> Response:
-        """Count the request as answered, and add its durations and counts to the response's
-        headers."""
+        """Count the request as answered, and add headers with the durations and counts of the
+        request to the response."""
         total_s = time.monotonic() - self.started_at
         telemetry = self.loaded.telemetry
         telemetry.request_success.labels(self.size.method).inc()
@@ -146,7 +149,7 @@ class Meter(AbstractContextManager["Meter"]):
         telemetry.request_inference.observe(answer.inference_s)
         plan, total_ms = self.loaded.routes[self.route].plan, f"{int(1000 * total_s)}"
         tokens = int(answer.num_tokens.sum())
-        response.headers.extend(  # `update` searches for each name first, 2 us a header
+        response.headers.extend(  # `update` would search for each name first, 2 us a header
             {
                 # in the form of TEI's header: `cpu+bfloat16`
                 "x-compute-type": f"{plan.device_name.lower().replace(' ', '-')}+{plan.dtype}",
@@ -171,7 +174,7 @@ class Meter(AbstractContextManager["Meter"]):
 
 
 def current_meter() -> Meter:
-    """Return the meter of the current request; the first call creates it."""
+    """Return the meter of the current request, which is created when it is first asked for."""
     if "meter" not in g:
         g.meter = Meter(current_service(), cast(BoundedBody, request.body).reservation)
     return g.meter

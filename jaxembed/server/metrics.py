@@ -1,4 +1,5 @@
-"""Prometheus metrics of the process, the API keys and the audit log, besides those of models."""
+"""Prometheus metrics of the process, the API keys and the audit log. `observability.metrics` has
+those of models."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -38,8 +39,9 @@ def process_registry() -> CollectorRegistry:
 
 
 def access_registry(keyring: Keyring | None, audit: AuditLog | None) -> CollectorRegistry:
-    """Return the metrics of a keyring and of an audit log; None leaves its metrics out. The label
-    `key` is the name of a key. The series of a key end when the key leaves the key file."""
+    """Return the metrics of a keyring and of an audit log; None means that there is no keyring or
+    no log. The label `key` is the name of a key. When a key leaves the key file, its series
+    end."""
     registry = CollectorRegistry()
     registry.register(_AccessMetrics(keyring, audit))
     return registry
@@ -115,8 +117,8 @@ class _AccessMetrics(Collector):
 
 
 def _counter(name: str, text: str, values: Iterable[tuple[Labels, int | float]]) -> Metric:
-    """Return a counter whose name lacks the suffix `_total`, as in TEI. `values` are pairs of
-    labels and a count."""
+    """Return a counter without the usual suffix `_total` in its name, as in TEI. Each of `values`
+    is the labels of a series and its count."""
     family = CounterMetricFamily(name, text)
     family.samples += [Sample(name, dict(labels), float(value)) for labels, value in values]
     return family

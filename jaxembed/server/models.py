@@ -1,4 +1,4 @@
-"""The import path of `Models` for programs such as examples/ray_serve.py."""
+"""Defines `Models` for programs that build a server themselves, such as examples/ray_serve.py."""
 
 from collections.abc import Sequence
 from typing import Any

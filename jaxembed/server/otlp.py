@@ -1,9 +1,9 @@
 """Sends OpenTelemetry spans of requests and batches to a receiver.
 
-The module needs the extra `otel`, and is imported only with `--otlp-endpoint`. A span is built from
-recorded times when its request or batch has ended, so a request that is not sampled costs only the
-sampler's decision. A thread of the exporter sends the spans. Spans are dropped while the receiver
-is slow or unreachable.
+The module needs the extra `otel`, and is imported only with `--otlp-endpoint`. Spans of stages and
+batches are built from recorded times when the request or batch has ended. A request that the
+sampler does not select costs only the sampler's decision. A thread of the exporter sends the spans.
+Spans are dropped while the receiver is slow or unreachable.
 """
 
 import logging
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 Protocol = Literal["grpc", "http/protobuf"]
 
-COMPLAINT_S = 60.0  # minimum time between two log lines about a failing receiver
-CLOCK_STEP_NS = 1_000_000  # changes of the system clock up to this are ignored
+COMPLAINT_S = 60.0  # minimum seconds between two log lines about a failing receiver
+CLOCK_STEP_NS = 1_000_000  # smaller changes of the system clock are ignored
 HTTP_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name for other methods
+UNKNOWN_METHOD = "_OTHER"  # OpenTelemetry's name for methods that are not in HTTP_METHODS
 FAILED_STATUS = 500  # the lowest HTTP status that marks a span as failed
 OPERATIONS = {"embed": "embeddings"}  # OpenTelemetry's names of tasks; other tasks keep their names
 
@@ -76,7 +76,8 @@ ATTRIBUTES = {
     "served_model": "jaxembed.model",
 }
 
-# A traceparent of version 00: trace id, span id, flags. The propagator parses all others.
+# A `traceparent` header of version 00: trace id, span id, flags. OpenTelemetry's propagator parses
+# headers that do not match.
 PARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 
 Arguments = ParamSpec("Arguments")
@@ -108,8 +109,8 @@ class OtlpTracer:
     OpenTelemetry's environment variables configure the sampler and the exporters."""
 
     def __init__(self, endpoint: str, service_name: str, protocol: Protocol = "grpc"):
-        """`endpoint` is the receiver's URL; with http/protobuf, the URL of its route for spans."""
-        # else OpenTelemetry logs a line for each batch of spans that it cannot send
+        """`endpoint` is the URL of the receiver, or with http/protobuf of its route for spans."""
+        # OpenTelemetry would log a line for each batch of spans that it cannot send
         library = logging.getLogger("opentelemetry")
         library.handlers, library.propagate = [_Complaints()], False
         resource = Resource.create({"service.name": service_name, "service.version": __version__})
@@ -124,17 +125,18 @@ class OtlpTracer:
         for provider in (sampling, recording_all):
             provider.add_span_processor(self._processor)
         self._sampler = sampling.sampler
-        self._follows_parents = isinstance(sampling.sampler, ParentBased)  # obeys the client
+        # whether the sampler obeys the decision that the client sends
+        self._follows_parents = isinstance(sampling.sampler, ParentBased)
         self._request_tracer = sampling.get_tracer("jaxembed", __version__)
         self._child_tracer = recording_all.get_tracer("jaxembed", __version__)  # records all spans
-        self._offset_ns = time.time_ns() - time.monotonic_ns()  # added to monotonic times
+        self._offset_ns = time.time_ns() - time.monotonic_ns()  # system clock - monotonic clock
 
     @_harmless
     def begin(self, scope: Mapping[str, Any]) -> Trace | None:
         """Start the span of the request with this ASGI scope, if the sampler selects the request.
 
-        Returns the request's trace, or None if it is not traced. Open routes are not traced. A
-        malformed `traceparent` is ignored.
+        Returns the trace of the request, or None if the request is not traced. Reading a route that
+        needs no key is not traced. A malformed `traceparent` is ignored.
         """
         method = scope["method"]
         if method in ("GET", "HEAD") and is_open(scope["path"]):
@@ -154,8 +156,8 @@ class OtlpTracer:
 
     @_harmless
     def end(self, trace: Trace, route: str | None) -> None:
-        """End the request's span, and build a child span for each stage. `route` is the pattern of
-        the request's path; None if no route matched."""
+        """End the span of a request, and build a child span for each of its stages. `route` is the
+        pattern that matched the path of the request; None if none did."""
         ended_at = time.monotonic()
         span, method = trace.span
         parent = set_span_in_context(span, _EMPTY)
@@ -193,8 +195,9 @@ class OtlpTracer:
 
     @_harmless
     def trace_batch(self, run: BatchRun, futures: Sequence[FutureTrace]) -> None:
-        """Build the span of a batch in a separate trace, with links to at most MAX_LINKS of its
-        requests. Append the run and the span's context to the `runs` of each of `futures`."""
+        """Build the span of a batch in a separate trace, with links to the spans of at most
+        MAX_LINKS requests in the batch. Append the run and the context of its span to the `runs` of
+        each of `futures`, so that the spans of these requests can link to the batch."""
         traces = dict.fromkeys(future.trace for future in futures)
         contexts = [trace.span[0].get_span_context() for trace in list(traces)[:MAX_LINKS]]
         span = self._child_tracer.start_span(
@@ -219,8 +222,8 @@ class OtlpTracer:
             future.runs.append((run, span.get_span_context()))
 
     def close(self, timeout_s: float) -> None:
-        """Send the remaining spans, for at most `timeout_s` seconds. The rest is lost, and this is
-        logged."""
+        """Send the remaining spans, for at most `timeout_s` seconds. Spans that are not sent in
+        this time are lost, and a log line says so."""
         closing = threading.Thread(target=self._processor.shutdown, name="spans", daemon=True)
         closing.start()
         closing.join(timeout_s)
@@ -228,10 +231,10 @@ class OtlpTracer:
             logger.warning("the last spans could not be sent within %g s", timeout_s)
 
     def _parent(self, headers: Sequence[tuple[bytes, bytes]]) -> Context | None:
-        """Return the context of the client's span; an empty context without a valid `traceparent`;
-        None if the sampler does not select the request.
+        """Return the context of the client's span, or an empty context if the client sends no valid
+        `traceparent`. Return None if the sampler does not select the request.
 
-        The sampler decides first, because parsing `tracestate` and starting a span take longer.
+        The sampler is asked before `tracestate` is parsed and a span is started, which take longer.
         """
         parents = [value for name, value in headers if name == b"traceparent"]
         if len(parents) != 1:
@@ -252,7 +255,8 @@ class OtlpTracer:
 
     def _ns(self, at: float) -> int:
         """Convert a time of time.monotonic() to nanoseconds since 1970 by the system clock. Changes
-        of the system clock up to CLOCK_STEP_NS are ignored, so that equal times stay equal."""
+        of the system clock up to CLOCK_STEP_NS are ignored, so that equal times give equal
+        results."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         if abs(offset_ns - self._offset_ns) > CLOCK_STEP_NS:
             self._offset_ns = offset_ns
@@ -260,7 +264,8 @@ class OtlpTracer:
 
 
 class _Complaints(logging.Handler):
-    """Logs the exporter's warnings as jaxembed's, at most one line every COMPLAINT_S seconds."""
+    """Logs warnings of OpenTelemetry through the logger of this module, at most one line every
+    COMPLAINT_S seconds."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -281,6 +286,7 @@ class _Complaints(logging.Handler):
 
 
 def _set(span: Span, **values: Any) -> None:
-    """Set the attributes of a span by their names in ATTRIBUTES. Values of None are left out."""
+    """Set attributes of a span. The arguments are named by the keys of ATTRIBUTES. Values of None
+    are left out."""
     attributes = {ATTRIBUTES[name]: value for name, value in values.items() if value is not None}
     span.set_attributes(attributes)

@@ -3,7 +3,7 @@
 The server reports its state to a supervisor such as systemd with the sd_notify protocol.
 
 While the server drains, it refuses new requests and answers those already admitted. Then it closes
-its connections. A watchdog ends the process if this takes too long.
+its connections. If draining and closing take too long, a timer in the server ends the process.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75.0  # longer than the 60 s of common load balancers, which should close first
 CLOSE_S = 5.0  # for connections to close after the drain
-FLUSH_S = 3.0  # to send the last spans
-WATCHDOG_S = 4 * CLOSE_S  # after the drain, for late requests, connections, engines, logs and spans
+FLUSH_S = 3.0  # for sending the last spans
+WATCHDOG_S = 4 * CLOSE_S  # from the timeout of the drain until the timer ends the process
 BACKLOG = 2048
 LOOPBACK = "127.0.0.1"
 MAX_HEADER_BYTES = 64 * 1024
@@ -62,10 +62,10 @@ def run(
     """Serve until SIGTERM or SIGINT, then drain, close the models and return.
 
     `listener` is a bound socket, which reserves the port while the models load; None means that the
-    address in `config` is bound now. `load`, `limits` and `describe` are as in ModelPool. On SIGHUP
-    the `keyring` reads its file and `audit` reopens its log. `tracer` traces the requests, and is
-    closed at the end. Raises BackendError if a model cannot be compiled, ConfigError if a port
-    cannot be bound, and the error of a server that fails.
+    address in `config` is bound now. `load`, `limits` and `describe` are arguments of ModelPool. On
+    SIGHUP the `keyring` reads its file again and `audit` opens its log again. `tracer` traces the
+    requests, and is closed at the end. Raises BackendError if a model cannot be compiled,
+    ConfigError if a port cannot be bound, and the error of a server that fails.
     """
     pool = ModelPool(models, load, limits, describe)
     listener = listener or listen(config.host, config.port)
@@ -94,7 +94,8 @@ def run(
 async def serve(
     app: Server, shutdown: asyncio.Event, listener: socket.socket | None = None
 ) -> None:
-    """Serve until `shutdown` is set, then drain and close the servers.
+    """Serve the app until `shutdown` is set, then drain and close. If the config has ports for
+    metrics and for the admin routes, these are served on their ports meanwhile.
 
     Draining ends when all admitted requests are answered, or after the drain timeout. `listener` is
     a bound socket; None means that the address in the app's config is bound now. Raises ConfigError
@@ -144,10 +145,10 @@ async def serve(
 
 
 async def _sample(service: Service) -> None:
-    """Every SAMPLE_S seconds, record the models' counters and the delay of the event loop.
+    """Every SAMPLE_S seconds, record the counters of the models and the delay of the event loop,
+    evict models that are due, and return freed memory to the system if there are no requests.
 
-    Also evict models that are due, and return freed memory to the system while there are no
-    requests. Runs until it is cancelled; errors are logged.
+    Runs until it is cancelled. Errors are logged.
     """
     delay_s = 0.0
     trimmer = memory.Trimmer()
@@ -158,7 +159,9 @@ async def _sample(service: Service) -> None:
             if not service.models.capacity.bytes:
                 await asyncio.to_thread(trimmer.run)
         except Exception:
-            logger.exception("recent statistics could not be updated. This is a bug in jaxembed")
+            logger.exception(
+                "statistics, eviction or the freeing of memory failed. This is a bug in jaxembed"
+            )
         due_at = time.monotonic() + SAMPLE_S
         await asyncio.sleep(SAMPLE_S)
         delay_s = max(time.monotonic() - due_at, 0.0)
@@ -167,7 +170,7 @@ async def _sample(service: Service) -> None:
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     """Return a socket that is bound to the address; port 0 means any free port.
 
-    Clients cannot connect until a server starts on the socket. Raises ConfigError if the address
+    Clients cannot connect until a server listens on the socket. Raises ConfigError if the address
     cannot be bound; the message names `flag` if the port is the reason.
     """
     try:
@@ -190,7 +193,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """Return the URL of the address that the socket is bound to."""
+    """Return the URL of the address to which the socket is bound."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -204,14 +207,14 @@ def _start(
     listener.listen(BACKLOG)
     logger.info("listening on %s%s", url(listener), path)
     log = logging.getLogger("hypercorn.error")
-    log.setLevel(logging.WARNING)  # its INFO names file descriptors, not addresses
+    log.setLevel(logging.WARNING)  # Hypercorn's INFO lines name file descriptors, not addresses
     settings = Config.from_mapping(
         bind=[f"fd://{listener.detach()}"],  # Hypercorn owns the descriptor from now on
         backlog=BACKLOG,
         keep_alive_timeout=KEEP_ALIVE_S,
         keep_alive_max_requests=sys.maxsize,
-        graceful_timeout=CLOSE_S / 2,  # `serve` has waited for the requests by then
-        max_app_queue_size=2,  # pieces of a body, in addition to those in `BoundedBody`
+        graceful_timeout=CLOSE_S / 2,  # `serve` waits for requests before it ends this server
+        max_app_queue_size=2,  # pieces of a body that wait for `BoundedBody`
         h11_max_incomplete_size=MAX_HEADER_BYTES,
         accesslog=None,
         errorlog=log,
@@ -240,7 +243,7 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     def stop() -> None:
         shutdown.set()
         tell(config.notify_socket, STOPPING)
-        # a thread in native code cannot be stopped or joined, so the watchdog ends the process
+        # a thread in native code cannot be stopped or joined, so a timer ends the process
         seconds = config.drain_timeout_s + WATCHDOG_S
         reason = f"the server is still running {seconds:g} s after the signal; exiting"
         watchdog = threading.Timer(seconds, leave, (0, logging.ERROR, reason))  # exit status 0
@@ -261,7 +264,7 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
     if keyring is not None:
         keyring.watch()  # it also notices changes made before SIGHUP was handled
     if audit is not None:
-        audit.reopen()  # the file may have been moved before SIGHUP was handled
+        audit.reopen()  # the log may have been moved before SIGHUP was handled
     if keyring is not None or audit is not None:
         loop.add_signal_handler(signal.SIGHUP, read_again)
     failures = _watch_readiness(
@@ -276,8 +279,9 @@ async def _serve_until_stopped(app: Server, listener: socket.socket) -> list[Bac
 
 
 def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator[str]:
-    """Yield log lines with the models and the URLs of the documentation and playground. A wildcard
-    host in `address`, the server's URL, becomes the loopback address."""
+    """Yield the log lines for the moment when the server is ready: the models, and the URLs of the
+    documentation and the playground. `address` is the URL of the server; a wildcard host in it
+    becomes the loopback address."""
     for model in models:
         yield f"ready: {model.name} on {model.device} in {model.dtype}"
     for wildcard, local in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
@@ -290,17 +294,17 @@ def _ready_lines(models: Models, config: ServerConfig, address: str) -> Iterator
 def _watch_readiness(
     models: Models, ready: Callable[[], object], stop: Callable[[], object]
 ) -> list[BackendError]:
-    """Call `ready` after each model that becomes ready, and `stop` if a model fails to compile.
+    """Call `ready` each time a model becomes ready, and `stop` if a model fails to compile.
 
-    Threads wait for the models. Returns at once an empty list, to which each failing model adds an
-    error later.
+    The function starts a thread for each model and returns at once an empty list. For each model
+    that fails later, its thread adds an error to the list.
     """
     failures: list[BackendError] = []
 
     def watch(loaded: LoadedModel) -> None:
         try:
             loaded.wait_ready()
-            gc.freeze()  # garbage collections that scan these objects would stop the loop for 50 ms
+            gc.freeze()  # a garbage collection of the model would block the event loop for 50 ms
             ready()
         except Exception as error:
             if not loaded.draining:  # a draining model was stopped before it was ready
@@ -330,10 +334,10 @@ def tell(address: str | None, state: str) -> None:
 async def feed_watchdog(
     address: str | None, interval_s: float | None, is_alive: Callable[[], bool]
 ) -> None:
-    """Tell the supervisor ALIVE twice in each `interval_s` seconds while `is_alive` is True.
+    """Send ALIVE to the supervisor twice in each `interval_s` seconds while `is_alive` returns
+    True. If the supervisor gets no message for `interval_s` seconds, it ends the process.
 
-    The supervisor ends the process if it is not told for `interval_s` seconds. Runs until it is
-    cancelled. Without an address or an interval it returns at once.
+    Runs until it is cancelled. Without an address or an interval it returns at once.
     """
     while address is not None and interval_s is not None:
         if is_alive():

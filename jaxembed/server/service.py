@@ -1,4 +1,4 @@
-"""The objects that all routes share: the models, the settings and the recent counters."""
+"""Defines Service, the objects that all routes share, such as the models and the settings."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from jaxembed.server.registry.pool import ModelPool
 
 @dataclass(frozen=True)
 class Service:
-    """The models of a server, with the objects that the routes need to serve them."""
+    """The models of a server, and the other objects that the handlers of all routes need."""
 
     models: Models
     config: ServerConfig

@@ -20,25 +20,29 @@ from jaxembed.platform.cores import MAX_WAITED, CpuTimes, core_count, host_id, t
 
 logger = logging.getLogger(__name__)
 
-ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, as TEI's
-ACCELERATOR_TOKEN_MS = 0.001  # a million tokens a second; only ratios matter until a timing
+ACCELERATOR_TOKENS = 16384  # default token budget on an accelerator, the same as TEI's
+# The assumed milliseconds per token on an accelerator. Until buckets are timed, only the ratios of
+# costs matter.
+ACCELERATOR_TOKEN_MS = 0.001
 MIN_TOKENS = 256  # smallest default token budget
 BATCH_S = 0.15  # target time of a full batch on a CPU, during which nothing else runs
-XLA_SHARE = 0.3  # FLOP/s of a whole model as a share of those of a single matrix product
-# The native kernels reach a larger share: with it BERT-base gets 1024 tokens in the target time
-# instead of 256, and abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
+XLA_SHARE = 0.3  # FLOP/s of a whole model in XLA, as a share of the FLOP/s of one matrix product
+# The same share with native kernels. It gives BERT-base a budget of 1024 tokens instead of 256, and
+# abstracts are 15 % faster. Larger budgets gain 0 to 4 %.
 NATIVE_SHARE = 0.7
-NATIVE_TOKENS = 1024  # largest token budget that the native kernels' share may give
+NATIVE_TOKENS = 1024  # largest token budget that NATIVE_SHARE may give
 SHAPE = (1024, 768, 3072)  # m, k, n of the measured product
-PRODUCT_RUNS = 30  # the fastest run counts, because the machine may be busy
-MEASURE_S = 0.2  # a slow product runs until it has taken this CPU time on each core
-WAIT_S = 2.0  # a product that gets little CPU time runs until these seconds have passed
-# A neighbour on the same core slows a product down although nothing waits: one of five starts on a
-# quiet virtual machine measured half the rate. So there are several rounds, which must agree.
+PRODUCT_RUNS = 30  # number of runs; the fastest run counts, because the machine may be busy
+MEASURE_S = 0.2  # fewer runs are enough if they have taken this CPU time on each core,
+WAIT_S = 2.0  # or if these seconds have passed
+# Another virtual machine on the same core can slow a product down although no thread waits: one of
+# five starts on a quiet machine measured half the rate. So there are several rounds, which must
+# agree.
 ROUNDS = 2
-MAX_ROUND_RATIO = 1.25  # largest ratio of the fastest round to the slowest
-# bfloat16 costs accuracy, so it must be this much faster than float32. It is 2.0 times as fast with
-# AVX512_BF16; a CPU that cannot multiply it is slower, because XLA converts to float32 first.
+MAX_ROUND_RATIO = 1.25  # largest ratio of the rate in the fastest round to that in the slowest
+# bfloat16 costs accuracy, so it is used only if it is this many times as fast as float32. With
+# AVX512_BF16 it is 2.0 times as fast. A CPU without bfloat16 instructions is slower in it, because
+# XLA converts to float32 first.
 CLEARLY_FASTER = 1.2
 
 
@@ -47,14 +51,15 @@ class Rate:
     """The speed of this CPU in matrix products."""
 
     flops: float  # floating-point operations per second
-    sure: bool  # False for an estimate, because other programs used the cores
+    # False for an estimate: other programs used the cores, or repeated measurements differ too much
+    sure: bool
 
 
 class Calibration:
     """Chooses the dtype and the default token budget for a device, on a CPU by its speed.
 
     The speed of a CPU is measured once for each dtype, by a matrix product. The rates are saved in
-    `cache_dir`, if given: rates that vary from start to start would give other buckets, which would
+    `cache_dir`, if it is given: other rates at the next start would give other buckets, which would
     have to be compiled again. Estimated rates are not saved.
     """
 
@@ -65,7 +70,7 @@ class Calibration:
 
     @property
     def sure(self) -> bool:
-        """Whether all rates used so far were measured, and none is an estimate."""
+        """Whether none of the rates used so far is an estimate."""
         return all(rate.sure for rate in self._rates.values())
 
     def native_dtype(self) -> DType:
@@ -88,12 +93,13 @@ class Calibration:
     def batch_tokens(self, program: Program, dtype: DType, native_layers: bool = False) -> int:
         """Return the default token budget of a batch.
 
-        It is 16,384 on an accelerator. On a CPU it is the power of two that takes about 150 ms, at
-        least 256. `native_layers` says whether native kernels compute whole layers.
+        It is 16,384 on an accelerator. On a CPU it is the power of two, at least 256, whose
+        computation takes about 150 ms. `native_layers` says whether native kernels compute whole
+        layers.
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKENS
-        # tokens in the time, at the FLOP/s of a single matrix product
+        # tokens that would be computed in BATCH_S at the FLOP/s of a single matrix product
         peak = max(BATCH_S * self._flops(dtype)[0] / _flops_per_token(program), 1.0)
         tokens = 2 ** np.floor(np.log2(XLA_SHARE * peak))
         if native_layers:
@@ -107,14 +113,14 @@ class Calibration:
         """
         if self._device.platform != "cpu":
             return ACCELERATOR_TOKEN_MS
-        # of the FLOP/s of a single matrix product
+        # the model's share of the FLOP/s of a single matrix product
         share = NATIVE_SHARE if native_layers else XLA_SHARE
         return float(1000 * _flops_per_token(program) / (share * self._flops(dtype)[0]))
 
     def _flops(self, *dtypes: DType) -> list[float]:
         """Return the rates of matrix products in these dtypes on this CPU, in FLOP/s.
 
-        An earlier run has saved them, or they are measured now, with the dtypes in alternation."""
+        Rates that an earlier run has not saved are measured now, with the dtypes in alternation."""
         keys: dict[DType, str] = {dtype: f"{device_id(self._device)}/{dtype}" for dtype in dtypes}
         saved = _rates_in(self._file)
         for dtype in dtypes:
@@ -145,8 +151,8 @@ class Calibration:
 def device_id(device: Device) -> str:
     """Return a name for this kind of device. Devices with one name run a program equally fast.
 
-    On a CPU it contains the number of cores that the process may use, and the part of them that a
-    CPU quota allows.
+    On a CPU the name contains a hash of the CPU, the number of cores that the process may use and,
+    if a CPU quota allows fewer, the number of cores by the quota.
     """
     if device.platform != "cpu":
         return device.device_kind
@@ -156,7 +162,7 @@ def device_id(device: Device) -> str:
 
 
 def _flops_per_token(program: Program) -> float:
-    """Return the floating-point operations per token of a model: two per element of a weight."""
+    """Return the floating-point operations per token of a model: two per element of a kernel."""
     return 2.0 * sum(
         np.prod(leaf.shape) for name, leaf in program.shapes.items() if name.endswith(".kernel")
     )
@@ -199,14 +205,15 @@ def _measure(dtype: DType) -> Rate:
 def _rate_of(runs: list[CpuTimes], flops: float, cores: float, threads: int) -> Rate:
     """Compute the rate of a matrix product from the times of several runs.
 
-    Each run does `flops` operations on `threads` threads. The rate is that of the fastest run. If
-    that run waited for cores, the rate is an estimate: that of the run with the least CPU time, had
-    it kept busy all `cores` that the process may use. The estimate also limits a measured rate,
-    because a CPU quota lets a short run use more cores than it grants for long.
+    Each run does `flops` operations on `threads` threads. The rate is `flops` over the time of the
+    fastest run, without the time in which its threads waited for cores. If they waited too long,
+    the rate is an estimate instead: `flops` over the least CPU time of a run, times `cores`, the
+    number of cores that the process may use. No rate is above this estimate, because a CPU quota
+    lets a short run use more cores than it grants for long.
     """
     fastest = min(runs, key=lambda run: run.wall)
     by_cpu_time = cores * flops / max(min(run.cpu for run in runs), 1e-9)
-    # a quota lets threads wait although nothing else runs
+    # under a quota, threads wait although no other program runs
     waited_share = fastest.lost_share(cores) if cores < threads else fastest.waited_share
     if waited_share > MAX_WAITED:
         return Rate(by_cpu_time, sure=False)

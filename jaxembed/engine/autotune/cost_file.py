@@ -24,7 +24,8 @@ KEY = re.compile(r"(\d+)x(\d+) (\w+)", re.ASCII)
 
 
 def save_json(path: Path, content: Any, what: str) -> None:
-    """Write `content` to a file as JSON. An OSError is only logged; `what` names the content."""
+    """Write `content` to a file as JSON. An OSError is only logged, with `what` as the name of the
+    content."""
     try:
         make_private(path.parent)
         with replacing(path) as temporary:
@@ -36,8 +37,8 @@ def save_json(path: Path, content: Any, what: str) -> None:
 class SavedFile:
     """A JSON file in the folder `costs` of the cache directory.
 
-    Its name is a hash of `identity`, everything that the content depends on, and `suffix`. `what`
-    names the content: it is the key in the file, and appears in log messages.
+    The name of the file is a hash of `identity`, everything that the content depends on, and then
+    `suffix`. `what` names the content: it is a key in the file, and appears in log messages.
     """
 
     def __init__(self, cache_dir: Path, identity: dict[str, Any], what: str, suffix: str = ""):
@@ -47,9 +48,9 @@ class SavedFile:
         self._path = cache_dir / "costs" / f"{digest[:16]}{suffix}.json"
 
     def load(self, decode: Callable[[Any], Kept]) -> Kept | None:
-        """Read the content that an earlier run saved, and return the result of `decode` for it.
+        """Read the content that an earlier run saved, and return `decode(content)`.
 
-        Returns None if there is no file, or, with a warning in the log, if it is damaged.
+        Returns None if there is no file. If the file is damaged, also logs a warning.
         """
         try:
             return decode(json.loads(self._path.read_bytes())[self._what])
@@ -72,8 +73,8 @@ class SavedFile:
 class CostFile:
     """The file with the timings of one model on one kind of device.
 
-    `identity` is everything that the timings depend on, except the bucket and its kernel.
-    `kernel_of` returns the name of the kernel that a bucket runs with.
+    `identity` is everything that the timings depend on, except the bucket and its kernel, which are
+    in the key of each timing. `kernel_of` returns the name of the kernel that a bucket runs with.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Holds the cost of a run of each bucket: timed, or estimated from the buckets that were timed.
 
-A cost is a number of milliseconds of device time. Threads that share the costs must hold a lock.
+A cost is a number of milliseconds of device time. A thread must hold a lock to use costs that other
+threads also use.
 """
 
 from collections import Counter, deque
@@ -12,25 +13,27 @@ from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.platform.cores import MAX_WAITED
 
-TIMINGS = 25  # timings of a bucket; their median counts, so that a busy moment has little effect
+TIMINGS = 25  # timings that a bucket needs; the median counts, so a busy moment has little effect
 LATEST = 100  # number of latest timings, of all buckets, that say whether the machine is busy
-TIMED_MS = 1000.0  # total time of fewer timings that is enough, too: long runs differ less
+TIMED_MS = 1000.0  # a bucket with fewer timings needs no more after this total time
 MAX_FAILURES = 3  # failures after which a bucket is not timed any more
 LONG_RUN_MS = 1000.0  # a bucket that would run longer is not timed, because requests would wait
-LONG_RUN_FACTOR = 2.0  # factor of the estimate of a long run: attention takes longer in long rows
+LONG_RUN_FACTOR = 2.0  # an estimate of a long run is multiplied by this, for attention in long rows
 DRIFT_BATCHES = 50  # approximate number of recent batches that decide the drift
 FIRST_BATCHES = 10  # number of batches at the timed cost that are assumed before the first batch
-MAX_DRIFT = 8.0
+MAX_DRIFT = 8.0  # the drift is at most this, and at least 1 / MAX_DRIFT
 DRIFT_STEP = 1.02  # smaller relative changes of the drift do not change the costs
 
 Timings = dict[Bucket, list[float]]
-CostSource = Literal["kept", "timed", "assumed"]  # timed by an earlier run, by this one, or not
+# "kept": the bucket was timed by an earlier run; "timed": by this run; "assumed": it was not timed
+CostSource = Literal["kept", "timed", "assumed"]
 
 
 def repeat_timings(timings: list[float]) -> list[float]:
-    """Return the timings of a bucket, repeated until there are TIMINGS of them.
+    """Return the timings of a bucket, repeated until there are TIMINGS timings.
 
-    The median stays about the same. So timings that were measured with care count as enough.
+    The median stays about the same. Use it for a few timings that were measured with care, so that
+    the bucket counts as timed.
     """
     return (timings * TIMINGS)[:TIMINGS]
 
@@ -38,13 +41,13 @@ def repeat_timings(timings: list[float]) -> list[float]:
 class BucketCosts:
     """The cost of a run of each usable bucket, in milliseconds, in `usable`.
 
-    It is the cost of a bucket full of short sequences. Long sequences take longer, but by the same
-    amount in any bucket, so the time of a slow batch says nothing about its bucket. Instead, all
-    batches together give a factor, `drift`, of every cost. It differs from 1 if the machine is
-    slower or faster than when it was timed, or if sequences are long.
+    A cost is that of a bucket full of short sequences. Long sequences take longer, but by the same
+    amount in any bucket, so the time of a slow batch says nothing about its bucket. Instead, the
+    recent batches together give `drift`, by which every cost is multiplied. The drift differs from
+    1 if the machine is slower or faster than when buckets were timed, or if sequences are long.
 
     `default_ms` is the cost of a token until a bucket is timed. `timings` has the milliseconds that
-    an earlier run measured, the latest last.
+    an earlier run measured for each bucket, the latest last.
     """
 
     def __init__(self, default_ms: float, timings: Mapping[Bucket, Iterable[float]] | None = None):
@@ -65,15 +68,16 @@ class BucketCosts:
         self._update()
 
     def restrict(self, buckets: Iterable[Bucket]) -> None:
-        """Make only these buckets usable, all of which were added before."""
+        """Make only these buckets usable. All must have been added before."""
         self._buckets = list(buckets)
         self._update()
 
     def record(self, bucket: Bucket, ms: float, lost_share: float = 0.0) -> None:
-        """Add a timing of a bucket, in milliseconds. The last TIMINGS of a bucket count.
+        """Add a timing of a bucket, in milliseconds. The last TIMINGS timings of a bucket count.
 
         `lost_share` is the share of the time during which other programs had the cores that the
-        threads needed. If it is above MAX_WAITED, the timing counts in this process only.
+        threads needed. If it is above MAX_WAITED, the timing counts in this process, but is not
+        among the `timings` to save.
         """
         histories = [self._timings]
         if lost_share <= MAX_WAITED:
@@ -96,7 +100,7 @@ class BucketCosts:
         """
         decay = 1 - 1 / DRIFT_BATCHES
         cost = self.usable[bucket] / self.drift
-        if not self._expected_ms:  # so that the first batch alone does not decide
+        if not self._expected_ms:  # assume earlier batches, so that the first one does not decide
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
         self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MAX_DRIFT * cost)
         self._expected_ms = decay * self._expected_ms + cost
@@ -109,8 +113,9 @@ class BucketCosts:
     def untimed(self) -> Bucket | None:
         """Return the bucket to time next; None if every usable bucket is timed or cannot be timed.
 
-        It is the bucket with the fewest failures, then the fewest timings, then the fewest tokens.
-        Buckets that failed MAX_FAILURES times, or would run too long, are not timed.
+        It is the bucket with the fewest failures; among equals the one with the fewest timings, and
+        then the one with the fewest tokens. Buckets that could not be timed MAX_FAILURES times, or
+        would run too long, are left out.
         """
         candidates: list[tuple[int, int, int, Bucket]] = []  # the numbers order the buckets
         for bucket in self._buckets:
@@ -137,7 +142,7 @@ class BucketCosts:
 
     @property
     def lost_share(self) -> float:
-        """The median `lost_share` of the latest timings; 0 if there are none."""
+        """The median of the `lost_share` of the latest timings; 0 if there are no timings."""
         return median(list(self._lost) or [0.0])
 
     def _update(self) -> None:
@@ -147,9 +152,10 @@ class BucketCosts:
     def _ms_of(self, bucket: Bucket) -> float:
         """Return the cost of a bucket in milliseconds, without the drift.
 
-        It is the median of the bucket's timings, or else its tokens times the median cost per token
-        of the timed buckets, of the same row length if there are any. An estimate of a long run is
-        multiplied by LONG_RUN_FACTOR.
+        For a timed bucket it is the median of its timings. For another bucket it is an estimate:
+        its tokens times the median cost per token of the timed buckets with the same row length, or
+        of all timed buckets if none has this row length. An estimate of a long run is multiplied by
+        LONG_RUN_FACTOR.
         """
         if timings := self._timings.get(bucket):
             return median(timings)

@@ -2,7 +2,10 @@
 
 On an accelerator, each attention kernel is compared with XLA in each row length. On a CPU, the
 native kernels for attention and matrix products are tried. A kernel is used if its results are
-right and it is faster. A failure of a kernel does not stop the start.
+right and it is faster. A kernel that fails is not used, and the start goes on.
+
+An attention call is the attention of one layer, as a kernel sees it. A native call is a call of a
+native kernel.
 """
 
 import logging
@@ -38,15 +41,16 @@ from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 logger = logging.getLogger(__name__)
 
 AUTO, XLA, NATIVE = "auto", "xla", "native"
-HIDING = "cannot hide keys, and the queries of this model have hidden keys"
+HIDING = "cannot hide keys, and the queries of this model have hidden keys"  # a reason: see Choice
 UNSUITED = f"supports only sizes that are multiples of {native.PANEL}, and this model has none"
-PROBE_S = 20.0  # time limit; rows that are not tried by then use XLA
+PROBE_S = 20.0  # time limit of all trials; row lengths that are not tried by then use XLA
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
-HIDDEN_EVERY = 8  # a trial for a model that hides keys hides every eighth token as a key
+HIDDEN_EVERY = 8  # trials for a model that hides keys hide every eighth key
 PROBE_RUNS = 10  # consecutive runs that are timed together
 
-# The largest allowed difference to float32 attention of the same operands, divided by one plus the
-# float32 result. bfloat16 rounds the query or the scores, the weights and the result to 8 bits.
+# The largest allowed difference of a result to float32 attention of the same operands, divided by
+# one plus the float32 result. In bfloat16, the query or the scores, the attention weights and the
+# result are rounded to 8 bits.
 TOLERANCE: dict[DType, float] = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-4}
 
 Kernels = Mapping[str, Callable[[], Kernel]]
@@ -54,17 +58,18 @@ Kernels = Mapping[str, Callable[[], Kernel]]
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen kernels: native ones, or a kernel for some row lengths and XLA for the others."""
+    """The chosen kernels: native kernels for all row lengths, or an attention kernel for each row
+    length in `taken` and XLA for the others."""
 
     lengths: tuple[int, ...] = ()  # all row lengths of the grid
     taken: Mapping[int, Kernel] = field(default_factory=dict)  # row length -> kernel in use
-    refused: Mapping[str, str] = field(default_factory=dict)  # name of a kernel -> reason
+    refused: Mapping[str, str] = field(default_factory=dict)  # kernel's name -> why it is not used
     native: ByNative | None = None  # the native kernels, if they are used
     joins: bool = False  # whether a sequence costs the same in a row of any length
 
     @property
     def native_layout(self) -> bool:
-        """Whether weights must be packed into panels, as native.linear takes them."""
+        """Whether weights must be packed into panels, the form that native.linear takes."""
         return self.native is not None and "linear" not in self.native.without
 
     def implementation(self, bucket: Bucket) -> Attend:
@@ -99,13 +104,14 @@ def choose_kernels(
     candidates: Kernels | None = None,
     native_choice: Choice = Choice(),
 ) -> Choice:
-    """Choose the attention kernel for each row length of the grid, by trials of the model's calls.
+    """Choose the attention kernel for each row length of the grid, by trials of the attention calls
+    of the model.
 
-    `option` is the value of --kernels: "auto", "xla", or a kernel to use wherever it is right, even
-    if it is slower. `candidates` are functions that make the kernels, by name; None means all
-    kernels for the device's platform. `native_choice` is the result of `choose_native`; if it has
-    native kernels, they are used in all row lengths. Raises ConfigError if the option is unknown,
-    or if its kernel can be used in no row length.
+    `option` is the value of --kernels: "auto", "xla", or the name of a kernel that is used wherever
+    its results are right, even if it is slower than XLA. `candidates` are functions that make the
+    kernels, by name; None means all kernels for the device's platform. `native_choice` is the
+    result of `choose_native`; native kernels in it are used for all row lengths. Raises ConfigError
+    if the option is unknown, or if its kernel can be used for no row length.
     """
     if candidates is None:
         paths = kernels.KERNELS.get(device.platform, {})
@@ -145,9 +151,9 @@ def choose_native(
 ) -> Choice:
     """Choose the native kernels that a model uses on a CPU, for rows of any length.
 
-    `option` is the value of --kernels. A compiled library is saved in `cache_dir`. `results`
-    returns the trial results, saved or new; None means that the calls are tried now. If no native
-    kernel can be used, the choice has only the reasons.
+    `option` is the value of --kernels. The library of native kernels is compiled and saved in
+    `cache_dir`. `results` returns the trial results, saved or new; None means that the native calls
+    of the model are tried now. If no native kernel can be used, the choice has only the reasons.
     """
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
@@ -165,7 +171,7 @@ def choose_native(
     reasons = {name: trial.refusal(faster=option == AUTO) for name, trial in result_of.items()}
     without = frozenset(name for name, reason in reasons.items() if reason)
     refused = {f"{NATIVE} {name}": reason for name, reason in reasons.items() if reason}
-    # a call is used only if the calls that it needs are used, too
+    # a native call is used only if all native calls that it needs are used
     used = {
         name for name in result_of if name not in without and not NEEDED.get(name, set()) & without
     }
@@ -175,7 +181,7 @@ def choose_native(
     if any(call.hides_keys for call in call_counts):
         refused = {f"{NATIVE} attention": HIDING, **refused}
         without |= {"attention"}
-    # a backbone with a special attention makes no call
+    # a backbone with an attention of its own makes no attention call
     widths = {call.width for call in call_counts}
     takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
     return Choice(
@@ -188,13 +194,13 @@ def choose_native(
 def calls(program: Program, dtype: DType) -> Counter[Call]:
     """Return the attention calls of a model, each with the number of layers that make it.
 
-    Layers make the same Call if they agree in number of heads, head width, dtype, attention mask,
-    and whether scores have a bias and keys are hidden. The program is only traced with abstract
-    values of `dtype`; nothing is computed.
+    Layers make the same Call if they agree in the numbers of heads, the head width, the dtype, the
+    attention mask, whether scores have a bias, and whether keys are hidden. The program is only
+    traced with abstract values of `dtype`; nothing is computed.
     """
     counts: Counter[Call] = Counter()
 
-    # replaces the attention of the model while the program is traced
+    # this function replaces the attention of the model while the program is traced
     def count(
         query, key, value, segments, attention_mask: AttentionMask, bias=None, key_segments=None
     ):
@@ -212,7 +218,7 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
     planes = jax.ShapeDtypeStruct((program.planes, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(count):
         jax.eval_shape(
-            # with one slot in each row
+            # 1 is the number of slots in each row
             lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
             leaves,
             planes,
@@ -228,9 +234,10 @@ def _try_each(
     candidates: Kernels,
     faster: bool,
 ) -> tuple[dict[int, Kernel], dict[str, str]]:
-    """Try each kernel in each row length; with `faster`, a kernel must be faster than XLA.
+    """Try each kernel in each row length.
 
-    Returns the best kernel by row length, and by name the last reason not to use a kernel.
+    Returns the fastest kernel with right results by row length, and for each refused kernel, by
+    name, the last reason. With `faster`, a kernel that is not faster than XLA is refused.
     """
     call_counts = calls(program, dtype)
     stop_at = time.monotonic() + PROBE_S
@@ -268,13 +275,14 @@ def _try_each(
 
 
 class NotRight(Exception):
-    """A kernel does not take a call, or its results are wrong."""
+    """A kernel does not take an attention call, or its results are not right."""
 
 
 class KernelTrial:
     """A trial of the attention calls of one model in rows of `length` tokens.
 
-    The constructor runs XLA for comparison, and raises its errors. `xla_ms` is XLA's time.
+    The constructor runs the attention calls in XLA for comparison, and raises XLA's errors.
+    `xla_ms` is XLA's time for the attention of all layers.
     """
 
     def __init__(self, device: Device, dtype: DType, call_counts: Counter[Call], length: int):
@@ -290,7 +298,8 @@ class KernelTrial:
     def milliseconds_if_right(self, kernel: Kernel) -> float:
         """Run all attention calls with a kernel. Returns the milliseconds for all layers together.
 
-        Raises NotRight if the kernel refuses a call or is wrong, and the kernel's errors.
+        Raises NotRight if the kernel refuses an attention call or a result is not right, and the
+        errors of the kernel.
         """
         total_ms = 0.0
         for call, layers in self._call_counts.items():
@@ -298,7 +307,7 @@ class KernelTrial:
                 raise NotRight(reason)
             output, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
             total_ms += ms * layers
-            # compare with attention in float32, except for padding; NaN counts as infinite
+            # compare with attention in float32, except in padding; NaN is an infinite difference
             exact, allowed = self._exact[call], TOLERANCE[self._dtype]
             difference = np.abs(output - exact) / (1 + np.abs(exact))
             worst = np.where(np.isfinite(difference), difference, np.inf)[self._segments != 0].max()
@@ -307,9 +316,9 @@ class KernelTrial:
         return total_ms
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
-        """Compile a call with `attend` as its attention, and run it.
+        """Compile an attention call with the implementation `attend`, and run it several times.
 
-        Returns the result of the first run, and the milliseconds of each of the next runs.
+        Returns the result of the first run, and the mean milliseconds of the runs after it.
         """
         operands = self._operands[call]
         run = self._compiled(attend, call, operands, "highest" if self._dtype == FLOAT32 else None)
@@ -322,7 +331,7 @@ class KernelTrial:
         return output, (time.perf_counter() - started_at) / PROBE_RUNS * 1000
 
     def _in_float32(self, call: Call) -> np.ndarray:
-        """Compute a call with XLA in float32, and return the result."""
+        """Compute an attention call with XLA in float32, and return the result."""
         *operands, segments = self._operands[call]
         wide = [*(x.astype(jnp.float32) for x in operands), segments]
         return np.asarray(self._compiled(by_xla, call, wide, "highest")(*wide))
@@ -330,7 +339,10 @@ class KernelTrial:
     def _compiled(
         self, attend: Attend, call: Call, operands: list[jax.Array], precision: str | None
     ) -> jax.stages.Compiled:
-        """Compile a call for these operands. If it hides keys, every eighth key is hidden."""
+        """Compile an attention call for these operands, with the implementation `attend`.
+
+        If the attention call hides keys, every eighth key is hidden. `precision` is JAX's precision
+        of matrix products; None means the default."""
 
         def attended(query, key, value, segments):
             if not call.hides_keys:
@@ -348,12 +360,12 @@ class KernelTrial:
     def _random_operands(self, call: Call) -> list[jax.Array]:
         """Make a random query, key and value, with variance 1 and NaN in padding.
 
-        Returns them and the segments, in this order, on the device.
+        Returns query, key, value and segments, on the device.
         """
         rng = np.random.default_rng(0)
         padding = (self._segments == 0)[..., None, None]
         operands: list[Any] = [self._segments]
-        # value, key and query, each inserted before the others
+        # value, key and query are made in this order, and each is inserted before the others
         for heads in (call.groups, call.groups, call.heads):
             shape = (*self._segments.shape, heads, call.width)
             x = np.where(padding, np.float32(np.nan), rng.standard_normal(shape, np.float32))

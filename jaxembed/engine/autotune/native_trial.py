@@ -1,7 +1,8 @@
-"""Compares each native call that a model makes with XLA: is it right, and is it faster?
+"""Compares each native call that a model makes with XLA: is the result right, and is it faster?
 
-The calls are matrix products (some gated, or followed by GELU or a norm), variants of attention,
-and fused halves of a layer. Each call is tried with the shapes of the model.
+A native call is a call of a native kernel. It computes a matrix product (perhaps gated, or followed
+by GELU or a norm), a variant of attention, or a fused half of a layer. Each native call is tried
+with the shapes of the model.
 """
 
 import math
@@ -31,20 +32,23 @@ from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
 from jaxembed.models.rope import Rotation
 from jaxembed.platform.cores import MAX_WAITED, core_count, timed
 
-# few tokens and many tokens, because models make different calls for them; there is no grid yet
+# The tried buckets, with few tokens and with many, because a model makes different native calls for
+# them. They are fixed, because the trials come before the grid is chosen.
 TRIED = (Bucket(2, 16), Bucket(8, 128))
-TRIAL_S = 20.0  # time limit; calls that are not tried by then are not used
-RUNS = 30  # largest number of runs; the fastest counts, because the machine may be busy
-RUNS_S = 0.05  # a slow call runs at least three times, and until these seconds have passed
-CLEARLY_SLOWER = 1.1  # ratio to XLA's time; a smaller ratio may be noise
-MAX_TIMINGS = 3  # times that a call must be timed as slower before it is refused
-# The largest allowed difference to XLA's result, divided by one plus that result. Both round to the
-# 8 bits of bfloat16, in another order. The largest seen is 0.007, in attention.
+TRIAL_S = 20.0  # time limit of all trials; native calls that are not tried by then are not used
+RUNS = 30  # largest number of runs; the fastest run counts, because the machine may be busy
+RUNS_S = 0.05  # fewer runs, but at least three, are enough after these seconds
+CLEARLY_SLOWER = 1.1  # ratio of a native call's time to XLA's; a smaller ratio may be noise
+MAX_TIMINGS = 3  # a native call is refused as slower after this many timings that agree
+# The largest allowed difference to XLA's result, divided by one plus that result. Both results are
+# rounded to the 8 bits of bfloat16, in different orders. The largest difference seen is 0.007, in
+# attention.
 MAX_DIFFERENCE = 0.02
-# call -> calls it depends on: weights are packed into panels only if `linear` is used
+# Name of a native call -> names of the native calls that it needs. They need `linear`, because
+# weights are packed into panels only if `linear` is used.
 NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], "self_attention", "mlp")}
 RUN = 8  # number of neighbouring tokens or columns with the same adapter
-GATED = "gated_"  # prefix of the activation in names of calls
+GATED = "gated_"  # begins the name of a gated native call; the name of its activation follows
 LATE = f"was not tried within {TRIAL_S:.0f} s"
 
 Operands = Mapping[str, Any]  # arrays by name, on the host or traced
@@ -52,17 +56,17 @@ Operands = Mapping[str, Any]  # arrays by name, on the host or traced
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of the trials of one call, in one shape or over all shapes."""
+    """The result of the trials of one native call, in one shape or over all shapes."""
 
-    off: float = 0.0  # largest difference to XLA, relative to one plus XLA's number
-    times_xla: float = 0.0  # ratio of its time to XLA's; the geometric mean over shapes
-    failed: str = ""  # why it could not be tried
-    busy: bool = False  # whether other programs used the cores while it was timed
+    off: float = 0.0  # largest difference to XLA's result, divided by one plus that result
+    times_xla: float = 0.0  # time of the native call over XLA's; the geometric mean over shapes
+    failed: str = ""  # why the native call could not be tried; "" if it was tried
+    busy: bool = False  # whether other programs used the cores during the timing
 
     def refusal(self, faster: bool) -> str | None:
-        """Return the reason not to use the call; None if it may be used.
+        """Return the reason not to use the native call; None if it may be used.
 
-        With `faster`, a call that is clearly slower than XLA is refused, too.
+        With `faster`, being clearly slower than XLA is also a reason.
         """
         if self.failed:
             return self.failed
@@ -74,14 +78,14 @@ class TrialResult:
         return None
 
 
-TrialResults = dict[str, TrialResult]
+TrialResults = dict[str, TrialResult]  # by the name of the native call
 
 
 def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
-    """Try each native call that the model makes, and return a trial result by the call's name.
+    """Try each native call that the model makes, and return the trial results by name of the call.
 
-    The result has the first failure among the call's shapes, or else their largest difference and
-    mean ratio of times.
+    Native calls of one name may have several shapes. The trial result of a name is the first
+    failure in any of its shapes, or else the largest difference and the mean ratio of times.
     """
     stop_at = time.monotonic() + TRIAL_S
     calls = native_calls_of(program, dtype)
@@ -92,7 +96,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
         results = results_of.setdefault(call.name, [])
         if time.monotonic() < stop_at:
             results.append(_try_call(call, programs, device))
-    # no results: the time was over
+    # a native call without results was not tried, because the time was over
     combined: TrialResults = {}
     for name, results in results_of.items():
         failures = [trial for trial in results if trial.failed]
@@ -100,7 +104,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
             combined[name] = failures[0] if failures else TrialResult(failed=LATE)
         else:
             combined[name] = TrialResult(
-                off=float(np.max([trial.off for trial in results])),  # NaN if any is NaN
+                off=float(np.max([trial.off for trial in results])),  # NaN if any `off` is NaN
                 times_xla=geometric_mean(trial.times_xla for trial in results),
                 busy=any(trial.busy for trial in results),
             )
@@ -109,7 +113,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
 
 def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
     """Return the different native calls that a model makes with few and with many tokens."""
-    leaves = []  # as in a replica that packs weights for native kernels
+    leaves = []  # shapes and dtypes as in a replica that packs weights for native kernels
     for name, leaf in program.shapes.items():
         leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
         if native.is_packable(name, shape, leaf_dtype):
@@ -130,9 +134,10 @@ def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
 def _compile_both(
     call: native.NativeCall, device: Device, stop_at: float
 ) -> list[jax.stages.Compiled]:
-    """Compile a native call, with packed weights, and the same computation in XLA, with plain ones.
+    """Compile a native call with packed weights, and the same in XLA with plain weights.
 
-    Returns both programs, or fewer if `stop_at`, a time.monotonic(), passes. Raises XLA's errors.
+    Returns both programs in this order, or fewer if the time.monotonic() `stop_at` passes. Raises
+    XLA's errors.
     """
     names = [name for name, _ in call.operands]
     sharding = SingleDeviceSharding(device)
@@ -149,7 +154,8 @@ def _compile_both(
                 for _, struct in call.operands
             ]
 
-            def of_values(*values: Array, run=run) -> Array:  # JAX would sort a dict's names
+            # takes values in order and not a dict of them, whose names JAX would sort
+            def of_values(*values: Array, run=run) -> Array:
                 return run(dict(zip(names, values, strict=True)))
 
             lowered = jax.jit(of_values).lower(*shapes)
@@ -160,9 +166,9 @@ def _compile_both(
 def _try_call(
     call: native.NativeCall, compiled: Future[list[jax.stages.Compiled]], device: Device
 ) -> TrialResult:
-    """Run the native program of a call and XLA's several times; compare results and times.
+    """Run the programs that `_compile_both` compiled several times; compare results and times.
 
-    A failure to compile or run a program is part of the trial result, and is not raised.
+    If a program failed to compile or fails to run, the trial result says so; no error is raised.
     """
     try:
         programs = compiled.result()
@@ -174,7 +180,8 @@ def _try_call(
             placed = jax.device_put(tuple(operands.values()), SingleDeviceSharding(device))
             runs.append(partial(program, *placed))
         by_native, xla = (np.asarray(run()).astype(np.float32) for run in runs)
-        useful = plain["segments"] != 0 if "segments" in plain else ...  # without padding
+        # the tokens to compare: all but padding
+        useful = plain["segments"] != 0 if "segments" in plain else ...
         difference = np.abs(by_native - xla)[useful] / (1 + np.abs(xla[useful]))
         times_xla, cpu_times = timed(lambda: _ratio_to_xla(*runs))
         busy = cpu_times.lost_share(core_count()) > MAX_WAITED
@@ -184,20 +191,22 @@ def _try_call(
 
 
 def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Make random operands for a call, with NaN in the padding of attention.
+    """Make random operands for a native call, with NaN in the padding of attention.
 
-    Returns two dicts of arrays by name: with plain weights for XLA, and with packed weights.
+    Returns two dicts of arrays by name: first with plain weights for XLA, then with packed weights
+    for the native call.
     """
     rng = np.random.default_rng(0)
     plain = {}
     for name, struct in call.operands:
         shape = native.unpacked_shape(struct.shape)
         values = rng.standard_normal(shape, np.float32)
-        if shape != struct.shape:  # a packed weight: products get about variance 1
+        if shape != struct.shape:  # scale a weight so that products get about variance 1
             values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
         elif len(shape) == 1:  # scales near 1, shifts and biases near 0
             values = 0.1 * values + name.endswith("scale")
-        if name == "numbers" or name.endswith("owners"):  # adapters 1 and 2, and 0 for none
+        # numbers of adapters: runs of 0 (no adapter), 1 and 2
+        if name == "numbers" or name.endswith("owners"):
             values = np.broadcast_to(np.arange(shape[-1]) // RUN % 3, shape)
         plain[name] = values.astype(struct.dtype)
     if "segments" in plain:
@@ -215,9 +224,10 @@ def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[s
 
 
 def packed_segments(bucket: Bucket) -> np.ndarray:
-    """Make random segments for a batch, int32 `[rows, length]`: always the same for a bucket.
+    """Make random segments for a batch, int32 `[rows, length]`, always the same for a bucket.
 
-    The first row is one segment. Each other row has up to four segments, and padding at the end.
+    They are the segment number of each token, or 0 for padding. The first row is one segment. Each
+    other row has up to four segments, and padding at the end.
     """
     rng = np.random.default_rng(0)
     segments = np.zeros((bucket.rows, bucket.length), np.int32)
@@ -236,10 +246,11 @@ def first_line(error: Exception) -> str:
 
 
 def _ratio_to_xla(*runs: Callable[[], Any]) -> float:
-    """Return the ratio of the fastest times of two programs: the native one, and XLA's.
+    """Return the fastest time of a native program divided by the fastest time of XLA's program.
 
-    `runs` are called alternately. If the native program is clearly slower, both are measured again,
-    up to MAX_TIMINGS times, and the smallest ratio counts.
+    `runs` are functions that run the native program and XLA's; they are called alternately. If the
+    native program is clearly slower, both are timed again, up to MAX_TIMINGS times in total, and
+    the smallest ratio counts.
     """
     times_xla = math.inf
     for _ in range(MAX_TIMINGS):
@@ -259,7 +270,7 @@ def _ratio_to_xla(*runs: Callable[[], Any]) -> float:
 
 
 def _linear_in_xla(call: native.NativeCall, args: Operands) -> Array:
-    """Compute the native call `linear` in XLA: a product, and its norm, gate or activation."""
+    """Compute the native call `linear` in XLA: a product, then a norm, gate or activation."""
     linear = _linear(args)
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
@@ -303,13 +314,14 @@ def _mlp_in_xla(call: native.NativeCall, args: Operands) -> Array:
 
 
 def _gated(halves: Array, name: str) -> Array:
-    """Return activation(first half) * second half; the name of the call names the activation."""
+    """Return activation(first half) * second half; the activation follows GATED in `name`."""
     gate, up = jnp.split(halves, 2, axis=-1)
     return ACTIVATIONS[name.removeprefix(GATED)](gate) * up
 
 
 def _attend(call: native.NativeCall, args: Operands, query, key, value) -> Array:
-    """Compute attention in XLA, with the attention mask that the attributes of a call describe."""
+    """Compute attention in XLA, with the attention mask that the attributes of a native call
+    describe."""
     attributes = dict(call.attributes)
     # a negative `reach` and a `cap` of 0 mean no limit
     reach, cap = int(attributes["reach"]), float(attributes["cap"])
@@ -321,8 +333,9 @@ def _attend(call: native.NativeCall, args: Operands, query, key, value) -> Array
 
 
 def _linear(args: Operands, name: str = "") -> Linear:
-    """Make a linear layer of a product's weight, bias and adapters; `name` prefixes their names."""
-    linear = Linear(1, 1)  # of any size: its parameters are replaced
+    """Make a linear layer from the weight, bias and adapters of a product in `args`, where their
+    names begin with `name`."""
+    linear = Linear(1, 1)  # the size has no effect, because the parameters are replaced
     linear.kernel, linear.bias = nnx.Param(args[f"{name}kernel"]), nnx.Param(args[f"{name}bias"])
     if f"{name}adapter_owners" in args:
         linear.adapter = LowRank(linear, args[f"{name}adapter_owners"])

@@ -28,22 +28,25 @@ SEGMENT = 20  # tokens of a sequence in a timed bucket: not aligned to tiles of 
 LULL = 4.0  # before a run, the device must have been idle for this multiple of its cost
 SHORTEST_LULL_S = 0.02  # the device must have been idle for at least this long
 LOOK_S = 0.05  # seconds between two checks whether the device is idle
-WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf  # urgencies with which a run waits for the device
+# The urgency with which a run waits for the device: after all requests while the device is idle, or
+# before all bulk work.
+WHILE_IDLE, BESIDE_BULK = -math.inf, math.inf
 BULK_SHARE = 0.01  # share of the time for timings while bulk work never ends
-AGAIN_S = 60.0  # seconds between timings once every bucket was timed often enough
+AGAIN_S = 60.0  # seconds between timings once every bucket has enough timings for its cost
 
 
 class BucketTimer:
     """Times the buckets of one engine on one device, in a thread.
 
-    A run starts only after the device has been idle for several times as long as the run takes.
-    After each run the device is free again, so that a request waits for one run at most. A timing
-    that is interrupted or hangs is dropped. While only bulk work runs (`is_bulk_alone`), timings
-    take a hundredth of the time although the device is not idle.
+    A timing is the mean of several runs. A run starts only after the device has been idle for
+    several times as long as the run takes. After each run the device is free again, so that a
+    request waits for one run at most. A timing that is interrupted or hangs is dropped. While only
+    bulk work runs (`is_bulk_alone`), the device is not idle, and timings take a hundredth of the
+    time.
 
-    When every bucket has been timed often enough, `on_timed` is called and `timed` is set. After
-    that, one bucket is timed again every AGAIN_S seconds. Each run is made within the context
-    manager `watch(waiter, bucket)`. `lock` protects `costs` and `is_bulk_alone`.
+    When every bucket has enough timings for its cost, `on_timed` is called and `timed` is set.
+    After that, one bucket is timed again every AGAIN_S seconds. Each run is made within the context
+    manager `watch(waiter, bucket)`. The thread holds `lock` to use `costs` and `is_bulk_alone`.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class BucketTimer:
         self._stop.set()
 
     def _work(self) -> None:
-        """Take one timing after the other until `stop`; ConcurrentRuns has the threads that run."""
-        repeats = 0  # number of timings since every bucket was timed often enough
+        """Time one bucket after the other until `stop` is called."""
+        repeats = 0  # number of timings since every bucket has enough timings
         with closing(ConcurrentRuns(self._scheduler.permits)) as concurrent:
             while not self._stop.is_set():
                 with self._lock:
@@ -95,7 +98,7 @@ class BucketTimer:
                     bucket = usable[repeats % len(usable)]
                 try:
                     self._time(bucket, concurrent)
-                except Exception:  # requests get the error when a batch fails on the bucket
+                except Exception:  # only logged: a request gets an error when its own batch fails
                     with self._lock:
                         self._costs.fail(bucket)
                     logger.warning(
@@ -106,9 +109,9 @@ class BucketTimer:
     def _time(self, bucket: Bucket, concurrent: "ConcurrentRuns") -> None:
         """Time a bucket by several runs and record their mean, unless work interrupts them.
 
-        The first of several runs does not count, because its caches are cold. While bulk work runs,
-        the caches are warm and one run is enough. Raises TimeoutError if a run is overdue, and the
-        errors of the runner.
+        The first of several runs does not count, because the CPU's caches are cold then. While bulk
+        work runs, the caches are warm and one run is enough. Raises TimeoutError if a run is
+        overdue, and the errors of the runner.
         """
         planes = full_planes(bucket, SEGMENT, self._runner.planes)
         run = partial(concurrent.run, self._runner, bucket, planes)
@@ -134,7 +137,7 @@ class BucketTimer:
                 runs_cpu.append(cpu_times)
             if waiter.overdue:  # the time of a hung run says nothing about the bucket
                 raise TimeoutError("the run was overdue")
-            if urgency == BESIDE_BULK:  # only this run counts
+            if urgency == BESIDE_BULK:  # this run alone is the timing
                 runs_s, runs_cpu = runs_s[-1:], runs_cpu[-1:]
                 self._beside_bulk_at = (
                     time.monotonic() + runs_s[0] * self._scheduler.permits / BULK_SHARE
@@ -163,7 +166,7 @@ class ConcurrentRuns:
         self._seconds = 0.0
         for k in range(count):
             Thread(
-                target=memory.in_kept_heap,  # calls `_work`, as in the engine's threads
+                target=memory.in_kept_heap,  # calls `_work` with the memory of an engine's thread
                 args=(self._work,),
                 name=f"timing-{k}",
                 daemon=True,
@@ -175,8 +178,9 @@ class ConcurrentRuns:
         """Measure and return the device time of a run of a bucket, in seconds.
 
         Each thread runs the bucket once if `seconds` is 0, otherwise repeatedly for `seconds`.
-        `planes` is the packed batch. The result is 1 divided by the sum of the threads' rates in
-        runs per second. Raises the errors of the runner.
+        `planes` is the packed batch. The result is the time for one of the runs of all threads: 1
+        divided by the sum of the threads' rates in runs per second. Raises the errors of the
+        runner.
         """
         self._call = lambda: runner.run(bucket, planes, (runner.primary,))
         self._seconds = seconds
@@ -219,9 +223,10 @@ def milliseconds(
 ) -> float:
     """Time a bucket on a device that nothing else uses. Returns milliseconds per run.
 
-    These include the copies to and from the device. `together` threads run the bucket at the same
-    time, for `seconds` each. `planes` is the packed batch; by default it holds short sequences.
-    Raises the errors of the runner.
+    The time of a run includes the copies to and from the device. `together` threads run the bucket
+    at the same time, each for `seconds`, and the result is the time for one of all their runs.
+    `planes` is the packed batch; by default it holds short sequences. Raises the errors of the
+    runner.
     """
     with closing(ConcurrentRuns(together)) as concurrent:
         filled = full_planes(bucket, SEGMENT, runner.planes) if planes is None else planes
@@ -231,9 +236,9 @@ def milliseconds(
 def full_planes(bucket: Bucket, segment: int, count: int = PackedTokens.PLANES) -> np.ndarray:
     """Make a batch without padding for `Runner.run`: the planes of PackedTokens as one int32 array.
 
-    Its shape is `[count, rows, length]`: `count` is the number of planes. Every token has id 1 and
-    no adapter. Each row holds sequences of `segment` tokens, or of more tokens if the row has too
-    few slots. The last sequence of a row may be shorter.
+    The result is `[count, rows, length]`, where `count` is the number of planes. Every token has id
+    1 and no adapter. Each row holds sequences of `segment` tokens, or of more tokens if the row has
+    too few slots for so many sequences. The last sequence of a row may be shorter.
     """
     segment = max(segment, -(-bucket.length // bucket.slots))
     planes = np.zeros((count, bucket.rows, bucket.length), np.int32)

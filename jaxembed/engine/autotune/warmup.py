@@ -12,10 +12,10 @@ from jaxembed.errors import BackendError
 logger = logging.getLogger(__name__)
 
 QUIET_S = 5.0  # a device that has been idle for this long is not in use
-PAUSE = 2.0  # pause after a compilation while the device is in use, as a multiple of its time
+PAUSE = 2.0  # pause after a compilation while the device is in use, in times of the compilation
 LULL_S = 0.1  # the next compilation begins when the device has been idle for this long
 IDLE_CHECK_S = 0.02  # seconds between two checks whether the device is idle
-LONGEST_WAIT_S = 1.0  # after this long the next compilation begins in any case
+LONGEST_WAIT_S = 1.0  # after this wait the next compilation begins even if the device is not idle
 
 
 class Warmup:
@@ -38,12 +38,12 @@ class Warmup:
         """Prepare `workers` threads; `start` starts them.
 
         `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the row
-        length that the oldest waiting sequence without a compiled bucket needs, or None; a bucket
-        of this length or more is compiled next. The required buckets are all buckets with `full`,
+        length for the oldest waiting sequence that fits in no compiled bucket, or None; a bucket of
+        this length or more is compiled next. The required buckets are all buckets with `full`,
         otherwise the covering buckets. `idle_s` returns the seconds for which the device has been
-        idle: once the model is ready and in use, a single thread continues, with pauses.
-        `on_progress` is called with the number of buckets done and the total, `on_failure` with the
-        error of a required bucket, and `on_finish` when all are done.
+        idle: once the model is ready and in use, a single thread compiles, with pauses.
+        `on_progress` is called with the numbers of buckets done and in total, `on_failure` with the
+        error of a required bucket, and `on_finish` when all buckets are done.
         """
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
@@ -106,9 +106,9 @@ class Warmup:
     def _work(self, goes_on: bool) -> None:
         """Compile buckets until no bucket is left or `stop` is called.
 
-        Once the model is ready and the device is in use, compilation takes at most a third of the
-        time, and begins while the device is idle. Then only the thread with `goes_on` continues;
-        the other threads wait until the device is not in use.
+        Once the model is ready and while the device is in use, only the thread with `goes_on`
+        compiles, for at most a third of the time, and begins when the device is idle for a moment.
+        The other threads wait until the device is not in use.
         """
         took_s = 0.0
         while not self._stop.is_set():
@@ -139,8 +139,8 @@ class Warmup:
     def _note(self, bucket: Bucket, error: Exception | None) -> None:
         """Record that a bucket is compiled, or that its compilation raised `error`.
 
-        A bucket with an error is left out, but a required bucket stops everything. Reports the
-        progress, and the end."""
+        A bucket with an error is left out, but an error of a required bucket stops the warm-up.
+        Reports the progress, and the end after the last bucket."""
         name, total = self._name, self._total
         with self._lock:
             if error is None:

@@ -1,8 +1,9 @@
-"""Attention kernels for accelerators: what each takes, and where to find it.
+"""Attention kernels for accelerators: which kernels exist, and which inputs each supports.
 
-A kernel replaces XLA's attention, `attention.by_xla`, where a probe finds it correct and faster.
-Kernels are imported on demand. They take neither a bias nor a soft cap: models with either
-use XLA's attention in all layers. Functions here also tell kernels where segments start and end.
+A kernel replaces XLA's attention, `attention.by_xla`, where a probe finds the kernel correct and
+faster. Kernels are imported on demand. They support no bias and no soft cap of scores: models with
+one of these use XLA's attention in all layers. This module also has functions that find for kernels
+where segments start and end.
 """
 
 from collections.abc import Callable
@@ -26,16 +27,18 @@ KERNELS = {
 
 Places = Int[Array, "rows length"]
 
-SHORTEST_PROBED_ROW = 128  # tokens; in shorter rows XLA computes the few scores at once
+# Kernels are not tried for rows of fewer tokens, in which XLA computes all scores at once.
+SHORTEST_PROBED_ROW = 128
 
 
 @dataclass(frozen=True)
 class Call:
-    """The properties of a model's calls of attention, which are the same in each of its buckets."""
+    """The properties of a model's attention on which it depends whether a kernel supports it. They
+    are the same for each bucket of the model."""
 
     heads: int
-    groups: int  # heads of keys and values
-    width: int  # dimensions of a head
+    groups: int  # the number of heads of keys and values
+    width: int  # the number of dimensions of a head
     dtype: str
     attention_mask: AttentionMask
     has_bias: bool = False
@@ -58,9 +61,10 @@ class Call:
 class Kernel:
     """An attention kernel.
 
-    `attend(query, key, value, segments, mask, slots)` is as `attention.attend`; a row holds at
-    most `slots` segments. Calls that hide keys also pass `key_segments`. `refuses(call, length)`
-    returns why the kernel does not take the call in rows of `length` tokens, or None if it does.
+    `attend(query, key, value, segments, mask, slots)` computes the result of `attention.attend`;
+    `slots` is the maximum number of segments in a row. If some tokens are hidden as keys, it is
+    also given `key_segments`. `refuses(call, length)` returns the reason if the kernel does not
+    support attention with the properties `call` in rows of `length` tokens, or None if it does.
     """
 
     name: str
@@ -69,30 +73,31 @@ class Kernel:
 
 
 def refuses_changed_scores(call: Call) -> str | None:
-    """Return why a kernel refuses a call that changes scores before the softmax, or None."""
+    """Return the reason why a kernel that cannot change scores does not support `call`, or None if
+    there is no bias and no soft cap."""
     if call.has_bias:
         return "it supports no bias of scores"
     return None if call.attention_mask.cap is None else "it supports no soft cap of scores"
 
 
 def kernel(path: str) -> Kernel:
-    """Import a kernel by its path in KERNELS. Raises ImportError if a package is missing."""
+    """Import a kernel. `path` is a value in KERNELS. Raises ImportError if a package is missing."""
     return resolve_name(path)
 
 
 def starts(segments: Places) -> Bool[Array, "rows length"]:
-    """Return whether a segment, or a stretch of padding, begins with each token."""
+    """Return for each token whether it is the first of a segment or of a stretch of padding."""
     return segments != jnp.pad(segments[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 
 
 def ends(segments: Places) -> Bool[Array, "rows length"]:
-    """Return whether a segment, or a stretch of padding, ends with each token."""
+    """Return for each token whether it is the last of a segment or of a stretch of padding."""
     return segments != jnp.pad(segments[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
 
 
 def spans(segments: Places) -> tuple[Places, Places]:
-    """Return the index in the row of the first and of the last token of each token's segment. A
-    stretch of padding counts as a segment."""
+    """Return for each token the indices in the row of the first and the last token of its segment.
+    A stretch of padding counts as a segment."""
     length = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), segments.shape)
     first = lax.cummax(jnp.where(starts(segments), index, 0), axis=1)

@@ -1,7 +1,8 @@
 """Attention on GPU: FlashAttention 2 or 3 of the optional package dew-flash-attn.
 
-The rows are laid end to end. Each segment and each stretch of padding is a sequence between two
-offsets. On Hopper the package runs FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
+The rows of a batch become one long row, in which each segment and each stretch of padding is a
+sequence between two offsets. On Hopper GPUs the package runs FlashAttention-3 (Shah et al. 2024,
+arXiv:2407.08608).
 """
 
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ FLASH_MAX_HEAD = 256
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Return why the kernel does not take this call in rows of `length` tokens, or None."""
+    """Return the reason why the kernel does not support attention with the properties `call` in
+    rows of `length` tokens, or None if it does."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"{call.dtype} is not bfloat16 or float16"
     if call.width > FLASH_MAX_HEAD:
@@ -34,10 +36,11 @@ def attend(
     attention_mask: AttentionMask,
     slots: int,
 ) -> Heads:
-    """Compute attention as `attention.attend`, rounded to the operands' dtype."""
+    """Compute attention as `attention.attend` does. The result is rounded to the operands' dtype.
+    A row has at most `slots` segments."""
     rows, length = segments.shape
     flat = (x.reshape(rows * length, *x.shape[2:]) for x in (query, key, value))
-    # a window of -1 has no limit; 0 on the right is causal
+    # A reach of -1 means no limit, and a reach of 0 on the right means causal attention.
     reach = -1 if attention_mask.reach is None else attention_mask.reach
     mixed = flash_mha_varlen(
         *(without_padding(x[None], segments.reshape(1, -1))[0] for x in flat),
@@ -50,10 +53,10 @@ def attend(
 
 
 def offsets(segments: Segments, slots: int) -> Int[Array, " sequences_and_one"]:
-    """Return where each sequence begins in the flat buffer, and where the last one ends.
+    """Return where each sequence begins in the long row, and where the last sequence ends.
 
-    A row has at most `slots` segments, and padding before, between and after them, which counts as
-    sequences. Offsets that are left over make empty sequences at the end.
+    A row has at most `slots` segments. Each stretch of padding before, between and after segments
+    is a sequence, too. Offsets that are not needed make empty sequences at the end.
     """
     rows, length = segments.shape
     max_sequences = rows * min(2 * slots + 1, length)

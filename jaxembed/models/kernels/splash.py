@@ -12,15 +12,19 @@ from jaxembed.models.attention import AttentionMask, Grouped, Heads
 from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, without_padding
 from jaxembed.models.tokens import Segments
 
-TPU_LANES = 128  # numbers in a vector register; a block of a row is a multiple of it
-SPLASH_MIN_HEAD = 64  # dimensions; narrower heads are padded with zeros
-# Tokens. With 1024 a v6e takes 1.28 ms, with 512 1.81 ms (Qwen3-0.6B, measured by a third party).
+TPU_LANES = 128  # the numbers in a vector register; the length of a block is a multiple of this
+SPLASH_MIN_HEAD = 64  # heads with fewer dimensions are padded with zeros
+# The lengths of blocks in tokens. A TPU v6e takes 1.28 ms with blocks of 1024 tokens, and 1.81 ms
+# with blocks of 512 (Qwen3-0.6B, measured by a third party).
 BLOCKS = (1024, 512, 256, 128)
-SPLASH_LOCAL_BLOCK = 256  # tokens; with a window, larger blocks hold keys that no query attends to
+# The maximum length of blocks with an attention window, in tokens. Larger blocks would contain keys
+# that no query attends to.
+SPLASH_LOCAL_BLOCK = 256
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Return why the kernel does not take this call in rows of `length` tokens, or None."""
+    """Return the reason why the kernel does not support attention with the properties `call` in
+    rows of `length` tokens, or None if it does."""
     if length % TPU_LANES:
         return f"{length} tokens are not a multiple of {TPU_LANES}"
     if call.dtype not in ("bfloat16", "float32"):
@@ -38,8 +42,8 @@ def attend(
     interpret: bool = False,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """Compute attention as `attention.attend`; the kernel rounds the result to the operands' dtype.
-    `slots` is ignored. `interpret` runs it in Pallas' interpreter, without a TPU."""
+    """Compute attention as `attention.attend` does. The result is rounded to the operands' dtype.
+    `slots` is ignored. `interpret` runs the kernel in Pallas' interpreter, without a TPU."""
     _, length, heads, width = query.shape
     query = (query.astype(jnp.float32) * width**-0.5).astype(query.dtype)
     value = without_padding(value, segments)
@@ -58,14 +62,15 @@ def attend(
 
 
 def block_sizes(length: int, attention_mask: AttentionMask) -> splash.BlockSizes:
-    """Return the largest blocks that divide the row; with a window they are smaller."""
+    """Return the largest block sizes that divide the length of a row, at most SPLASH_LOCAL_BLOCK if
+    the mask has a reach."""
     max_size = SPLASH_LOCAL_BLOCK if attention_mask.reach is not None else BLOCKS[0]
     size = next(size for size in BLOCKS if size <= max_size and length % size == 0)
     return splash.BlockSizes(block_q=size, block_kv=size, block_kv_compute=min(size, 512))
 
 
 def _mask(length: int, attention_mask: AttentionMask) -> masks.Mask:
-    """Return the mask of a row in the kernel's form."""
+    """Convert an attention mask for rows of this length to the kernel's type of mask."""
     square = (length, length)
     if attention_mask.reach is not None:
         after = 0 if attention_mask.causal else attention_mask.reach
@@ -74,7 +79,7 @@ def _mask(length: int, attention_mask: AttentionMask) -> masks.Mask:
 
 
 def _padded_heads(x: Heads) -> Float[Array, "rows length heads filled"]:
-    """Pad heads with zeros to a width that the kernel takes."""
+    """Pad heads with zeros to a number of dimensions that the kernel supports."""
     width = x.shape[3]
     padded_width = max(
         SPLASH_MIN_HEAD,

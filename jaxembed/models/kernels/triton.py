@@ -1,8 +1,9 @@
-"""Attention on GPU: jaxembed's flash kernel, which visits only the keys of a block's segments.
+"""Attention on GPU: jaxembed's flash kernel. For a block of queries it computes only the blocks of
+keys in the same segments.
 
-Dao et al. 2022, arXiv:2205.14135. It is written in Pallas and compiled by the Triton in XLA. JAX
-0.11 calls this backend deprecated: where it is missing, the import fails and XLA's attention is
-used.
+Dao et al. 2022, arXiv:2205.14135. The kernel is written in Pallas and compiled by the Triton in
+XLA. JAX 0.11 calls this backend of Pallas deprecated. If it is missing, importing this module
+fails, and XLA's attention is used.
 """
 
 from functools import partial
@@ -19,18 +20,20 @@ from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, spans,
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
-TRITON_MIN_HEAD = 16  # dimensions; Triton's products take no fewer
+TRITON_MIN_HEAD = 16  # heads with fewer dimensions are padded, because Triton's products need 16
 TRITON_MAX_HEAD = 256
-WIDE_HEAD = 64  # wider heads fill the registers, so a block has fewer queries and more warps
+# Heads with more dimensions fill the registers, so their blocks have fewer queries and more warps.
+WIDE_HEAD = 64
 NARROW_QUERY_TILE, WIDE_QUERY_TILE = 128, 64
 KEY_BLOCK = 64
 
 
 def refuses(call: Call, length: int) -> str | None:
-    """Return why the kernel does not take this call in rows of `length` tokens, or None.
+    """Return the reason why the kernel does not support attention with the properties `call` in
+    rows of `length` tokens, or None if it does.
 
-    It refuses float32, whose products Triton writes out one by one: compiled for an H100 they took
-    a minute and spilled 9 kB of registers a thread, where bfloat16 spills none.
+    float32 is not supported, because Triton unrolls its products: for an H100 the kernel took a
+    minute to compile and spilled 9 kB of registers a thread; with bfloat16 it spills none.
     """
     if call.dtype not in ("bfloat16", "float16"):
         return f"it supports bfloat16 and float16, not {call.dtype}"
@@ -51,9 +54,9 @@ def attend(
     key_block: int = KEY_BLOCK,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """Compute attention as `attention.attend`. Queries of padding get arbitrary numbers. Blocks are
-    in tokens. `slots` is ignored. `interpret` runs the kernel in Pallas' interpreter, without a
-    GPU."""
+    """Compute attention as `attention.attend` does; queries of padding get arbitrary numbers.
+    `query_block` and `key_block` are the tokens of a block. `slots` is ignored. `interpret` runs
+    the kernel in Pallas' interpreter, without a GPU."""
     rows, length, heads, width = query.shape
     per_group = heads // key.shape[2]
     is_wide = width > WIDE_HEAD
@@ -71,7 +74,7 @@ def attend(
     first, end = key_blocks(segments, attention_mask, query_block, key_block)
     _, length, _, padded_width = query.shape
 
-    # i: block of queries, r: row, h: head
+    # In the functions below i is the index of a block of queries, r of a row, and h of a head.
     query_spec = pl.BlockSpec((None, query_block, None, padded_width), lambda i, r, h: (r, i, h, 0))
     key_spec = pl.BlockSpec(
         (None, length, None, padded_width), lambda i, r, h: (r, 0, h // per_group, 0)
@@ -102,8 +105,8 @@ def key_blocks(
 ) -> tuple[Int[Array, "rows blocks"], Int[Array, "rows blocks"]]:
     """Return, for each block of queries, the range of blocks of keys that its queries attend to.
 
-    A range is the index of its first block, and the index after its last. It is empty for a block
-    of padding.
+    A range is the index of its first block of keys, and the index after its last block. The range
+    is empty if all queries are padding.
     """
     rows, length = segments.shape
     index = jnp.arange(length)[None]
@@ -115,7 +118,7 @@ def key_blocks(
         )
     if attention_mask.causal:
         last = jnp.minimum(last, index)
-    # padding does not widen a range
+    # Padding must not widen a range.
     first = jnp.where(segments != 0, first, length)
     last = jnp.where(segments != 0, last, -1)
     blocks = (rows, -1, query_block)
@@ -138,8 +141,9 @@ def _kernel(
     query_block: int,
     key_block: int,
 ):
-    """Compute attention of one block of queries of one head, one block of keys after the other.
-    `scale` includes log2(e), because exp2 is an instruction of the GPU."""
+    """Compute attention of one block of queries of one head, over one block of keys after another.
+    `scale` includes the factor log2(e), because the GPU has an instruction for exp2, not for exp.
+    """
     block = pl.program_id(0)
     queries = pl.ds(block * query_block, query_block)
     query = query_ref[...]
@@ -159,7 +163,8 @@ def _kernel(
             visible &= (distance <= attention_mask.reach) & (distance >= -attention_mask.reach)
         scores = jnp.where(visible, scores, MASKED)
         larger = jnp.maximum(largest, scores.max(axis=1))
-        # 0 and not exp2(MASKED - larger), which is 1 while the query has seen only masked keys
+        # Masked keys get weight 0. exp2(MASKED - larger) would be 1 while the query has met only
+        # masked keys.
         weights = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
         rescale = jnp.exp2(largest - larger)
         value = value_ref[keys, :]

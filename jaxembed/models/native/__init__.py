@@ -1,9 +1,9 @@
 """Native kernels: matrix products and attention in bfloat16 on x86-64, written in C for XLA:CPU.
 
-XLA:CPU runs a transformer as many small loops over memory. The kernels in calls.h compute a layer
-of BERT and its kin in two calls, or in five if the batch has few tokens; other backbones use them
-for products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for AMX. On a CPU
-without either, XLA computes everything.
+XLA:CPU runs a transformer as many small loops over memory. With the kernels in calls.h a layer of
+BERT and similar models takes two calls, or five if the batch has few tokens; other backbones use
+kernels for matrix products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for
+AMX. On a CPU that supports neither of these, XLA computes everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,32 +26,35 @@ from jaxembed.models.native.library import operand_names
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
 
-MAX_ROW_ELEMENTS = 2**19  # the row that a core works on in `self_attention` fits its cache
+# Maximum length * dimensions of a row for `self_attention`: one core computes a whole row, which
+# must fit the core's cache.
+MAX_ROW_ELEMENTS = 2**19
 TILE = 16  # rows of an AMX tile: tokens, or pairs of neighbouring features
-PANEL = 32  # columns of a weight that are packed together
+PANEL = 32  # a panel is a block of 32 columns of a weight, packed together
 
 RoundedHeads = BFloat16[Array, "rows length heads width"]
 RoundedGrouped = BFloat16[Array, "rows length groups width"]
 RoundedJoint = BFloat16[Array, "rows length three heads width"]
 Panels = BFloat16[Array, "columns steps two pairs lanes both"]
 
-# The name of the `linear` call by its mode. Trials and refusals show it.
+# What the kernel `linear` computes after its product, by mode. Trials of kernels use these names.
 EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
-BIASED, ROTATED = 1, 2  # bits of the mode of attention calls: which optional operands they have
-ADAPTED = 8  # bit of the mode of any call: it has operands of adapters
-ADAPTS = {"out": 16, "up": 32, "down": 64}  # bits of the mode of `mlp`: products with adapters
+# Bits of the attribute `mode` of a call, which say which optional operands the call has.
+BIASED, ROTATED = 1, 2  # in attention kernels: a bias by distance, and cosines and sines
+ADAPTED = 8  # in any kernel: adapters
+ADAPTS = {"out": 16, "up": 32, "down": 64}  # in `mlp`: the products that have adapters
 
-DistanceBias = Float[Array, "heads distances"]  # as models.attention.attend takes it
+DistanceBias = Float[Array, "heads distances"]  # the `bias` of models.attention.attend
 Angles = Float[Array, "rows length half"]
 
 
 class AdapterOperands(NamedTuple):
-    """The low-rank adapters of a product; `down` and `up` are packed weights."""
+    """The low-rank adapters of a matrix product. `down` and `up` are packed weights."""
 
-    numbers: Int[Array, "rows length"]  # the number of each token's adapter, from 1; 0: none
+    numbers: Int[Array, "rows length"]  # the number of each token's adapter, or 0 for no adapter
     down: Panels
     up: Panels
-    owners: Int[Array, " narrow"]  # the adapter that each column between down and up belongs to
+    owners: Int[Array, " narrow"]  # the number of the adapter that each column of `down` belongs to
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,20 @@ class NativeCall:
     """A call of a native kernel: its target, the shapes of its operands, and its attributes."""
 
     target: str  # one of CALLS
-    shape: tuple[int, ...]  # the result's
-    dtype: str  # the result's
-    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # by name
-    attributes: tuple[tuple[str, Any], ...]  # by name
+    shape: tuple[int, ...]  # the shape of the result
+    dtype: str  # the dtype of the result
+    operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # (name, shape) of each operand
+    attributes: tuple[tuple[str, Any], ...]  # (name, value) of each attribute
 
     @property
     def name(self) -> str:
-        """The name of the call: its target, or for `linear` the name of its mode in EPILOGUES."""
+        """The name of the call: its target, or for the target `linear` its entry of EPILOGUES."""
         return self.end if self.target == "linear" else self.target
 
     @property
     def end(self) -> str:
-        """What follows the product of `linear`, or the product with `up` of `mlp`: one of
-        EPILOGUES."""
+        """The entry of EPILOGUES that says what follows the product of `linear`, or the product
+        with `up` in `mlp`."""
         return EPILOGUES[self.mode % ADAPTED]
 
     @property
@@ -83,8 +86,8 @@ class NativeCall:
     def run(self, operands: Mapping[str, Array]) -> Array:
         """Add the call to the program that is being traced, and return its result.
 
-        `operands` are arrays by name; the library defines their order. Raises TypeError if the
-        names are not those that the call takes, and RuntimeError before the library is loaded.
+        `operands` are arrays by name; the library defines their order. Raises TypeError if an
+        operand is missing or unknown, and RuntimeError if the library is not loaded.
         """
         names = operand_names(self.target, self.mode)
         if operands.keys() != set(names):
@@ -103,7 +106,8 @@ _recorded: ContextVar[dict[NativeCall, None] | None] = ContextVar("recorded", de
 def recording(calls: dict[NativeCall, None]) -> Iterator[None]:
     """Record the native calls that this thread traces in the block, instead of making them.
 
-    Each different call is added to `calls` once, in order; its result is zeros.
+    Each different call is added once to `calls`, in the order of the trace. The results of recorded
+    calls are zeros.
     """
     reset_token = _recorded.set(calls)
     try:
@@ -115,7 +119,7 @@ def recording(calls: dict[NativeCall, None]) -> Iterator[None]:
 def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
     """Whether a parameter is a weight that can be packed into panels for `linear`.
 
-    `name` is the parameter's dotted name; `shape` and `dtype` are those before packing.
+    `name` is the parameter's dotted name; `shape` and `dtype` describe it before packing.
     """
     is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
     return is_matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
@@ -124,8 +128,9 @@ def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
 def packed(kernel: np.ndarray) -> np.ndarray:
     """Pack a weight `[K, N]` into the panels that product.h takes, on the host.
 
-    The result is `[N / 32, K / 32, 2, 16, 16, 2]`. Its axes are blocks of 32 columns, blocks of 32
-    features, tiles of 16 columns, pairs of features, columns of a tile, and the features of a pair.
+    K is the number of input features, and N is the number of columns. The result is
+    `[N / 32, K / 32, 2, 16, 16, 2]`, with these axes: blocks of 32 columns, blocks of 32 features,
+    tiles of 16 columns, pairs of features, columns of a tile, and the features of a pair.
     """
     k, n = kernel.shape
     split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
@@ -160,12 +165,12 @@ def linear(
 ) -> Float[Array, "... out"]:
     """Compute x . weight + bias, then the operation `end`, and round the result to `dtype`.
 
-    `kernel` is the packed weight; None as `bias` is zeros. `x` is bfloat16, or float32 that is
-    rounded to it. Sums are float32, and include the product of the `adapters`. `end` is one of
-    EPILOGUES: "linear" adds no operation; "gelu" is the exact GELU; "gated_NAME" returns
-    NAME(gate) * up, where NAME is an activation, and gate and up are the two halves of the columns
-    (the weight must satisfy `supports_gated`); "norm" is the layer norm of residual + x . weight +
-    bias, with `norm` = (residual, scale, shift, epsilon).
+    `kernel` is the packed weight; a `bias` of None means zeros. `x` is bfloat16, or float32, which
+    the kernel rounds to bfloat16. Sums are float32, and include the product of the `adapters`.
+    `end` is one of EPILOGUES: "linear" adds no operation; "gelu" is the exact GELU; "gated_NAME"
+    returns NAME(gate) * up, where NAME is an activation, and gate and up are the two halves of the
+    columns (the weight must satisfy `supports_gated`); "norm" is the layer norm of
+    residual + x . weight + bias, with `norm` = (residual, scale, shift, epsilon).
     """
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
@@ -187,10 +192,10 @@ def linear(
 
 
 def supports_gated(kernel: Any, activation: str) -> bool:
-    """Whether `linear` with a gate and `mlp` take this weight of gate and up, and this activation.
+    """Whether `linear` and `mlp` can compute a gated product with this weight and activation.
 
-    `activation` is a name in models.layers.ACTIVATIONS. Each half of the weight must be whole
-    panels.
+    `kernel` holds the columns of gate and up, and each half must consist of whole panels.
+    `activation` is a name in models.layers.ACTIVATIONS.
     """
     return f"gated_{activation}" in EPILOGUES and is_packed(kernel) and kernel.shape[0] % 2 == 0
 
@@ -212,8 +217,8 @@ def attention(
 ) -> RoundedHeads:
     """Compute attention as models.attention.attend does; padding gets zeros.
 
-    `causal`, `reach` and `cap` are the fields of an attention mask. Keys of other segments are
-    skipped and cost nothing. Shapes must satisfy `takes`.
+    `causal`, `reach` and `cap` are the fields of an AttentionMask. `distance_bias` is the `bias` of
+    `attend`. Keys of other segments are skipped and take no time. Shapes must satisfy `takes`.
     """
     operands = {"query": query, "key": key, "value": value, "segments": segments}
     optional, mode = _position_operands(distance_bias, angles=None)
@@ -238,9 +243,9 @@ def joint_attention(
 ) -> RoundedHeads:
     """Compute attention with query, key and value side by side in one array.
 
-    `angles` are the cosines and sines by which queries and keys are rotated first, dimensions k and
-    k + width / 2 together. The result is `[rows, length, heads, width]`. The rest is as in
-    `attention`.
+    `angles` are the cosines and sines by which queries and keys are rotated first; dimensions k and
+    k + width / 2 form a pair. The other arguments are those of `attention`. The result is
+    `[rows, length, heads, width]`.
     """
     rows, length, _, heads, width = joint.shape
     operands = {"joint": joint, "segments": segments}
@@ -256,9 +261,10 @@ def joint_attention(
 
 
 def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
-    """Whether `mlp` takes these hidden states and weights, and is the fastest way.
+    """Whether `mlp` takes these hidden states and weights, and is faster than separate calls.
 
-    With few tokens separate products are faster, because the cores share their columns.
+    For few tokens separate products are faster, because the cores divide the columns of a product
+    among themselves.
     """
     return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
 
@@ -266,10 +272,10 @@ def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bo
 def supports_self_attention(
     hidden: Float[Array, "rows length dim"], heads: int, kernel: Any
 ) -> bool:
-    """Whether `self_attention` takes these hidden states and this weight, and is the fastest way.
+    """Whether `self_attention` takes these hidden states and this weight, and is faster than two
+    calls, one for the product and one for attention.
 
-    Two calls (product, attention) are faster for few tokens, and for rows too long for a core's
-    cache.
+    Two calls are faster for few tokens, and for rows that do not fit the cache of a core.
     """
     rows, length, dim = hidden.shape
     fits = takes(length, dim // heads, "bfloat16") and length * dim <= MAX_ROW_ELEMENTS
@@ -289,10 +295,11 @@ def self_attention(
     angles: tuple[Angles, Angles] | None = None,
     adapters: AdapterOperands | None = None,
 ) -> BFloat16[Array, "rows length dim"]:
-    """Compute the product that gives queries, keys and values, and their attention, in one call.
+    """Compute self-attention of hidden states in one call: the matrix product that gives queries,
+    keys and values, and then attention.
 
-    `kernel` is the packed weight of that product, `adapters` are its adapters, and `heads` is the
-    number of heads. The rest is as in `joint_attention`.
+    `kernel` is the packed weight of the product, `adapters` are the product's adapters, and `heads`
+    is the number of heads. The other arguments are those of `joint_attention`.
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
     operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
@@ -323,18 +330,19 @@ def mlp(
 ) -> Float[Array, "rows length dim"]:
     """Compute the rest of a BERT layer after attention, in one call.
 
-    It is hidden = norm(hidden + mixed . out), then norm(hidden + gelu(hidden . up) . down). `mixed`
-    is the attention's result. `up` is (packed weight, bias or None); `out` and `down` also hold the
-    scale and the shift of the norm that follows. With a `gate`, the name of an activation, the
-    product with `up` ends as "gated_NAME" in `linear`. `adapters` are by the name of their product:
-    "out", "up" or "down".
+    The result is norm(h + gelu(h . up) . down), where h = norm(hidden + mixed . out). `mixed` is
+    the result of attention. `up` is (packed weight, bias or None); `out` and `down` also hold the
+    scale and the shift of the norm that follows. If `gate` is the name of an activation, the MLP is
+    gated: gelu(h . up) becomes gate(a) * b, where a and b are the two halves of h . up. The keys of
+    `adapters` are the names of the products: "out", "up" or "down".
     """
     mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
     part_names = ("kernel", "bias", "scale", "shift")
     operands = {"mixed": mixed, "hidden": hidden} | {
         f"{name}_{part}": _or_zeros(parameter, _columns(product[0]))
         for name, product in (("out", out), ("up", up), ("down", down))
-        for part, parameter in zip(part_names, product, strict=False)  # `up` has no norm
+        # strict=False, because `up` has no norm and so no scale and shift
+        for part, parameter in zip(part_names, product, strict=False)
     }
     for name, product_adapters in (adapters or {}).items():
         if product_adapters is not None:
@@ -346,7 +354,7 @@ def mlp(
 
 
 def _mask_attributes(causal: bool, reach: int | None, cap: float | None) -> dict[str, Any]:
-    """Return a mask as attributes of a call: reach -1 and cap 0 stand for None."""
+    """Return a mask as attributes of a call. For None, reach is -1 and cap is 0."""
     return {
         "causal": np.int64(causal),
         "reach": np.int64(-1 if reach is None else reach),
@@ -357,8 +365,8 @@ def _mask_attributes(causal: bool, reach: int | None, cap: float | None) -> dict
 def _position_operands(
     distance_bias: DistanceBias | None, angles: tuple[Angles, Angles] | None
 ) -> tuple[dict[str, Array], dict[str, np.int64]]:
-    """Return the optional operands of an attention call that depend on positions, by name, and its
-    attribute `mode`, whose bits say which of them it has."""
+    """Return the optional operands of an attention call that depend on positions, by name, and the
+    attribute `mode` of the call, whose bits say which of these operands there are."""
     operands, mode = {}, 0
     if distance_bias is not None:
         operands["distance_bias"] = distance_bias
@@ -370,9 +378,9 @@ def _position_operands(
 
 
 def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Array]:
-    """Return the operands of a product's adapters by name. In a call of several products, `prefix`
-    begins the names of the operands that differ by product: all but `numbers`, the adapter of
-    each token."""
+    """Return the operands of a product's adapters by name. In a call with several products the
+    names of all operands but `numbers`, the adapter of each token, begin with the product's
+    `prefix`."""
     return {
         "numbers": adapters.numbers,
         f"{prefix}adapter_down": adapters.down,
@@ -382,7 +390,8 @@ def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, 
 
 
 def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
-    """Make a native call and return its result; within `recording`, record it and return zeros."""
+    """Make a native call and return its result. In a `recording` block record the call instead, and
+    return zeros."""
     shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
     call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
     recorded_calls = _recorded.get()

@@ -1,7 +1,8 @@
-"""Compiles the native kernels for an instruction set, and native means for any CPU.
+"""Compiles the native libraries: kernels for an instruction set, and means of table rows for any
+CPU.
 
-The build of the wheel runs this file without jaxembed installed, so it imports only the standard
-library.
+The build of the wheel runs this file before jaxembed is installed, so this file imports only the
+standard library.
 """
 
 import hashlib
@@ -15,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-SOURCES = Path(__file__).parent  # of C files and their headers
-LIBRARIES = Path(__file__).with_name("libs")  # prebuilt libraries, which a wheel holds
+SOURCES = Path(__file__).parent  # the folder of C files and headers
+LIBRARIES = Path(__file__).with_name("libs")  # the folder of prebuilt libraries in a wheel
 COMPILERS = ("cc", "gcc", "clang")
-COMPILE_S = 120.0  # timeout in seconds
-OLDEST_GLIBC = 17  # N of manylinux2014's glibc 2.N, the oldest that pip and jaxlib have a tag for
+COMPILE_S = 120.0  # the time limit for compiling a library, in seconds
+OLDEST_GLIBC = 17  # manylinux2014 needs glibc 2.17, the oldest that pip and jaxlib have a tag for
 
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
-# No -march=native: a library is built on one machine and used on others.
+# -march=native is not used, because a library is built on one machine and used on others.
 AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
 AMX_FLAGS = (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")
 
-# The CPU features that these flags let a compiler use, as /proc/cpuinfo names them.
+# The CPU features that the compiler may use with AVX512_FLAGS, as /proc/cpuinfo names them.
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -38,7 +39,7 @@ class NativeUnavailable(Exception):
 
 
 class UnsupportedPlatform(NativeUnavailable):
-    """The native kernels are for other platforms than this machine's."""
+    """The native kernels do not support the platform of this machine."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Build:
 
     name: str
     source: str  # name of a file in SOURCES
-    flags: tuple[str, ...]  # the compiler's
+    flags: tuple[str, ...]  # options of the compiler
     cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
 
     @property
@@ -67,14 +68,14 @@ BUILDS = (*INSTRUCTION_SETS, MEANS)
 
 def digest(build: Build) -> str:
     """Return a hash of a library's sources and flags. Raises OSError if a source is missing."""
-    # any header, because the source may include it
+    # Include every header, because the source may include any of them.
     paths = [SOURCES / build.source, *sorted(SOURCES.glob("*.h"))]
     parts = [*(path.read_bytes() for path in paths), *map(str.encode, build.flags)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C compiler on this machine, or None."""
+    """Return the path of a C compiler on this machine, or None if there is none."""
     return next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
@@ -87,13 +88,13 @@ def compile_library(build: Build, library: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailable("there is no C compiler: install gcc or clang")
-    jaxlib = importlib.util.find_spec("jaxlib")  # which has XLA's headers
+    jaxlib = importlib.util.find_spec("jaxlib")  # jaxlib contains XLA's headers
     if jaxlib is None or not jaxlib.submodule_search_locations:
         raise NativeUnavailable("jaxlib, whose headers the native kernels need, is not installed")
     command = [
         compiler,
         *build.flags,
-        # a library holds its digest, by which the loader tells whether a prebuilt one is up to date
+        # The loader finds this digest in a prebuilt library, and sees whether it is up to date.
         f'-DJAXEMBED_SOURCE="{digest(build)}"',
         f"-I{Path(jaxlib.submodule_search_locations[0], 'include')}",
         "-o",
@@ -108,7 +109,8 @@ def compile_library(build: Build, library: Path) -> None:
 
 
 def run_command(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture its output. Raises NativeUnavailable after `seconds`."""
+    """Run a command and capture its output. Raises NativeUnavailable if it takes longer than
+    `seconds`."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=seconds
@@ -118,10 +120,10 @@ def run_command(command: list[str], seconds: float) -> subprocess.CompletedProce
 
 
 def build_all() -> str:
-    """Compile all libraries into the package, and return the wheel's tag for this platform.
+    """Compile all libraries into the package, and return the tag of wheels for this platform.
 
-    Raises UnsupportedPlatform on a platform without kernels, and NativeUnavailable or OSError if a
-    library cannot be built. After an error the package holds no library.
+    Raises UnsupportedPlatform if the kernels do not support this platform, and NativeUnavailable or
+    OSError if a library cannot be built. After an error the package holds no library.
     """
     shutil.rmtree(LIBRARIES, ignore_errors=True)
     libc = platform.libc_ver()[0]
@@ -143,9 +145,10 @@ def build_all() -> str:
 
 
 def newest_glibc(library: bytes) -> int:
-    """Return the N of the newest symbol version GLIBC_2.N that a shared library needs.
+    """Return the N of the newest symbol version GLIBC_2.N that a shared library needs, at least
+    OLDEST_GLIBC.
 
-    `library` is the content of the file, which includes the names of the versions.
+    `library` is the content of the file, which includes the names of symbol versions.
     """
     versions = re.findall(rb"\0GLIBC_2\.(\d+)(?=[\0.])", library)
     return max([OLDEST_GLIBC, *map(int, versions)])

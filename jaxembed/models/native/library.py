@@ -1,7 +1,8 @@
-"""Loads native libraries: the kernels, which it registers with XLA, and the means of table rows.
+"""Loads native libraries: the kernels, which are registered with XLA, and a function that computes
+means of table rows.
 
-The package holds prebuilt libraries. A source checkout without them compiles them into the cache
-directory.
+Wheels hold prebuilt libraries. In a source checkout without them, the libraries are compiled into
+the cache directory.
 """
 
 import ctypes
@@ -27,9 +28,10 @@ from jaxembed.platform.files import replacing
 logger = logging.getLogger(__name__)
 
 CPU = Path("/proc/cpuinfo")
-CHECK_S = 20.0  # timeout of a library's check in seconds
+CHECK_S = 20.0  # the time limit for checking a library, in seconds
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-FAULTS = {  # messages by the exit status of jaxembed_check in check.h
+# What is wrong if the check of a library (jaxembed_check in check.h) ends with this exit status.
+FAULTS = {
     2: "the system does not let this process use AMX",
     3: "there was no memory for the check",
     4: "the compiled library computes wrong numbers on this machine",
@@ -37,13 +39,13 @@ FAULTS = {  # messages by the exit status of jaxembed_check in check.h
 
 
 class NativeMeans:
-    """Means of table rows, computed by means.c without the interpreter lock.
+    """A function that computes means of table rows by means.c, without the interpreter lock.
 
     Threads may share it.
     """
 
     def __init__(self, library: ctypes.CDLL):
-        """Raises AttributeError if the library does not have the function."""
+        """Raises AttributeError if the library has no function `jaxembed_means`."""
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         self._means = library.jaxembed_means
         self._means.restype = None
@@ -52,8 +54,9 @@ class NativeMeans:
     def __call__(
         self, table: np.ndarray, ids: np.ndarray, bounds: np.ndarray, block: int
     ) -> np.ndarray:
-        """Return what `numpy_means` of models/static.py returns, bit for bit. Raises ValueError if
-        a slot lies beyond the ids."""
+        """Return the mean of the table's rows for each slot: the values of `numpy_means` in
+        models/static.py, which describes the arguments, bit for bit. Raises ValueError if a slot
+        ends after the last of the `ids`."""
         if len(bounds) and not 0 <= bounds.min() <= bounds.max() <= len(ids):
             raise ValueError(f"a slot lies beyond the {len(ids)} ids: a bug in jaxembed")
         table = np.ascontiguousarray(table, np.float32)
@@ -78,10 +81,10 @@ _means: NativeMeans | None = None
 
 
 def load_library(cache_dir: Path) -> None:
-    """Load the fastest kernels that this CPU runs, and register them with XLA.
+    """Load the fastest kernels that this CPU supports, and register them with XLA.
 
-    Further calls do nothing: one library serves the whole process, because XLA refuses a second one
-    of the same name. A library that must be compiled is kept in `cache_dir`. Raises
+    Only the first successful call in a process loads a library, because XLA refuses to register
+    kernels of the same names again. A library that must be compiled is kept in `cache_dir`. Raises
     NativeUnavailable if the machine cannot use any of the kernels.
     """
     global _library, _build
@@ -92,7 +95,7 @@ def load_library(cache_dir: Path) -> None:
         for build in _runnable():  # the fastest first
             try:
                 library = _opened(build, cache_dir)
-                if library.jaxembed_prepare():  # the system refuses AMX
+                if library.jaxembed_prepare():  # not 0: the system refuses AMX
                     raise NativeUnavailable(FAULTS[2])
                 _register(library)
             except OSError as error:
@@ -109,10 +112,10 @@ def load_library(cache_dir: Path) -> None:
 
 
 def load_means(cache_dir: Path) -> NativeMeans:
-    """Load the function of means of table rows; further calls return the same object.
+    """Load the function that computes means of table rows. Further calls return the same object.
 
-    It needs no XLA, and any CPU runs it. A library that must be compiled is kept in `cache_dir`.
-    Raises NativeUnavailable if the library cannot be compiled or loaded.
+    The function runs on any CPU, without XLA. If the library must be compiled, it is kept in
+    `cache_dir`. Raises NativeUnavailable if the library cannot be compiled or loaded.
     """
     global _means
     with _loading:
@@ -127,16 +130,16 @@ def load_means(cache_dir: Path) -> NativeMeans:
 
 
 def source_digest() -> str:
-    """Return a hash of the sources of the loaded kernels, or of those that this CPU would load.
-    Raises OSError if a source is missing."""
+    """Return a hash of the sources of the loaded kernels, or if none are loaded, of the fastest
+    kernels for this CPU. Raises OSError if a source is missing."""
     return compiler.digest(_build or (_runnable() or compiler.INSTRUCTION_SETS)[0])
 
 
 def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
-    """Return the names of a call's operands in order, from the table in operands.h.
+    """Return the names of the operands of a native call in order, from the table in operands.h.
 
-    `call` is one of CALLS. `mode` is its attribute of this name, whose bits say which optional
-    operands it has. Raises RuntimeError before the library is loaded.
+    `call` is one of CALLS. The bits of `mode`, the attribute of a NativeCall, say which optional
+    operands the call has. Raises RuntimeError if the library is not loaded.
     """
     if _library is None:
         raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
@@ -149,8 +152,8 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
 
 
 def _runnable() -> tuple[Build, ...]:
-    """Return the builds whose CPU features this CPU has, the fastest first. The result is empty if
-    the system does not list the features."""
+    """Return the builds of the kernels that this CPU has the features for, the fastest first. The
+    result is empty if the system does not list the features of the CPU."""
     try:
         lines = CPU.read_text().splitlines()
     except OSError:
@@ -160,17 +163,19 @@ def _runnable() -> tuple[Build, ...]:
 
 
 def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
-    """Check a library in another process, then load it: the prebuilt one if it is up to date,
-    otherwise one compiled into `cache_dir`. Raises NativeUnavailable or OSError."""
-    # a prebuilt library holds the digest of its sources, which may have changed since in a checkout
+    """Load a library after checking it in another process. A prebuilt library is used if it is up
+    to date; otherwise the library is compiled into `cache_dir`. Raises NativeUnavailable if it
+    cannot be compiled, fails its check or cannot be loaded, and OSError for an unreadable source.
+    """
+    # A prebuilt library holds the digest of its sources. In a checkout the sources may be newer.
     source_hash = compiler.digest(build).encode()
     try:
         is_prebuilt = source_hash in build.built.read_bytes()
     except OSError:
         is_prebuilt = False
     path = build.built if is_prebuilt else _compiled(build, cache_dir)
-    # The library's check runs in another process, so that a crash does not end the server. -I
-    # keeps Python from importing a ctypes.py of the working directory, and -S leaves out the site
+    # The library's check runs in another process, so that a crash does not end the server. With -I
+    # Python does not import a ctypes.py of the working directory, and with -S it skips the site
     # packages, which are not needed.
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL({str(path)!r}).jaxembed_check())"
     try:
@@ -191,15 +196,16 @@ def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
 
 
 def _compiled(build: Build, cache_dir: Path) -> Path:
-    """Compile a library into the cache directory, unless it is there, and return its path. Raises
-    NativeUnavailable if that fails, or if others can change the directory or the library."""
+    """Compile a library into the cache directory, unless it is there already, and return its path.
+    Raises NativeUnavailable if the compilation fails, or if other users can change the directory or
+    the library."""
     try:
         refuse_shared(cache_dir)
     except ConfigError as error:
         raise NativeUnavailable(str(error)) from error
     key_parts = [_header().read_bytes(), compiler.digest(build).encode()]
     key = hashlib.sha256(b"\0".join(key_parts)).hexdigest()[:16]
-    # absolute, because the loader searches other folders for a bare name
+    # The path must be absolute, because the loader searches other folders for a bare name.
     library = cache_dir.absolute() / f"native-{build.name}-{key}.so"
     if _is_compiled(library):
         return library
@@ -207,15 +213,16 @@ def _compiled(build: Build, cache_dir: Path) -> Path:
         make_private(cache_dir)
         with replacing(library) as partial:
             compiler.compile_library(build, partial)
-            partial.chmod(0o700)  # whatever the umask: others must not change code that runs here
+            # Other users must not change code that runs here, whatever the umask allows.
+            partial.chmod(0o700)
     except OSError as error:
         raise NativeUnavailable(f"cannot compile in {cache_dir}: {error.strerror}") from error
     return library
 
 
 def _is_compiled(library: Path) -> bool:
-    """Whether the compiled library exists. Raises NativeUnavailable for something else than a file,
-    or if others can change it."""
+    """Whether the compiled library exists. Raises NativeUnavailable if the path is not a regular
+    file, or if other users can change it."""
     try:
         status = library.lstat()
     except FileNotFoundError:
@@ -233,7 +240,8 @@ def _is_compiled(library: Path) -> bool:
 def _register(library: ctypes.CDLL) -> None:
     """Register the library's functions with XLA.
 
-    Raises NativeUnavailable if jaxlib's version does not suit the library, or refuses a function.
+    Raises NativeUnavailable if the library was built for another version of jaxlib's FFI, or if
+    jaxlib refuses a function.
     """
     built_for = tuple(
         ctypes.c_int.in_dll(library, f"jaxembed_ffi_{part}").value for part in ("major", "minor")
@@ -241,7 +249,7 @@ def _register(library: ctypes.CDLL) -> None:
     try:
         header = _header().read_text()
     except OSError:
-        header = ""  # then the versions are not compared
+        header = ""  # without the header the versions are not compared
     versions = re.findall(r"^#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)$", header, re.MULTILINE)
     installed = tuple(map(int, versions)) if len(versions) == 2 else ()
     if installed and (installed[0] != built_for[0] or installed < built_for):

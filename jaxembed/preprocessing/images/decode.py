@@ -32,26 +32,30 @@ if TYPE_CHECKING:
 
 MAX_PIXELS = 50_000_000
 LONGEST_SIDE = 65_535  # pixels: the limit of the JPEG format
-BAND = 256 * 1024  # pixels that are converted at a time: Pillow holds the interpreter lock for each
-# The formats that are read (Pillow knows more), and the peak bytes of memory for each pixel while
-# one is decoded. Measured maxima: 12.0 for a progressive JPEG in CMYK, 8.8 for a PNG with
-# transparency, 18.2 for a lossless WebP, 5.7 for a GIF, 5.0 for a BMP, 9.6 for a TIFF of 16 bits.
+# Images with transparency or 16 bits are converted in bands of this many pixels, because Pillow
+# holds the interpreter lock while it converts a band.
+BAND = 256 * 1024
+# The supported formats, a part of those that Pillow reads, and the peak bytes of memory for each
+# pixel while an image is decoded. Measured maxima: 12.0 for a progressive JPEG in CMYK, 8.8 for a
+# PNG with transparency, 18.2 for a lossless WebP, 5.7 for a GIF, 5.0 for a BMP, 9.6 for a TIFF of
+# 16 bits.
 BYTES_A_PIXEL = {"JPEG": 12, "PNG": 9, "WEBP": 20, "GIF": 6, "BMP": 9, "TIFF": 10}
 FORMATS = tuple(BYTES_A_PIXEL)
 MAX_BYTES = max(BYTES_A_PIXEL.values()) * MAX_PIXELS
-SPARE_TILE = 1024 * 1024  # pixels by which a tile of a TIFF may exceed its image
+SPARE_TILE = 1024 * 1024  # a tile of a TIFF may have so many pixels more than the image
 READABLE = "a JPEG, PNG, WebP, GIF, BMP or TIFF file"
-WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # modes of 16 bits
-UNBOUNDED = ("I", "F")  # modes whose values have no known range
+WIDE = ("I;16", "I;16L", "I;16B", "I;16N")  # Pillow's modes of 16 bits
+UNBOUNDED = ("I", "F")  # Pillow's modes of 32 bits, whose values have no known range
 ACCEPTED = "a path, bytes, a Pillow image or a uint8 array [height, width, 3]"
-SHOWN_BYTES = 16  # of a file, in a message
-WHITE_16 = 65_535
-PER_LEVEL = 257  # 16-bit values for each 8-bit one: 65,535 / 255
+SHOWN_BYTES = 16  # a message shows so many bytes of a file
+WHITE_16 = 65_535  # white as a 16-bit value
+PER_LEVEL = 257  # an 8-bit value v is 257 * v as a 16-bit value: 65,535 / 255
 
-# Some decoders take long for each part of a file, however small the image is.
-MAX_FILE_PARTS = 10_000  # segments of a JPEG, or chunks of a PNG
-MAX_SCANS = 100  # of a JPEG; each covers all pixels, and a progressive JPEG has about ten
-JPEG, PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+# Limits of what takes decoders long, however small the image is. A JPEG consists of segments and a
+# PNG of chunks. Each scan of a JPEG covers all pixels; a progressive JPEG has about ten scans.
+MAX_FILE_PARTS = 10_000
+MAX_SCANS = 100
+JPEG, PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"  # the first bytes of these formats
 SCAN, END = 0xDA, 0xD9  # JPEG markers: start of a scan, end of an image
 ALONE = (0x01, 0xD8)  # JPEG markers without a length; _MARKER skips restart markers (D0 to D7)
 TILE_SIDES = (322, 323)  # the tags TileWidth and TileLength of a TIFF
@@ -67,8 +71,8 @@ class _TiffForm:
     offset: str  # format of an offset
     count: str  # format of the number of entries, which precedes the entries
     entry: int  # size of an entry
-    tag: str  # format of an entry's tag and the type of its value
-    value: int  # position in an entry of its value, or of the offset of a value that does not fit
+    tag: str  # format of the first two fields of an entry: its tag, and the type of its value
+    value: int  # position in an entry of the value, or of its offset if the value does not fit
 
 
 TIFF_FORMS = {
@@ -86,8 +90,8 @@ TIFF_FORMS = {
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the header of an image says: the sides in pixels, the format in lower case, such as
-    "jpeg", and the bits of a pixel, all channels together."""
+    """What the header of an image says: its width and height in pixels, its format in lower case,
+    such as "jpeg", and the bits of a pixel, which are those of all channels together."""
 
     width: int
     height: int
@@ -99,10 +103,10 @@ def image_facts(data: bytes) -> ImageFacts:
     """Read the header of an image file, without decoding the image.
 
     Raises InvalidImage if the file is not an image of one of the FORMATS, is damaged, or exceeds a
-    limit such as MAX_PIXELS or LONGEST_SIDE; and ConfigError without Pillow.
+    limit such as MAX_PIXELS or LONGEST_SIDE; and ConfigError if Pillow is not installed.
     """
     with _opened(data, MAX_PIXELS) as image:
-        # the bits of a pixel by mode; other modes have 8 bits for each channel
+        # These modes have other numbers of bits than 8 for each channel.
         bits_of_mode = {"1": 1, **dict.fromkeys(WIDE, 16), **dict.fromkeys(UNBOUNDED, 32)}
         return ImageFacts(
             image.width,
@@ -113,8 +117,9 @@ def image_facts(data: bytes) -> ImageFacts:
 
 
 def image_size(data: bytes) -> tuple[int, int, int]:
-    """Read the height and width of an image in pixels from its header, and estimate the peak bytes
-    of memory of `decode_image`, its result included. Returns the three. Raises as `image_facts`."""
+    """Return the height and width of an image in pixels, from its header, and an estimate of the
+    peak bytes of memory of `decode_image`, including its result. Raises InvalidImage if the file is
+    not an image, is damaged or exceeds a limit, and ConfigError if Pillow is not installed."""
     with _opened(data, MAX_PIXELS) as image:
         pixels = max(image.height * image.width, tile_pixels(data))
         return image.height, image.width, pixels * BYTES_A_PIXEL[image.format]
@@ -123,9 +128,10 @@ def image_size(data: bytes) -> tuple[int, int, int]:
 def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Picture:
     """Decode an image file of at most `max_pixels` to a Pillow image in mode RGB.
 
-    Of several frames the first is decoded. The image is rotated as its EXIF tag says, transparent
-    pixels are put on white, and 16-bit values are rounded to 8 bits. Raises as `image_facts`, and
-    InvalidImage for a damaged file or for 32-bit values, whose range is unknown.
+    If there are several frames, the first is decoded. The image is rotated according to its EXIF
+    orientation tag, transparent pixels are put on white, and 16-bit values are rounded to 8 bits.
+    Raises InvalidImage if the file is not an image, is damaged, exceeds a limit or has values of 32
+    bits, whose range is unknown; and ConfigError if Pillow is not installed.
     """
     with _opened(data, max_pixels) as image:
         image.load()
@@ -140,17 +146,17 @@ def to_pillow(colours: np.ndarray) -> Picture:
 
 
 def to_rgb_array(image: Picture) -> np.ndarray:
-    """Convert a Pillow image to RGB values, uint8 `[height, width, 3]`, by the rules of
-    `decode_image`. The image itself does not change. Raises InvalidImage for 32-bit values, whose
-    range is unknown."""
+    """Convert a Pillow image to RGB values, uint8 `[height, width, 3]`, without changing the image.
+    Rotation, transparent pixels and 16-bit values are handled as in `decode_image`. Raises
+    InvalidImage for 32-bit values, whose range is unknown."""
     return np.asarray(_in_rgb(image.copy()))
 
 
 def read_image(source: Any) -> ImageInput:
     """Convert an image to an input of a model. `source` is the path or the bytes of an image file,
-    a Pillow image, or RGB values, uint8 `[height, width, 3]`. A file is not decoded here.
+    a Pillow image, or RGB values, uint8 `[height, width, 3]`. Files are read, but not decoded.
 
-    Raises OSError for a file that cannot be read, and InvalidImage for any other `source`.
+    Raises OSError for a file that cannot be read, and InvalidImage for a `source` of another type.
     """
     if isinstance(source, ImageInput):
         return source
@@ -164,16 +170,17 @@ def read_image(source: Any) -> ImageInput:
                 f"an image is an array of {source.dtype} {list(source.shape)}; expected {ACCEPTED}"
             )
         return ImageInput(np.ascontiguousarray(source))
-    if hasattr(source, "convert") and hasattr(source, "mode"):  # without importing Pillow
+    # Recognize a Pillow image without importing Pillow.
+    if hasattr(source, "convert") and hasattr(source, "mode"):
         return ImageInput(to_rgb_array(source))
     raise InvalidImage(f"an image is a {type(source).__name__}; expected {ACCEPTED}")
 
 
 def _in_rgb(image: Picture) -> Picture:
-    """Convert a Pillow image to mode RGB: rotated by its EXIF tag, transparent pixels on white,
-    16-bit values rounded to 8. May change `image` itself, because a copy would take as much
-    memory. Raises InvalidImage for 32-bit values."""
-    from PIL import Image, ImageOps  # only models of images need it
+    """Convert a Pillow image to mode RGB. It is rotated according to its EXIF orientation tag,
+    transparent pixels are put on white, and 16-bit values are rounded to 8 bits. To save memory
+    `image` itself may be changed. Raises InvalidImage for 32-bit values."""
+    from PIL import Image, ImageOps  # imported here, because only models of images need Pillow
 
     if image.mode in UNBOUNDED:
         raise InvalidImage(
@@ -185,12 +192,13 @@ def _in_rgb(image: Picture) -> Picture:
     if not is_wide and not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     result = Image.new("RGB", image.size)
-    rows = max(BAND // image.width, 1)  # of a band, which is converted at a time
+    rows = max(BAND // image.width, 1)  # the number of rows in a band
     for top in range(0, image.height, rows):
         band = image.crop((0, top, image.width, min(top + rows, image.height)))
         if is_wide:  # round 16 bits to 8, and make the transparent value white
             values = np.asarray(band).astype(np.uint32)
-            if (transparent := band.info.get("transparency")) is not None:  # of a PNG
+            # A 16-bit PNG may name one value that is transparent.
+            if (transparent := band.info.get("transparency")) is not None:
                 values[values == transparent] = WHITE_16
             band = Image.fromarray(((values + PER_LEVEL // 2) // PER_LEVEL).astype(np.uint8))
         else:
@@ -204,10 +212,11 @@ def _in_rgb(image: Picture) -> Picture:
 def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
     """Open an image file, check its size and structure, and yield the Pillow image before decoding.
 
-    Any error of Pillow within the context becomes InvalidImage. Raises as `image_facts`.
+    Raises InvalidImage if the file is not an image, is damaged or exceeds a limit, and also in
+    place of any error of Pillow in the block. Raises ConfigError if Pillow is not installed.
     """
     require("images", "images")
-    from PIL import Image  # only models of images need it
+    from PIL import Image  # imported here, because only models of images need Pillow
 
     for parts, _ in enumerate(_parts_of(data), start=1):
         if parts > MAX_FILE_PARTS:
@@ -241,19 +250,19 @@ def _opened(data: bytes, max_pixels: int) -> Iterator[Any]:
         raise InvalidImage(f"the image has too many pixels; the limit is {max_pixels}") from error
     except Image.UnidentifiedImageError as error:
         raise InvalidImage(f"{_shown(data)} is not an image; expected {READABLE}") from error
-    except Exception as error:  # Pillow raises a dozen kinds for damaged files
+    except Exception as error:  # Pillow raises a dozen classes of errors for damaged files
         raise InvalidImage(f"{_shown(data)} is a damaged image; expected {READABLE}") from error
 
 
 @cache
 def _silence() -> None:
-    """Stop the warnings of Pillow and libtiff about damaged files: on standard error, and in the
-    list of warnings that Python remembers. What matters is raised as well."""
+    """Turn off the warnings of Pillow and libtiff about damaged files, which would fill standard
+    error and Python's list of past warnings. Errors are still raised."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("PIL.TiffImagePlugin").setLevel(logging.CRITICAL)
-    with suppress(OSError, AttributeError):  # a Pillow without libtiff
+    with suppress(OSError, AttributeError):  # this Pillow may have no libtiff
         library = ctypes.CDLL(Image.core.__file__)
         library.TIFFSetErrorHandler(None)
         library.TIFFSetWarningHandler(None)
@@ -267,14 +276,15 @@ def _shown(data: bytes) -> str:
 def tile_pixels(data: bytes) -> int:
     """Return the number of pixels in a tile of a TIFF file; 0 for TIFFs in strips and other files.
 
-    A decoder allocates whole tiles, however small the image is, but cuts strips to the image. If a
-    tag occurs several times, the largest value counts: libtiff reads the first, Pillow the last.
+    Decoders allocate memory for whole tiles, however small the image is; strips are cut to the
+    image. If a tag occurs several times, the largest of the values is used, because libtiff reads
+    the first value and Pillow the last.
     """
     layout = TIFF_FORMS.get(data[:4])
     if layout is None:
         return 0
     sides = {tag: 0 for tag in TILE_SIDES}
-    with suppress(struct.error):  # the file ends early: the decoder refuses it
+    with suppress(struct.error):  # the file ends early, and the decoder will refuse it
         (directory,) = struct.unpack_from(layout.offset, data, layout.first)
         (entry_count,) = struct.unpack_from(layout.count, data, directory)
         directory += struct.calcsize(layout.count)
@@ -283,7 +293,7 @@ def tile_pixels(data: bytes) -> int:
             if tag in sides and kind in TIFF_INTEGERS:
                 integer = layout.tag[0] + TIFF_INTEGERS[kind]  # with the file's byte order
                 position += layout.value
-                # a value larger than an offset is elsewhere, and the entry has its offset
+                # A value that is larger than an offset does not fit: the entry holds its offset.
                 if struct.calcsize(integer) > struct.calcsize(layout.offset):
                     (position,) = struct.unpack_from(layout.offset, data, position)
                 sides[tag] = max(sides[tag], *struct.unpack_from(integer, data, position))
@@ -291,19 +301,20 @@ def tile_pixels(data: bytes) -> int:
 
 
 def _parts_of(data: bytes) -> Iterator[int]:
-    """Yield the position of the end of each chunk of a PNG, or of each segment of a JPEG's first
-    image (other images and videos may follow it). Yields nothing for other formats. Raises
-    InvalidImage for a JPEG with more than MAX_SCANS scans."""
+    """Yield the position of the end of each chunk of a PNG, or of each segment of the first image
+    in a JPEG file, which may be followed by other images or videos. Yields nothing for other
+    formats. Raises InvalidImage for a JPEG with more than MAX_SCANS scans."""
     position, scans = len(PNG), 0
     if data.startswith(PNG):
         while position + 8 <= len(data) and data[position + 4 : position + 8] != b"IEND":
-            # 12: the bytes of the content's length, a name and a checksum
+            # Each chunk has 12 bytes besides its content: the length, a name and a checksum.
             position += 12 + int.from_bytes(data[position : position + 4])
             yield position
     if not data.startswith(JPEG):
         return
     position = len(JPEG)
-    # If the whole file has few scans, so has its first image: then stop at the first scan.
+    # If the whole file has few scans, so has its first image, and only the segments before the
+    # first scan need to be counted.
     has_few_scans = data.count(bytes((0xFF, SCAN))) <= MAX_SCANS
     while (marker := _MARKER.search(data, position)) is not None:
         kind = marker[0][1]

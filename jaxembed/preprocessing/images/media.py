@@ -1,6 +1,6 @@
 """Decodes files that requests carry as text: data URIs and base64.
 
-The MIME type of a data URI is ignored: the bytes tell what a file is.
+The MIME type of a data URI is ignored: the type of a file is found from its bytes.
 """
 
 import base64
@@ -8,7 +8,7 @@ import re
 
 from jaxembed.errors import EmptyInput, InvalidImage
 
-EXCERPT = 60  # characters of a text that a message quotes
+EXCERPT = 60  # maximum characters of a text that are quoted in a message
 _FOREIGN = re.compile(r"[^A-Za-z0-9+/=]")  # a character outside base64
 
 
@@ -18,7 +18,7 @@ def read_data_uri(text: str, max_bytes: int) -> bytes:
     `data:` and `base64` may be in capitals, and the base64 may have line breaks.
 
     Raises InvalidImage if the text is not a data URI, is percent-encoded instead of base64, or
-    holds more than `max_bytes`, and EmptyInput if it holds nothing.
+    holds more than `max_bytes`. Raises EmptyInput if the URI has no bytes.
     """
     head, comma, payload = text.partition(",")
     if not is_data_uri(text) or not comma:
@@ -43,7 +43,7 @@ def read_base64(text: str, max_bytes: int) -> bytes:
     is too large is refused before it is decoded.
 
     Raises InvalidImage if the text is not base64 or holds more than `max_bytes`, and EmptyInput if
-    it holds nothing.
+    it is empty.
     """
     digits = text.replace("\n", "").replace("\r", "")
     if not digits:
@@ -65,5 +65,5 @@ def read_base64(text: str, max_bytes: int) -> bytes:
 
 
 def excerpt(text: str) -> str:
-    """Quote a text for a message: all of it, or the first EXCERPT characters."""
+    """Quote a text for a message: the whole text, or its first EXCERPT characters and "..."."""
     return repr(text) if len(text) <= EXCERPT else f"{text[:EXCERPT]!r}..."

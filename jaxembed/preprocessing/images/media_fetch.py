@@ -1,9 +1,9 @@
 """Fetches files from URLs that clients send: only from allowed hosts and addresses, and within
 limits of time and size.
 
-Each HTTP request looks its host name up once and connects to an address of that answer: a second
-lookup could return an address that was not checked. Proxies that the environment names are not
-used, because they would look names up themselves.
+For each HTTP request the host name is looked up once, and the connection uses an address that was
+found and checked: a second lookup could return another address. Proxies that the environment names
+are not used, because they would look up host names themselves.
 """
 
 import asyncio
@@ -29,22 +29,22 @@ from jaxembed.preprocessing.images.media_urls import (
     unmapped,
 )
 
-# Looks up a host name for connections to a port. Returns its addresses as text. Raises OSError if
-# it has none.
+# A function that looks up a host name for connections to a port. It returns the addresses of the
+# host as text, and raises OSError if there are none.
 Resolve = Callable[[str, int], Sequence[str]]
 
 REDIRECTS = (301, 302, 303, 307, 308)
-LONGEST_HEAD = 16 * 1024  # bytes of a status line and headers
-MAX_INFORMATIONAL = 8  # responses with a status of 1xx before the final one
+LONGEST_HEAD = 16 * 1024  # maximum bytes of the status line and the headers together
+MAX_INFORMATIONAL = 8  # maximum responses with a status of 1xx before the final response
 _READ_BYTES = 64 * 1024
-# A body may come in _PIECES pieces, and one more for each _BYTES_A_PIECE: parsing a piece of one
-# byte takes as long as parsing one of thousands, and blocks the event loop.
+# A body may arrive in at most _PIECES pieces, plus one for each _BYTES_A_PIECE bytes. Parsing a
+# piece blocks the event loop, and a piece of one byte takes as long as a piece of thousands.
 _PIECES, _BYTES_A_PIECE = 4096, 256
 
 
 def addresses_of(host: str, port: int) -> list[str]:
     """Look up a host name with the system's resolver, and return its addresses without repetitions.
-    Blocks. Raises OSError if there are none."""
+    Blocks the calling thread. Raises OSError if the host has no address."""
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in answers))
 
@@ -52,11 +52,12 @@ def addresses_of(host: str, port: int) -> list[str]:
 class MediaFetcher:
     """Fetches files of at most `max_bytes` from `hosts`, at most `concurrency` files at a time.
 
-    `hosts` and `ports` are those of AllowedHosts; without hosts every URL is refused. `timeout_s`
-    is the time limit of a fetch, from the wait for one of the `concurrency` slots to the last byte,
-    name lookups and redirects included. At most `max_redirects` redirects are followed. `resolve`
-    looks up names, in a thread. `allowed_address` decides which addresses may be connected to.
-    `tls` None trusts the system's certificate authorities.
+    `hosts` are the allowed hosts, and `ports` are the ports of a host that names no port, as in
+    AllowedHosts; if `hosts` is empty, every URL is refused. `timeout_s` is the time limit of a
+    fetch, which includes waiting for one of the `concurrency` slots, name lookups and redirects. At
+    most `max_redirects` redirects are followed. `resolve` looks up names, in a thread.
+    `allowed_address` decides which addresses may be connected to. If `tls` is None, the system's
+    certificate authorities are trusted.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class MediaFetcher:
         allowed_address: Callable[[Address], bool] = is_public_address,
         tls: ssl.SSLContext | None = None,
     ):
-        """The class describes the arguments. Raises ConfigError if an item of `hosts` is not a
+        """See the class for the arguments. Raises ConfigError if an item of `hosts` is not a
         host."""
         self._hosts = AllowedHosts(hosts, ports)
         self._max_bytes = max_bytes
@@ -83,20 +84,21 @@ class MediaFetcher:
         self._allowed_address = allowed_address
         self._tls = ssl.create_default_context() if tls is None else tls
         self._slots = asyncio.Semaphore(concurrency)
-        # A pool for name lookups alone: slow ones must not take threads from other work.
+        # Only name lookups use this pool, so that slow lookups take no threads from other work.
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="media-names")
         self._is_closed = False
 
     async def fetch(self, url: str) -> bytes:
         """Fetch the file at a URL, and return its bytes.
 
-        Raises MediaUrlError if the URL is not allowed, or if its file does not arrive in time or
-        is refused by `_read_response`, such as one that is too large; and ShuttingDown after
-        aclose.
+        Raises MediaUrlError if the URL is not allowed, if its file does not arrive in time, or if
+        the response is refused, for example because the file is too large. Raises ShuttingDown
+        after `aclose`.
         """
         if self._is_closed:
             raise ShuttingDown("the server is stopping and fetches no more URLs")
-        source = label = excerpt(url)  # what messages call the client's URL, and the current one
+        # What messages call the URL of the client, and the URL that is requested now.
+        source = label = excerpt(url)
         current = parse_media_url(url)
         self._hosts.check(current, source)
         try:
@@ -104,7 +106,7 @@ class MediaFetcher:
                 # Messages do not tell clients where redirects lead.
                 for _ in range(self._max_redirects + 1):
                     answer = await self._get(current, label)
-                    if isinstance(answer, bytes):  # the file; else the location of a redirect
+                    if isinstance(answer, bytes):  # a str is the location of a redirect
                         return answer
                     label = f"a redirect of {source}"
                     target = parse_media_url(answer, label, current)
@@ -119,19 +121,20 @@ class MediaFetcher:
             ) from error
 
     async def aclose(self) -> None:
-        """Refuse further fetches, and wait for those that run: no longer than their timeout."""
+        """Refuse further fetches, and wait until running fetches end, at most their timeout."""
         if self._is_closed:
             return
         self._is_closed = True
-        for _ in range(self._concurrency):  # all slots are free when no fetch runs
+        for _ in range(self._concurrency):  # no fetch is running when all slots are taken here
             await self._slots.acquire()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _get(self, url: MediaUrl, source: str) -> bytes | str:
         """Send one GET request. Returns the body (bytes), or the location (str) of a redirect.
 
-        Raises MediaUrlError, which names `source`, if the host has no address or one that is not
-        allowed, if no connection can be made, or if the response is refused.
+        Raises MediaUrlError if the host has no address or an address that is not allowed, if no
+        connection can be made, or if the response is refused. `source` is what the message calls
+        the URL.
         """
         if url.address is not None:
             addresses = [unmapped(url.address)]
@@ -141,7 +144,7 @@ class MediaFetcher:
                     self._threads, self._resolve, url.host, url.port
                 )
                 addresses = [unmapped(ip_address(address)) for address in resolved]
-            except (OSError, ValueError) as error:  # labels that DNS cannot have are ValueErrors
+            except (OSError, ValueError) as error:  # ValueError: DNS cannot have such a name
                 raise MediaUrlError(source, "its host has no address") from error
         if not addresses:
             raise MediaUrlError(source, "its host has no address")
@@ -151,7 +154,7 @@ class MediaFetcher:
                 f"not all addresses of its host are public or in a network of {NETWORK_FLAG}; "
                 f"{URLS_FLAG} alone admits no other address",
             )
-        # Connect to the first address that accepts; each attempt has an equal share of the time.
+        # Connect to the first address that accepts. Each attempt gets an equal share of the time.
         tls = {"ssl": self._tls, "server_hostname": url.host} if url.scheme == "https" else {}
         failure: OSError | None = None
         for address in addresses:
@@ -159,7 +162,7 @@ class MediaFetcher:
                 async with asyncio.timeout(self._timeout_s / len(addresses)):
                     reader, writer = await asyncio.open_connection(str(address), url.port, **tls)
                     break
-            except OSError as error:  # TimeoutError is one
+            except OSError as error:  # TimeoutError is an OSError
                 failure = error
         else:
             reason = "no connection to its host could be made"
@@ -178,7 +181,7 @@ class MediaFetcher:
             request = h11.Request(method="GET", target=url.target, headers=headers)
             message = (http.send(request) or b"") + (http.send(h11.EndOfMessage()) or b"")
             if writer.is_closing():
-                raise ConnectionResetError  # uvloop would raise RuntimeError at `write`
+                raise ConnectionResetError  # here uvloop's `write` would raise RuntimeError
             writer.write(message)
             return await _read_response(reader, http, self._max_bytes, source)
         except (OSError, h11.ProtocolError) as error:
@@ -188,18 +191,18 @@ class MediaFetcher:
                 "long",
             ) from error
         finally:
-            writer.transport.abort()  # `close` would wait for a peer that may not answer
+            writer.transport.abort()  # `close` would wait for the host, which may not answer
 
 
 async def _read_response(
     reader: asyncio.StreamReader, http: h11.Connection, max_bytes: int, source: str
 ) -> bytes | str:
-    """Read the response to a GET request. Returns the body (bytes) of a status of 200, or the
-    location (str) of a redirect. A body without a length ends with the connection.
+    """Read the response to a GET request. Returns the body (bytes) if the status is 200, or the
+    location (str) of a redirect. A body without a length ends when the connection is closed.
 
-    Raises MediaUrlError, which names `source`, for any other status, and for bodies that are
-    compressed, over `max_bytes` or in too many small pieces; and OSError or h11.ProtocolError if
-    the response breaks off or is malformed.
+    Raises MediaUrlError for any other status, and for bodies that are compressed, over `max_bytes`
+    or in too many small pieces; `source` is what the message calls the URL. Raises OSError or
+    h11.ProtocolError if the response breaks off or is malformed.
     """
 
     async def next_event() -> object:
@@ -214,7 +217,7 @@ async def _read_response(
             break
     else:
         raise MediaUrlError(source, "its host sends too many responses with a status of 1xx")
-    headers = dict(response.headers)  # h11 has names in lower case
+    headers = dict(response.headers)  # h11 converts the names to lower case
     if response.status_code in REDIRECTS:
         if b"location" not in headers:
             raise MediaUrlError(source, "its redirect has no location")

@@ -36,11 +36,12 @@ _AUTHORITY = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^][:@%]+))(?::(?P<port>[0-9]{1,5}))?"
 )
 _NAME = re.compile(r"[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")  # some resolvers read it as an address
+_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")  # names that some resolvers read as addresses
 
-# Networks that are not public: from IANA's special-purpose registries and from clouds. `is_global`
-# differs between versions of Python, and is true for multicast, 192.0.0.9 and IPv4 inside IPv6.
-_GLOBAL_V6 = ip_network("2000::/3")  # all of IPv6 that is assigned as global unicast
+_GLOBAL_V6 = ip_network("2000::/3")  # all IPv6 networks that are assigned as global unicast
+# Networks that are not public, from IANA's special-purpose registries and from clouds. Python's
+# `is_global` is not enough: it differs between versions, and is true for multicast, 192.0.0.9 and
+# IPv4 addresses inside IPv6.
 _NOT_PUBLIC = [
     ip_network(network)
     for network in (
@@ -55,29 +56,29 @@ _NOT_PUBLIC = [
     )
 ]
 
-# NETWORK_FLAG may allow networks within these ranges. IPv6 ranges that embed IPv4 addresses are
-# missing, because they hold the metadata addresses in a second form.
+# NETWORK_FLAG may allow networks within these ranges. IPv6 ranges that embed IPv4 addresses are not
+# among them, because they contain the metadata addresses in another form.
 _NAMEABLE = [
     ip_network(network)
     for network in (
         "10.0.0.0/8",
         "172.16.0.0/12",
         "192.168.0.0/16",
-        "100.64.0.0/10",  # shared; some clouds give it to pods
+        "100.64.0.0/10",  # shared address space, which some clouds use for pods
         "127.0.0.0/8",
         "169.254.0.0/16",
         "::1/128",
         "fc00::/7",
     )
 ]
-# Addresses at which clouds give credentials to any process of the machine. A network allows such an
-# address only if it holds no other.
+# Addresses at which clouds give credentials to any process of the machine. NETWORK_FLAG allows such
+# an address only by a network of this single address.
 _METADATA = frozenset(
     ip_address(address)
     for address in (
         "169.254.169.254",  # most clouds
         "169.254.170.2",  # Amazon's credentials of a container
-        "169.254.170.23",  # and of a pod
+        "169.254.170.23",  # Amazon's credentials of a pod
         "169.254.0.23",  # Tencent
         "100.100.100.200",  # Alibaba
         "fd00:ec2::254",  # Amazon
@@ -113,10 +114,11 @@ def parse_media_network(text: str) -> Network:
 
 
 class AllowedAddresses:
-    """Decides which addresses media may be fetched from: public ones, and those in `networks`,
-    which are results of `parse_media_network`.
+    """Decides which addresses media may be fetched from: public addresses, and the addresses in
+    `networks`, which are results of `parse_media_network`.
 
-    A metadata address of a cloud is allowed only by a network of this single address.
+    A cloud's metadata address, which gives credentials, is allowed only by a network of this single
+    address.
     """
 
     def __init__(self, networks: Sequence[Network] = ()):
@@ -130,7 +132,7 @@ class AllowedAddresses:
         if isinstance(address, IPv6Address) and address.scope_id:
             return False
         containing = [network for network in self._networks if address in network]
-        if address in _METADATA:  # allowed only by a network of this single address
+        if address in _METADATA:
             return any(network.num_addresses == 1 for network in containing)
         return bool(containing)
 
@@ -139,8 +141,9 @@ def is_public_address(address: Address) -> bool:
     """Return whether an address is on the public internet, where anybody may connect to it.
 
     Private, shared, loopback, link-local, multicast, reserved and unspecified addresses are not
-    public, nor is IPv6 that embeds an IPv4 address (NAT64, 6to4, Teredo). IPv4 that is mapped into
-    IPv6 is judged as IPv4. A NAT64 prefix that an operator chose is not recognized.
+    public. IPv6 addresses that embed an IPv4 address (NAT64, 6to4, Teredo) are not public either,
+    but a NAT64 prefix that an operator chose is not recognized. An IPv4 address that is mapped into
+    IPv6 is judged as IPv4.
     """
     address = unmapped(address)
     if isinstance(address, IPv6Address) and (address not in _GLOBAL_V6 or address.scope_id):
@@ -150,8 +153,8 @@ def is_public_address(address: Address) -> bool:
 
 
 def unmapped(address: Address) -> Address:
-    """Return the IPv4 address that is mapped into an IPv6 address (::ffff:0:0/96), else
-    `address`."""
+    """Return the IPv4 address if `address` is an IPv4 address mapped into IPv6 (::ffff:0:0/96), and
+    `address` itself if not."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
@@ -159,8 +162,9 @@ def unmapped(address: Address) -> Address:
 class MediaUrl:
     """A parsed URL of http or https.
 
-    `host` is a name in lower-case ASCII without a dot at its end, or an address in canonical form;
-    then `address` holds it, too. `target` is the path and query as in an HTTP request line.
+    `host` is a name in lower-case ASCII without a dot at the end, or an address in canonical form.
+    `address` is the parsed address, or None if the host is a name. `target` is the path and query
+    as in an HTTP request line.
     """
 
     scheme: str
@@ -184,7 +188,7 @@ class MediaUrl:
 def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None = None) -> MediaUrl:
     """Parse a URL. A URL without a scheme or a host is relative to `base`.
 
-    `source` is what messages call the URL; None: its quoted text.
+    `source` is what messages call the URL; by default they quote it.
 
     Raises MediaUrlError if the URL is too long or malformed, is not of http or https, has a user
     name or password, or has a host that is neither a name nor an address in canonical form.
@@ -196,7 +200,7 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
         raise MediaUrlError(source, "it has a blank, a control character or a backslash")
     try:
         parts = urlsplit(text if base is None else urljoin(base.text, text))
-        # percent-encode what is not ASCII
+        # percent-encode the characters that are not ASCII
         path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
     except ValueError as error:
         raise MediaUrlError(source, "it is not a URL") from error
@@ -213,13 +217,13 @@ def parse_media_url(text: str, source: str | None = None, base: MediaUrl | None 
 class AllowedHosts:
     """The hosts and ports that media may be fetched from.
 
-    A host is a name, an address, or `*.suffix` for all names below a suffix, without the suffix
-    itself. `host:port` allows that port alone; a host without a port allows `ports`.
+    A host is a name, an address, or `*.suffix`: all names that end in `.suffix`, but not `suffix`
+    itself. `host:port` allows only this port of a host; a host without a port allows `ports`.
     """
 
     def __init__(self, hosts: Sequence[str], ports: Collection[int] = WEB_PORTS):
-        """Parse `hosts`, such as "example.com:8443" or "*.example.com". A host without a port
-        allows `ports`. Raises ConfigError for any other text."""
+        """Parse `hosts`, such as "example.com:8443" or "*.example.com". Raises ConfigError for a
+        text that is not a host."""
         self._ports = tuple(ports)
         self._rules: list[tuple[str, int | None]] = []  # name, address or *.suffix; port if given
         for text in hosts:
@@ -236,14 +240,15 @@ class AllowedHosts:
             self._rules.append((host if name == text else f"*.{host}", port))
 
     def check(self, url: MediaUrl, source: str) -> None:
-        """Raise MediaUrlError, which names `source`, unless the URL's host and port are allowed."""
+        """Raise MediaUrlError if the URL's host or port is not allowed. `source` is what the
+        message calls the URL."""
         if not self._rules:
             raise MediaUrlError(
                 source,
                 f"this server does not fetch URLs; {URLS_FLAG} allows it for the hosts it names",
             )
         is_name = url.address is None
-        named_ports = [  # of the rules for this host; None for a rule without a port
+        named_ports = [  # the ports of the rules for this host; None for a rule without a port
             port
             for pattern, port in self._rules
             if url.host == pattern
@@ -262,8 +267,8 @@ def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | No
     """Parse an authority, `host[:port]`. Returns the host, the port (None if there is none), and
     the address (None if the host is a name).
 
-    Raises MediaUrlError, which names `source`, if the port is malformed or the host is neither a
-    name nor a canonical address.
+    Raises MediaUrlError if the port is malformed, or if the host is neither a name nor an address
+    in canonical form. `source` is what the message calls the URL.
     """
     match = _AUTHORITY.fullmatch(authority.removesuffix(":"))  # RFC 3986: a port may be empty
     port = int(match["port"]) if match and match["port"] else None
@@ -274,12 +279,12 @@ def _host_of(authority: str, source: str) -> tuple[str, int | None, Address | No
             address = IPv6Address(match["v6"])
             return str(address), port, address
         name = match["name"]
-        if len(name) > 254:  # checked first: Python's IDNA takes quadratic time
+        if len(name) > 254:  # check this first, because Python's IDNA takes quadratic time
             raise ValueError("too long")
         name = name.encode("idna").decode("ascii").lower().removesuffix(".")  # RFC 3490
         if len(name) > 253 or not _NAME.fullmatch(name):
             raise ValueError("no name")
-    except ValueError as error:  # UnicodeError is one
+    except ValueError as error:  # UnicodeError is a ValueError
         raise MediaUrlError(source, "its host is neither a name nor an address") from error
     if not _NUMERIC.fullmatch(name):
         return name, port, None

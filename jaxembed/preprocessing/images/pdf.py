@@ -1,4 +1,5 @@
-"""Renders the pages of PDF files in another process, which may be killed. Needs the extra `pdf`."""
+"""Renders the pages of PDF files in another process, so that a file that crashes or blocks the
+renderer does no harm to this process. Needs the extra `pdf`."""
 
 import math
 import mmap
@@ -23,21 +24,22 @@ from jaxembed.platform.extras import require
 from jaxembed.preprocessing.images.decode import LONGEST_SIDE, MAX_PIXELS
 
 PDF_DPI = 150  # an A4 page has 1240 by 1755 pixels
-PDF_TIMEOUT_S = 30.0  # for each page, and for opening a file
-MAX_PAGES = 10_000  # of a file
+PDF_TIMEOUT_S = 30.0  # the time limit for each page, and for opening a file
+MAX_PAGES = 10_000  # maximum pages of a file
 MAX_PDF_BYTES = 10**9
 # The limit for the memory of the rendering process, in bytes. PDFium puts images and groups of
-# transparent objects into bitmaps of 4 bytes a pixel: the limit allows ten of MAX_PIXELS.
+# transparent objects into bitmaps of 4 bytes a pixel: the limit allows ten bitmaps of MAX_PIXELS.
 MAX_MEMORY = 4 * 10 * MAX_PIXELS
-# Settings of glibc: keep the memory of images, in huge pages. Page faults would take a third of the
-# time of a scanned page if the memory were mapped anew. Thresholds in bytes.
+# Settings of glibc, with thresholds in bytes: memory of images is kept for the next page, in huge
+# pages. If the memory were mapped again for each page, page faults would take a third of the time
+# of a scanned page.
 KEEPS_MEMORY = {
     "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=67108864"
     ":glibc.malloc.hugetlb=1"
 }
-START_S = 60.0  # for starting the process, on a busy machine
+START_S = 60.0  # the time limit for starting the process, even on a busy machine
 MAX_REPLY_BYTES = 65_536
-COPIED_BYTES = 16 * 2**20  # of a PDF file, copied at a time
+COPIED_BYTES = 16 * 2**20  # a PDF file is copied in pieces of this size
 OPENING, RENDERING, CLOSING = "opening the file", "rendering the page", "closing the file"
 MALFORMED_REPLY = "its reply is malformed"
 _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
@@ -46,24 +48,24 @@ _MODULE = "jaxembed.preprocessing.images.pdf_renderer"
 class PdfFile:
     """A PDF file, whose pages are rendered one at a time in another process.
 
-    A small file can keep PDFium busy for hours, exhaust memory or crash PDFium. Only the rendering
-    process ends then, and the next page starts another. Each open file has a process, so that files
-    do not wait for each other; when a file is closed, one process is kept idle for the next file.
-    Threads may share a file: its lock lets one render at a time.
+    A small file can keep PDFium busy for hours, exhaust memory or crash PDFium. Then only the
+    rendering process ends, and a new process is started for the next page. Each open file has a
+    process, so that files do not wait for each other. One process of closed files is kept for the
+    next file. Threads may share a file, but only one thread at a time renders a page of it.
     """
 
     def __init__(self, file: Any, timeout_s: float = PDF_TIMEOUT_S):
-        """Read a binary file object to its end, and open the PDF file in a rendering process.
-        `timeout_s` is the time limit for opening it and for each page.
+        """Read the binary file object `file` to its end, and open the PDF file in a rendering
+        process. `timeout_s` is the time limit for opening the file and for each page.
 
-        Raises InvalidImage for a file that is broken, encrypted or too large, takes too long, or
-        has no pages or more than MAX_PAGES; and ConfigError without pypdfium2 or room on the disk,
-        or if no process can be started.
+        Raises InvalidImage for a file that is damaged, encrypted or too large, takes too long, or
+        has no pages or more than MAX_PAGES. Raises ConfigError if pypdfium2 is not installed, the
+        disk is full, or no process can be started.
         """
         require("pdf", "PDF files")
         self.timeout_s = timeout_s
         self._lock = threading.Lock()
-        try:  # the process of a closed file
+        try:  # use the process of a closed file
             self._renderer: _Renderer | None = _idle.pop()
         except IndexError:
             self._renderer = _Renderer()
@@ -79,18 +81,18 @@ class PdfFile:
             raise
 
     def render(self, page: int, dpi: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-        """Render a page, counted from 0, on white, with annotations and forms. Returns RGB values,
-        uint8 `[height, width, 3]`.
+        """Render a page on white, with annotations and forms. Returns RGB values, uint8
+        `[height, width, 3]`. `page` is the index of the page, from 0.
 
         Raises InvalidImage for a page that is damaged, has more than `max_pixels`, or takes too
-        long or too much memory; and ConfigError without room on the disk or if no process starts.
+        long or too much memory; and ConfigError if the disk is full or no process can be started.
         """
         with self._lock:
             assert self._renderer is not None, "the file is closed"
             return self._renderer.render(page, dpi, max_pixels, self.timeout_s)
 
     def close(self) -> None:
-        """Close the file, and keep its process for the next one."""
+        """Close the file, and keep its rendering process for the next file."""
         with self._lock:
             renderer, self._renderer = self._renderer, None
             if renderer is not None:
@@ -109,9 +111,9 @@ class _Reply(msgspec.Struct):
 
 
 class _Renderer:
-    """A rendering process, and the temporary file that it shares with this one: a PDF file, and
-    behind it the colours of the last page. A process that fails is killed, and the next page starts
-    another. One thread at a time may use it."""
+    """A rendering process, and a temporary file that it shares with this process. The shared file
+    holds a PDF file, and after it the colours of the last page. A rendering process that fails is
+    killed, and another one is started for the next page. Only one thread at a time may use this."""
 
     def __init__(self) -> None:
         try:
@@ -119,15 +121,15 @@ class _Renderer:
         except OSError as error:
             raise _unwritable(error.strerror) from error
         weakref.finalize(self, self._shared_file.close)
-        self._size = 0  # bytes of the PDF file
-        self._colours: mmap.mmap | None = None  # reused for pages of the same size: faster
+        self._size = 0  # the size of the PDF file in bytes
+        self._colours: mmap.mmap | None = None  # the mapping is reused for pages of the same size
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: SimpleQueue[bytes] = SimpleQueue()
-        self._end: Callable[[], object] = lambda: None  # ends the process
+        self._end: Callable[[], object] = lambda: None  # kills the process
 
     def load(self, file: Any) -> None:
-        """Copy a PDF file, a binary file object, into the shared file. Raises InvalidImage for more
-        than MAX_PDF_BYTES, and ConfigError without room on the disk."""
+        """Copy a PDF file, a binary file object, into the shared file. Raises InvalidImage if it is
+        larger than MAX_PDF_BYTES, and ConfigError if the disk is full."""
         while chunk := file.read(COPIED_BYTES):
             self._size += len(chunk)
             if self._size > MAX_PDF_BYTES:
@@ -136,14 +138,15 @@ class _Renderer:
                 )
             remaining = memoryview(chunk)
             try:
-                while remaining:  # `write` may write a part, as the file has no buffer
+                while remaining:  # `write` may write only a part, because the file has no buffer
                     remaining = remaining[self._shared_file.write(remaining) :]
             except OSError as error:
                 raise _unwritable(error.strerror) from error
 
     def open(self, timeout_s: float) -> int:
-        """Open the PDF file, in a new process if none runs. Returns the number of pages. Raises as
-        `_ask` and `_start`."""
+        """Open the PDF file, in a new process if none is running. Returns the number of pages.
+        Raises InvalidImage if the file cannot be opened in `timeout_s`, and ConfigError if no
+        process can be started or the disk is full."""
         if not self._is_running:
             self._start()
         request = {"do": "open", "size": self._size, "colours_at": self._colours_at}
@@ -153,7 +156,7 @@ class _Renderer:
         return pages
 
     def render(self, page: int, dpi: int, max_pixels: int, timeout_s: float) -> np.ndarray:
-        """Render a page as `PdfFile.render` does, in a new process if none runs."""
+        """Render a page as `PdfFile.render` does, in a new process if none is running."""
         if not self._is_running:
             self.open(timeout_s)
         request = {
@@ -171,14 +174,14 @@ class _Renderer:
         if self._colours is None or len(self._colours) != size:
             try:
                 self._colours = mmap.mmap(self._shared_file.fileno(), size, offset=self._colours_at)
-            except ValueError as error:  # the file has fewer bytes
+            except ValueError as error:  # the shared file is shorter than the reply says
                 raise self._malformed_reply(RENDERING) from error
         return np.frombuffer(self._colours, np.uint8).reshape(shape).copy()
 
     def unload(self, timeout_s: float) -> None:
         """Close the PDF file, and empty the shared file."""
         if self._is_running:
-            with suppress(InvalidImage):  # the process failed, and `_ask` has killed it
+            with suppress(InvalidImage):  # if the process fails, `_ask` has killed it
                 self._ask({"do": "close"}, timeout_s, CLOSING)
         self._size, self._colours = 0, None
         self._shared_file.seek(0)
@@ -186,8 +189,8 @@ class _Renderer:
 
     @property
     def _colours_at(self) -> int:
-        """The offset of colours in the shared file: behind the PDF file, where a mapping may
-        start."""
+        """The offset of the colours in the shared file: the first after the PDF file at which a
+        memory mapping may start."""
         return -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
     @property
@@ -195,16 +198,16 @@ class _Renderer:
         return self._process is not None and self._process.poll() is None
 
     def _start(self) -> None:
-        """Start a rendering process with this process's search path for modules. Raises ConfigError
-        if it does not start."""
+        """Start a rendering process, which searches modules in the same folders as this process.
+        Raises ConfigError if it does not start."""
         self._end()
         error_offset = self._shared_file.seek(
             0, os.SEEK_END
-        )  # the process writes here why it fails
+        )  # from here on the process writes the errors of its start
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         try:
             self._process = subprocess.Popen(
-                # -P: the working directory is searched only if this process searches it
+                # -P: search modules only in PYTHONPATH, not in the working directory as well
                 [sys.executable, "-P", "-m", _MODULE, str(MAX_MEMORY)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -222,7 +225,7 @@ class _Renderer:
             daemon=True,
         ).start()
         try:
-            self._exchange(b"", START_S)  # wait until it is ready
+            self._exchange(b"", START_S)  # wait until the process is ready
         except (TimeoutError, _ProcessLost) as error:
             self._shared_file.seek(error_offset)
             error_lines = (
@@ -234,10 +237,10 @@ class _Renderer:
             ) from error
 
     def _ask(self, request: dict[str, Any], timeout_s: float, doing: str) -> _Reply:
-        """Send a request, and return the reply. `doing` names the step in messages.
+        """Send a request, and return the reply. `doing` is the name of the step in messages.
 
         Raises InvalidImage if the process refuses the PDF file, takes too long or ends, and
-        ConfigError for what is wrong with this machine.
+        ConfigError if it reports an error of this machine, such as a full disk.
         """
         try:
             reply = self._exchange(msgspec.json.encode(request) + b"\n", timeout_s)
@@ -254,23 +257,24 @@ class _Renderer:
         return reply
 
     def _exchange(self, request: bytes, timeout_s: float) -> _Reply:
-        """Send `request`, a line of JSON, to the process, and wait for its reply. An empty one
-        only waits for the first reply.
+        """Send `request`, a line of JSON, to the process, and wait for the reply. If `request` is
+        empty, only wait for the reply that the process sends when it is ready.
 
-        Raises TimeoutError, and _ProcessLost for a process that ended or a malformed reply. Any
-        error kills the process.
+        Raises TimeoutError, and _ProcessLost if the process ended or its reply is malformed. After
+        any error the process is killed.
         """
         process = self._process
         assert process is not None
         assert process.stdin is not None
         line = b""
         try:
-            with suppress(OSError):  # the process has ended: an empty reply says so
+            with suppress(OSError):  # if the process has ended, an empty reply follows
                 process.stdin.write(request)
                 process.stdin.flush()
             line = self._replies.get(timeout=timeout_s)
             return msgspec.json.decode(line, type=_Reply)
-        except BaseException as error:  # also an interrupt: a late reply would answer the next
+        # Kill the process even after an interrupt: a late reply would be taken for the next one.
+        except BaseException as error:
             self._end()
             if isinstance(error, Empty):
                 raise TimeoutError(f"takes more than {timeout_s:g} seconds") from None
@@ -278,24 +282,25 @@ class _Renderer:
                 reason = MALFORMED_REPLY
                 if not line:
                     reason = f"exit status {process.returncode}"
-                    with suppress(ValueError):  # no signal has ended the process
+                    with suppress(ValueError):  # raised if no signal has ended the process
                         reason = signal.Signals(-process.returncode).name
                 raise _ProcessLost(reason) from error
             raise
 
     def _malformed_reply(self, doing: str) -> InvalidImage:
-        """Kill the process, whose memory may be corrupted, and return the error for an impossible
-        reply."""
+        """Kill the process after a reply with impossible values, because its memory may be
+        corrupted. Returns the error to raise."""
         self._end()
         return _crash(doing, MALFORMED_REPLY)
 
 
 class _ProcessLost(Exception):
-    """The process ended or its reply is malformed: the message says which."""
+    """The rendering process ended, or its reply is malformed. The message says which of the two."""
 
 
 def _crash(doing: str, how: str) -> InvalidImage:
-    """Return the error for a crash in the step `doing`; `how` says how the process ended."""
+    """Return the error for a crash of the rendering process. `doing` is the step in which it
+    crashed, and `how` is how it ended."""
     return InvalidImage(
         f"{doing} crashed ({how}): the file is damaged, or needs more than "
         f"{MAX_MEMORY / 10**9:g} GB of memory; save it again, or choose a lower --pdf-dpi"
@@ -303,8 +308,8 @@ def _crash(doing: str, how: str) -> InvalidImage:
 
 
 def _receive(output: IO[bytes], replies: "SimpleQueue[bytes]") -> None:
-    """Queue the lines that a process writes, until it ends or two replies wait, which is one too
-    many. Queues an empty line at the end."""
+    """Queue the lines that a process writes to `output`, and an empty line when it ends. If two
+    lines wait in the queue, although there is at most one request, stop as if it had ended."""
     with output:
         while replies.qsize() < 2 and (line := output.readline(MAX_REPLY_BYTES)):
             replies.put(line)
@@ -316,16 +321,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.kill()
     process.wait()
-    with suppress(OSError):  # the process did not read a request
+    with suppress(OSError):  # raised if the process did not read a request
         process.stdin.close()
 
 
 def _unwritable(reason: str | None) -> ConfigError:
-    """Return the error for a temporary file that cannot be written."""
+    """Return the error to raise if the temporary file cannot be written."""
     return ConfigError(
         f"cannot write the temporary file for pages of PDF files: {reason}; set the environment "
         "variable TMPDIR to a directory that has room"
     )
 
 
-_idle: deque[_Renderer] = deque(maxlen=1)  # for the next file: to start a process takes 0.1 s
+# The process of a closed file is kept for the next file, because starting one takes 0.1 s.
+_idle: deque[_Renderer] = deque(maxlen=1)

@@ -2,9 +2,9 @@
 
 The module imports neither numpy nor JAX, so that the process starts in about 0.1 s and takes 25 MB.
 
-A request is a line of JSON on standard input, and its answer a line of JSON on standard output.
-Standard error is the file that both processes share, because every system passes it on to a child:
-the PDF file is at its start, and the colours of the last page are behind it.
+A request is a line of JSON on standard input, and the answer is a line of JSON on standard output.
+Standard error is a file that both processes share, because every system passes standard error on to
+a child process. It holds the PDF file, and after that the colours of the last page.
 """
 
 import ctypes
@@ -23,9 +23,9 @@ import pypdfium2
 
 from jaxembed.errors import InvalidImage, counted
 
-POINTS_AN_INCH = 72  # a PDF file counts lengths in points
-COLOURS = 3  # bytes of a pixel
-_PASSWORD = 4  # FPDF_ERR_PASSWORD
+POINTS_AN_INCH = 72  # lengths in a PDF file are in points
+COLOURS = 3  # a pixel has a byte for each colour
+_PASSWORD = 4  # PDFium's error code FPDF_ERR_PASSWORD
 
 
 def main() -> None:
@@ -33,12 +33,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     shared, replies = os.dup(sys.stderr.fileno()), os.dup(sys.stdout.fileno())
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # what libraries print is discarded
+    for stream in (sys.stdout, sys.stderr):  # discard what libraries print
         os.dup2(nowhere, stream.fileno())
     if sys.platform == "linux":
-        # Limit the memory of this process. The shared file does not count: the system can write its
-        # pages to disk.
-        import resource  # Windows has none
+        # Limit the memory of this process. The memory that maps the shared file does not count,
+        # because the system can write it to disk.
+        import resource  # imported here, because Windows does not have this module
 
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limits = int(sys.argv[1]), soft, hard
@@ -48,13 +48,13 @@ def main() -> None:
     requests: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_receive, args=(requests,), daemon=True).start()
     renderer = _Renderer(shared)
-    os.write(replies, b"{}\n")  # ready
+    os.write(replies, b"{}\n")  # tell the other process that this one is ready
     while True:
         os.write(replies, json.dumps(renderer.answer(json.loads(requests.get()))).encode() + b"\n")
 
 
 def _receive(requests: "SimpleQueue[bytes]") -> None:
-    """Queue the requests. Once standard input closes, end the process, even while it renders."""
+    """Queue the requests. When standard input closes, end the process, even during a rendering."""
     for line in sys.stdin.buffer:
         requests.put(line)
     os._exit(0)
@@ -67,31 +67,34 @@ class _Renderer:
         self._shared_file = shared  # file descriptor
         self._document: Any = None
         self._colours_at = 0  # offset of the colours in the shared file
-        self._pixels: Any = None  # reused for pages of the same size: saves page faults
+        self._pixels: Any = None  # a mapping of the colours, reused for pages of the same size
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Run a request and return its answer. `request["do"]` names the method, and the other
-        items are its arguments. An answer may be an error: `refused` of the PDF file, `failed` of
-        this machine."""
+        """Run a request and return the answer. `request["do"]` names the method, and the other
+        items are its arguments. If there is an error, the answer is a message under the key
+        "refused" for an error of the PDF file, or "failed" for an error of this machine."""
         try:
             return getattr(self, f"_{request.pop('do')}")(**request)
         except InvalidImage as error:
             return {"refused": str(error)}
         except OSError as error:
             return {"failed": error.strerror or str(error)}
-        except Exception as error:  # also MemoryError: the file is the likely cause
+        except Exception as error:  # the PDF file is the likely cause, even of a MemoryError
             return {"refused": f"it cannot be rendered: {type(error).__name__}: {error}"}
 
     def _open(self, size: int, colours_at: int) -> dict[str, int]:
         """Open the PDF file, the first `size` bytes of the shared file. Returns the number of its
-        pages. `colours_at` is the offset of colours in the shared file. Raises InvalidImage."""
+        pages. `colours_at` is the offset of colours in the shared file. Raises InvalidImage if the
+        PDF file is damaged or encrypted."""
         self._colours_at = colours_at
-        # Fail on purpose, to set PDFium's error code: a failure that sets none keeps the last one.
+        # Some failures leave PDFium's error code as it was, which might be _PASSWORD. An empty
+        # file, which fails, sets another code first.
         pypdfium2.raw.FPDF_LoadMemDocument(b"", 0, None)
         data = self._mapped(at=0, size=size) if size else b""
         try:
             self._document = pypdfium2.PdfDocument(data)
-            self._document.init_forms()  # before the pages: shows what forms are filled with
+            # Show what forms are filled with. PDFium needs this call before a page is loaded.
+            self._document.init_forms()
         except pypdfium2.PdfiumError as error:
             if error.err_code == _PASSWORD:
                 raise InvalidImage(
@@ -139,16 +142,17 @@ class _Renderer:
         size = width * height * COLOURS
         if self._pixels is None or len(self._pixels) != size:
             # Make the shared file long enough.
-            if hasattr(os, "posix_fallocate"):  # else writing to a full disk would crash
+            if hasattr(os, "posix_fallocate"):
+                # This reserves space on the disk: writing to a mapping without space would crash.
                 os.posix_fallocate(self._shared_file, self._colours_at, size)
             elif os.fstat(self._shared_file).st_size < self._colours_at + size:
-                # only then: a mapped file must not become shorter
+                # Only lengthen the file: a mapped file must not become shorter.
                 os.ftruncate(self._shared_file, self._colours_at + size)
             self._pixels = self._mapped(self._colours_at, size)
         return pypdfium2.PdfBitmap.new_native(width, height, format, rev_byteorder, self._pixels)
 
     def _mapped(self, at: int, size: int) -> Any:
-        """Map `size` bytes of the shared file, from the offset `at`, as an array of ctypes."""
+        """Map `size` bytes of the shared file, from the offset `at`, as a ctypes array."""
         return (ctypes.c_ubyte * size).from_buffer(mmap.mmap(self._shared_file, size, offset=at))
 
 

@@ -1,5 +1,6 @@
-"""Resizes images, cuts them into the patches that a backbone takes, and finds the places of their
-tokens, bit for bit as transformers' processors on Pillow do. Needs Pillow."""
+"""Resizes images, cuts them into the patches that a backbone takes, and computes the place of each
+token in its image. The results equal those of transformers' processors bit for bit. Needs Pillow.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +16,19 @@ from jaxembed.preprocessing.images.decode import MAX_PIXELS
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-SCALES = 1e-6, 100.0  # bounds of the scale of an image that keeps its aspect ratio
-SCALE_STEP = 1e-5  # the search for the scale ends when its bounds are closer than this
-MAX_ASPECT = 200  # longer side / shorter side, where the rules have an area
+SCALES = 1e-6, 100.0  # the scales between which `resized_size` searches
+SCALE_STEP = 1e-5  # the search ends when its bounds are closer than this
+MAX_ASPECT = 200  # maximum of longer side / shorter side, if the rules have an `area`
 
 
 def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
     """Resize a Pillow image in mode RGB, and cut it into patches: uint8 `[tokens, token_bytes]`.
 
-    The tokens are row by row, and so are the patches of a token, the pixels of a patch, and the
-    three colours of a pixel. Raises InvalidImage for an image that is so long and narrow that
-    resizing takes too much memory, or that the model does not accept.
+    The tokens of the image, the patches of a token and the pixels of a patch are in the order of
+    rows from top to bottom, and from left to right in a row. Raises InvalidImage for an image that
+    is too long and narrow: resizing would take too much memory, or the model does not accept it.
     """
-    from PIL import Image  # only models of images need it
+    from PIL import Image  # imported here, because only models of images need Pillow
 
     height, width = resized_size(image.height, image.width, rules)
     resized = np.asarray(image.resize((width, height), Image.Resampling[rules.resample.upper()]))
@@ -39,14 +40,14 @@ def prepare_image(image: Picture, rules: ImageRules) -> np.ndarray:
 
 
 def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
-    """Return the height and width that an image is resized to, in pixels, before `rules.crop` cuts
-    out its middle. `height` and `width` are those of the image. Raises InvalidImage for one that is
-    too long and narrow."""
+    """Return the height and width in pixels that an image of `height` by `width` pixels is resized
+    to, before `rules.crop` cuts out its middle. Raises InvalidImage if the image is too long and
+    narrow."""
     if rules.size is not None:
         return rules.size
     if rules.most_patches is not None:
-        # Whole patches, at the largest scale at which the image has at most `most_patches`.
-        # A binary search finds the scale. At the lowest scale the image has one patch.
+        # A binary search finds the largest scale at which the image has at most `most_patches`
+        # patches, if its sides are rounded up to whole patches. At the lowest scale it has one.
         low, high = SCALES
         grid = 1, 1
         while high - low >= SCALE_STEP:
@@ -72,12 +73,12 @@ def resized_size(height: int, width: int, rules: ImageRules) -> tuple[int, int]:
 
 
 def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tuple[int, int]:
-    """Return a height and width for an image of this height and width, in pixels: multiples of
-    `side`, with about the image's aspect ratio. Their product is within `area`, a minimum and a
-    maximum number of pixels.
+    """Return the height and width that an image of `height` by `width` pixels is resized to.
 
-    This is smart_resize of transformers' Qwen2VLImageProcessor. For a long and narrow image the
-    product may be outside the area. Raises InvalidImage for an aspect ratio over MAX_ASPECT.
+    Both are multiples of `side`, and the aspect ratio stays about the same. The number of pixels is
+    between the two numbers of `area`; if the image is long and narrow it may be outside. This is
+    smart_resize of transformers' Qwen2VLImageProcessor. Raises InvalidImage for an aspect ratio
+    over MAX_ASPECT.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise InvalidImage(
@@ -97,30 +98,31 @@ def size_within(height: int, width: int, side: int, area: tuple[int, int]) -> tu
 
 def patches(colours: np.ndarray, size: int, merge: int = 1) -> np.ndarray:
     """Cut RGB values, uint8 `[height, width, 3]`, into patches of `size` by `size` pixels, and
-    group them in tokens of `merge` by `merge` patches. Returns uint8 `[tokens, token_bytes]`: the
-    tokens row by row, and so the patches of a token, and the pixels of a patch with their three
-    colours. Height and width are multiples of `size * merge`."""
+    group the patches in tokens of `merge` by `merge` patches. Height and width must be multiples of
+    `size * merge`. Returns uint8 `[tokens, token_bytes]`. Tokens, the patches of a token and the
+    pixels of a patch are in the order of rows; the three colours of a pixel are side by side."""
     height, width, channels = colours.shape
     side = size * merge
     grid = colours.reshape(height // side, merge, size, width // side, merge, size, channels)
-    # rows of tokens, tokens, rows of patches, patches, rows of pixels, pixels, colours
+    # The new order of axes is: rows of tokens, tokens, rows of patches in a token, patches, rows of
+    # pixels in a patch, pixels, colours.
     return grid.transpose(0, 3, 1, 4, 2, 5, 6).reshape(-1, side * side * channels)
 
 
 def image_positions(height: int, width: int, rules: ImageRules) -> np.ndarray:
-    """Return the position of each token of an image, int32 `[tokens, place_numbers]`, for rules
-    whose `place_numbers` is not 0. `height` and `width` are those of the image in pixels.
+    """Return the place of each token in an image of `height` by `width` pixels before resizing.
 
-    With an `area` in the rules the numbers are those of `mrope_positions`. Else there are four: the
-    token's row and column, and the image's numbers of rows and columns of tokens. Tokens around
-    the patches have zeros.
+    The result is int32 `[tokens, place_numbers]`, and includes the tokens around the patches. If
+    the rules have an `area`, `mrope_positions` describes the numbers. For other rules, with a
+    `place_numbers` of 4, they are the token's row and column, and the image's numbers of rows and
+    columns of tokens; the tokens around the patches have zeros.
     """
     height, width = resized_size(height, width, rules)
     rows, columns = height // rules.token_side, width // rules.token_side
     around = len(rules.before), len(rules.after)  # tokens before and after the patches
     if rules.area is not None:
         return mrope_positions(rows, columns, *around)
-    # For a backbone that interpolates its position embeddings.
+    # Such places are for backbones that resize their table of position embeddings to the image.
     positions = np.empty((rows, columns, 4), np.int32)
     positions[..., 0] = np.arange(rows)[:, None]
     positions[..., 1] = np.arange(columns)
@@ -129,18 +131,18 @@ def image_positions(height: int, width: int, rules: ImageRules) -> np.ndarray:
 
 
 def mrope_positions(rows: int, columns: int, before: int, after: int) -> np.ndarray:
-    """Return the positions of an image's tokens and of the text tokens around it, for Qwen2-VL's
-    rotation of heads: int32 `[before + rows * columns + after, 3]`. The image has `rows` by
-    `columns` tokens; `before` and `after` are the numbers of text tokens.
+    """Return three numbers for each token of an image and of the texts around it, for Qwen2-VL's
+    rotary positions: int32 `[before + rows * columns + after, 3]`.
 
-    The three numbers are relative: added to the index of a token in its sequence they give its
-    time, row and column (Wang et al. 2024, arXiv:2409.12191). For a text token all three are its
-    position in the text, where an image takes as many positions as its longer side has tokens. The
-    time of an image's tokens is the position where the image begins, and rows and columns count
-    from there.
+    The image has `rows` by `columns` tokens; `before` and `after` are the numbers of text tokens.
+    The numbers plus the index of the token in its sequence are the token's time, row and column
+    (Wang et al. 2024, arXiv:2409.12191). For a text token all three sums are its position, where
+    the image counts as so many positions as its longer side has tokens. For the image's tokens the
+    time is the position p at which the image begins, row r of the image has p + r, and column c has
+    p + c.
     """
     row, column = (indices.reshape(-1) for indices in np.indices((rows, columns)))
-    # relative to the indices of the tokens
+    # Subtract the index of each token, because the numbers are added to it later.
     image = np.stack([np.zeros_like(row), row, column], axis=1) - np.arange(rows * columns)[:, None]
     positions = np.zeros((before + rows * columns + after, 3), np.int32)
     positions[before : before + rows * columns] = image

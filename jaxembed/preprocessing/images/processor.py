@@ -16,27 +16,27 @@ from jaxembed.preprocessing.images.prepare import image_positions, prepare_image
 from jaxembed.preprocessing.job_threads import JobThreads, is_for_small, restart_if_small
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 
-BYTES_A_PILLOW_PIXEL = 4  # of memory for each pixel of a Pillow image
+BYTES_A_PILLOW_PIXEL = 4  # bytes of memory for each pixel of a Pillow image
 BYTES_A_RESIZED_PIXEL = (
     14  # for each pixel after resizing: a Pillow image, three copies and a reserve
 )
-# The most memory that a small image takes while it is decoded and resized. Jobs of small images
-# never wait for large ones. An image of 1920 by 1080 pixels is small.
+# An image is small if it takes at most this much memory (bytes) while it is decoded and resized.
+# Jobs of small images never wait for large ones. An image of 1920 by 1080 pixels is small.
 SMALL_BYTES = 50_000_000
-WORD = np.dtype("<i4")  # PackedTokens holds the bytes of a patch in such words
+WORD = np.dtype("<i4")  # the bytes of patches are moved to the device four at a time, as int32
 
 
 class ImageProcessor:
     """Turns the images of a model into encodings. All threads share it.
 
-    A job with an image that takes more than SMALL_BYTES runs in a thread for large images. Together
-    these threads take at most MAX_BYTES at any time: further images wait. Jobs of small images have
-    other threads, and do not wait.
+    A job with an image that takes more than SMALL_BYTES of memory runs in a thread for large
+    images. These threads together take at most MAX_BYTES; an image for which no memory is left
+    waits. Jobs of small images run in other threads, and do not wait.
     """
 
     def __init__(self, spec: ModelSpec, workers: int):
-        """`workers` is the number of threads for small images, and also of those for large ones.
-        Raises ConfigError without Pillow."""
+        """Start `workers` threads for small images, and as many for large images. Raises
+        ConfigError if Pillow is not installed."""
         require("images", "a model that takes images")
         assert spec.image is not None
         self._rules = spec.image
@@ -46,19 +46,19 @@ class ImageProcessor:
         self.executor = JobThreads(workers, "decode")
 
     def encode(self, inputs: Sequence[Input], tokenization: TokenizationOptions) -> Tokenized:
-        """Decode and resize images in the calling thread. If that is a thread for small images and
-        an image is large, the job starts anew in a thread for large images. `tokenization` has no
-        effect.
+        """Decode and resize images in the calling thread. If this is a thread for small images and
+        one of the images is large, the job is run again in a thread for large images.
+        `tokenization` has no effect.
 
-        Raises InvalidImage for the first image at fault, and InvalidInput for any other kind of
-        input.
+        Raises InvalidImage for the first invalid image, and InvalidInput for an input that is not
+        an image.
         """
-        memory_bytes = [0] * len(inputs)  # stays 0 for an input at fault
+        memory_bytes = [0] * len(inputs)  # stays 0 for an invalid input
         for index, item in enumerate(inputs):
             with suppress(InvalidInput):
                 memory_bytes[index] = self._bytes(item) if isinstance(item, Image) else 0
         if max(memory_bytes, default=0) > SMALL_BYTES:
-            restart_if_small()  # raises in a thread for small images
+            restart_if_small()  # leaves this method if this is a thread for small images
         encodings: list[Encoding] = []
         try:
             for item, size in zip(inputs, memory_bytes, strict=True):
@@ -66,7 +66,7 @@ class ImageProcessor:
                     raise InvalidInput(
                         "the input is not an image; this route of the model takes only images"
                     )
-                # if the size is 0, `_bytes` raises the image's error
+                # A size of 0 means that the image is invalid: `_bytes` raises its error again.
                 encodings.append(self._encode(item, size or self._bytes(item)))
         except InvalidInput as error:
             raise error.at(len(encodings)) from error
@@ -75,13 +75,13 @@ class ImageProcessor:
     def estimate(
         self, inputs: Sequence[Input], tokenization: TokenizationOptions
     ) -> tuple[int, int]:
-        """Return the number of sequences of the inputs, and the most tokens that they may have."""
+        """Return the number of sequences of the inputs, and their maximum number of tokens."""
         return len(inputs), len(inputs) * self.limit
 
     @property
     def job_bytes(self) -> int:
-        """The memory in bytes of two threads that run `encode`: one for small images, and one for
-        large images with its share of MAX_BYTES."""
+        """The memory in bytes of a thread for small images and a thread for large images together.
+        All threads for large images share MAX_BYTES."""
         return SMALL_BYTES + MAX_BYTES // self._workers
 
     def _bytes(self, item: Image) -> int:
@@ -97,8 +97,8 @@ class ImageProcessor:
         return decoding + half_resized + BYTES_A_RESIZED_PIXEL * new_height * new_width
 
     def _encode(self, item: Image, memory_bytes: int) -> Encoding:
-        """Encode an image. Decoding and resizing it take `memory_bytes`, for which a thread for
-        large images waits."""
+        """Encode an image. Decoding and resizing take `memory_bytes` of memory. A thread for large
+        images waits until so much of MAX_BYTES is free."""
         data = item.data
         with self._budget.taken(0 if is_for_small() else memory_bytes):
             image = decode_image(data) if isinstance(data, bytes) else to_pillow(data)
@@ -106,7 +106,7 @@ class ImageProcessor:
         before, place_numbers = self._rules.before, self._rules.place_numbers
         patch_ids = [self._rules.token_id] * len(patches)
         ids = np.array([*before, *patch_ids, *self._rules.after], np.int32)
-        # for each token the numbers of its position, and then the bytes of its patches as int32
+        # Each row holds the numbers of a token's place, and then the bytes of its patches as int32.
         pixels = np.zeros((len(ids), place_numbers + patches.shape[1] // WORD.itemsize), np.int32)
         if place_numbers:
             pixels[:, :place_numbers] = image_positions(image.height, image.width, self._rules)
@@ -116,11 +116,11 @@ class ImageProcessor:
 
 
 Processor = TextProcessor | ImageProcessor
-"""Turns the inputs of a route, texts or images, into encodings."""
+"""The type of objects that turn the inputs of a route, texts or images, into encodings."""
 
 
 class _MemoryBudget:
-    """A memory budget in bytes, of which threads reserve parts."""
+    """A number of bytes of memory that threads reserve parts of."""
 
     def __init__(self, max_bytes: int):
         self._max_bytes = self._free_bytes = max_bytes
@@ -128,8 +128,8 @@ class _MemoryBudget:
 
     @contextmanager
     def taken(self, size: int) -> Iterator[None]:
-        """Reserve `size` bytes within the context, or the whole budget if it is smaller. Waits
-        until they are free."""
+        """Reserve `size` bytes during the block, or the whole budget if `size` is larger. Waits
+        until so many bytes are free."""
         size = min(size, self._max_bytes)
         with self._freed:
             self._freed.wait_for(lambda: self._free_bytes >= size)

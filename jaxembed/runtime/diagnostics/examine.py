@@ -61,7 +61,8 @@ class Sample:
 class Window:
     """The increase of all counters from the first to the last of some samples.
 
-    `seconds` is the time between these two, `delay_s` the largest of the samples.
+    `seconds` is the time between the first and the last sample. `delay_s` is the largest delay of
+    all samples.
     """
 
     def __init__(self, samples: list[Sample]):
@@ -70,7 +71,8 @@ class Window:
         self.delay_s = max(sample.delay_s for sample in samples)
 
     def machine(self, name: str) -> float | None:
-        """Return the seconds by which one of `machine_counts` grew; None if the system lacks it."""
+        """Return the seconds by which a counter of `machine_counts` grew in this window; None if
+        the system lacks the counter."""
         if name not in self._last.machine:
             return None
         return self._last.machine[name] - self._first.machine.get(name, 0.0)
@@ -81,7 +83,8 @@ class Window:
         return self._last.models[model].counts[name] - self._at_start(model).counts.get(name, 0.0)
 
     def total(self, model: str, name: str) -> float:
-        """Return the value of a counter of a model. Raises KeyError if it is unknown."""
+        """Return the value of a counter of a model at the end of this window. Raises KeyError for
+        an unknown model or counter."""
         return self._last.models[model].counts[name]
 
     def ran(self, model: str) -> dict[Bucket, BucketUse]:
@@ -91,15 +94,15 @@ class Window:
 
     @property
     def device_s(self) -> dict[str, float]:
-        """Device time of each model in this window, in seconds, by served name."""
+        """The device time of each model in this window, in seconds, by `name_of_route`."""
         return {
             model: sum((use.device_s for use in self.ran(model).values()), 0.0)
             for model in self._last.models
         }
 
     def _at_start(self, model: str) -> ModelTotals:
-        """Return a model's totals at the first sample; empty ones if it was loaded after that. A
-        counter that decreased shows that the model was loaded again."""
+        """Return a model's totals at the first sample; empty totals if the model was loaded after
+        that sample. A counter that decreased shows that the model was loaded again."""
         first, last = self._first.models.get(model), self._last.models[model]
         if first is None or any(last.counts[name] < count for name, count in first.counts.items()):
             return ModelTotals({}, {})
@@ -135,7 +138,7 @@ def _sample(models: Mapping[str, LoadedModel], delay_s: float) -> Sample:
     totals: dict[str, ModelTotals] = {}
     for name, loaded in models.items():
         telemetry, refused = loaded.telemetry, loaded.admission.capacity.refused
-        counts = {  # only those that findings need: reading all takes milliseconds
+        counts = {  # only the counters that findings need: to read all takes milliseconds
             "requests": _sum_of(telemetry.request_count),
             "inputs": sum(float(series.count) for series in telemetry.inputs.values()),
             "refused": _sum_of(telemetry.request_failure.labels("overloaded")),
@@ -163,8 +166,8 @@ def _sum_of(counter: Counter | Labelled[Counter]) -> float:
 def examine(models: Mapping[str, LoadedModel], window: Window) -> dict[str, Examination]:
     """Collect the facts of each model and derive its findings.
 
-    `models` are by served name. `window` has the increase of counters in the last minute. Returns
-    an examination for each route that takes texts, by `name_of_route`.
+    The keys of `models` are served names. `window` has the increase of counters in the last minute.
+    Returns an examination for each route that takes texts, by `name_of_route`.
     """
     examinations = {}
     for name, loaded in models.items():
@@ -264,7 +267,8 @@ def kernel_facts(plan: Plan, config: EngineConfig) -> KernelFacts:
 def _admission(
     name: str, loaded: LoadedModel, served: LoadedRoute, window: Window
 ) -> AdmissionFacts:
-    """Collect the limits of a route and their use. `name` is the route's name in `window`."""
+    """Collect the limits of a route, and how much of each limit is in use. `name` is the name of
+    the route in `window`."""
     plan, config, capacity = served.plan, loaded.config, loaded.admission.capacity
     checkpoint_limit = served.spec.max_input_tokens
     positions = position_limit(served.spec) or checkpoint_limit
@@ -289,7 +293,7 @@ def _admission(
 
 
 def _window_facts(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
-    """Collect what a route did. `name` is the route's name in `window`."""
+    """Collect what a route did in a window. `name` is the name of the route in `window`."""
     seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.devices), 1)
     cpu_s, busy_s = window.machine("cpu") or 0.0, window.machine("busy")
     device_s = window.device_s

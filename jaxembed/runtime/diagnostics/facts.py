@@ -1,7 +1,8 @@
-"""Facts of a served model and of its machine: plain structs that `/info?verbose` sends as JSON.
+"""Defines the facts of a served model and of its machine: structs that `/info?verbose` sends as
+JSON.
 
-Findings and pages are computed from these structs alone. "The window" is about the last minute:
-the time over which counts and shares are taken.
+Findings and pages are computed from these structs alone. "The window" is the time over which
+events are counted, about the last minute.
 """
 
 from typing import Literal
@@ -22,7 +23,7 @@ class DeviceFacts(msgspec.Struct):
     dtype_reason: str  # why this dtype was chosen, as text for people
     dtype_asked: bool  # whether --dtype was given
     multiplies_bfloat16: bool
-    estimated: bool = False  # whether other programs used the CPU during its measurement
+    estimated: bool = False  # whether the CPU's speed is an estimate, as in calibrate.Rate
     failing: int = 0  # devices whose last batches failed
     stuck: int = 0  # devices that do not return from a call
     longest_call_s: float = 0.0  # age of the oldest device call in progress
@@ -32,15 +33,15 @@ class KernelFacts(msgspec.Struct):
     """The kernels that compute matrix products and attention, and why others are not used."""
 
     asked: str  # the value of --kernels
-    used: dict[str, str]  # kernel by row length
-    not_used: dict[str, str]  # reason by kernel
+    used: dict[str, str]  # row length -> name of the kernel
+    not_used: dict[str, str]  # name of a kernel -> why it is not used
 
 
 class MachineFacts(msgspec.Struct):
     """The cores and the memory settings that the process has on its machine."""
 
-    cores: int  # usable by this process; on a CPU also the number of threads of XLA's pool
-    machine_cores: int
+    cores: int  # cores that this process may use, and threads of XLA's pool on a CPU
+    machine_cores: int  # all cores of the machine
     quota_cores: float | None  # limit set by the control group; None: no limit
     kept_bytes: int  # size of the heap that keeps freed memory for the next batch
     not_kept: str | None  # why freed memory is not kept; None: it is kept
@@ -54,28 +55,28 @@ class ProgramFacts(msgspec.Struct):
     ready: bool
     healthy: bool
     buckets: int
-    compiled: int  # buckets
+    compiled: int  # number of compiled buckets
     timed: bool  # whether every bucket was timed often enough
-    drift: float  # time of real batches divided by the time that was measured for them
-    lost_share: float  # fraction of the time of the timings in which other programs had the cores
+    drift: float  # ratio of the time of recent batches to the timed costs of their buckets
+    lost_share: float  # fraction of the time for timings in which other programs had the cores
     compiles: int  # programs compiled since the start of the process
-    cache_hits: int  # programs taken from the compile cache since then
+    cache_hits: int  # programs taken from the compile cache since the start of the process
 
 
 class BucketFacts(msgspec.Struct):
-    """The cost of one bucket, and the batches that ran in it in the window."""
+    """The cost of one bucket, and totals of the batches that ran in this bucket in the window."""
 
     rows: int
     length: int
     compiled: bool
-    cost_ms: float | None = None  # time of one batch
+    cost_ms: float | None = None  # device time of one batch
     cost_from: str | None = None  # "kept" by an earlier run, "timed" by this one, or "assumed"
     runs: int = 0  # batches in the window
     useful_tokens: int = 0  # tokens of those batches that are not padding
     device_ms: float = 0.0  # device time of those batches
     runs_since_start: int = 0
-    fill: float | None = None  # useful tokens over tokens of the bucket; None without batches
-    padding_tokens: int = 0  # of all batches in the window
+    fill: float | None = None  # useful tokens over tokens of those batches; None without batches
+    padding_tokens: int = 0  # padding tokens of those batches
 
     def __post_init__(self) -> None:
         if self.runs:
@@ -94,7 +95,7 @@ class BucketFacts(msgspec.Struct):
 
 
 class QueueFacts(msgspec.Struct):
-    """The inputs that wait in the queue with one priority."""
+    """The inputs that wait in the queue of one priority."""
 
     inputs: int
     tokens: int
@@ -121,9 +122,9 @@ class AdmissionFacts(msgspec.Struct):
     batch_target_ms: float | None  # time that a full batch should take by default; None: none
     least_batch_tokens: int  # tokens of the smallest default batch on this kind of device
     buckets_asked: bool  # whether --buckets was given
-    max_input_tokens: int  # the limit of the server
-    model_input_tokens: int  # the limit of the model itself
-    tokenization_workers: int  # threads
+    max_input_tokens: int  # the server's limit of an input
+    model_input_tokens: int  # the model's own limit of an input
+    tokenization_workers: int  # number of tokenizer threads
 
 
 class StageFacts(msgspec.Struct):
@@ -138,11 +139,11 @@ class WindowFacts(msgspec.Struct):
 
     seconds: float  # length of the window
     requests: int
-    inputs: int  # answered
+    inputs: int  # inputs that were answered
     refused: int  # requests refused because a limit was reached
     truncated: int  # inputs that were truncated to the limit
     failed_batches: int
-    split_batches: int  # batches halved because the device's memory was short
+    split_batches: int  # batches run again in parts because the device's memory was full
     not_finite: int  # results with infinities or NaN
     stages: dict[str, StageFacts]
     device_share: float  # time in which the devices computed for this model
@@ -160,7 +161,8 @@ def name_of_route(model: str, route: str) -> str:
 
 
 class Setup(msgspec.Struct):
-    """The facts that need no traffic: what a model is or would be computed on."""
+    """The facts that need no traffic: the devices, kernels and machine that a model uses or would
+    use."""
 
     model: str
     device: DeviceFacts

@@ -13,21 +13,21 @@ from jaxembed.observability.metrics import ANSWER_STAGES
 from jaxembed.platform.cores import MAX_WAITED
 from jaxembed.runtime.diagnostics.facts import Bound, BucketFacts, Facts, Finding, Setup
 
-# Shares of the time of the last minute
-BUSY = 0.6  # at this share the device, the event loop or the tokenizer threads are the limit
+# Shares of the time of the last minute:
+BUSY = 0.6  # from this share on, the device, event loop or tokenizer threads limit the throughput
 IDLE = 0.02  # below this share there is hardly any work
-LOADED = 0.3  # at this share of the devices, slow batches delay requests
-OTHERS_SHARE = 0.3  # of the usable cores: kept busy by other programs
-THROTTLED_SHARE = 0.1
-SLOWER = 1.3  # a larger ratio of the time of batches to their timings is reported
+LOADED = 0.3  # from this share of device time on, slow batches delay requests
+OTHERS_SHARE = 0.3  # a larger share of the usable cores' time in other programs is reported
+THROTTLED_SHARE = 0.1  # from this share on, a CPU quota is reported
 
+SLOWER = 1.3  # a larger ratio of the time of batches to the timed costs is reported
 FEWEST = 10  # a share of fewer batches, requests or inputs is not reliable
 MISFIT = 2.0  # a grid does not fit if batches have this many times the tokens that they need
-SMALL_BATCH = 8  # batches are small if the target time is this many times the largest bucket's
-FEW_BATCHES = 4  # batches a queue must hold so that devices do not wait for requests
-CUT_SHARE = 0.05  # share of the inputs
-SLOW_TOKENIZING_MS = 5.0
-LONG_WAIT_S = 1.0  # a wait is long if it exceeds this and the time of four of the slowest batches
+SMALL_BATCH = 8  # batches are small if the target time is this many times the largest bucket's time
+FEW_BATCHES = 4  # a queue that holds fewer batches may leave devices waiting for requests
+CUT_SHARE = 0.05  # share of truncated inputs that is reported
+SLOW_TOKENIZING_MS = 5.0  # milliseconds a request, above which tokenization may be too slow
+LONG_WAIT_S = 1.0  # a wait is long if it exceeds this plus four times the time of a slow batch
 
 QUEUE_FLAGS = {
     "inputs": "--max-concurrent-requests",
@@ -66,8 +66,8 @@ def bound_by(facts: Facts) -> Bound:
 
 
 def tokenizing_share(facts: Facts) -> float:
-    """Return the share (0 to 1) of their time in which the tokenizer threads were busy. The time
-    that they wait for each other counts as busy."""
+    """Return the share (0 to 1) of the window in which the tokenizer threads were busy. The time
+    in which tokenizer threads wait for each other counts as busy."""
     stage, seconds = facts.window.stages["tokenization"], facts.window.seconds
     return (
         stage.count
@@ -78,8 +78,8 @@ def tokenizing_share(facts: Facts) -> float:
 
 
 def needed_tokens(bucket: BucketFacts, least: int) -> int:
-    """Return the approximate number of tokens that a bucket needs for an average batch of `bucket`:
-    a power of two, as in the default grid, from `least` tokens up to those of `bucket`."""
+    """Return about how many tokens a bucket must have to hold an average batch of `bucket`. It is a
+    power of two, as in the default grid, of at least `least`, but not above `bucket.tokens`."""
     useful = max(bucket.useful_tokens / max(bucket.runs, 1), least, 1.0)
     return min(2 ** math.ceil(math.log2(useful)), bucket.tokens)
 
@@ -167,8 +167,8 @@ def _disturbances(facts: Facts) -> Iterator[Finding]:
 def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
     """Apply the rules that need no traffic.
 
-    They find cores, native kernels and bfloat16 that the machine has and the model does not use,
-    and settings that make the memory of a CPU slow.
+    These rules find cores, native kernels and bfloat16 that the machine has and the model does not
+    use, and settings that make the memory of a CPU slow.
     """
     device, kernels, machine = facts.device, facts.kernels, facts.machine
     if machine.cores == 1 < machine.machine_cores:
@@ -224,11 +224,12 @@ def _batches(facts: Facts) -> Iterator[Finding]:
     admission, window = facts.admission, facts.window
     ran = [bucket for bucket in facts.buckets if bucket.runs]
     runs, tokens = sum(b.runs for b in ran), sum(b.runs * b.tokens for b in ran)
-    needed = 0  # tokens, if each batch had a bucket that fits
+    needed = 0  # tokens of all batches if each had a bucket that fits
     for bucket in ran:
         useful = bucket.useful_tokens / bucket.runs
         fitting = needed_tokens(bucket, admission.least_batch_tokens)
-        # A smaller bucket of the grid holds such a batch, but the engine took one that costs less.
+        # If a smaller bucket of the grid would hold such a batch, the engine chose `bucket` because
+        # it costs less. Then the tokens of `bucket` count as needed.
         has_smaller = any(
             other.compiled
             and useful <= other.tokens <= fitting

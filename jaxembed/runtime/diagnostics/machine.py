@@ -13,7 +13,8 @@ from jaxembed.runtime.diagnostics.facts import MachineFacts
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
-# Fields of a core's line in /proc/stat, in ticks. The first two include the time of guests.
+# The indices of fields, which count ticks, in a core's line of /proc/stat. The first two of these
+# fields include the time of guests.
 _USER, _NICE, _SYSTEM, _IRQ, _SOFTIRQ, _STEAL = 1, 2, 3, 6, 7, 8
 
 
@@ -35,12 +36,13 @@ def machine_facts() -> MachineFacts:
 
 
 def machine_counts() -> dict[str, float]:
-    """Return counters of seconds by name. Only the difference of two calls has a meaning.
+    """Return counters of seconds by name. Only the difference of the results of two calls has a
+    meaning. A counter that the system lacks is left out.
 
-    `cpu`: CPU time of this process. `loop`: CPU time of the calling thread. `busy`: time in which
-    any program ran on the cores that this process may use; programs of lower priority (nice) count
-    only if this process has a lower priority too. `throttled`: time in which the CPU quota stopped
-    the process. A counter that the system lacks is left out.
+    `cpu` is the CPU time of this process, and `loop` that of the calling thread. `busy` is the time
+    in which any program ran on the cores that this process may use; programs of lower priority
+    (nice) count only if this process also has a lower priority. `throttled` is the time in which
+    the CPU quota stopped the process.
     """
     counts = {"cpu": time.process_time(), "loop": time.thread_time()}
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""The audit log: a thread appends a line of JSON for each request to a file."""
+"""The audit log: a file to which a thread appends one line of JSON for each request."""
 
 import errno
 import json
@@ -17,17 +17,18 @@ from jaxembed.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_LINES = 4096  # maximum of waiting lines; further lines are lost
-MAX_AT_ONCE = 512  # maximum of lines in one write
-GATHER_S = 0.02  # to collect further lines, so that the thread wakes less often
-COMPLAIN_S = 60.0  # minimum time between two log lines about write errors
-LAST_LINES_S = 2.0  # to write the last lines; a pipe may have no reader
+MAX_LINES = 4096  # maximum lines in the queue; further lines are lost
+MAX_AT_ONCE = 512  # maximum lines in one write
+GATHER_S = 0.02  # seconds to collect further lines, so that the thread wakes less often
+COMPLAIN_S = 60.0  # minimum seconds between two log lines about write errors
+LAST_LINES_S = 2.0  # seconds to write the last lines, which may block if the file is a pipe
 STANDARD_OUTPUT = Path("-")
 
 
 class AuditLog:
-    """A file to which a thread appends the lines. `write` never blocks. A line that cannot be
-    written is counted as lost, and the server's log says so. Its request is still answered."""
+    """The audit log, a file to which a thread appends lines. `write` never blocks. A line that
+    cannot be written is counted as lost, and the server's log says so. The request of a lost line
+    is still answered."""
 
     def __init__(self, path: Path):
         """Open the file; `-` is standard output. Raises ConfigError if it cannot be opened."""
@@ -68,7 +69,8 @@ class AuditLog:
         self._thread.join(LAST_LINES_S)
 
     def _run(self) -> None:
-        """Write queued lines, and open the file again if asked, until the log is closed."""
+        """Write queued lines, and open the file again after a call of `reopen`, until the log is
+        closed."""
         while True:
             self._woken.wait()
             if not self._is_closing:
@@ -85,8 +87,8 @@ class AuditLog:
                 return
 
     def _append(self, lines: list[dict[str, Any]]) -> None:
-        """Write lines to the file, and count those written and lost. After an incomplete line,
-        begin with a line break."""
+        """Write lines to the file, and count the written and the lost lines. If the file ends in an
+        incomplete line, write a line break first."""
         data = b"\n" * self._is_torn + b"".join(_encoded(line) + b"\n" for line in lines)
         written, failure = 0, None
         try:
@@ -104,13 +106,13 @@ class AuditLog:
             self._complain(failure)
 
     def _open_again(self) -> None:
-        """Open the path again and write to the new file. On an error, keep the old file."""
+        """Open the path again, and use the new file from now on. On an error, keep the old file."""
         try:
             new_file = _opened(self._path)
         except OSError as error:
             self._complain(error)
             return
-        if os.path.samestat(os.fstat(new_file), os.fstat(self._file)):  # it was not moved away
+        if os.path.samestat(os.fstat(new_file), os.fstat(self._file)):  # the path has not moved
             os.close(new_file)
             return
         old_file, self._file, self._is_torn = self._file, new_file, False
@@ -139,8 +141,8 @@ def _encoded(line: dict[str, Any]) -> bytes:
 
 
 def _opened(path: Path) -> int:
-    """Open a path for appending, and return its file descriptor. Raises OSError. A pipe without a
-    reader is an error too: O_NONBLOCK avoids waiting for a reader."""
+    """Open a path for appending, and return its file descriptor. Raises OSError, also for a pipe
+    without a reader, for which O_NONBLOCK avoids waiting."""
     if path == STANDARD_OUTPUT:
         return os.dup(sys.stdout.fileno())
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0)

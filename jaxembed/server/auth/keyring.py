@@ -1,7 +1,7 @@
-"""The API keys of a file, and their quotas.
+"""The API keys of a key file, and the quotas of the keys.
 
 The file is TOML with a table for each key. A table has the digest of the key and what the key may
-use. A running server finds keys by their digests, and reads the file again when it changes.
+use. A running server finds a key by its digest, and reads the file again when the file changes.
 """
 
 import hashlib
@@ -26,18 +26,18 @@ from jaxembed.memory import MIB
 
 logger = logging.getLogger(__name__)
 
-KEY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # also a label of metrics
+KEY_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}", re.ASCII)  # names are also labels of metrics
 HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 NO_LIMITS = Limits()
 LARGEST_FILE = 16 * MIB  # bytes
 LARGEST_LIMIT = 2**53
-MAX_PROBLEMS = 10  # in a message
+MAX_PROBLEMS = 10  # maximum problems of the file in a message
 LONGEST_VALUE = 60  # maximum characters of a value in a message
 WANTED_TABLES = "wanted tables [[key]] with `name` and `sha256`, as `jaxembed key new` prints them"
-FILE_LOOK_S = 1.0  # between two checks whether the file has changed
-MAX_NAMED = 10  # maximum of keys in a log line
+FILE_LOOK_S = 1.0  # seconds between two checks whether the file has changed
+MAX_NAMED = 10  # maximum keys in a log line
 
-FileVersion = tuple[int, int, int, int]  # a version of the file: device, inode, bytes, time in ns
+FileVersion = tuple[int, int, int, int]  # device, inode, bytes and change time (ns) of a file
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ApiKey:
     models: frozenset[str] | None = None  # model names as in requests; None: all
     routes: tuple[str, ...] | None = None  # paths, or prefixes that end in *; None: all
     limits: Limits = NO_LIMITS
-    expires: date | None = None  # as in the file; a date includes the whole day
+    expires: date | None = None  # the value in the file; a date includes the whole day
     expires_at: datetime | None = None  # the moment from which on the key is invalid
 
     def is_expired(self, now: datetime) -> bool:
@@ -65,15 +65,16 @@ class ApiKey:
 
 
 def digest_of(key: bytes) -> bytes:
-    """Return the SHA-256 digest of a key. A key of 256 random bits needs no slow hash."""
+    """Return the SHA-256 digest of a key. A fast hash is safe, because a key has 256 random
+    bits."""
     return hashlib.sha256(key).digest()
 
 
 def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
     """Read a key file, and return its keys by their digests.
 
-    `taken` maps digests that no key in the file may have to the flags that set them. Raises
-    ConfigError, whose message lists the problems without keys and digests.
+    `taken` maps the digests of keys that flags set, which the file must not repeat, to the names of
+    the flags. Raises ConfigError, whose message lists the problems without keys and digests.
     """
     try:
         # without O_NONBLOCK, opening a pipe would wait for a writer
@@ -94,8 +95,9 @@ def read_key_file(path: Path, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]
 
 
 def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, ApiKey]:
-    """Parse the text of a key file, and return its keys by their digests. `file` is its name in
-    messages, `taken` is as in `read_key_file`. Raises ConfigError."""
+    """Parse the text of a key file, and return its keys by their digests. `file` is the name of the
+    file in messages. `taken` maps digests that the file must not have to the names of the flags
+    that set them. Raises ConfigError."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -135,8 +137,8 @@ def parse_keys(text: str, file: str, taken: Mapping[bytes, str]) -> dict[bytes, 
 
 
 def _read_table(table: Mapping[str, Any]) -> tuple[ApiKey | None, list[str]]:
-    """Return the key that a table of the file describes, and the problems of the table. With
-    problems the key is None."""
+    """Return the key that a table of the file describes, and the problems of the table. If there
+    are problems, the key is None."""
     problems = [
         f"`{field[:LONGEST_VALUE]}` is unknown; wanted one of {', '.join(KEY_FIELDS)}"
         for field in table
@@ -175,8 +177,8 @@ def _read_name(value: Any) -> str:
 
 
 def _read_digest(value: Any) -> bytes:
-    """Return a digest as bytes. Raises ValueError without the value, which may be the key
-    itself."""
+    """Convert a digest to bytes. Raises ValueError, whose message does not quote the value, because
+    it may be the key itself."""
     if not isinstance(value, str) or not HEX_DIGEST.fullmatch(value):
         received = f"a string of length {len(value)}" if isinstance(value, str) else "not a string"
         raise ValueError(f"is {received}; wanted the 64 hexadecimal digits of the key's SHA-256")
@@ -209,8 +211,8 @@ def _read_limit(value: Any) -> int:
 
 
 def _read_expiry(value: Any) -> tuple[date, datetime]:
-    """Return the value as it is in the file, and the moment when the key expires. A key is valid to
-    the end of a date. Times without a zone are UTC. Raises ValueError."""
+    """Return `value` and the moment when the key expires. If the value is a date, the key is valid
+    to the end of that day. Times without a zone are UTC. Raises ValueError."""
     if isinstance(value, datetime):
         return value, value if value.tzinfo else value.replace(tzinfo=UTC)
     if isinstance(value, date) and value < date.max:
@@ -244,11 +246,11 @@ REQUIRED_FIELDS = ("name", "sha256")
 
 
 class Keyring:
-    """The keys of a key file, and the quota of each.
+    """The keys of a key file, and the quota of each key.
 
     A thread reads the file again when it has changed and has then stayed the same for FILE_LOOK_S
-    seconds, so that a partly written file is not read. If the file is invalid, the current keys
-    stay valid. A key keeps its quota by its name.
+    seconds, so that a partly written file is not read. If the new file is invalid, the current keys
+    stay valid. A key of the same name as before keeps its quota.
     """
 
     def __init__(
@@ -259,9 +261,9 @@ class Keyring:
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ):
-        """Read the file. `taken` maps keys that the file may not have to the flags that set them.
-        Quotas use `clock`, which returns seconds; the expiry of keys uses `now`. Raises ConfigError
-        if the file is wrong."""
+        """Read the file. `taken` maps keys that flags set, which the file must not repeat, to the
+        names of the flags. Quotas use `clock`, which returns seconds, and the expiry of keys uses
+        `now`. Raises ConfigError if the file is invalid."""
         self.path = path
         self.unknown = 0  # requests with a missing or unknown key
         self.done = self.failed = 0  # number of repeated reads, successful and failed
@@ -281,7 +283,7 @@ class Keyring:
         return len(self._keys)
 
     def find(self, given: bytes) -> ApiKey | None:
-        """Return the key that a client sent; None if it is unknown."""
+        """Return the ApiKey of the key `given` by a client; None if it is not in the file."""
         digest = digest_of(given)
         key = self._keys.get(digest)
         return key if key is not None and hmac.compare_digest(key.digest, digest) else None
@@ -307,8 +309,8 @@ class Keyring:
             self._thread.join()
 
     def read_again(self) -> bool:
-        """Read the file again. Returns whether its keys are in use now: only if all are valid. Logs
-        an error."""
+        """Read the file again, and use its keys if the whole file is valid. Returns whether it is;
+        if not, the error is logged and the current keys stay in use."""
         with self._lock:
             try:
                 keys = read_key_file(self.path, self._taken)
@@ -335,8 +337,8 @@ class Keyring:
             return True
 
     def _use(self, keys: dict[bytes, ApiKey]) -> None:
-        """Make these the keys in use. Quotas are replaced before the keys, so that each key that
-        `find` returns has a quota."""
+        """Replace the keys in use by `keys`. Quotas are replaced before the keys, so that each key
+        that `find` returns has a quota."""
         quotas = {key.name: self.quota(key) for key in keys.values()}
         for key in keys.values():
             if quotas[key.name].limits != key.limits:
@@ -345,8 +347,8 @@ class Keyring:
         self._keys = keys
 
     def _watch(self) -> None:
-        """Read the file again after `wake`, or when it has changed and then stayed the same from
-        one check to the next."""
+        """Read the file again after a call of `wake`, or when the file has changed and then stayed
+        the same from one check to the next. Ends after a call of `close`."""
         last_version = self._mark
         while True:
             is_woken = self._woken.wait(FILE_LOOK_S)
@@ -369,7 +371,7 @@ class Keyring:
 
 
 def _mark_of(path: Path) -> FileVersion | None:
-    """Return what identifies this version of the file; None if the file cannot be found."""
+    """Return what identifies the present version of the file; None if the file cannot be found."""
     try:
         status = os.stat(path)
     except OSError:

@@ -11,25 +11,27 @@ from jaxembed.server.auth.keyring import ApiKey, some_of
 from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.registry.models import UNSPECIFIED
 
-LONGEST_NAME = 200  # maximum characters in a message or the audit log
-MAX_LISTED_NAMES = 20  # in a message
+LONGEST_NAME = 200  # maximum characters of a name in a message or the audit log
+MAX_LISTED_NAMES = 20  # maximum names in a message
 
 
 def open_account(quota: Quota | None) -> None:
-    """Count what the current request uses, for the quota of its key and for the audit log."""
+    """Start counting the inputs and tokens of the current request, for the audit log and the quota
+    of its API key, if any."""
     cast(BoundedBody, request.body).reservation.account = Account(quota)
 
 
 def note_model(name: str) -> None:
-    """Have the audit log name a model that the current request manages and does not run."""
+    """Make the audit log name a model that the current request loads, unloads or gives an alias,
+    and so does not run."""
     account = cast(BoundedBody, request.body).reservation.account
     if account is not None:
         account.models.add(name[:LONGEST_NAME])
 
 
 def use_key(key: ApiKey, quota: Quota) -> None:
-    """Make `key` the key of the current request, and count the request if it is a POST. Raises
-    Forbidden if the key may not use the route, and QuotaExceeded."""
+    """Make `key` the API key of the current request, and count the request in the quota of the key
+    if it is a POST. Raises Forbidden if the key may not use the route, and QuotaExceeded."""
     g.key, g.quota = key, quota
     open_account(quota)
     if not key.may_use_route(request.path):
@@ -41,8 +43,8 @@ def use_key(key: ApiKey, quota: Quota) -> None:
 def check_name(name: str | None) -> Collection[str] | None:
     """Return the names of the models that the request's key may use; None means all.
 
-    `name` is the model in the request. Raises Forbidden if the key may not use it. This check
-    precedes the search for the model.
+    `name` is the model that the request names, if any. Raises Forbidden if the key may not use that
+    name, whether or not the server has such a model.
     """
     key: ApiKey | None = g.get("key")
     if key is None or key.models is None:
@@ -53,8 +55,8 @@ def check_name(name: str | None) -> Collection[str] | None:
 
 
 def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
-    """Count a refusal for the request's key, and return the error. The message says `what` the key
-    may not do and what is `allowed`."""
+    """Count a refusal in the quota of the request's key, and return the error to raise. The message
+    says `what` the key may not do and what it is `allowed` to use."""
     g.quota.refuse(reason)
     listed = some_of(allowed, MAX_LISTED_NAMES)
     return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")

@@ -1,25 +1,25 @@
-"""HTTP connections and requests: classes of Hypercorn and Quart, with less work per request and
-with limits on the memory and the work that a client can cause.
+"""HTTP connections and requests: subclasses of Hypercorn's and Quart's classes that do less work
+per request, and limit the memory and the work that a client can cause.
 
-All uses of other libraries' private parts are in this file, so pyproject.toml admits only tested
-versions of Hypercorn, Quart and h2. On Python 3.11 Hypercorn 0.18 and Quart 0.22 start seven tasks
-for a request and write its response in two pieces; this file needs two tasks and one piece. Each of
-these parts can go once its library does this itself:
+Only this file uses private names of these libraries, and pyproject.toml admits only tested versions
+of Hypercorn, Quart and h2. On Python 3.11, Hypercorn 0.18 and Quart 0.22 start seven tasks per
+request and write a response in two pieces; with this file they start two tasks and write one piece.
+Each item of this list can be deleted when the library does what follows it:
 
-- `use_connections`: a setting for the class of connections.
+- `use_connections`: Hypercorn has a setting for the class of connections.
 - `protocol_send`, `_write_held`: Hypercorn writes the head and the body of a response in one piece
   (saves 5 % of the processor time of a `/ping`, give or take 5 %).
 - `IdleTimer`, `_idle_timeout`, `_task_group`: Hypercorn's idle timer is a timer of the event loop
-  (saves 8 %), and runs before the first request of HTTP/2 too.
-- `_read_data`: Hypercorn closes what its client has closed, also while it waits to send a response.
-  It ends a connection and its waiting tasks when data causes an error. h2 refuses a frame that is
-  too long when its head arrives, so that `_data` is not needed.
+  (saves 8 %), and also runs before the first request of an HTTP/2 connection.
+- `_read_data`: Hypercorn closes a connection that its client has closed, also while a response
+  waits to be sent, and ends a connection and its tasks when received data causes an error. h2
+  refuses a frame that is too long when the head of the frame arrives.
 - `_close`, `_initiate_server_close`: Hypercorn limits how long a client may take to read the last
   bytes.
-- `Http1`, `Http2`: Hypercorn ignores upgrades, tunnels and priorities, and handles only some frames
-  of HTTP/2 at once.
-- `Exchange`: Quart handles a request in the task that Hypercorn started for it (7 %), has a public
-  name for `_create_request_from_scope`, and lets the sender of a body wait.
+- `Http1`, `Http2`: Hypercorn ignores upgrades, tunnels and priorities, and lets other tasks run
+  while it handles many HTTP/2 frames.
+- `Exchange`: Quart handles a request in the task that Hypercorn started for it (saves 7 %), has a
+  public name for `_create_request_from_scope`, and makes the sender of a body wait.
 - `Routes`: Quart finds routes without encoding the host name.
 """
 
@@ -64,41 +64,41 @@ from jaxembed.observability.tracing import Trace, Tracer, as_current, current_tr
 
 logger = logging.getLogger(__name__)
 
-# The maximum memory of an open connection without that reserved for its requests: the buffers of
-# asyncio, h11 and Hypercorn, and for HTTP/2 those of a hundred streams with small responses.
+# The maximum memory of an open connection, apart from what is reserved for its requests: buffers of
+# asyncio, h11 and Hypercorn, and for HTTP/2 buffers of a hundred streams with small responses.
 CONNECTION_BYTES = 4 * MIB
-SMALL_ANSWER = 8 * KIB  # bytes; smaller responses need no reservation, so a full server sends them
+SMALL_ANSWER = 8 * KIB  # bytes; up to this no memory is reserved, so a full server can send errors
 FRAME_HEAD = 9  # bytes in front of each frame of HTTP/2
 MAX_SENT = 256 * KIB  # bytes of a response in one piece
-SEND_S = 60  # for a client to take one piece of a response
-SEND_TIMEOUT_S = 600  # for a client to take a whole response
-CLOSE_TIMEOUT_S = 60  # for a client to take the last bytes before the connection is closed
+SEND_S = 60  # seconds that a client may take to read one piece of a response
+SEND_TIMEOUT_S = 600  # seconds that a client may take to read a whole response
+CLOSE_TIMEOUT_S = 60  # seconds that a client may take to read the last bytes of a connection
 MAX_HELD = 64 * KIB  # bytes of a response that are joined before a write
 CLIENT_GONE = "client_disconnected"  # the error of a trace whose client disconnected
 
 _connection: ContextVar["Connection | None"] = ContextVar("connection", default=None)
 
 SLICE_BYTES = 2 * KIB  # bytes of HTTP/2 handled at once; h2 takes 10 ms for 140 small frames
-# Streams of one connection that have bytes to send. A client that resets streams and reads nothing
-# can have more of them than the limit of open streams; Hypercorn fails at a thousand.
+# Maximum streams of a connection that have bytes to send. A client that resets streams and reads
+# nothing can have more of them than the limit on open streams. Hypercorn fails at a thousand.
 MAX_STREAMS = 200
-# Bytes of the table that compresses response headers: the default of RFC 9113, even if the client
-# allows more, because each response searches the whole table.
+# Maximum bytes of the table that compresses response headers: the default of RFC 9113, even if the
+# client allows more, because each response searches the whole table.
 MAX_TABLE = 4 * KIB
 _METHOD = re.compile(rb"[\w!#$%&'*+.^`|~-]+")
 _TARGET = re.compile(rb"[!-~]+")
 
-COPIES = 3  # bytes of memory per byte of a body, raw and decoded; up to 5 with emojis
+COPIES = 3  # bytes of memory per byte of a body, for its raw and its decoded form
 MAX_UNREAD = 64 * KIB  # bytes of a body that may be unread before the sender waits
 MAX_DISCARDED = 256 * MIB  # bytes of a discarded body that are still read
 
 
 class BoundedBody:
-    """The body of a request as it arrives. The sender waits while much of it is unread.
+    """The body of a request as it arrives, in bounded memory.
 
-    The memory is reserved for the request before the bytes are kept. `discard` drops the unread
-    bytes and all later ones. Iterating yields the body in pieces. It raises Overloaded or
-    RequestTooLarge if the memory could not be reserved.
+    The sender waits while MAX_UNREAD bytes are unread. Memory is reserved for the request before
+    its bytes are kept. `discard` drops the unread bytes and all later ones. Iterating yields the
+    body in pieces, and raises Overloaded or RequestTooLarge if memory could not be reserved.
     """
 
     def __init__(self, reservation: Reservation):
@@ -106,15 +106,15 @@ class BoundedBody:
         self.is_received = False  # whether the whole body has arrived
         self._unread = bytearray()
         self._refusal: Exception | None = None  # why no memory could be reserved
-        self._has_news = asyncio.Event()  # bytes, the end or a refusal
+        self._has_news = asyncio.Event()  # set when bytes, the end or a refusal arrive
         self._has_room = asyncio.Event()
-        self._is_over = asyncio.Event()  # all has arrived, or the rest is not waited for
+        self._is_over = asyncio.Event()  # set when no further bytes are waited for
         self._discarded: int | None = None  # bytes discarded; None before `discard`
         self._is_answered = asyncio.Event()
 
     async def receive(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        """Take messages from ASGI's `receive` and keep the body's pieces. Returns when the client
-        disconnects."""
+        """Take messages from ASGI's function `receive`, and keep the pieces of the body that the
+        messages carry. Returns when the client disconnects."""
         while (message := await receive())["type"] == "http.request":
             if data := message.get("body"):
                 await self.put(data)
@@ -126,8 +126,8 @@ class BoundedBody:
     async def put(self, data: bytes) -> None:
         """Keep a piece of the body, and wait while MAX_UNREAD bytes or more are unread.
 
-        If memory cannot be reserved, discard the body; iterating then raises the error. Once more
-        than MAX_DISCARDED bytes are discarded, wait until the request is answered.
+        If memory cannot be reserved, discard the body, so that iterating raises the error. Once
+        more than MAX_DISCARDED bytes are discarded, wait until the request is answered.
         """
         if self._discarded is None:
             try:
@@ -172,8 +172,8 @@ class BoundedBody:
                 self._unread.clear()
 
     def mark_answered(self) -> None:
-        """Mark the request as answered, and discard the rest of its body, because the message that
-        the client disconnects is queued behind it."""
+        """Mark the request as answered, and discard the rest of its body. ASGI queues the message
+        that the client disconnected behind that rest."""
         self.discard()
         self._is_answered.set()
 
@@ -191,15 +191,16 @@ class BoundedBody:
 class Http2(H2Protocol):
     """HTTP/2 without tunnels and priorities.
 
-    It refuses CONNECT, and heads with bytes that HTTP/1.1 does not allow. It ignores priorities, as
-    RFC 9113, section 5.3.2 allows: Hypercorn keeps those of streams that are never opened.
+    It refuses CONNECT, and requests whose method or path has bytes that HTTP/1.1 does not allow. It
+    ignores priorities, as RFC 9113, section 5.3.2 allows, because Hypercorn would keep priorities
+    of streams that are never opened.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         del self.connection.local_settings[SettingCodes.ENABLE_CONNECT_PROTOCOL]
         receive = self.connection.receive_data
-        # `filter` is lazy: the check of an event needs the effects of the events before it
+        # `filter` is lazy, as needed: the check of an event depends on the events handled before
         self.connection.receive_data = lambda data: filter(  # pyright: ignore[reportAttributeAccessIssue]
             self._is_for_hypercorn, receive(data)
         )
@@ -214,8 +215,8 @@ class Http2(H2Protocol):
             await asyncio.sleep(0)  # let other tasks run
 
     def _is_for_hypercorn(self, event: H2Event) -> bool:
-        """Return whether Hypercorn shall handle the event. Ignore or answer the other events here:
-        priorities, requests that are too many or malformed, and unneeded parts of bodies."""
+        """Return whether Hypercorn shall handle the event. For False, the event has been handled
+        here: a priority, a malformed or surplus request, or a part of a body that is not needed."""
         match event:
             case PriorityUpdated():
                 return False
@@ -223,7 +224,7 @@ class Http2(H2Protocol):
                 self.connection.encoder.header_table_size = MAX_TABLE
             case RequestReceived() if (
                 self.context.terminated.is_set() or len(self.stream_buffers) >= MAX_STREAMS
-            ):  # the client may send it again elsewhere or later
+            ):  # after REFUSED_STREAM the client may send the request again, elsewhere or later
                 self._reset(event.stream_id, ErrorCodes.REFUSED_STREAM)
                 return False
             case RequestReceived() if not _is_well_formed(dict(event.headers)):
@@ -245,7 +246,8 @@ class Http2(H2Protocol):
 
 
 def _is_well_formed(head: dict[bytes, bytes]) -> bool:
-    """Return whether HTTP/1.1 allows the method and path of a head; False for CONNECT."""
+    """Return whether HTTP/1.1 allows the method and the path in `head`, which maps the names of a
+    request's headers to their values. False for CONNECT."""
     method = head[b":method"]
     return (
         method.upper() != b"CONNECT"
@@ -264,8 +266,9 @@ def use_connections() -> None:
 class Connection(TCPServer):
     """A client's connection. Bytes sent in one turn of the event loop are written in one piece.
 
-    It ends when the client closes it. Hypercorn's TCPServer also waits for keep_alive_timeout. At
-    300 connections a second and 75 s, the sockets would use up the process's file descriptors.
+    The connection ends when the client closes it. Hypercorn's TCPServer would also wait for its
+    keep_alive_timeout, here 75 s: at 300 connections a second, the sockets would use up the file
+    descriptors of the process.
     """
 
     def __init__(self, *arguments: Any):
@@ -286,10 +289,10 @@ class Connection(TCPServer):
             watch.cancel()
 
     async def protocol_send(self, event: Event) -> None:
-        """Send an event's bytes, and wait until the transport has room for more.
+        """Send the bytes of an event, and wait until the transport has room for more.
 
-        Small pieces are joined and written before the loop's next turn. If the client does not read
-        for SEND_S seconds or is gone, abort the connection.
+        Small pieces are joined, and written before the next turn of the event loop. If the client
+        is gone or does not read for SEND_S seconds, the connection is aborted.
         """
         if not isinstance(event, RawData):
             await super().protocol_send(event)
@@ -322,18 +325,19 @@ class Connection(TCPServer):
         await self._close()
 
     async def _close(self) -> None:
-        """Close the connection; abort it if the client does not read the last bytes."""
+        """Close the connection, or abort it if the client does not read the last bytes in
+        CLOSE_TIMEOUT_S seconds."""
         self._write_held()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        self.abort()  # else a client that does not read would keep it open forever
+        self.abort()  # a client that does not read would keep the connection open forever
 
     def abort(self) -> None:
         """Close the connection now, drop unsent bytes, and cancel the reading task.
 
-        After pipelined requests, that task waits for a response to be sent before it handles the
-        next request. It would wait forever.
+        If the client has pipelined requests, the reading task waits until a response is sent before
+        it handles the next request. Now no response is sent, so it would wait forever.
         """
         self.writer.transport.abort()
         reading = None if self._is_lost else self._reading
@@ -352,7 +356,7 @@ class Connection(TCPServer):
                 if isinstance(protocol, Http2):
                     if len(protocol.connection.incoming_buffer._data) > max_frame_bytes:
                         break
-                    # before the first request Hypercorn does not treat the connection as idle
+                    # Hypercorn starts the idle timer only after the first request
                     if not protocol.streams and not self.idle.running:
                         await self.idle.restart(self._task_group, self._idle_timeout)
                 try:
@@ -366,14 +370,14 @@ class Connection(TCPServer):
                 raise
             reading.uncancel()
             await self.protocol.handle(Closed())
-        except Exception as error:  # else Hypercorn stops the sending task and waits for it forever
+        except Exception as error:  # Hypercorn would stop the sending task and wait for it forever
             logger.error("a connection was closed because its data caused an error: %.200r", error)
             await self.protocol.handle(Closed())
         self._reading = None
         await self.idle.end()
 
     async def _idle_timeout(self) -> None:
-        if self.idle.running:  # else a request arrived in the turn in which the timer expired
+        if self.idle.running:  # False: a request arrived just as the timer expired
             await asyncio.shield(self._initiate_server_close())
 
     async def _close_at_shutdown(self) -> None:
@@ -384,7 +388,7 @@ class Connection(TCPServer):
 
 class IdleTimer:
     """The timer that closes an idle connection. It replaces Hypercorn's AsyncioSingleTask, which
-    starts and cancels tasks for each request and so takes 40 us."""
+    takes 40 us per request because it starts and cancels tasks."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -396,8 +400,8 @@ class IdleTimer:
         return self._timer is not None
 
     async def restart(self, tasks: Any, action: Callable[[], Awaitable[None]]) -> None:
-        """Restart the timer, unless `end` was called. When it expires, it runs `action` in `tasks`,
-        Hypercorn's TaskGroup."""
+        """Restart the timer, unless `end` was called. When the timer expires, it runs `action` in
+        `tasks`, Hypercorn's TaskGroup."""
         await self.stop()
         if not self._ended:
             loop = asyncio.get_running_loop()
@@ -409,7 +413,7 @@ class IdleTimer:
             self._timer = None
 
     async def end(self) -> None:
-        """Stop the timer for good: `restart` no longer starts it."""
+        """Stop the timer for good, so that `restart` does nothing."""
         self._ended = True
         await self.stop()
 
@@ -437,8 +441,8 @@ class Http1(H11Protocol):
 
 
 class Routes(QuartMap):
-    """Finds routes by path alone. Quart's QuartMap also encodes the host name, and fails for names
-    that no name server can hold."""
+    """Finds routes by path alone. Quart's QuartMap also encodes the host name, and fails for host
+    names that are not valid in DNS."""
 
     def bind_to_request(
         self, request: BaseRequestWebsocket, subdomain: str | None, server_name: str | None
@@ -449,22 +453,22 @@ class Routes(QuartMap):
 
 
 class Exchange(ASGIHTTPConnection):
-    """One request, its response and the memory reserved for them.
+    """One request, its response and the memory reserved for both.
 
-    The task that Hypercorn started handles the request. A second task waits until the client
-    disconnects, and then cancels the first.
+    The task that Hypercorn started handles the request. A second task receives the body until the
+    client disconnects, and then cancels the first task.
     """
 
     app: Any  # a Server
     _body: BoundedBody
 
     async def __call__(self, receive: Any, send: Any) -> None:
-        """Handle the request while a second task receives its body. That task ends when the client
-        disconnects, and then cancels this one."""
+        """Handle the request while a second task receives its body. The second task ends when the
+        client disconnects, and then cancels the task that handles the request."""
         task = cast(asyncio.Task, asyncio.current_task())
         with self.app.capacity.request() as reservation:
             if not self.scope["path"].startswith("/"):
-                # an absolute URL, or a query without a path; `*` and other texts match no route
+                # The target is an absolute URL, or has no path. `*` and other texts match no route.
                 target = self.scope["raw_path"].decode("ascii")
                 _, is_url, rest = target.partition("://")
                 self.scope["path"] = "/" + unquote(rest.partition("/")[2] if is_url else target)
@@ -494,7 +498,7 @@ class Exchange(ASGIHTTPConnection):
             finally:
                 receiving.remove_done_callback(give_up)
                 body.mark_answered()
-                if body.is_received:  # else it must take the rest, for which Hypercorn waits
+                if body.is_received:  # if not, `receiving` must take the rest, or Hypercorn waits
                     receiving.cancel()
 
     async def _trace(self, tracer: Tracer, trace: Trace, request: Request, send: Any) -> None:
@@ -509,8 +513,9 @@ class Exchange(ASGIHTTPConnection):
             tracer.end(trace, None if request.url_rule is None else request.url_rule.rule)
 
     async def handle_request(self, request: Request, send: Any) -> None:
-        """Handle the request and send its response. If `Server.expire` cancels it, send a 503. If
-        the client does not take the response in SEND_TIMEOUT_S, abort the connection."""
+        """Handle the request and send its response. If `Server.expire` cancels the request, the
+        response is a 503. If the client does not read the response in SEND_TIMEOUT_S seconds, the
+        connection is aborted."""
         try:
             response = await self.app.handle_request(request)
         except asyncio.CancelledError:
@@ -528,8 +533,8 @@ class Exchange(ASGIHTTPConnection):
                 connection.abort()
 
     async def _send(self, send: Any, response: Response) -> None:
-        """Send the response in pieces. If its body is not streamed and no memory can be reserved
-        for the body, send an empty 503 instead."""
+        """Send the response in pieces. If no memory can be reserved for a body that is not
+        streamed, send an empty 503 instead."""
         status, headers = response.status_code, encode_headers(response.headers)
         body, data = response.response, b""
         if isinstance(body, DataBody):
@@ -556,6 +561,7 @@ class Exchange(ASGIHTTPConnection):
 
 
 async def _send_part(send: Any, part: bytes, *, more: bool = True) -> None:
-    """Send a piece of the body; `more` says whether further pieces follow. Raises TimeoutError."""
+    """Send a piece of the body; `more` says whether further pieces follow. Raises TimeoutError if
+    the client does not take it in SEND_S seconds."""
     async with asyncio.timeout(SEND_S):
         await send({"type": "http.response.body", "body": part, "more_body": more})

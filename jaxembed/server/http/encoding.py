@@ -17,9 +17,9 @@ from jaxembed.runtime.postprocess import to_bytes
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
-SLICE_FLOATS = 32 * 1024  # of one slice; orjson encodes them in about 0.7 ms
-MAX_JOINED = MIB  # bytes from which on a response is streamed, without its length
-OBJECT_WIDTH = 8  # floats that take as long to encode as an object of two fields
+SLICE_FLOATS = 32 * 1024  # floats of one slice; orjson encodes them in about 0.7 ms
+MAX_JOINED = MIB  # a response of so many bytes is streamed, without a Content-Length
+OBJECT_WIDTH = 8  # an object of two fields takes as long to encode as so many floats
 
 
 async def json_items(
@@ -27,8 +27,9 @@ async def json_items(
 ) -> AsyncIterator[bytes]:
     """Yield the inside of a JSON list of `count` items in slices.
 
-    An item has about `width` floats. `items(start, stop)` returns the items of a slice as a list or
-    an array. orjson writes floats in their shortest form and NaN as null.
+    An item takes as long to encode as `width` floats, which decides the number of items in a slice.
+    `items(start, stop)` returns the items of a slice as a list or an array. orjson writes floats in
+    their shortest form, and NaN as null.
     """
     step = max(1, SLICE_FLOATS // max(1, width))
     for start in range(0, count, step):
@@ -40,8 +41,8 @@ async def json_items(
 
 
 def object_width(texts: Sequence[str]) -> int:
-    """Return the `width` of `json_items` for small objects that each hold one of `texts`. Encoding
-    8 characters takes as long as one float, 2.5 ns."""
+    """Return the argument `width` of `json_items` for small objects that each hold one of `texts`.
+    Encoding 8 characters takes as long as encoding one float, 2.5 ns."""
     return OBJECT_WIDTH + sum(map(len, texts)) // max(1, 8 * len(texts))
 
 
@@ -73,8 +74,9 @@ async def json_matrices(matrices: Iterable[np.ndarray]) -> AsyncIterator[bytes]:
 async def json_answer(
     lists: Mapping[str, AsyncIterator[bytes]], rest: dict, *, first: bytes = b"{"
 ) -> AsyncIterator[bytes]:
-    """Yield the JSON object `{"<name>": [<items>], ..., <rest>}` in slices. `rest` has at least one
-    field. `first` begins the object, and may contain further fields."""
+    """Yield the JSON object `{"<name>": [<items>], ..., <rest>}` in slices. `lists` has by name the
+    items of each list in slices, and `rest` at least one further field. `first` begins the object,
+    and may contain fields."""
     yield first
     async for part in json_lists(lists):
         yield part
@@ -84,8 +86,9 @@ async def json_answer(
 async def json_list_response(
     count: int, width: int, items: Callable[[int, int], list], rest: dict
 ) -> Response:
-    """Return the response `{"object": "list", "data": [<items>], <rest>}`. `count`, `width` and
-    `items` are those of `json_items`; `rest` has at least one field."""
+    """Return the response `{"object": "list", "data": [<items>], <rest>}`. `data` has `count`
+    items, each as long to encode as `width` floats; `items(start, stop)` returns some of them.
+    `rest` has at least one further field."""
     if count * width <= SLICE_FLOATS:  # small enough to encode at once
         whole = {"object": "list", "data": items(0, count), **rest}
         body = orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -117,8 +120,9 @@ def json_response(body: bytes, status: int = 200) -> Response:
 
 
 async def json_stream(parts: AsyncIterator[bytes]) -> Response:
-    """Return a response whose body is the parts. Less than MAX_JOINED bytes are joined. A longer
-    body is streamed: each further part is made when the client reads it."""
+    """Return a JSON response whose body consists of the parts. A body of less than MAX_JOINED bytes
+    is joined. A longer body is streamed: after MAX_JOINED bytes, each part is made when the client
+    reads it."""
     joined, size = [], 0
     async for part in parts:
         joined.append(part)
@@ -135,8 +139,8 @@ async def _rest(first: bytes, parts: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 async def octet_response(vectors: np.ndarray, shape: str | None = None) -> Response:
-    """Return a response with the little-endian bytes of the vectors, row by row, and their shape in
-    a header, or another `shape` if one is given."""
+    """Return a response with the little-endian bytes of the vectors, row by row. A header has the
+    shape of the array, or the text `shape` if it is given."""
     response = Response(to_bytes(vectors), content_type=OCTETS)
     response.headers["x-embedding-shape"] = shape or ",".join(map(str, vectors.shape))
     return response

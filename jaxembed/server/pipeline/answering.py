@@ -1,7 +1,7 @@
 """Runs a request on the model that `Meter.find` has found, and counts the request as accepted.
 
-For embeddings a route calls `accept` first, which works out the intent. `Meter.answer` times and
-counts the response.
+A route for embeddings calls `accept`, which resolves what the request asks for into an Intent, and
+then `embed_inputs`. Afterwards `Meter.answer` times and counts the response.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,8 @@ from jaxembed.server.pipeline.body import (
 
 
 class Usage(msgspec.Struct):
-    """The tokens that the model ran: after truncation, with special tokens and prompt."""
+    """The number of tokens that the model ran, after truncation, special tokens and prompts
+    included."""
 
     prompt_tokens: int
     total_tokens: int
@@ -51,9 +52,8 @@ def usage_of(answer: Embeddings | Scores) -> dict[str, int]:
 def accept(
     meter: Meter, inputs: RequestInputs | RequestChunks, requested: RequestedOptions
 ) -> Intent:
-    """Record the size of a request for embeddings, count it as accepted, and return its intent:
-    what it asks for, resolved for its model. Raises WrongTask and InvalidInput, as
-    `Tasks.intent`."""
+    """Record the size of a request for embeddings, count the request as accepted, and return what
+    it asks for, resolved for its model. Raises WrongTask and InvalidInput."""
     meter.accept(inputs)
     if meter.adapter is not None:
         requested = replace(requested, options=replace(requested.options, adapter=meter.adapter))
@@ -64,8 +64,8 @@ async def embed_inputs(
     meter: Meter, inputs: RequestInputs | RequestChunks, intent: Intent
 ) -> Embeddings:
     """Return the embeddings of each input, or of each chunk of the texts. `intent` is what `accept`
-    returns. Raises what `Dispatcher.answer` does; an InvalidChunk has the chunk's path in the
-    body."""
+    has returned. Raises the errors of `Dispatcher.answer`. The `field` of an InvalidChunk is the
+    path of the chunk in the body."""
     if isinstance(inputs, RequestChunks):
         try:
             return await _answer(meter, meter.loaded.tasks.request_chunks(inputs.items, intent))
@@ -82,11 +82,11 @@ async def embed_inputs(
 async def compare_texts(
     meter: Meter, inputs: RequestInputs, options: EncodeOptions
 ) -> tuple[Embeddings, np.ndarray]:
-    """Embed all inputs, and compare the first with each of the others.
+    """Embed all inputs, and compare the first input with each of the others.
 
     Returns the embeddings, and the similarities, float [inputs - 1]. If the model has several
-    routes, or treats queries and documents differently, the first input is a query and the others
-    are documents, unless a prompt is named.
+    routes or treats queries and documents differently, the first input is embedded as a query and
+    the others as documents. If the options name a prompt, all inputs get that prompt instead.
     """
     meter.accept(inputs)
     loaded = meter.loaded
@@ -104,15 +104,15 @@ async def compare_texts(
         try:
             answer = Embeddings.joined([query_answer, await _answer(meter, documents)])
         except InvalidInput as error:
-            raise error.at(1 + (error.index or 0)) from error  # after the query
+            raise error.at(1 + (error.index or 0)) from error  # input 0 is the query
     if output == "dense":
         return answer, compare_first(answer)
-    # Comparing other outputs would block the event loop for milliseconds.
+    # Comparing sparse or multi-vector outputs here would block the event loop for milliseconds.
     return answer, await loaded.runner.off_loop(compare_first, answer)
 
 
 async def score_inputs(meter: Meter, inputs: RequestTexts, options: ScoreOptions) -> Scores:
-    """Return the logits of texts and pairs to classify."""
+    """Return the logits of the texts and pairs of a request to classify, for every label."""
     meter.accept(inputs)
     options = replace(options, adapter=meter.adapter)
     return await _answer(meter, meter.loaded.tasks.score(inputs.items, options))
@@ -126,11 +126,11 @@ async def score_documents(
     *,
     field: str,
 ) -> Scores:
-    """Return the logits of the query with each document, or the similarities of their embeddings if
-    the model embeds.
+    """Return the logits that a reranker gives the query with each document, or the similarities of
+    the embeddings of query and documents if the model is an embedding model.
 
-    `field` is the body's field with the documents. Raises WrongTask, InvalidInput with the wrong
-    field, and what `Dispatcher.answer` does.
+    `field` is the field of the body that has the documents. Raises WrongTask, InvalidInput, which
+    names the refused field, and the errors of `Dispatcher.answer`.
     """
     check_batch(len(documents))
     characters = len(query) * len(documents)  # TEI counts the query once per document
@@ -159,7 +159,7 @@ async def score_documents(
 
 
 async def _answer(meter: Meter, request: Request[Answer]) -> Answer:
-    """Run the request on its model, and return the answer."""
+    """Run a request on the model that the meter has leased, and return the answer."""
     meter.route = request.route
     return await meter.loaded.answer(request, meter.reservation)
 

@@ -1,4 +1,5 @@
-"""Reads a JSON body into a Struct, its values into inputs, and the bytes of images."""
+"""Reads the JSON body of a request into a Struct, the values of the body into inputs, and the bytes
+of images."""
 
 import asyncio
 import contextlib
@@ -31,15 +32,16 @@ from jaxembed.server.meter import Meter, Method, RequestSize
 from jaxembed.server.pipeline.decoding import TokenId, decode, mixed_items_error
 from jaxembed.server.service import current_service
 
-MAX_IMAGE_BYTES = 20_000_000  # of one image
+MAX_IMAGE_BYTES = 20_000_000  # maximum size of one image
 CONCURRENT_IMAGES = 4  # images of one request that are read at the same time
-# Pixels of all images of a request together. 20 images cannot have more. Decoding 49 million pixels
-# of a lossless WebP took 1.3 s of CPU time.
+# Maximum pixels of all images of a request together, which 20 images of the maximum size have.
+# Decoding 49 million pixels of a lossless WebP took 1.3 s of CPU time.
 MAX_PIXELS_A_REQUEST = 20 * MAX_PIXELS
 DECODED_AT_ONCE = 16 * 1024  # characters of base64 decoded on the event loop, in about 20 us
-MAX_CONTENT = 2048  # parts of one input
+MAX_CONTENT = 2048  # maximum parts of one input, each a text or an image
 
-# Fields with lists of values, not of inputs; the maximum exceeds the number of valid values.
+# Fields that hold a list of values and not of inputs. Such a list may have MAX_VALUES items, which
+# is more than there are valid values.
 VALUE_LISTS = (
     "outputs",
     "output_dtype",
@@ -54,12 +56,13 @@ PRIORITY = "x-priority"  # the header of clients that cannot change bodies
 
 T = TypeVar("T")
 
-BODY_S = 60.0  # for a client to send a body
-DISCARD_S = 4.0  # longest pause in a refused body; less than a closing server waits
+BODY_S = 60.0  # seconds that a client may take to send a body
+DISCARD_S = 4.0  # longest pause of the client in a refused body; less than a closing server waits
 
 
 class ImageSource(msgspec.Struct, frozen=True):
-    """An image as the client names it: a data URI or a URL, and if `bare`, also plain base64."""
+    """An image as the client sends it: `text` is a data URI or a URL, or with `bare` maybe plain
+    base64."""
 
     text: str
     bare: bool = False
@@ -83,8 +86,9 @@ class TextOrImage(msgspec.Struct):
 
 
 class TypedInput(msgspec.Struct, forbid_unknown_fields=True):
-    """An input with a type: a text with a `value`, or an image with a `url`. The URL may be a data
-    URI. Raises ValueError if the type's field is missing or the other is set."""
+    """An input that names its type: a text has a `value`, and an image has a `url`, which may be a
+    data URI. Raises ValueError if the field for the type is missing, or the field for the other
+    type is set."""
 
     type: Literal["text", "image"]
     value: str | None = None
@@ -109,8 +113,9 @@ class ImageUrl(msgspec.Struct):
 
 
 class ContentItem(msgspec.Struct):
-    """A part of an input or a message: a text, or an image by its URL or in base64. Raises
-    ValueError if the field of its type is missing, and for the type "image"."""
+    """A part of an input or a message: a text, or an image as a URL or in base64. Raises ValueError
+    if the field that its `type` needs is missing, and for the type "image", which is not
+    supported."""
 
     type: Literal["text", "image_url", "image_base64", "input_image", "image"]
     text: str | None = None
@@ -144,8 +149,9 @@ class Content(msgspec.Struct):
 
 
 def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
-    """Return the parts of one input, at the path `place`, as one text or image. Texts are joined as
-    lines. Raises InvalidInput for no part, and for an image with other parts."""
+    """Combine the parts of one input into one text or image. Texts are joined as lines. `place` is
+    the path of the parts in the body. Raises InvalidInput if there is no part, or an image beside
+    other parts."""
     sources = [part.source for part in parts]
     texts = [source for source in sources if isinstance(source, str)]
     if sources and len(texts) == len(sources):
@@ -162,8 +168,8 @@ def only_part(parts: Sequence[ContentItem], place: str) -> str | ImageSource:
 async def read_images(
     items: Sequence[Input | ImageSource], reservation: Reservation
 ) -> list[Input]:
-    """Return the inputs, with each ImageSource replaced by an Image that has its bytes. The memory
-    is reserved for the request before the bytes are read.
+    """Return the inputs, with each ImageSource replaced by an Image that has the bytes of the file.
+    Memory is reserved for the request before the bytes are read.
 
     Raises InvalidInput for an image that cannot be read and for too many pixels, RequestTooLarge
     and Overloaded.
@@ -182,7 +188,7 @@ async def read_images(
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(read(k, item)) for k, item in enumerate(items)]
-    except BaseExceptionGroup as errors:  # the first cancels the others
+    except BaseExceptionGroup as errors:  # the first failure cancels the other tasks
         raise errors.exceptions[0] from None
     inputs = [task.result() for task in tasks]
     images = [i.data for i in inputs if isinstance(i, Image) and isinstance(i.data, bytes)]
@@ -197,7 +203,8 @@ async def read_images(
 
 
 def _pixels(image: bytes) -> int:
-    """Return the number of pixels of an image; 0 if it is damaged and will be refused later."""
+    """Return the number of pixels of an image file; 0 if the file is damaged, because then it is
+    refused later."""
     try:
         facts = image_facts(image)
     except InvalidInput:
@@ -206,7 +213,8 @@ def _pixels(image: bytes) -> int:
 
 
 async def _read(item: ImageSource, reservation: Reservation) -> Image:
-    """Read an image from its data URI, base64 or URL. Raises as `read_images`."""
+    """Read an image from its data URI, base64 or URL. Raises InvalidInput if it cannot be read,
+    RequestTooLarge and Overloaded."""
     text = item.text
     if is_data_uri(text) or (item.bare and "://" not in text[:16]):
         reservation.charge(len(text) * 3 // 4)  # 4 characters of base64 are 3 bytes
@@ -230,7 +238,8 @@ async def _read(item: ImageSource, reservation: Reservation) -> Image:
 
 
 async def facts_of_images(images: Sequence[bytes]) -> list[ImageFacts]:
-    """Read the headers of images in a thread, because they may be long. Raises InvalidImage."""
+    """Read the size and the format of each image, given as the bytes of a file. It runs in a
+    thread, because the headers may be long. Raises InvalidImage."""
     return await asyncio.to_thread(lambda: list(map(image_facts, images))) if images else []
 
 
@@ -257,7 +266,7 @@ AnyPriority = Priority | int
 
 @dataclass(frozen=True)
 class RequestInputs(RequestSize):
-    """The inputs of one request, in order. Their images may be not read yet."""
+    """The inputs of one request, in order. An ImageSource is an image that is not read yet."""
 
     items: Sequence[Input | ImageSource]
 
@@ -271,15 +280,16 @@ class RequestTexts(RequestSize):
 
 @dataclass(frozen=True)
 class RequestChunks(RequestSize):
-    """The texts of one request, in order. `chunk_place` returns the path of a chunk in the body,
-    from the index of its text and of the chunk in that."""
+    """The texts of one request, in order. `chunk_place(text, chunk)` returns the path in the body
+    of the chunk number `chunk` of the text number `text`."""
 
     items: list[ChunkedText]
     chunk_place: Callable[[int, int], str]
 
 
 async def read_body_as(meter: Meter, kind: type[T]) -> T:
-    """Read and decode the current request's body. Raises what `read_body` and `decode` do."""
+    """Read the body of the current request, and decode it as `kind`, a Struct. Raises the errors of
+    `read_body` and `decode`."""
     data = await read_body(meter.service.config.payload_limit)
     with meter.time("decode"):
         return await decode(data, kind, check_count)
@@ -288,9 +298,10 @@ async def read_body_as(meter: Meter, kind: type[T]) -> T:
 async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray:
     """Read the body of the current request, at most `limit` bytes.
 
-    Raises UnsupportedMediaType if its declared type is not JSON, or is missing unless the body
-    `may_be_undeclared`; BadJson if it is compressed; RequestTimeout; RequestEntityTooLarge above
-    the limit; and RequestTooLarge and Overloaded if there is no memory.
+    Raises UnsupportedMediaType if the declared type is not JSON, or no type is declared and
+    `may_be_undeclared` is False; BadJson for a compressed body; RequestTimeout;
+    RequestEntityTooLarge for a body over the limit; RequestTooLarge and Overloaded if there is no
+    memory for the body.
     """
     mimetype = request.mimetype
     if mimetype or not may_be_undeclared:
@@ -314,7 +325,8 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
 
 
 async def discard_body() -> None:
-    """Let a refused client finish its body: after a reset it could not read the error."""
+    """Discard the rest of the body of a refused request while the client sends it. If the server
+    reset the connection instead, the client could not read the error."""
     body = cast(BoundedBody, request.body)
     body.discard()
     with contextlib.suppress(TimeoutError):
@@ -323,8 +335,9 @@ async def discard_body() -> None:
 
 
 def check_count(place: str, count: int) -> None:
-    """Check that the list at the path `place` in the body may have `count` items. They are parts of
-    an input, values, inputs, or texts of one input. Raises BadField and what `check_batch` does."""
+    """Check that the list at the path `place` in the body may have `count` items. The path tells
+    whether the items are parts of an input, values, inputs, or the texts of one input. Raises
+    BadField, BatchTooLarge and RequestTooLarge."""
     if place.endswith("].content"):
         if count > MAX_CONTENT:
             raise BadField(f"{too_many_parts(count)} - at `$.{place}`", field=place)
@@ -349,8 +362,9 @@ def read_inputs(
     """Convert the value of the body's `field` to inputs.
 
     The value is one text, one sequence of token ids (`[1, 2, 3]`), an object with a text or an
-    image, or a list of these. With `are_images` texts are URLs of images. Raises EmptyInput,
-    BadField if a list mixes token ids with others, and what `check_batch` does.
+    image, or a list of such inputs. With `are_images` a text is the URL of an image. Raises
+    EmptyInput, BadField if a list mixes token ids with other items, BatchTooLarge and
+    RequestTooLarge.
     """
     method: Method = "batch"
     if isinstance(raw, str | TypedInput):
@@ -358,7 +372,7 @@ def read_inputs(
     elif not raw or isinstance(raw[0], int):
         if not raw:
             raise EmptyInput(field)
-        # an array has only integers
+        # an `array` has only integers, so only a list must be checked
         for i, item in enumerate(() if isinstance(raw, array) else raw):
             if not isinstance(item, int):
                 objects = dict.fromkeys((MediaObject, TypedInput), "object")
@@ -391,9 +405,10 @@ def read_inputs(
 def read_texts_and_pairs(
     groups: Sequence[Sequence[str]], field: str, method: Method
 ) -> RequestTexts:
-    """Convert groups of one or two texts to inputs. One text of a pair may be empty. With the
-    method "single", `field` is itself the only group. Raises EmptyInput (also without groups),
-    BadField, and what `check_batch` does."""
+    """Convert groups of one or two texts, the value of the body's `field`, to texts and pairs. One
+    text of a pair may be empty. With the method "single", the field holds only one group, so the
+    path of the group is `field`. Raises EmptyInput, BadField for a group of more than two texts,
+    BatchTooLarge and RequestTooLarge."""
     if not groups:
         raise EmptyInput(field)
     check_batch(len(groups))
@@ -413,8 +428,9 @@ def read_texts_and_pairs(
 
 
 def priority_of(asked: AnyPriority | None) -> Priority | None:
-    """Return the request's priority: `asked`, the body's, else the header's, else None. A number in
-    the body has no effect. Raises InvalidInput for another value of the header."""
+    """Return the priority of the current request; None if it has none. `asked` is the priority in
+    the body. If that is None or a number, which has no effect, the header PRIORITY counts. Raises
+    InvalidInput if the header has a value that is not a priority."""
     if asked is not None and not isinstance(asked, int):
         return asked
     headers = request.headers.getlist(PRIORITY)
@@ -431,8 +447,8 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
 
 
 def check_batch(count: int) -> None:
-    """Raise BatchTooLarge if a request may not have `count` inputs, and RequestTooLarge if they can
-    never be admitted."""
+    """Raise BatchTooLarge if a request may not have `count` inputs, and RequestTooLarge if so many
+    inputs need more memory than the server may use for requests."""
     service = current_service()
     limit, max_bytes = service.config.max_client_batch_size, service.models.capacity.max_bytes
     if 0 < limit < count:
@@ -448,7 +464,8 @@ def check_batch(count: int) -> None:
 
 
 def check_value_list(place: str, count: int) -> None:
-    """Raise BadField if a list with at least `count` values, which are not inputs, is too long."""
+    """Raise BadField if a list of values has more than MAX_VALUES items. `count` is the number of
+    items that were read so far, and `place` the path of the list in the body."""
     if count > MAX_VALUES:
         raise BadField(
             f"Expected at most {MAX_VALUES} items, got {count} - at `$.{place}`", field=place

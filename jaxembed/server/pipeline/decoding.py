@@ -1,10 +1,10 @@
 """Decodes JSON into Structs in slices, so that other tasks of the event loop can run in between.
 
-msgspec decodes in one call. The call holds the interpreter lock, builds all values before it checks
-their number, and often starts the cyclic garbage collector: 32 MiB of `[],` took 3 s and 900 MB. So
-a body of more than AT_ONCE bytes is decoded in two steps. A skim checks that it is JSON and finds
-its fields, and leaves lists and objects as JSON. Then each list is divided into slices of whole
-items, and each slice is decoded by itself.
+msgspec decodes a body in one call, which holds the interpreter lock, builds all values before their
+number can be checked, and often starts the cyclic garbage collector: 32 MiB of `[],` took 3 s and
+900 MB. So a body of more than AT_ONCE bytes is decoded in two steps. A skim checks that the body is
+JSON and finds its fields, but leaves lists and objects as raw JSON. Then each list is divided into
+slices of whole items, and each slice is decoded by itself.
 """
 
 import asyncio
@@ -26,13 +26,14 @@ from jaxembed.server.errors import BadField, BadJson
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
-AT_ONCE = 64 * 1024  # bytes, which take 2 ms at worst
+AT_ONCE = 64 * 1024  # bytes that are decoded in one call, in 2 ms at worst
 WINDOW = 32 * 1024  # bytes; a slice is at most twice as long, unless it is one item
-SHOWN_DIGITS = 40  # maximum in a message
-LONG_IDS = 256  # a longer sequence of token ids becomes an array, 4 bytes each
+SHOWN_DIGITS = 40  # maximum characters of a value in a message
+LONG_IDS = 256  # a longer sequence of token ids becomes an `array` of 4 bytes for each id
 
-# Takes the path of a list, such as `inputs`, and its least number of items; raises InvalidInput if
-# they are too many. It is not called for a list of token ids, which is one input.
+# Called with the path of a list, such as `inputs`, and the number of its items that were found so
+# far. Raises InvalidInput if the list has too many items. A list of token ids is one input, so it
+# is not checked.
 CheckCount = Callable[[str, int], None]
 
 _Kind = TypeVar("_Kind")
@@ -41,7 +42,7 @@ _COMMA, _QUOTE = b',"'
 _STRUCTURAL = bytes(byte in b'"[]{},' for byte in range(256))
 _STEPS = np.array([(byte in b"[{") - (byte in b"]}") for byte in range(256)], np.int8)
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# Raised if a path leads nowhere, because the body is not JSON or has another value there.
+# The errors of `_shown_at` if there is no value at the path.
 _UNREADABLE = (*_UNDECODABLE, IndexError)
 # Group 1 is the first byte of a value. The pattern matches any text.
 _OPENER = re.compile(rb"[ \t\r\n]*+(.?)", re.DOTALL)
@@ -55,9 +56,9 @@ async def decode(
 ) -> _Kind:
     """Decode JSON as `kind`, a Struct.
 
-    More than `at_once` bytes are decoded in slices. Then `check` is called for each list, and lists
-    of token ids may become an `array`. Raises BadJson, BadField with a path such as `$.dimensions`,
-    and the InvalidInput that `check` or the Struct raises.
+    A body of more than `at_once` bytes is decoded in slices. For such a body, `check` is called for
+    each list as it grows, and a list of token ids may become an `array`. Raises BadJson, BadField
+    with a path such as `$.dimensions`, and the InvalidInput that `check` or the Struct raises.
     """
     if len(data) > at_once:
         return await _decode_part(memoryview(data), kind, "$", check)
@@ -68,18 +69,18 @@ async def decode(
 
 
 def mixed_items_error(field: str, i: int, wanted: str, got: str) -> BadField:
-    """Return the error for item `i` of a list, which differs in kind from the items before. `got`
-    is msgspec's name for its kind."""
+    """Return the error for a list whose item `i` is of another kind than the items before it.
+    `wanted` describes the items before, and `got` is msgspec's name for the kind of item `i`."""
     return BadField(f"Expected {wanted}, got `{got}` - at `$.{field}[{i}]`", field=f"{field}[{i}]")
 
 
 @dataclass(frozen=True)
 class _Forms:
-    """The lists and objects that a type accepts, besides scalars."""
+    """The lists and objects that a type accepts. Scalars are not noted."""
 
-    struct: type[msgspec.Struct] | None = None  # the Struct, if it accepts one
-    item: Any = None  # the type of the items, if it accepts a list
-    free: bool = False  # whether it accepts JSON of any shape
+    struct: type[msgspec.Struct] | None = None  # the Struct, if the type accepts one
+    item: Any = None  # the type of the items, if the type accepts a list
+    free: bool = False  # whether the type accepts JSON of any shape
 
 
 @cache
@@ -100,8 +101,8 @@ def _forms(kind: Any) -> _Forms:
 
 @cache
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Return the member types of a union, without their annotations but for TokenId's. Of any other
-    type, return the type alone."""
+    """Return the member types of a union, or `kind` alone if it is no union. Annotations are left
+    out, except the one that makes an integer a TokenId."""
     if get_origin(kind) in (Union, UnionType):
         return tuple(leaf for member in get_args(kind) for leaf in _members(member))
     if get_origin(kind) is Annotated and kind != TokenId:
@@ -111,8 +112,8 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 @cache
 def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
-    """Return a Struct like `kind` that leaves lists and objects as raw JSON, and the types of these
-    fields by name. In this Struct, optional fields without a value are UNSET."""
+    """Return a Struct like `kind` whose lists and objects stay raw JSON, and a dict of the fields
+    that stay raw, with their types in `kind`. An optional field that the body lacks is UNSET."""
     raw_types = {field.name: field.type for field in fields(kind) if _forms(field.type) != _Forms()}
     skimmed = []
     for field in fields(kind):
@@ -125,8 +126,9 @@ def _skim(kind: type[msgspec.Struct]) -> tuple[type[msgspec.Struct], dict[str, A
 
 
 async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCount) -> Any:
-    """Decode one value of a large body as the type `kind`, a list or an object part by part.
-    `place` is its path in the body, such as `$.inputs`. Raises as `decode`."""
+    """Decode one value of a large body as the type `kind`. A list is decoded slice by slice, and an
+    object field by field. `place` is the path of the value in the body, such as `$.inputs`. Raises
+    the errors of `decode`."""
     await asyncio.sleep(0)
     accepted = _forms(kind)
     opener = cast(re.Match[bytes], _OPENER.match(part))
@@ -143,7 +145,7 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
                     values[name] = await _decode_part(memoryview(value), raw[name], path, check)
             try:
                 return accepted.struct(**values)
-            except ValueError as error:  # the Struct's own checks; msgspec would report it so
+            except ValueError as error:  # from the Struct's own checks; worded as by msgspec
                 raise BadField(f"{error} - at `{place}`", field=_field(place)) from error
         # JSON of any shape is not divided
         case b"[" | b"{" if accepted.free and len(part) > AT_ONCE:
@@ -157,8 +159,9 @@ async def _decode_part(part: memoryview, kind: Any, place: str, check: CheckCoun
 async def _decode_list(
     part: memoryview, item: Any, place: str, check: CheckCount
 ) -> list[Any] | array:
-    """Decode a list in slices. `item` is the type of its items, `place` its path in the body. If
-    the first item is a token id, all must be, and the result is an array. Raises as `decode`."""
+    """Decode a list in slices. `item` is the type of the items, and `place` the path of the list in
+    the body. If the first item is a token id, all items must be token ids, and the result is an
+    `array`. Raises the errors of `decode`."""
     opener = cast(re.Match[bytes], _OPENER.match(part, 1))  # from 1 on: after the list's bracket
     if opener[1] == b"]":
         return []
@@ -166,7 +169,7 @@ async def _decode_list(
     items: list[Any] | array = array("I") if are_ids else []
     for piece, count in _slices(part):
         await asyncio.sleep(0)
-        if not count:  # no item ended in this window
+        if not count:  # no item ends in this window
             continue
         first = len(items)
         if isinstance(items, array):
@@ -188,15 +191,16 @@ async def _decode_list(
 def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
     """Yield slices of whole items of a JSON list, each with its number of items.
 
-    The list must be valid JSON. An item longer than WINDOW is a slice by itself. For a window in
-    which no item ends, yield an empty slice, so that the caller can pause.
+    `part` is the list with its brackets, which must be valid JSON. It is read in windows of WINDOW
+    bytes. An item longer than WINDOW is a slice by itself. For a window in which no item ends, an
+    empty slice is yielded, so that the caller can let other tasks run.
     """
     window_start = 0
     slice_start = 1  # after the list's bracket
     depth, quoted = 0, False
     while window_start < len(part):
         window = bytes(part[window_start : window_start + WINDOW])
-        # blank escaped quotes; an escape that the window's end cuts belongs to the next window
+        # Blank escaped quotes. A backslash at the end of the window is left to the next window.
         window = window.replace(b"\\\\", b"  ").replace(b'\\"', b"  ").removesuffix(b"\\")
         ends, depth, quoted = _item_ends(window, depth, quoted)
         ends += window_start  # now offsets in `part`
@@ -214,9 +218,9 @@ def _slices(part: memoryview) -> Iterator[tuple[memoryview, int]]:
 def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int, bool]:
     """Find where the items of a list end in a window: at a comma or the list's closing bracket.
 
-    `depth` is the number of open brackets before the window, and `quoted` whether a string is open
-    there. The window must have no escaped quotes. Returns the offsets in the window at which items
-    end, and `depth` and `quoted` after the window.
+    `depth` is the number of brackets that are open where the window begins, and `quoted` says
+    whether a string is open there. The window must have no escaped quotes. Returns the offsets in
+    the window at which items end, and `depth` and `quoted` at the end of the window.
     """
     offsets = np.flatnonzero(np.frombuffer(window.translate(_STRUCTURAL), bool))
     if not len(offsets):
@@ -229,10 +233,12 @@ def _item_ends(window: bytes, depth: int, quoted: bool) -> tuple[np.ndarray, int
 
 
 def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> list[int]:
-    """Decode a slice of a list whose first item is a token id, so that all must be token ids.
+    """Decode a slice of a list of token ids: if the first item of a list is a token id, all must
+    be.
 
-    `piece` is the slice without brackets, `item` the type of the list's items; `place` and `first`
-    are as in `_decode_slice`. Raises BadField.
+    `piece` is the slice without brackets, `item` the type of the list's items, `place` the path of
+    the list in the body, and `first` the index of the slice's first item in the list. Raises
+    BadField.
     """
     data = b"".join((b"[", piece, b"]"))
     try:
@@ -249,7 +255,8 @@ def _decode_token_ids(piece: memoryview, item: Any, place: str, first: int) -> l
         if other and is_accepted[other[1]]:
             i, wanted = first + int(other[2]), "a token id like the items before it"
             raise mixed_items_error(_field(place), i, wanted, other[1]) from error
-    return _decode_slice(data, list[item], place, first=first)  # raises, naming all accepted types
+    # raises an error that names all accepted types
+    return _decode_slice(data, list[item], place, first=first)
 
 
 def _decode_slice(
@@ -260,11 +267,12 @@ def _decode_slice(
     first: int = 0,
     named: type | None = None,
 ) -> Any:
-    """Decode `data`, a value or a slice of a longer list, as `kind`.
+    """Decode `data`, a value or a slice of a list, as `kind`.
 
-    The other arguments are for messages: `place` is the path in the body of the value or the longer
-    list, and `first` the index of the slice's first item in that list. `named` is a Struct: for a
-    wrong value of a field of it, the message lists the values allowed. Raises BadJson and BadField.
+    The other arguments are for messages. `place` is the path of the value or of the whole list in
+    the body, and `first` is the index of the slice's first item in the list. `named` is the Struct
+    that `kind` stands for: if one of its fields has a value that is not allowed, the message lists
+    the allowed values. Raises BadJson and BadField.
     """
     try:
         with _collector_paused():
@@ -275,8 +283,8 @@ def _decode_slice(
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector. It would rescan the growing values, for half of the
-    decoding time or more."""
+    """Pause the cyclic garbage collector, which would scan the growing values again and again, for
+    half of the decoding time or more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -293,10 +301,10 @@ def _refusal(
     first: int,
     named: type | None,
 ) -> BadJson | BadField:
-    """Convert an error of decoding `data` to an error for clients.
+    """Convert an error of msgspec, raised while it decoded `data`, to an error for clients.
 
-    The message has the path from the top of the body, and for a number out of range that number.
-    The other arguments are those of `_decode_slice`.
+    The message has the path from the top of the body, and quotes a number that is out of range.
+    `_decode_slice` describes the other arguments.
     """
     message, path = str(error), ""
     if isinstance(error, UnicodeDecodeError):
@@ -331,10 +339,11 @@ def _refusal(
 
 
 def _shown_at(path: str, data: bytes | bytearray | memoryview | msgspec.Raw) -> str:
-    """Return the JSON of the value at a path such as `.inputs[3][0]`, shortened for a message.
+    """Return the JSON of the value at a path in `data`, such as `.inputs[3][0]`, shortened for a
+    message.
 
-    Decodes only the lists and objects on the path. Raises one of _UNREADABLE if the JSON after the
-    value is invalid, or a duplicate key has another value.
+    Only the lists and objects on the path are decoded. Raises one of _UNREADABLE if there is no
+    value at the path: `data` is not valid JSON, or has the same key twice.
     """
     for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         if key:
@@ -351,7 +360,7 @@ def _field(place: str) -> str:
 
 
 def _literals(hint: Any) -> list[str]:
-    """Return the texts among the literal values of a type, nested types included."""
+    """Return all strings that are literal values of a type or of the types that it is made of."""
     if isinstance(hint, str):
         return [hint]
     return [name for part in get_args(hint) for name in _literals(part)]

@@ -1,9 +1,9 @@
-"""The body fields that several dialects share, and what they mean.
+"""The fields that the bodies of several APIs share, and what the fields mean.
 
-If the value of a field asks for something that the server does not do, the request is refused:
-without the field, the vector or score would look right and be wrong. Fields that are not listed
-here are ignored, because clients send many that change nothing. Some options have several names,
-such as the dtype of vectors.
+If the value of a field asks for something that the server does not do, the request is refused,
+because ignoring the field would give a plausible but wrong vector or score. Fields that are not
+listed here are ignored, because clients send many that change nothing. Some options have several
+names, such as the dtype of vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,23 +37,24 @@ Format = Literal["float", "base64"]
 
 TermNames = Callable[[Sequence[int]], list[str]]  # from indices of a vocabulary to its terms
 
-# Convert a vector to a value for JSON: orjson writes an array as a list of numbers; base64 has the
-# little-endian bytes.
+# The function for each format that converts a vector to a value for JSON. orjson writes an array as
+# a list of numbers; base64 encodes its little-endian bytes.
 ENCODERS: dict[Format | None, Callable[[np.ndarray], np.ndarray | str]] = {
     None: np.asarray,
     "float": np.asarray,
     "base64": to_base64,
 }
 
-VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}
+VLLM_DTYPES: dict[str, EmbeddingDtype] = {"float32": "float", "float16": "float16"}  # vLLM's names
 
-NOTHING = (None, "", [], {})  # values that ask for nothing, in every field
+NOTHING = (None, "", [], {})  # values that ask for nothing, whatever the field
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: `accepted_values` may hold lists
 class Unserved:
-    """Why a field is refused. `accepted_values` are the values, besides NOTHING, that ask for what
-    the server does anyway."""
+    """Why a field is refused. `accepted_values` are values of the field that are not refused,
+    because they ask for what the server does anyway; the values in NOTHING are not refused
+    either."""
 
     reason: str
     accepted_values: tuple = ()
@@ -76,8 +77,8 @@ _IMAGES = Unserved("the checkpoint defines how images are decoded and resized")
 
 
 class RefusedFields(msgspec.Struct, kw_only=True):
-    """The fields that ask for what the server does not do. Decoding raises InvalidInput for a field
-    that asks for something, unless a route declares the field again and serves it."""
+    """The base of bodies, with fields that may ask for what the server does not do. Decoding raises
+    InvalidInput if one does. A route that serves a field declares it again in its subclass."""
 
     modality: Annotated[Any, _TEXTS] = None
     images: Annotated[Any, _TEXTS] = None
@@ -162,11 +163,11 @@ class RefusedFields(msgspec.Struct, kw_only=True):
     ] = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidInput for a refused field whose value asks for something."""
+        """Raise InvalidInput for the first refused field whose value is not accepted."""
         fields, read_values = refused_fields(type(self))
         values = read_values(self)
         if values.count(None) == len(values):
-            return  # nearly all requests
+            return  # true of nearly all requests
         for (name, rule), value in zip(fields.items(), values, strict=True):
             if value not in NOTHING and value not in rule.accepted_values:
                 raise InvalidInput(
@@ -175,15 +176,15 @@ class RefusedFields(msgspec.Struct, kw_only=True):
 
 
 class ModelRequest(RefusedFields, kw_only=True):
-    """The base of all bodies that a model runs."""
+    """The base of the bodies of all requests that run a model."""
 
     model: str | None = None
 
 
 @lru_cache
 def refused_fields(kind: type[RefusedFields]) -> tuple[dict[str, Unserved], Callable[[Any], tuple]]:
-    """Return the refused fields of a type of body, and a function that returns the values of these
-    fields in a body, in the same order, in about 1 us."""
+    """Return the refused fields of a type of body, and a function. The function takes a body and
+    returns the values of these fields, in the same order, in about 1 us."""
     hints = get_type_hints(kind, include_extras=True)
     fields = {
         name: rule
@@ -201,10 +202,11 @@ def _shown(value: object) -> str:
 
 
 def merged_values(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
-    """Return one value for each group of fields. A group has different clients' names of one field.
+    """Return one value for each group. A group has the names that different clients use for the
+    same field.
 
-    The value is None if all fields of the group are unset. Empty values and 0 count as unset, False
-    does not. Raises InvalidInput if the fields of a group have different values.
+    The value is None if all fields of the group are unset. Empty values and 0 count as unset, but
+    False does not. Raises InvalidInput if the fields of a group have different values.
     """
     merged = []
     for group in groups:
@@ -224,10 +226,10 @@ def merged_values(body: ModelRequest, *groups: tuple[str, ...]) -> list[Any]:
 
 
 class VectorsRequest(ModelRequest, kw_only=True):
-    """The base of bodies that are answered with vectors. Its fields name the dtype.
+    """The base of bodies whose responses have vectors. Its fields name the dtype of the vectors.
 
-    `output_dtype` is Voyage's name, `embedding_type` Jina's, `encoding_type` that of LlamaIndex's
-    client of Jina, `embed_dtype` vLLM's. A list has one dtype.
+    Clients use different names: Voyage `output_dtype`, Jina `embedding_type`, LlamaIndex's client
+    of Jina `encoding_type`, vLLM `embed_dtype`. A list must contain one dtype.
     """
 
     output_dtype: str | list[str] | None = None
@@ -241,14 +243,14 @@ class VectorsRequest(ModelRequest, kw_only=True):
 
 
 class FormattedRequest(VectorsRequest, kw_only=True):
-    """The base of bodies whose vectors may be base64. In Jina's API base64 is an
+    """The base of bodies that may ask for vectors in base64. In Jina's API, base64 is a value of
     `embedding_type`."""
 
     encoding_format: Format | None = None
 
     def __post_init__(self) -> None:
-        """Replace base64 in the dtype fields by `encoding_format` base64. Raises InvalidInput if
-        `encoding_format` is float, and for the fields that the base class refuses."""
+        """If a dtype field is base64, unset it and set `encoding_format` to base64. Raises
+        InvalidInput if `encoding_format` is float, and for fields that the base class refuses."""
         super().__post_init__()
         for field in ("embedding_type", "encoding_type"):
             if getattr(self, field) in ("base64", ["base64"]):
@@ -263,8 +265,8 @@ class FormattedRequest(VectorsRequest, kw_only=True):
 
 
 def requested_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
-    """Return the dtype that a body names, or None. Raises InvalidInput for an unknown dtype,
-    several dtypes, or fields that contradict each other."""
+    """Return the dtype that a body names; None if it names none. Raises InvalidInput for an unknown
+    dtype, several dtypes, or fields that contradict each other."""
     dtypes: dict[str, EmbeddingDtype] = {}
     for field in ("output_dtype", "embedding_type", "encoding_type"):
         if (value := getattr(body, field)) not in NOTHING:
@@ -282,8 +284,8 @@ def requested_dtype(body: VectorsRequest) -> EmbeddingDtype | None:
 
 
 def with_choices(response: Response, intent: Intent) -> Response:
-    """Add the headers PROMPT and DTYPE for what the request chose, and return the response. PROMPT
-    is empty for no prompt."""
+    """Add the headers that name the prompt and the dtype which the request chose, and return the
+    response. The header PROMPT is empty if the request chose to have no prompt."""
     if intent.prompt_name is not None:
         response.headers.add(PROMPT, intent.prompt_name)
     return with_dtype(response, intent)
@@ -297,6 +299,7 @@ def with_dtype(response: Response, intent: Intent) -> Response:
 
 
 def purposes_of(body: ModelRequest) -> tuple[tuple[str, str], ...]:
-    """Return the names and values of a body's fields that say what its texts are for."""
+    """Return the names and values of the fields that say what the texts of a body are for, such as
+    ("input_type", "query")."""
     purposes = {"input_type": body.input_type, "task": body.task}
     return tuple((field, purpose) for field, purpose in purposes.items() if purpose)

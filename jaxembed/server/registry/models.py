@@ -1,5 +1,5 @@
-"""Finds a server's models by name and task, drains and closes them. Also lists the models that the
-operator lets the server load while it runs."""
+"""Finds a server's models by name and task, drains them and closes them. Also lists the models that
+the operator lets the server load while it runs."""
 
 import asyncio
 import logging
@@ -44,12 +44,12 @@ REFUSAL: dict[Task, str] = {  # TEI's messages
 
 @dataclass(eq=False)
 class LoadedInstance:
-    """A model in memory, and the number of leases on it. Each request on it has a lease. Only the
-    thread of the event loop may call its methods."""
+    """A model in memory, and the number of leases on it. Each request that uses the model holds a
+    lease. Only the thread of the event loop may call the methods."""
 
     loaded: LoadedModel
-    leases: int = 0  # the model is not closed before they are returned
-    used_at: float = field(default_factory=time.monotonic)  # when it was last loaded or returned
+    leases: int = 0  # the model is not closed before all leases are returned
+    used_at: float = field(default_factory=time.monotonic)  # when loaded, or last lease returned
     _idle: asyncio.Event | None = None
 
     def give_back(self) -> None:
@@ -60,7 +60,8 @@ class LoadedInstance:
             self._idle.set()
 
     async def idle(self) -> None:
-        """Wait until all leases are returned. No further lease may be taken."""
+        """Wait until all leases are returned. The caller makes sure that no further one is
+        taken."""
         if self.leases:
             self._idle = asyncio.Event()
             await self._idle.wait()
@@ -76,7 +77,7 @@ class KnownModel:
     takes_images: bool = False  # False before the first load
     pinned: bool = False  # never evicted to make room
     is_loading: bool = False
-    described: Task | None = None  # its task, if it was read without loading the model
+    described: Task | None = None  # the task, if it was read without loading the model
 
     @property
     def loaded(self) -> LoadedModel:
@@ -91,11 +92,12 @@ class KnownModel:
 
 
 class Models:
-    """The models of a server: those loaded at its start, in the order given, and loadable ones.
+    """The models of a server: `models`, which were loaded at its start, and loadable models.
 
-    `aliases` maps a model id to its served names. A model without aliases is served under its id.
-    `loadable` returns the ids of models that may be loaded later, by served name; it is called
-    again whenever it is needed. Raises ConfigError if two models have a name in common.
+    `aliases` maps the id of a startup model to its served names; without aliases it is served under
+    its id. `loadable` is called again whenever the server looks for new models. It returns the ids
+    of models that may be loaded later, by served name. Raises ConfigError if two startup models
+    have the same served name.
     """
 
     def __init__(
@@ -120,16 +122,16 @@ class Models:
         }
         self._loadable = loadable
         self.can_load = loadable is not None  # whether models are loaded and evicted
-        self._own: dict[str, str] = {}  # model ids by the loadable models' own names
+        self._own: dict[str, str] = {}  # ids of loadable models by the names that `loadable` gives
         self.capacity = capacity or models[0].admission.capacity
-        self.telemetry = Telemetry()  # of requests without a known model
+        self.telemetry = Telemetry()  # counts requests without a known model
         self.telemetry.set_compile_events(compile_events())
         self.draining = False  # whether all further requests are refused
         self.discover()
 
     @property
     def known(self) -> list[KnownModel]:
-        """Every model, once."""
+        """Every model that the server knows, once."""
         return list(dict.fromkeys([*self.startup_models, *self._by_name.values()]))
 
     def __iter__(self) -> Iterator[LoadedModel]:
@@ -140,13 +142,13 @@ class Models:
         return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> KnownModel:
-        """Return the model that is served under `name`, or has the adapter of that name. Raises
-        UnknownModel, which lists the names."""
+        """Return the model served under `name`, or the model of the adapter with that name. Raises
+        UnknownModel, whose message lists all names."""
         return self.named(name, None)
 
     def named(self, name: str, permitted: Collection[str] | None) -> KnownModel:
         """Return the model served under `name`, or the model of the adapter with that name. Raises
-        UnknownModel, which lists only the names in `permitted`; all of them for None."""
+        UnknownModel, whose message lists only the names in `permitted`, or all names for None."""
         known = self._by_name.get(self._split(name)[0])
         if known is None and self.can_load:
             self.discover()
@@ -161,8 +163,9 @@ class Models:
         return known
 
     def discover(self) -> None:
-        """Update the loadable models: call `loadable` again. A name in use keeps its model, and a
-        removed model stays while it is in memory or loading."""
+        """Call `loadable` again, and add and remove models accordingly. A name that is in use keeps
+        its model. A model that `loadable` no longer returns stays while it is in memory or
+        loading."""
         loadable = self._loadable() if self._loadable is not None else {}
         for name in self._own.keys() - loadable.keys():
             known = self._by_name[name]
@@ -177,10 +180,11 @@ class Models:
         }
 
     def name_alias(self, alias: str, name: str) -> None:
-        """Serve the model `name` under `alias` too, in place of any other model.
+        """Serve the model `name` under `alias` as well. If another model had the alias, it loses
+        it.
 
-        Raises UnknownModel, and InvalidInput for an alias that is a loadable model's own name, is
-        empty, reserved or too long, or has a colon, which would precede an adapter.
+        Raises UnknownModel, and InvalidInput for an alias that is the name of a loadable model, is
+        empty, reserved or too long, or has a colon (a colon precedes the name of an adapter).
         """
         known = self[name]
         is_valid = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
@@ -191,13 +195,14 @@ class Models:
                 "colon, and is neither reserved nor the name of a loadable model",
                 field="alias",
             )
-        # last in order, because responses show a model's first name
+        # Add the alias as the last name, because responses show the first name of a model.
         self._by_name.pop(alias, None)
         self._by_name[alias] = known
 
     def drop_alias(self, alias: str) -> KnownModel:
         """Stop serving a model under `alias`, and return the model. Raises UnknownModel, and
-        InvalidInput for an adapter, a loadable model's own name, or the only name of a model."""
+        InvalidInput if `alias` is an adapter, the name of a loadable model, or the only name of its
+        model."""
         known = self[alias]
         if alias not in self._by_name or alias in self._own or len(self.names_of(known)) == 1:
             raise InvalidInput(
@@ -209,23 +214,24 @@ class Models:
         return known
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Return the adapter in `<served name>:<adapter>`; None for a model's name."""
+        """Return the adapter if `name` is `<served name>:<adapter>`; None if `name` is the name of
+        a model."""
         return self._split(name)[1] if name and name not in self._by_name else None
 
     def _split(self, name: str) -> tuple[str, str | None]:
-        """Divide a name into the served name and the adapter. A name without an adapter and an
-        unknown name are returned whole, with None."""
+        """Divide a name into the served name and the adapter. The adapter is None if the name has
+        no adapter or is unknown."""
         model, colon, adapter = name.rpartition(":")
         known = None if name in self._by_name or not colon else self._by_name.get(model)
         if known is None:
             return name, None
-        if known.spec is None:  # its adapters are unknown until it is loaded
+        if known.spec is None:  # the adapters of a model are unknown until it is loaded
             return model, None
         return (model, adapter) if adapter in known.spec.adapter_names else (name, None)
 
     def names_among(self, permitted: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return the served names, of models and of their adapters, that are permitted; all of them
-        for None."""
+        """Return the served names of models and of their adapters that are in `permitted`; all
+        served names for None."""
         names = dict.fromkeys(self._by_name)
         for name, known in self._by_name.items():
             adapters = known.spec.adapter_names if known.spec else ()
@@ -233,8 +239,8 @@ class Models:
         return tuple([name for name in names if permitted is None or name in permitted])
 
     def names_of(self, known: KnownModel, permitted: Collection[str] | None = None) -> list[str]:
-        """Return the served names of a model that are in `permitted`; all of them for None. The
-        list is also empty if all names were moved to other models."""
+        """Return the served names of a model that are in `permitted`; all its names for None. The
+        list is also empty if all names of the model were moved to other models."""
         return [
             name
             for name, served in self._by_name.items()
@@ -242,9 +248,9 @@ class Models:
         ]
 
     def first(self, permitted: Collection[str] | None = None) -> LoadedModel:
-        """Return the first model in memory that has a permitted name; None permits all. Raises
-        Forbidden if no model has a permitted name, and ModelUnavailable if none of those is in
-        memory."""
+        """Return the first model in memory that has a name in `permitted`; None permits all names.
+        Raises Forbidden if no model has a permitted name, and ModelUnavailable if no model with a
+        permitted name is in memory."""
         if loaded := self.loaded_among(permitted):
             return loaded[0]
         if permitted is not None and not self.names_among(permitted):
@@ -255,15 +261,16 @@ class Models:
         )
 
     def loaded_among(self, permitted: Collection[str] | None) -> list[LoadedModel]:
-        """Return the models in memory that have a permitted name; all of them for None."""
+        """Return the models in memory that have a name in `permitted`; all models in memory for
+        None."""
         if permitted is None:
             return list(self)
         named = [known for known in self.known if self.names_of(known, permitted)]
         return [known.loaded for known in named if known.instance is not None]
 
     def name_of(self, loaded: LoadedModel, permitted: Collection[str] | None = None) -> str:
-        """Return the name of a model for responses: its first served name in `permitted`, else its
-        first served name, else its id if all names were moved to other models."""
+        """Return the name that responses show for a model: its first served name in `permitted`. If
+        none is permitted, return its first served name; if it has none left, its id."""
         names = [
             name
             for name, known in self._by_name.items()
@@ -273,19 +280,20 @@ class Models:
         return next(iter(shown or names), loaded.name)
 
     def by_name(self) -> dict[str, LoadedModel]:
-        """Return the models in memory by their names in responses."""
+        """Return the models in memory by the names that responses show for them."""
         return {self.name_of(loaded): loaded for loaded in self}
 
     def candidates(
         self, name: str | None, permitted: Collection[str] | None = None
     ) -> list[KnownModel]:
-        """Return the models that a request may mean, the candidates of `find`.
+        """Return the models that a request may mean, from which `find` chooses one.
 
         `permitted` has the names that the API key may use; None means all. With a `name`, the
-        candidate is the model served under it; the caller has checked that it is permitted.
-        Without one, the candidates are the startup models that have a permitted name, or if there
-        are no startup models, the only model that has one. Raises UnknownModel, InvalidInput if a
-        name is needed, Forbidden if no model is permitted, and ModelUnavailable if there is none.
+        candidate is the model served under that name; the caller has checked that the name is
+        permitted. Without a `name`, the candidates are the startup models with a permitted name. On
+        a server without startup models, the candidate is the only model with a permitted name.
+        Raises UnknownModel, InvalidInput if the request must name a model, Forbidden if no model is
+        permitted, and ModelUnavailable if the server has no model.
         """
         if name and is_name(name):
             return [self.named(name, permitted)]
@@ -300,8 +308,9 @@ class Models:
         raise InvalidInput(f"`model` must name one of {', '.join(names)}", field="model")
 
     def rerankers(self, permitted: Collection[str] | None = None) -> list[KnownModel]:
-        """Return the models with a permitted name that rerank. These are the startup models that
-        are listed as rerankers; if there is none, all other rerankers, loaded or not."""
+        """Return the rerankers that have a name in `permitted`. Startup models that can rerank,
+        other than embedding models, come alone if there are any. If not, all models whose task is
+        reranking are returned, in memory or not."""
         named = [k for k in self.known if self.names_of(k, permitted)]
         listed = [k for k in named if k in self.startup_models and _fit(k, "rerank") in (0, 1)]
         return listed or [k for k in named if k.task == "rerank"]
@@ -313,14 +322,14 @@ class Models:
         permitted: Collection[str] | None = None,
         outputs: Collection[OutputName] = (),
     ) -> KnownModel:
-        """Return the model served under `name`, or without a name the best candidate.
+        """Return the model served under `name`, or without a name the best candidate for `task`.
 
-        `fit` ranks the candidates, 0 first: a classifier precedes a reranker that classifies, and
-        any reranker precedes an embedding model. A model that was never loaded ranks first; without
-        a task, all do. Of the best, those that give the requested `outputs` remain, if any does.
-        `permitted` has the names that the API key may use; None means all. Raises UnknownModel,
-        WrongTask if no candidate can do the task, InvalidInput if several remain, Forbidden and
-        ModelUnavailable.
+        `fit` ranks the candidates, the lowest rank first: to classify, a classifier precedes a
+        reranker; to rerank, any reranker precedes an embedding model. A model that was never loaded
+        ranks first, and all candidates rank equal if `task` is None. Among the first, those that
+        have the requested `outputs` are preferred. `permitted` has the names that the API key may
+        use; None means all. Raises UnknownModel, WrongTask if no candidate can do the task,
+        InvalidInput if several are equally good, Forbidden and ModelUnavailable.
         """
         known = None if permitted is not None else self._by_name.get(name or "")
         if (
@@ -335,7 +344,7 @@ class Models:
         if task is not None and not fits:
             described = []
             for one in candidates:
-                assert one.spec is not None  # a model without a spec fits
+                assert one.spec is not None  # a model without a spec would be in `fits`
                 names = self.names_of(one, permitted)
                 shown = f"`{names[0]}`" if names else "the model"  # the key may use only adapters
                 described.append(f"{shown} is {KIND[one.spec.task]} ({TASK_ROUTES[one.spec.task]})")
@@ -356,8 +365,9 @@ class Models:
         return chosen[0]
 
     def exposition(self) -> bytes:
-        """Return the metrics of all models in memory in the Prometheus text format. If models are
-        loaded and evicted, each series has the label `model`, even of a single model."""
+        """Return the metrics of all models in memory in the Prometheus text format. If the server
+        loads and evicts models, each series has the label `model`, even with one model in
+        memory."""
         telemetries = {name: model.telemetry for name, model in self.by_name().items()}
         if self.can_load:
             telemetries[NO_MODEL] = self.telemetry
@@ -369,7 +379,7 @@ class Models:
 
     @property
     def stuck(self) -> bool:
-        """Whether all devices of a model hang in a call, so that only a new process helps."""
+        """Whether all devices of some model hang, so that only a restart of the process helps."""
         return any(loaded.stuck for loaded in self)
 
     @property
@@ -377,7 +387,7 @@ class Models:
         return all(loaded.ready for loaded in self)
 
     def drain(self) -> None:
-        """Refuse all further requests."""
+        """Refuse all further requests. The models finish the requests already admitted."""
         self.draining = True
         for loaded in self:
             loaded.drain()
@@ -390,20 +400,22 @@ class Models:
 
 
 def is_name(name: str | None) -> bool:
-    """Return whether the `model` of a request names a model."""
+    """Return whether the field `model` of a request names a model; False if it is empty or
+    UNSPECIFIED."""
     return bool(name) and name != UNSPECIFIED
 
 
 def _fit(known: KnownModel, task: Task | None) -> int | None:
-    """Return a model's `fit` for a task; 0, the best, without a task or a spec."""
+    """Return the rank that `fit` gives a model for a task, None if it cannot do the task. Without a
+    task or a spec, return 0, the best rank."""
     return 0 if task is None or known.spec is None else fit(known.spec, task)
 
 
 def served_names(
     models: Sequence[str], aliases: Mapping[str, Sequence[str]]
 ) -> list[tuple[str, ...]]:
-    """Return the served names of each id in `models`: its aliases, else the id itself. Raises
-    ConfigError if two models share a name."""
+    """Return the served names of each id in `models`: its aliases, or the id itself if it has none.
+    Raises ConfigError if two models would have the same name."""
     names_by_model = [tuple(dict.fromkeys(aliases.get(model) or (model,))) for model in models]
     taken: dict[str, str] = {}
     for model, model_names in zip(models, names_by_model, strict=True):
@@ -418,15 +430,16 @@ def served_names(
 
 
 class Catalog:
-    """The ids of the models that a server may load, by served name.
+    """Returns the ids of the models that a server may load, by served name.
 
-    Each of `ids` is a hub id, a directory or a URL in an object store, and its served name;
-    `NAME=ID` serves it under NAME instead. Each folder of the repository is served under its name.
+    Each entry of `ids` is a hub id, a directory or a URL in an object store, under which the model
+    is served; an entry `NAME=ID` serves the model ID under NAME. Each folder in `repository` is a
+    model served under the name of the folder.
     """
 
     def __init__(self, ids: Sequence[str], repository: Path | None):
-        """Raises ConfigError if the repository is no directory, a name is given twice, or `NAME=ID`
-        lacks a part."""
+        """Raises ConfigError if the repository is not a directory, two models have the same name,
+        or NAME or ID is missing in `NAME=ID`."""
         if repository is not None and not repository.is_dir():
             raise ConfigError(
                 f"--model-repository {repository} is not a directory; for a model in an object "
@@ -450,11 +463,12 @@ class Catalog:
             )
 
     def __call__(self) -> Mapping[str, str]:
-        """Return the ids by served name. The repository's folders are listed anew."""
+        """Return the ids by served name. The folders of the repository are listed again."""
         return self._ids | self._folders()
 
     def _folders(self) -> dict[str, str]:
-        """Return the paths of the repository's folders by name; none if it cannot be read."""
+        """Return the paths of the folders in the repository by name; an empty dict if the
+        repository cannot be read."""
         if self._repository is None:
             return {}
         try:

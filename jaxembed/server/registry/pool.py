@@ -1,9 +1,9 @@
 """Loads models into memory when requests need them, and evicts others to make room.
 
-A request has a lease on its model until it is answered. New requests to an evicted model wait until
-it is loaded again. The evicted one is closed when its last lease is returned, so no request fails.
-Models are loaded one at a time. The event loop's thread has the state; loading and closing run in
-threads.
+A request has a lease on its model until it is answered. An evicted model is closed when its last
+lease is returned, so no request fails. New requests for the model wait until it is loaded again.
+Models are loaded one at a time. Only the thread of the event loop changes the state of the pool;
+loading and closing run in other threads.
 """
 
 import asyncio
@@ -37,21 +37,21 @@ from jaxembed.server.registry.models import KnownModel, LoadedInstance, Models, 
 
 logger = logging.getLogger(__name__)
 
-FAILURE_S = 30.0  # requests do not retry a failed load before this time has passed
-UNUSED_CLOSE_S = 20.0  # for the threads of an unused model to end
+FAILURE_S = 30.0  # after a failed load, requests do not retry it for this time
+UNUSED_CLOSE_S = 20.0  # that the threads of an unused model have to end
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # the prefix of XLA's error
 
 Returned = TypeVar("Returned")
 State = Literal["READY", "LOADING", "UNLOADING", "UNAVAILABLE"]
 Load = Callable[[str, Callable[[int], object]], LoadedModel]
-"""Loads a model by its id, and returns it when it is ready. Before it takes memory, it calls the
-function with the number of bytes."""
+"""Loads the model with an id, and returns it when it is ready. Before loading takes memory, it
+calls the given function with the number of bytes, so that the pool can make room."""
 Describe = Callable[[str], Task]
-"""Reads the task of a model by its id from its description, without loading it."""
+"""Returns the task of the model with an id, which it reads without loading the model."""
 
 
 class ModelPool:
-    """The models of a server, of which it loads some when requests need them."""
+    """Loads and evicts the models of a server: requests take leases on models here."""
 
     def __init__(
         self,
@@ -60,19 +60,19 @@ class ModelPool:
         limits: PoolLimits | None = None,
         describe: Describe | None = None,
     ):
-        """Without `load` no further model is loaded. Without `describe` the task of a model is
-        unknown before it is loaded."""
+        """`load` loads a model; None: no further model is loaded. `describe` reads the task of a
+        model without loading it; None: the task is unknown before the model is loaded."""
         self.models = models
         self._load = load
         self._describe = describe
         self._describe_lock = asyncio.Lock()
-        self._undescribed: dict[KnownModel, float] = {}  # when `describe` failed
+        self._undescribed: dict[KnownModel, float] = {}  # when `describe` failed for a model
         self._limits = limits or PoolLimits()
         self._load_lock = asyncio.Lock()  # held while a model is loaded
         self._loading: dict[KnownModel, asyncio.Task[LoadedInstance]] = {}
-        self._leaving: dict[LoadedInstance, asyncio.Task[None]] = {}
+        self._leaving: dict[LoadedInstance, asyncio.Task[None]] = {}  # evicted, not yet freed
         self._waiting: dict[KnownModel, int] = {}  # requests that wait for a model to be loaded
-        self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when and why
+        self._failed: dict[KnownModel, tuple[float, Exception]] = {}  # when and why a load failed
 
     def state(self, known: KnownModel) -> tuple[State, str]:
         """Return the state of a model in Triton's terms, and the reason if it is not available."""
@@ -95,25 +95,25 @@ class ModelPool:
     ) -> LoadedInstance:
         """Find the model of a request, load it if needed, and return it with a lease on it.
 
-        The arguments are those of `Models.find`. Raises what `find` does, ModelUnavailable if the
-        model cannot be loaded in time, and ShuttingDown.
+        `Models.find` describes the arguments. Raises the errors of `Models.find`, ModelUnavailable
+        if the model cannot be loaded in time, and ShuttingDown.
         """
         if task == "rerank" and not is_name(name):
             await self._look_for_rerankers(permitted)
         known = self.models.find(name, task, permitted, outputs)
         if known.instance is None:
             await self._wait_until_loaded(known, name, permitted)
-            # its tasks and adapters are known only now
+            # the tasks and adapters of the model are known only now
             known = self.models.find(name, task, permitted, outputs)
         instance = known.instance
-        if instance is None:  # the name moved meanwhile to a model that is not in memory
+        if instance is None:  # the name was moved meanwhile to a model that is not in memory
             return await self.lease(name, task, permitted, outputs)
         instance.leases += 1
         return instance
 
     async def _look_for_rerankers(self, permitted: Collection[str] | None) -> None:
-        """Unless a reranker is known, read the tasks of models that were never loaded, because a
-        reranker among them would precede embedding models. Failures are logged."""
+        """If no reranker is known, read the tasks of the models that were never loaded. A reranker
+        that this finds precedes embedding models. Failures are logged."""
         if self._describe is None or self.models.rerankers(permitted):
             return
         self.models.discover()
@@ -133,8 +133,9 @@ class ModelPool:
     async def specs_of(
         self, name: str | None, permitted: Collection[str] | None = None
     ) -> list[ModelSpec]:
-        """Return the specs of the models that a request may mean, as `Models.candidates` finds
-        them. Loads those without a spec. Raises as `lease`."""
+        """Return the specs of the models that `Models.candidates` finds for a request. Models
+        without a spec are loaded. Raises the errors of `Models.candidates`, ModelUnavailable and
+        ShuttingDown."""
         candidates = self.models.candidates(name, permitted)
         for known in candidates:
             if known.spec is None:
@@ -142,16 +143,17 @@ class ModelPool:
         return [known.spec for known in candidates if known.spec is not None]
 
     async def load(self, known: KnownModel, *, pinned: bool | None = None) -> None:
-        """Load a model unless it is in memory, even if it failed before. There is no timeout. A
-        `pinned` model is never evicted to make room; None changes nothing. Raises JaxembedError."""
+        """Load a model unless it is in memory, even if loading it has just failed. There is no
+        timeout. `pinned` says whether the model stays when room is needed; None keeps the present
+        setting. Raises JaxembedError if the model cannot be loaded."""
         if known.instance is None:
             await asyncio.shield(self._start_loading(known))
         if pinned is not None:
             known.pinned = pinned
 
     async def unload(self, known: KnownModel) -> None:
-        """Evict a model, and wait until its memory is freed. Requests that have a lease are
-        answered first. Later requests load the model again."""
+        """Evict a model, and wait until its memory is freed. Requests with a lease on the model are
+        answered first. Later requests load it again."""
         if (task := self._loading.get(known)) is not None:
             await asyncio.wait({task})
         if known.instance is not None:
@@ -160,10 +162,10 @@ class ModelPool:
             await asyncio.wait(leaving)
 
     async def move(self, alias: str, name: str) -> None:
-        """Serve the model `name` under `alias`, in place of any other model.
+        """Serve the model `name` under `alias`. If another model had the alias, it loses it.
 
         The model is loaded before the alias moves, so that no request fails. A model that loses its
-        last name is evicted. Raises JaxembedError and leaves the alias unchanged if loading fails.
+        last name is evicted. If loading fails, the alias is unchanged and JaxembedError is raised.
         """
         names_of = self.models.names_of
         await self.load(self.models[name])
@@ -177,8 +179,8 @@ class ModelPool:
     def sweep(self) -> None:
         """Evict the models that were unused for the keep-alive time.
 
-        Evict one more if models exceed the memory limit. They can, because the memory that a model
-        needs to run is known only when its programs are compiled.
+        If all models together exceed the memory limit, evict one more. They can exceed it, because
+        the memory that a model needs to run is known only when its programs are compiled.
         """
         keep_alive_s, max_bytes = self._limits.keep_alive_s, self._limits.bytes
         oldest_at = -math.inf if keep_alive_s is None else time.monotonic() - keep_alive_s
@@ -195,8 +197,9 @@ class ModelPool:
     ) -> None:
         """Wait until a model is in memory, loading it if needed, for at most the load timeout.
 
-        Errors show the `requested` name, because the API key may not know others. Raises
-        ModelUnavailable, also if a load failed in the last FAILURE_S seconds, and ShuttingDown.
+        Messages show the name that was `requested`, because the client may not be permitted to see
+        other names. Raises ShuttingDown, and ModelUnavailable if loading takes too long, fails, or
+        has failed in the last FAILURE_S seconds.
         """
         name = requested or next(iter(self.models.names_of(known, permitted)), known.id)
         failed_at, reason = self._failed.get(known, (-FAILURE_S, None))
@@ -225,7 +228,7 @@ class ModelPool:
             known.is_loading = False
             del self._loading[known]
             if not task.cancelled():
-                task.exception()  # else asyncio warns if nobody awaits the task
+                task.exception()  # without this, asyncio would warn if nobody awaits the task
 
         if known not in self._loading:
             self._loading[known] = asyncio.create_task(self._load_in_turn(known))
@@ -234,8 +237,8 @@ class ModelPool:
         return self._loading[known]
 
     async def _load_in_turn(self, known: KnownModel) -> LoadedInstance:
-        """Load a model when no other is loading, and return it. Keep a failure in `_failed`. Raises
-        JaxembedError."""
+        """Load a model as soon as no other model is being loaded, and return it. If loading fails,
+        note the failure in `_failed` and raise JaxembedError."""
         async with self._load_lock:
             if known.instance is not None:
                 return known.instance
@@ -246,7 +249,7 @@ class ModelPool:
                 is_expected = isinstance(error, JaxembedError)
                 failure = error if is_expected else BackendError(_reason(error))
                 logger.error("%s cannot be loaded: %s", self._name(known), failure)
-                if not isinstance(failure, NoRoom):  # there may be room at any moment
+                if not isinstance(failure, NoRoom):  # retry NoRoom at once: room may become free
                     self._failed[known] = time.monotonic(), failure
                 await _in_thread(_collect)
                 raise failure from error
@@ -286,8 +289,8 @@ class ModelPool:
         return await _in_thread(self._load, known.id, reserve)
 
     async def _make_room(self, known: KnownModel, num_bytes: int) -> None:
-        """Evict models until there is room for `num_bytes`. Raises NoRoom, without evicting
-        further ones, if pinned models leave too little memory."""
+        """Evict models until there is room for the `num_bytes` that `known` needs. If pinned models
+        leave too little memory, raise NoRoom before evicting any further model."""
         max_bytes = self._limits.bytes
         while max_bytes is not None and self._taken_bytes + num_bytes > max_bytes:
             pinned = sum(
@@ -305,18 +308,19 @@ class ModelPool:
                 await asyncio.wait(self._leaving.values(), return_when=asyncio.FIRST_COMPLETED)
             elif self._evictable():
                 await asyncio.shield(self._evict(self._evictable()[0]))
-            else:  # requests wait for the models left to evict; let them take their leases
+            else:  # requests wait for each model left, so none may be evicted before it is leased
                 await asyncio.sleep(0.01)
 
     @property
     def _taken_bytes(self) -> int:
-        """The memory of all models, and of evicted ones until they are freed."""
+        """The bytes of all models in memory, evicted models that are not yet freed included."""
         leaving = [instance.loaded for instance in self._leaving]
         return sum(loaded.resident_bytes for loaded in [*self.models, *leaving])
 
     def _evictable(self) -> list[KnownModel]:
-        """Return the models that may be evicted: first those without leases, then those with
-        leases, each from the least recently used on. Models that requests wait for are left out."""
+        """Return the models that may be evicted, in the order in which to evict them: models
+        without leases, then models with leases, in both groups the least recently used first.
+        Pinned models and models that requests wait for are left out."""
         evictable = [
             (known.instance.leases > 0, known.instance.used_at, known)
             for known in self.models.known
@@ -325,8 +329,8 @@ class ModelPool:
         return [known for *_, known in sorted(evictable, key=itemgetter(0, 1))]
 
     def _evict(self, known: KnownModel) -> asyncio.Task[None]:
-        """Evict a model: new requests no longer find it in memory. Returns the task that frees it
-        when all leases are returned."""
+        """Evict a model, so that new requests no longer find it in memory. Returns the task that
+        frees the model when all leases on it are returned."""
         assert known.instance is not None
         instance, known.instance = known.instance, None
         task = asyncio.create_task(self._free(instance, self._name(known)))
@@ -335,7 +339,8 @@ class ModelPool:
         return task
 
     def _evictions_of(self, known: KnownModel) -> list[asyncio.Task[None]]:
-        """Return the tasks that free a model; several if it was evicted more than once."""
+        """Return the tasks that are freeing a model. There are several if it was evicted, loaded
+        and evicted again."""
         return [task for gone, task in self._leaving.items() if gone.loaded.name == known.id]
 
     async def _free(self, instance: LoadedInstance, name: str) -> None:
@@ -358,16 +363,16 @@ def _shutting_down() -> ShuttingDown:
 
 
 async def _in_thread(call: Callable[..., Returned], *arguments: object) -> Returned:
-    """Make a call in a new thread, and return its result or raise its error. The end of the process
-    does not wait for the thread, because the thread may wait for this event loop."""
+    """Call a function in a new thread, and return its result or raise its error. It is a daemon
+    thread: the process can end without it, because it may be waiting for this event loop."""
     done: concurrent.futures.Future[Returned] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # cancelling the caller does not cancel the call
+    done.set_running_or_notify_cancel()  # cancelling the awaiting task does not stop the function
 
     def run() -> None:
         try:
             done.set_result(call(*arguments))
         except BaseException as error:
-            # others, such as a Rust panic, become a BackendError
+            # an unusual error, such as a Rust panic, becomes a BackendError
             is_usual = isinstance(error, (Exception, asyncio.CancelledError, *INTERRUPTS))
             failure = error if is_usual else BackendError(_reason(error))
             if not isinstance(error, JaxembedError):
@@ -391,8 +396,8 @@ def _reason(error: BaseException) -> str:
 def _collect() -> None:
     """Free memory that closed models have left behind.
 
-    The server calls `gc.freeze` so that collections skip its models, and frozen objects are never
-    collected. JAX keeps each function that it has traced.
+    `run.py` calls `gc.freeze` so that garbage collections skip the loaded models. Frozen objects
+    are never collected, so unfreeze them here. JAX's caches keep each function that it has traced.
     """
     with suppress(RuntimeError):
         jax.clear_caches()

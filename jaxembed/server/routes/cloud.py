@@ -1,10 +1,11 @@
-"""The routes that choose the task from the body: /rerank, and those of hosting platforms: /,
-/invocations (SageMaker) and /vertex (Vertex AI).
+"""The routes that choose how to handle a body: /rerank, and the routes of hosting platforms, which
+are /, /invocations (SageMaker) and /vertex (Vertex AI).
 
-/rerank takes the bodies of TEI and of Jina. On the other routes, a body with a `query` is handled
-as by /rerank. Any other body is handled as by /embed if its model embeds, else as by /predict. A
-body that names no model is handled as by /embed if an embedding model is served. /embed_sparse or
-/embed_multi replaces /embed if its output is the primary one of all these models.
+/rerank takes bodies in TEI's form and in Jina's. The other routes handle a body with a `query` as
+/rerank does. Any other body is handled as /embed does if the model that it names is an embedding
+model, or if it names none and an embedding model is served; if not, as /predict does. /embed_sparse
+or /embed_multi takes the place of /embed if its output is the primary output of that model, or of
+all served embedding models.
 """
 
 import asyncio
@@ -43,14 +44,14 @@ from jaxembed.server.routes.tei import (
 
 blueprint = Blueprint("hosted", __name__)
 
-INSTANCES_AT_ONCE = 64  # of a /vertex request; starting one blocks the event loop for 0.3 ms
+INSTANCES_AT_ONCE = 64  # instances of a /vertex request that run at once; starting one takes 0.3 ms
 
 AnyEmbedRequest = EmbedRequest | EmbedSparseRequest | EmbedMultiRequest
 AnyRequest = AnyEmbedRequest | RerankRequest | DocumentsRequest | PredictRequest
 
 EMBED_REQUESTS: dict[
     OutputName, type[AnyEmbedRequest]
-] = {  # the body by the primary output of the model
+] = {  # the type of the body for each primary output of a model
     "dense": EmbedRequest,
     "sparse": EmbedSparseRequest,
     "multi_vector": EmbedMultiRequest,
@@ -58,7 +59,7 @@ EMBED_REQUESTS: dict[
 
 
 class RouteFields(msgspec.Struct):
-    """The fields that say which route handles a body. To rerank, TEI's clients send `texts` and
+    """The fields that decide which route handles a body. To rerank, TEI's clients send `texts`, and
     Jina's clients send `documents`."""
 
     model: str | None = None
@@ -68,7 +69,7 @@ class RouteFields(msgspec.Struct):
 
 
 class VertexRequest(msgspec.Struct):
-    """A request of Vertex AI. Each instance is a body as another route takes it."""
+    """A request of Vertex AI. Each instance is a body that another route could take."""
 
     instances: list[msgspec.Raw]  # JSON, so that each instance is decoded separately
 
@@ -81,7 +82,7 @@ class VertexResponse(msgspec.Struct):
 
 @blueprint.post("/rerank")
 async def rerank_texts() -> Response:
-    """Rank texts by their scores. A body with `documents` is answered as by /v1/rerank."""
+    """Rank texts by their scores. A body with `documents` gets the response of /v1/rerank."""
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
         with meter.time("decode"):
@@ -92,7 +93,7 @@ async def rerank_texts() -> Response:
 @blueprint.post("/")
 @blueprint.post("/invocations")
 async def root() -> Response:
-    """Answer a body as the route that `decode_any` chooses for it; /invocations is for
+    """Answer a body as the route that `decode_any` chooses for it does. /invocations is for
     SageMaker."""
     with current_meter() as meter:
         data = await read_body(meter.service.config.payload_limit)
@@ -103,16 +104,16 @@ async def root() -> Response:
 
 @blueprint.post("/vertex")
 async def vertex() -> Response:
-    """Run all instances concurrently and answer them in order. Raises the error of the first
-    instance, in their order, that fails, and BatchTooLarge if the instances, or their inputs
-    together, are too many."""
+    """Run all instances concurrently, and answer with their results in order. If several fail, the
+    error of the one that comes first in the request is raised. Raises BatchTooLarge if there are
+    too many instances, or too many inputs in all instances together."""
     with current_meter() as outer:
         instances = (await read_body_as(outer, VertexRequest)).instances
     check_batch(len(instances))
     requests: list[AnyRequest] = []
     input_count = 0
     for instance in instances:
-        # together the instances block the event loop no longer than one body
+        # divide AT_ONCE, so that all instances block the event loop no longer than one body
         requests.append(await decode_any(instance, outer.service.pool, AT_ONCE // len(instances)))
         input_count += _input_count(requests[-1])
         check_batch(input_count)
@@ -140,10 +141,11 @@ async def vertex() -> Response:
 async def decode_any(
     data: bytes | bytearray | msgspec.Raw, pool: ModelPool, at_once: int = AT_ONCE
 ) -> AnyRequest:
-    """Decode a body as a request of the route that handles it.
+    """Choose the route that handles a body, and decode the body as a request of that route. The
+    type of the result tells which route it is.
 
     A body of more than `at_once` bytes is decoded in slices, between which other tasks run. Raises
-    the errors of InvalidInput, Forbidden, and as `ModelPool.specs_of`.
+    InvalidInput, Forbidden, and the errors of `ModelPool.specs_of`.
     """
     fields = await decode(data, RouteFields, check_count, at_once)
     if fields.query is not msgspec.UNSET:
@@ -159,8 +161,8 @@ async def decode_any(
 async def _decode_rerank(
     data: bytes | bytearray | msgspec.Raw, fields: RouteFields, at_once: int = AT_ONCE
 ) -> RerankRequest | DocumentsRequest:
-    """Decode a body for /rerank in TEI's form or in Jina's, as the `fields` say.
-    Raises BadField for another form, and the errors of InvalidInput."""
+    """Decode a body for /rerank, in TEI's form if `fields` has texts, or in Jina's form if it has
+    documents. Raises BadField if it has neither, and InvalidInput."""
     if fields.texts is not msgspec.UNSET:
         return await decode(data, RerankRequest, check_count, at_once)
     if fields.documents is not msgspec.UNSET:
@@ -171,8 +173,8 @@ async def _decode_rerank(
 
 
 async def answer_any(meter: Meter, body: AnyRequest, *, raw_bytes: bool) -> Response:
-    """Answer a body as its route does. With `raw_bytes`, routes that can give vectors as raw
-    bytes do so."""
+    """Answer a body as the route for its type does. With `raw_bytes`, dense and multi-vector
+    embeddings are answered as raw bytes."""
     match body:
         case EmbedRequest():
             return await answer_embed(meter, body, raw_bytes=raw_bytes)
@@ -190,7 +192,7 @@ async def answer_any(meter: Meter, body: AnyRequest, *, raw_bytes: bool) -> Resp
 
 def _input_count(body: AnyRequest) -> int:
     """Return the number of inputs of a body. A text, a pair or a list of token ids is one input."""
-    match body:  # a list of token ids, and a pair of /predict, match no pattern
+    match body:  # a single input, such as a list of token ids, matches no pattern
         case (
             RerankRequest(texts=inputs)
             | DocumentsRequest(documents=inputs)

@@ -41,11 +41,13 @@ ApiVersion = Literal["1", "2"]
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 CohereTruncate = Literal["NONE", "START", "END"]
 
-Ranges = dict[EmbeddingType, np.ndarray | None]  # float32 [2, dim]; None: the type needs none
+# Calibration ranges by type: the lowest and the highest value of each dimension, float32 [2, dim],
+# or None for a type that needs no ranges.
+Ranges = dict[EmbeddingType, np.ndarray | None]
 
 _TYPES = Unserved("send `embedding_types`", ("float", ["float"]))
 
-SEARCH_UNITS = 1  # that Cohere bills for a request to rerank; some clients sum it
+SEARCH_UNITS = 1  # what Cohere bills for a request to rerank; some clients sum the units
 
 
 class ContentPart(msgspec.Struct, gc=False):
@@ -57,8 +59,9 @@ class ContentPart(msgspec.Struct, gc=False):
 
 
 class ContentInput(msgspec.Struct, gc=False):
-    """An input that consists of parts and has one vector. The parts are one image, or texts, which
-    are joined by line breaks as soon as the input is decoded: many small parts take much memory.
+    """An input that consists of parts and gets one vector. The parts are one image, or one or more
+    texts. Texts are joined by line breaks as soon as the input is decoded, because many small parts
+    take much memory.
 
     Raises ValueError for too many parts, an empty part, and an image beside other parts.
     """
@@ -84,7 +87,7 @@ class ContentInput(msgspec.Struct, gc=False):
     @property
     def source(self) -> str | ImageSource:
         """The text of the input, or its image."""
-        (part,) = self.content  # texts were joined
+        (part,) = self.content  # one image, or the joined texts
         url = part.image_url
         if url is None:
             return part.text or ""
@@ -96,8 +99,9 @@ class CohereEmbedRequest(ModelRequest, kw_only=True):
     /v1/embeddings.
 
     Exactly one of `texts`, `images` and `inputs` holds what to embed. `input_type` says what the
-    texts are for; for images the value image has no effect. `truncate` is START or END, the side to
-    truncate, or NONE to refuse inputs over the limit. A number as `priority` has no effect.
+    texts are for; the value image, sent with images, has no effect. `truncate` is the side on which
+    to truncate, START or END, or NONE to refuse inputs over the limit. A number as `priority` has
+    no effect.
     """
 
     texts: list[str] | None = None
@@ -132,7 +136,7 @@ class CohereResponse(msgspec.Struct):
 
 
 class ImageShown(msgspec.Struct):
-    """The facts in the header of an image: its size in pixels, its format, and the bits of a
+    """The facts in the header of an image file: the size in pixels, the format, and the bits per
     pixel."""
 
     width: int
@@ -142,7 +146,7 @@ class ImageShown(msgspec.Struct):
 
 
 class EmbedResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The fields that both responses to a request to embed have."""
+    """The fields that EmbeddingsByType and EmbeddingsFloats have in common."""
 
     id: str
     texts: list[str]
@@ -151,9 +155,9 @@ class EmbedResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EmbeddingsByType(EmbedResponse, kw_only=True, omit_defaults=True):
-    """One vector per input for each type that was asked for. A vector is a list of numbers, or
-    base64 of little-endian float32 numbers. The types binary and ubinary pack eight dimensions into
-    a number."""
+    """The response with one vector per input for each type that the request asks for. A vector is a
+    list of numbers, or base64 of little-endian float32 numbers. The types binary and ubinary pack
+    eight dimensions into a number."""
 
     response_type: Literal["embeddings_by_type"]
     embeddings: dict[str, list[list[float] | str]]
@@ -184,12 +188,13 @@ async def embed_cohere() -> Response:
 
 @blueprint.post("/v1/embed")
 async def embed_cohere_v1() -> Response:
-    """Answer with one vector per input, or as /v2/embed if the body names types."""
+    """Answer with one vector per input as EmbeddingsFloats, or if the body names types as
+    EmbeddingsByType."""
     return await _embed("1")
 
 
 async def _embed(version: ApiVersion) -> Response:
-    """Answer a request to embed in the form of this API version."""
+    """Answer a request to embed in the form of Cohere's API `version`."""
     with current_meter() as meter:
         body = await read_body_as(meter, CohereEmbedRequest)
         sources, field = _sources(body)
@@ -221,7 +226,7 @@ async def _embed(version: ApiVersion) -> Response:
             rest["images"] = [asdict(item) for item in facts]
 
         async def encode() -> Response:
-            # the types of the body, each with the ranges that it needs
+            # the types that the body names, each with its calibration ranges
             ranges: Ranges = {
                 name: None if name == "base64" else intent.types[name]
                 for name in body.embedding_types or ()
@@ -257,9 +262,9 @@ async def _parts(
     ranges: Ranges,
     version: ApiVersion,
 ) -> AsyncIterator[bytes]:
-    """Yield the JSON of the response in slices: EmbeddingsFloats for version 1 without types, else
-    EmbeddingsByType. `rest` has the fields `meta` and `images`; `ranges` has the types of the body
-    with their calibration ranges."""
+    """Yield the JSON of the response in slices: EmbeddingsFloats if `version` is 1 and the body
+    names no types, else EmbeddingsByType. `rest` has the fields `meta` and `images`. `ranges` maps
+    the types that the body names to their calibration ranges."""
     is_bare = version == "1" and not ranges
     response_type = "embeddings_floats" if is_bare else "embeddings_by_type"
     rest = {"response_type": response_type, "id": g.request_id, **rest}
@@ -283,7 +288,8 @@ def _vectors(
 ) -> AsyncIterator[bytes]:
     """Return an iterator over the items of a JSON list, in slices: the vectors in the type `name`.
     Each slice is encoded when it is written, so that no copy of all vectors is in memory. `dense`
-    is float32 `[inputs, dim]`; `ranges` are the type's calibration ranges, if any."""
+    is float32 `[inputs, dim]`. `ranges` are the calibration ranges of the type, float32 `[2, dim]`,
+    or None if it needs none."""
 
     def items(start: int, stop: int) -> np.ndarray | list[str]:
         rows = dense[start:stop]
@@ -295,8 +301,8 @@ def _vectors(
 
 
 def _meta_of(answer: Embeddings | Scores, version: ApiVersion) -> dict:
-    """Return the fields of CohereMeta. Cohere bills a request to embed by its tokens, and a request
-    to rerank as one search."""
+    """Return the fields of CohereMeta. The billed units are those of Cohere: the tokens of a
+    request to embed, and one search for a request to rerank."""
     tokens = int(answer.num_tokens.sum())
     is_search = isinstance(answer, Scores)
     return {

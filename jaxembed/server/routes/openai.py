@@ -1,4 +1,4 @@
-"""POST /v1/embeddings as OpenAI's API defines it, and POST /v1/multi-vector of Jina.
+"""POST /v1/embeddings as OpenAI's API defines it, and POST /v1/multi-vector as Jina's defines it.
 
 A request is read into inputs, or for late chunking into texts with the offsets of their chunks. A
 loaded model computes the embeddings, which are encoded into the response.
@@ -69,11 +69,12 @@ class Message(msgspec.Struct):
 
 
 class ChunksRequest(FormattedRequest, kw_only=True):
-    """The fields that divide texts into chunks, each of which has a vector (late chunking).
+    """The base of bodies that can divide texts into chunks, each of which gets a vector (late
+    chunking).
 
-    With `late_chunking` (Jina) the inputs are the chunks of one text. `chunks` has the offsets
-    `[start, end]` of each text's chunks, in the `offset_unit`. `chunk_size` is the number of tokens
-    of a chunk; neighbouring chunks share `chunk_overlap` tokens.
+    With `late_chunking` (Jina) the inputs are the chunks of one text. `chunks` has for each text
+    the offsets `[start, end]` of its chunks, counted in the `offset_unit`. `chunk_size` is the
+    number of tokens of a chunk; neighbouring chunks share `chunk_overlap` tokens.
     """
 
     late_chunking: bool | None = None
@@ -84,18 +85,18 @@ class ChunksRequest(FormattedRequest, kw_only=True):
 
 
 class EmbeddingsRequest(ChunksRequest, kw_only=True):
-    """A request for embeddings: OpenAI's fields, those of ChunksRequest, and others.
+    """A request for embeddings, with the fields of OpenAI's and several other APIs.
 
-    `outputs` are some of dense, sparse and multi_vector, for models that give several. Jina's
+    `outputs` names one or more of dense, sparse and multi_vector, which the model must have. Jina's
     `return_multivector` asks for multi_vector. `max_active_dims` limits the number of terms of a
-    sparse embedding. `return_tokens` adds these terms, and the token of each vector of a
-    multi-vector embedding.
+    sparse embedding. `return_tokens` adds the terms of a sparse embedding, and the token of each
+    vector of a multi-vector embedding.
 
     Three fields have a second name that Voyage, Jina or LiteLLM uses: `truncation` for `truncate`,
     `normalized` for `normalize`, `output_dimension` for `dimensions`. `input_type` (Cohere, Voyage,
     NVIDIA) and `task` (Jina) choose a prompt by the purpose of the texts. An item of `input` may be
     an object with a text or an image (Jina). With a `modality` of image (Infinity) each text is the
-    URL of an image. vLLM's `messages` replaces `input`: it has one message, which is one input.
+    URL of an image. vLLM sends `messages` instead of `input`: one message, which is one input.
     """
 
     input: MixedInputs | msgspec.UnsetType = msgspec.UNSET
@@ -131,8 +132,9 @@ class EmbeddingsRequest(ChunksRequest, kw_only=True):
 
 
 class SparseEmbedding(msgspec.Struct, omit_defaults=True):
-    """The weights of a text's terms that are not 0. `indices` are the numbers of the terms in the
-    vocabulary, ascending. `tokens` are the terms themselves, if asked for."""
+    """The terms of a text whose weight is not 0. `indices` are the indices of the terms in the
+    vocabulary, ascending; `values` are the weights of the terms; `tokens` are the terms themselves,
+    if the request asks for them."""
 
     indices: list[int]
     values: list[float]
@@ -142,13 +144,13 @@ class SparseEmbedding(msgspec.Struct, omit_defaults=True):
 class EmbeddingObject(msgspec.Struct, omit_defaults=True):
     """The outputs of an input or of a chunk.
 
-    `embedding` is the dense vector: a list of numbers, or base64 of their little-endian bytes;
-    null, or as base64 empty, if not asked for. `embeddings` are the vectors of a multi-vector
-    embedding in the same form; base64 has their `shape` beside it. `tokens` are their tokens, if
-    asked for.
+    `embedding` is the dense vector: a list of numbers, or base64 of their little-endian bytes. If
+    the request does not ask for it, it is null, or an empty string with base64. `embeddings` are
+    the vectors of a multi-vector embedding in the same form; with base64, `shape` is their shape.
+    `tokens` are the tokens of these vectors, if the request asks for them.
 
-    A chunk of `chunks` or `chunk_size` also has the index of its input, and its start and end
-    there, in the `offset_unit` of the request.
+    If the request has `chunks` or `chunk_size`, the object also has the index of its input, and the
+    `start` and `end` of the chunk in the input, in the `offset_unit` of the request.
     """
 
     object: Literal["embedding"]
@@ -182,7 +184,7 @@ async def embeddings() -> Response:
 
 @blueprint.post("/v1/multi-vector")
 async def multi_vector() -> Response:
-    """Answer as /v1/embeddings with `return_multivector` of true, for clients of Jina."""
+    """Answer as /v1/embeddings does if `return_multivector` is true, for clients of Jina."""
     with current_meter() as meter:
         body = await read_body_as(meter, EmbeddingsRequest)
         body.return_multivector = True
@@ -242,8 +244,8 @@ async def _answer(meter: Meter, body: EmbeddingsRequest) -> Response:
 
 def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
     """Return whether a body asks for vectors of chunks. Raises InvalidInput if two fields define
-    the chunks, for `chunk_overlap` without `chunk_size`, and for `offset_unit` without `chunks` or
-    `chunk_size`."""
+    the chunks, if `chunk_overlap` is given without `chunk_size`, or if `offset_unit` is given
+    without `chunks` or `chunk_size`."""
     is_given = {
         "late_chunking": body.late_chunking,
         "chunks": body.chunks,
@@ -263,8 +265,8 @@ def _asks_for_chunks(body: EmbeddingsRequest) -> bool:
 
 
 def _read_messages(messages: Sequence[Message]) -> RequestInputs:
-    """Read a chat as one input. Raises InvalidInput unless the chat is one message of the user with
-    one input, because no chat template is applied; and EmptyInput."""
+    """Read a chat as one input. Raises EmptyInput, and InvalidInput unless the chat is one message
+    of the user with one input, because chat templates are not applied."""
     if len(messages) != 1 or messages[0].role != "user":
         raise InvalidInput(
             "`messages` must be one message of the role `user`, which is one input; chat templates "
@@ -285,8 +287,8 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
     """Return the texts of a body, divided as `late_chunking`, `chunk_size` or `chunks` says. With
     `late_chunking` the inputs are the chunks of one text.
 
-    Raises InvalidInput for an input that is no text, and for `chunks` without one or more pairs of
-    integers for each text; BatchTooLarge and RequestTooLarge for too many chunks.
+    Raises InvalidInput for an input that is no text, and if `chunks` does not have one or more
+    pairs of integers for each text; BatchTooLarge and RequestTooLarge for too many chunks.
     """
     texts = []
     for index, item in enumerate(inputs.items):
@@ -317,7 +319,7 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
             chunk_place=lambda text, _: inputs.place(text),
         )
     chunks = body.chunks or []
-    is_flat = isinstance(next(iter(chunks[0]), None), int)  # pairs, not lists of pairs
+    is_flat = isinstance(next(iter(chunks[0]), None), int)  # the pairs of one text are not nested
     lists = [chunks] if is_flat else chunks
 
     def place_of(text: int, chunk: int) -> str:
@@ -345,8 +347,8 @@ def _read_chunks(body: EmbeddingsRequest, inputs: RequestInputs) -> RequestChunk
 
 
 def _chunk_bounds(given: object, place: str) -> tuple[int, int]:
-    """Return the start and the end of a chunk. Raises InvalidInput, which names its `place` in the
-    body, if `given` is not a pair of integers."""
+    """Return the start and the end of a chunk. Raises InvalidInput if `given` is not a pair of
+    integers; the message has `place`, the path of the pair in the body."""
     match given:
         case [int() as start, int() as end]:
             return start, end
@@ -356,8 +358,9 @@ def _chunk_bounds(given: object, place: str) -> tuple[int, int]:
 async def _respond(
     meter: Meter, body: EmbeddingsRequest, intent: Intent, answer: Embeddings
 ) -> Response:
-    """Encode the answer: as raw bytes if the client prefers them, else as EmbeddingsResponse.
-    Headers give the chosen prompt and dtype, and the number of windows of chunked texts."""
+    """Encode the answer as raw bytes if the client prefers them, else as EmbeddingsResponse.
+    Headers name the chosen prompt and dtype, and for texts in chunks the number of windows that the
+    model ran."""
     chunked = answer.chunked
     if wants_octets():
         response = await octet_response(answer.dense)
@@ -366,7 +369,7 @@ async def _respond(
         if body.return_tokens:
             term_names = meter.loaded.text_processor_of(meter.route).term_names
         if chunked is not None and not body.late_chunking:
-            # of each chunk the index of its input, its start and its end
+            # each row has the index of the input, the start and the end of a chunk
             input_indices = np.repeat(np.arange(len(chunked.counts)), chunked.counts)
             spans = np.column_stack([input_indices, chunked.bounds])
 
@@ -389,7 +392,8 @@ async def _respond(
 
 
 def _width_of(answer: Embeddings) -> int:
-    """Estimate how many numbers the outputs of one input have, on average (2 for a term)."""
+    """Return how many numbers the outputs of one input have on average, where a term of a sparse
+    embedding counts as 2. The width decides how many inputs are encoded in one slice."""
     count, width = max(len(answer.num_tokens), 1), 0
     if "dense" in answer.values:
         width += answer.values["dense"].shape[1]
@@ -408,9 +412,9 @@ def _fields_of(
 ) -> dict[str, Any]:
     """Return the fields of EmbeddingObject with the outputs of the input or chunk number `index`.
 
-    `encoder` converts vectors to numbers or base64. `names` returns the texts of term or token ids;
-    None leaves `tokens` out. Clients expect an `embedding`: without a dense output it is null, or
-    empty as base64, which OpenAI's client for Node decodes.
+    `encoder` converts vectors to numbers or base64. `names` maps ids of terms or tokens to texts;
+    None leaves `tokens` out. Clients expect the field `embedding`, so without a dense output it is
+    null. With base64 it is an empty string, because OpenAI's client for Node decodes it.
     """
     fields: dict[str, Any] = {"embedding": "" if encoder is to_base64 else None}
     if "dense" in answer.values:

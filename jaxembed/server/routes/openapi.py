@@ -1,5 +1,6 @@
-"""Builds the OpenAPI 3.0 document from the msgspec Structs of the routes, and serves it with an
-installed Swagger UI, without a CDN. The version is 3.0 because this Swagger UI cannot read 3.1."""
+"""Builds the OpenAPI document from the msgspec Structs of the routes, and serves it with an
+installed Swagger UI, without a CDN. The document has version 3.0 of OpenAPI, because the installed
+Swagger UI cannot read 3.1."""
 
 import re
 from collections import defaultdict
@@ -60,7 +61,7 @@ PATH_PARAMETER = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
 class OpenAIErrorDetail(msgspec.Struct):
-    """A description of the error; `param` is the path of the field that caused it."""
+    """A description of an error. `param` is the path of the field that caused the error."""
 
     message: str
     type: str
@@ -69,21 +70,23 @@ class OpenAIErrorDetail(msgspec.Struct):
 
 
 class OpenAIError(msgspec.Struct):
-    """The body of every error under /v1; `detail` repeats the message."""
+    """The body of every error of OpenAI's, Jina's, Voyage's and Infinity's routes. `detail` repeats
+    the message."""
 
     error: OpenAIErrorDetail
     detail: str
 
 
 class TeiError(msgspec.Struct):
-    """The body of an error on all other routes."""
+    """The body of every error of TEI's routes, Triton's routes and all routes without another
+    format."""
 
     error: str
     error_type: str
 
 
 class CohereError(msgspec.Struct):
-    """The body of every error under /v2 and of /v1/embed."""
+    """The body of every error of Cohere's routes."""
 
     message: str
 
@@ -95,15 +98,16 @@ ERRORS: dict[Dialect, type] = {"openai": OpenAIError, "cohere": CohereError, "te
 class Route:
     """A handler, and the bodies of its requests and responses.
 
-    `request` and `response` are types for JSON, or None for no body; `response` may be another
-    media type. A tuple lists alternative types: msgspec has no union of Structs without a tag.
+    `request` and `response` are types of JSON bodies, or None for no body. A tuple lists
+    alternative types, because msgspec has no union of Structs without a tag. If the response is not
+    JSON, `response` is its media type.
     """
 
     endpoint: str  # `<blueprint>.<handler>`; the handler's decorators have the paths
     summary: str
     request: Any = None
     response: Any = None
-    raw_bytes: bool = False  # whether it also answers raw bytes
+    raw_bytes: bool = False  # whether the handler can also answer with raw bytes
     query: tuple[str, ...] = ()  # names of query parameters
 
 
@@ -114,7 +118,7 @@ LABELS = (list[rerank.Prediction], list[list[rerank.Prediction]])
 TERMS = list[list[tei.Term]]
 ANY_REQUEST = (*cloud.EMBED_REQUESTS.values(), *RERANKS, tei.PredictRequest)
 ANY_RESPONSE = (VECTORS, TERMS, list[VECTORS], *RANKINGS, *LABELS)
-UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # they run no device, so they take no priority
+UNQUEUED = (tei.TokenizeRequest, tei.DecodeRequest)  # need no device, so they have no priority
 
 # fmt: off
 ROUTES = (
@@ -182,8 +186,8 @@ ROUTES = (
 def document(rules: Iterable[Rule]) -> dict:
     """Build the OpenAPI document of ROUTES, as plain values for JSON.
 
-    `rules` are the URL rules of the app, which give each endpoint in ROUTES its paths and methods.
-    Rules of other endpoints, and endpoints without a rule, are left out.
+    `rules` are the URL rules of the app: each gives a path and the methods of an endpoint. Rules of
+    endpoints that are not in ROUTES, and endpoints in ROUTES without a rule, are left out.
     """
     bodies = [body for route in ROUTES for body in (route.request, route.response)]
     kinds = [kind for body in bodies if not isinstance(body, str) for kind in _kinds(body)]
@@ -191,7 +195,7 @@ def document(rules: Iterable[Rule]) -> dict:
     shapes, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
     )
-    # Leave out fields that are declared only to refuse values with an effect.
+    # Leave out fields that are declared only to be refused.
     fields, _ = refused_fields(ModelRequest)
     for schema in components.values():
         properties = schema.get("properties", {})
@@ -199,8 +203,8 @@ def document(rules: Iterable[Rule]) -> dict:
             if properties.get(name) == {"default": None}:
                 del properties[name]
     schemas = {str(kind): shape for kind, shape in zip(kinds, shapes, strict=True)}
-    # Each endpoint's paths and methods in the order of its decorators. Python applies the last
-    # decorator first, so the rules are in reverse order.
+    # The paths and methods of each endpoint, in the order of the decorators in the source. Python
+    # applies the last decorator first, so the order of the rules is reversed.
     path_methods: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for rule in reversed(list(rules)):
         path = PATH_PARAMETER.sub(r"{\1}", rule.rule)
@@ -225,7 +229,7 @@ def document(rules: Iterable[Rule]) -> dict:
 def as_openapi_3_0(schema: Any) -> Any:
     """Convert a JSON Schema of msgspec to OpenAPI 3.0.
 
-    In JSON Schema 2020-12 null is a type; OpenAPI 3.0 has the keyword `nullable` instead.
+    msgspec's JSON Schema (2020-12) has a type null. OpenAPI 3.0 has the keyword `nullable` instead.
     """
     if isinstance(schema, list):
         return [as_openapi_3_0(item) for item in schema]
@@ -237,7 +241,7 @@ def as_openapi_3_0(schema: Any) -> Any:
         return schema
     types = [choice for choice in choices if choice != {"type": "null"}]
     del schema["anyOf"]
-    # OpenAPI 3.0 ignores keywords beside $ref
+    # OpenAPI 3.0 ignores keywords beside $ref, so a type with $ref stays in anyOf
     if len(types) == 1 and "$ref" not in types[0]:
         return {**types[0], **schema, "nullable": True}
     return {**schema, "anyOf": types, "nullable": True}
@@ -251,14 +255,15 @@ def _kinds(body: Any) -> tuple:
 
 
 def _schema(body: Any, schemas: dict[str, dict]) -> dict:
-    """Return the schema of a body. `schemas` has the schema of each type by the type's name."""
+    """Return the OpenAPI media type object of a body. `schemas` has the schema of each type by the
+    name of the type."""
     alternatives = [schemas[str(kind)] for kind in _kinds(body)]
     return {"schema": alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}}
 
 
 def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -> dict:
-    """Build the OpenAPI operation of a route for one path and method. `schemas` are those of
-    `_schema`."""
+    """Build the OpenAPI operation of a route for one path and method. `schemas` has the schema of
+    each type by the name of the type."""
     text = {"type": "string"}
     parameters: list[dict] = [
         {"name": name, "in": "path", "required": True, "schema": text}
@@ -268,7 +273,7 @@ def _operation(route: Route, path: str, method: str, schemas: dict[str, dict]) -
         {"name": name, "in": "query", "schema": text, "allowEmptyValue": True}
         for name in route.query
     ]
-    # only requests that wait have a priority
+    # only requests that wait for a device have a priority
     is_queued = route.request not in UNQUEUED and not path.startswith(REPOSITORY)
     if route.request is not None and is_queued:
         choices = text | {"enum": list(get_args(Priority))}

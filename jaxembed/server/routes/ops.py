@@ -1,5 +1,5 @@
 """Routes for operators and probes: health, metrics, and the models with their limits. No handler
-waits for a device."""
+waits for a device, so these routes answer even if a device hangs."""
 
 import time
 from collections.abc import Collection
@@ -29,7 +29,7 @@ blueprint = Blueprint("ops", __name__)
 metrics_blueprint = Blueprint("metrics", __name__)
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# TEI's names of poolings, where they differ from those of sentence-transformers.
+# TEI's names of poolings by the names in sentence-transformers, where the two differ.
 TEI_POOLING_NAMES = {"lasttoken": "last_token"}
 MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
 
@@ -37,43 +37,43 @@ MODEL_TYPES = {"rerank": "reranker", "classify": "classifier"}
 class QueueStats(msgspec.Struct):
     """The queue of one model, as Infinity's clients read it."""
 
-    queue_absolute: int  # inputs that wait for a batch
-    queue_fraction: float  # queue_absolute / maximum of admitted inputs
+    queue_absolute: int  # number of inputs that wait for a batch
+    queue_fraction: float  # queue_absolute / the maximum number of admitted inputs
 
 
 class ServedModel(msgspec.Struct):
-    """A served name. `task`, `capabilities` and `outputs` are known once its model was loaded,
-    `max_model_len` and `stats` while the model is in memory."""
+    """A served name and its model. `task`, `capabilities` and `outputs` are set when the model has
+    been loaded once, `max_model_len` and `stats` only while the model is in memory."""
 
     id: str
     created: int
-    loaded: bool  # whether it is in memory
-    max_model_len: int | None = None  # tokens
+    loaded: bool  # whether the model is in memory
+    max_model_len: int | None = None  # maximum tokens of an input
     task: Task | None = None
-    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # as Infinity names them
-    outputs: tuple[OutputName, ...] = ()  # of an embedding model
+    capabilities: tuple[Task | Literal["image_embed"], ...] = ()  # Infinity's name for tasks
+    outputs: tuple[OutputName, ...] = ()  # empty unless it is an embedding model
     stats: QueueStats = msgspec.field(default_factory=lambda: QueueStats(0, 0.0))
-    parent: str | msgspec.UnsetType = msgspec.UNSET  # of an adapter: the name of its model
+    parent: str | msgspec.UnsetType = msgspec.UNSET  # for an adapter: the name of its model
     object: Literal["model"] = "model"
     owned_by: str | msgspec.UnsetType = "jaxembed"
 
 
 class ModelList(msgspec.Struct):
-    """The served names that the request may use."""
+    """The served names that the API key of the request may use."""
 
     data: list[ServedModel]
     object: Literal["list"] = "list"
 
 
 class Health(msgspec.Struct):
-    """The time of the server's clock, which Infinity's client reads."""
+    """The body of /health: the time of the server's clock, which Infinity's client reads."""
 
     unix: float  # seconds since 1970
 
 
 class Info(msgspec.Struct):
-    """One model and its limits, with the fields of TEI. `jaxembed` has further fields; with several
-    models in memory it lists all of them."""
+    """One model and its limits, with the fields of TEI. `jaxembed` has further facts, and lists all
+    models in memory if there are several."""
 
     model_id: str
     model_sha: str | None
@@ -95,32 +95,31 @@ class Info(msgspec.Struct):
 
 @blueprint.get("/")
 async def probe() -> Response:
-    """Answer 200 if every model is healthy, and redirect browsers to the playground if it is on.
-    Raises Unhealthy otherwise."""
+    """Answer 200 if every model is healthy, or redirect a browser to the playground if that is on.
+    Raises Unhealthy if a model is not healthy."""
     _check_health()
     return redirect_to_playground() or Response(b"")
 
 
 @blueprint.get("/ping")
 async def ping() -> Response:
-    """Answer 200 if every model is healthy, for SageMaker. Raises Unhealthy otherwise."""
+    """Answer 200 if every model is healthy, for SageMaker. Raises Unhealthy if a model is not."""
     _check_health()
     return Response(b"")
 
 
 @blueprint.get("/health")
 async def health() -> Response:
-    """Answer 200 with a body for Infinity's client if every model is healthy, else raise
-    Unhealthy."""
+    """Answer 200 with a body for Infinity's client if every model is healthy. Raises Unhealthy if a
+    model is not."""
     _check_health()
     return json_response(msgspec.json.encode(Health(time.time())))
 
 
 @blueprint.get("/livez")
 async def livez() -> Response:
-    """Answer 200 unless a model is stuck: none of its devices returns from its call. Then it raises
-    Unhealthy, and a supervisor must end the process, because a thread in native code cannot be
-    stopped."""
+    """Answer 200 unless all devices of a model hang. If they do, raise Unhealthy: a supervisor must
+    end the process, because a thread in native code cannot be stopped."""
     if current_service().models.stuck:
         raise Unhealthy("a device call does not return; restart the server")
     return Response(b"")
@@ -128,8 +127,8 @@ async def livez() -> Response:
 
 @blueprint.get("/ready")
 async def ready() -> Response:
-    """Answer 200 if the server should get traffic: it is warm, healthy and not shutting down.
-    Raises Unhealthy otherwise."""
+    """Answer 200 if the server should get traffic, that is if all models are warm and healthy and
+    it is not shutting down. Raises Unhealthy if it should not."""
     models = current_service().models
     if models.draining or any(loaded.draining for loaded in models):
         raise Unhealthy("not ready: the server is shutting down")
@@ -143,8 +142,8 @@ async def ready() -> Response:
 @blueprint.get("/v1/models")
 @blueprint.get("/models")
 async def list_models() -> Response:
-    """List the served names that the request may use. /models leaves `owned_by` out, because
-    Infinity's client fails on any owner but its own."""
+    """List the served names that the API key of the request may use. /models leaves `owned_by` out,
+    because Infinity's client fails on any owner but its own."""
     models, permitted = current_service().models, check_name(None)
     listed = [_describe_name(name, models, permitted) for name in models.names_among(permitted)]
     if request.path == "/models":
@@ -162,8 +161,8 @@ async def model(name: str) -> Response:
 
 @blueprint.get("/info")
 async def info() -> Response:
-    """Describe the model named in `?model=`, or the first one in memory that the request may use.
-    `?verbose` adds facts about the speed of every model, as `jaxembed.doctor`.
+    """Describe the model named in `?model=`, or the first model in memory that the API key may use.
+    `?verbose` adds facts about the speed of every model, in `jaxembed.doctor` of the response.
 
     Raises Forbidden, UnknownModel, and ModelUnavailable if the model is not in memory.
     """
@@ -189,7 +188,7 @@ async def info() -> Response:
         model_type = {MODEL_TYPES[spec.task]: {"id2label": id2label, "label2id": label2id}}
     visible = {models.name_of(model, permitted): model for model in models.loaded_among(permitted)}
     details = loaded.describe()
-    # The most memory that clients can make the process use, without that of connections.
+    # The maximum memory that clients can make the process use, apart from that of connections.
     tokenizing = sum(model.tokenizing_bytes for model in models)
     details["accounted_bytes"] = models.capacity.max_bytes + tokenizing
     details["connection_bytes"] = CONNECTION_BYTES
@@ -230,7 +229,8 @@ async def info() -> Response:
 
 @metrics_blueprint.get("/metrics")
 async def metrics() -> Response:
-    """Return the metrics of models, keys, audit log and process in the Prometheus text format."""
+    """Return the metrics of the models, API keys, audit log and process in the Prometheus text
+    format."""
     service = current_service()
     series = service.models.exposition()
     if service.keyring is not None or service.audit is not None:
@@ -245,8 +245,8 @@ def _check_health() -> None:
 
 
 def _describe_name(name: str, models: Models, permitted: Collection[str] | None) -> ServedModel:
-    """Describe the model or adapter served as `name`. `permitted` are the names that the request
-    may use; None permits all. Raises UnknownModel."""
+    """Describe the model or adapter served as `name`. Raises UnknownModel, whose message lists only
+    the names in `permitted`; None permits all."""
     known, adapter = models.named(name, permitted), models.adapter_of(name)
     described = ServedModel(id=name, created=0, loaded=known.instance is not None)
     if known.spec is not None:

@@ -1,4 +1,5 @@
-"""GET /playground: a page to try the models in a browser; and the responses of all HTML pages.
+"""GET /playground, a page to try the models in a browser; and the function that makes the response
+of every HTML page.
 
 The page is one file, whose script calls the other routes. A Content-Security-Policy tells the
 browser to run only the script and the style in the file, and to connect to this server alone.
@@ -26,8 +27,8 @@ _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 @blueprint.get("/playground")
 async def playground() -> Response:
-    """Return the page. It needs no key, because it holds no data and its requests carry the key.
-    Raises PlaygroundOff."""
+    """Return the page. Reading it needs no API key, because it holds no data; its script sends the
+    key with each request. Raises PlaygroundOff if the server runs without the page."""
     if not is_on(current_service().config):
         raise PlaygroundOff("the playground is off; start the server with --playground")
     # the script never parses texts as HTML; the browser forbids it
@@ -35,14 +36,14 @@ async def playground() -> Response:
 
 
 def is_on(config: ServerConfig) -> bool:
-    """Return whether the page is served: as `config.playground` says, or if that is None, whether
-    the server listens on a loopback address."""
+    """Return whether the page is served. If `config.playground` is None, it is served if the server
+    listens on a loopback address."""
     return is_loopback(config.host) if config.playground is None else config.playground
 
 
 def redirect_to_playground() -> Response | None:
-    """Return a redirect to the page for a browser; None if the page is off or the client is no
-    browser. A client whose `Accept` header names text/html counts as a browser."""
+    """Return a redirect to the page if the client is a browser and the page is served, else None. A
+    client whose `Accept` header names text/html counts as a browser."""
     if not is_on(current_service().config) or not any(
         kind == HTML and quality > 0 for kind, quality in request.accept_mimetypes
     ):
@@ -53,8 +54,8 @@ def redirect_to_playground() -> Response | None:
 
 @cache
 def _policy(body: bytes, files: bool, *directives: str) -> str:
-    """Return the Content-Security-Policy of a page, with digests of its scripts and styles. The
-    arguments are those of `page_response`."""
+    """Return the Content-Security-Policy of a page, with digests of the scripts and styles in it.
+    `page_response` describes the arguments."""
     sources = {"script": "", "style": "", "img": " data:"}
     for kind, text in _INLINE.findall(body):
         digest = b64encode(sha256(text).digest()).decode()
@@ -75,9 +76,9 @@ def _policy(body: bytes, files: bool, *directives: str) -> str:
 def page_response(body: bytes, *directives: str, files: bool = False) -> Response:
     """Return a response with an HTML page and its Content-Security-Policy.
 
-    The browser runs the scripts and styles in the page, or with `files` also those in files of this
-    server. It connects to this server alone. No page may show this one in a frame. `directives` are
-    added to the policy.
+    The browser runs the scripts and styles in the page, and with `files` also scripts and styles in
+    files of this server. It connects to this server alone, and shows the page in no frame.
+    `directives` are added to the policy.
     """
     headers = {
         "Content-Security-Policy": _policy(body, files, *directives),

@@ -1,10 +1,11 @@
-"""POST /v1/rerank as Jina's or Voyage's API defines it, and POST /classify as Infinity's; also what
-all routes that rerank or classify share: the bodies to rerank, and lists of scores as JSON.
+"""POST /v1/rerank as Jina's or Voyage's API defines it, and POST /classify as Infinity's does. The
+module also has what all routes that rerank or classify share: the bodies to rerank, and the lists
+of scores as JSON.
 
-Infinity, vLLM and Cohere's client for version 1 use nearly Jina's API. Cohere's routes and Voyage's
-API have the same body and results, but another response. A body with `top_k` or `truncation` gets
-Voyage's response. Any other body gets Jina's, which has the results also as `data`, where Voyage's
-clients read them.
+Infinity, vLLM and Cohere's client for version 1 use nearly the same API as Jina. Cohere's routes
+and Voyage's API have the same body and results, but the response around the results differs. A body
+with `top_k` or `truncation` gets Voyage's response. Any other body gets Jina's response, which
+repeats the results as `data`, where Voyage's clients read them.
 """
 
 import time
@@ -54,17 +55,18 @@ class Prediction(msgspec.Struct):
 
 
 class Document(TextOrImage, omit_defaults=True):
-    """A document as an object: a text, or an image as a URL, a data URI or base64. Its other fields
-    are ignored, and are not in the response. Raises ValueError for an object with both or
-    neither."""
+    """A document as an object: a text, or an image as a URL, a data URI or base64. Other fields of
+    the object are ignored, and are not in the response. Raises ValueError for an object with both a
+    text and an image, or with neither."""
 
 
 class RankingRequest(ModelRequest, kw_only=True):
     """The fields of every body to rerank.
 
-    `top_n`, or Voyage's `top_k`, limits the results; null or 0 asks for all. `max_tokens_per_doc`
-    truncates documents; null or 0 means the limit of the model. `max_chunks_per_doc` over 1, or
-    `long_documents` of chunk, divides documents over the limit into chunks; the best one counts.
+    `top_n`, or Voyage's `top_k`, limits the number of results; null or 0 asks for all.
+    `max_tokens_per_doc` truncates documents; null or 0 means the limit of the model. A
+    `max_chunks_per_doc` over 1, or `long_documents` of chunk, divides a document over the limit
+    into chunks, and the best chunk gives the score.
     """
 
     query: str
@@ -81,9 +83,9 @@ class RankingRequest(ModelRequest, kw_only=True):
 
 
 class DocumentsRequest(RankingRequest, kw_only=True):
-    """A body to rerank in the form that Jina, Cohere, Voyage, Infinity and vLLM share. Every route
-    that takes it has `raw_scores`, `truncate` (Voyage: `truncation`) and `instruction`. A number as
-    `priority`, and `user`, have no effect."""
+    """A body to rerank in the form that Jina, Cohere, Voyage, Infinity and vLLM share. All routes
+    that take this body accept `raw_scores`, `truncate` (Voyage: `truncation`) and `instruction`.
+    `user`, and a number as `priority`, have no effect."""
 
     documents: list[str | Document]
     return_documents: bool | None = None
@@ -93,8 +95,9 @@ class DocumentsRequest(RankingRequest, kw_only=True):
 
 
 class BestChunk(msgspec.Struct):
-    """The chunk of a document that has its score: its number, its first character, and the
-    character after its last. Present only if documents may be divided."""
+    """The chunk whose score is the score of the document. `index` is the number of the chunk,
+    `start` its first character in the document and `end` the character after its last. Present only
+    if documents may be divided."""
 
     index: int
     start: int
@@ -102,7 +105,7 @@ class BestChunk(msgspec.Struct):
 
 
 class ScoredDocument(msgspec.Struct, omit_defaults=True):
-    """A document's index in the request and its score."""
+    """The index of a document in the request, and its score."""
 
     index: int
     relevance_score: float
@@ -110,7 +113,8 @@ class ScoredDocument(msgspec.Struct, omit_defaults=True):
 
 
 class Result(ScoredDocument, omit_defaults=True):
-    """A document's index in the request and its score; also the document, if asked for."""
+    """The index of a document in the request, its score, and the document if the request asks for
+    it."""
 
     document: Document | msgspec.UnsetType = msgspec.UNSET
 
@@ -129,7 +133,8 @@ class JinaResponse(msgspec.Struct):
 
 
 class VoyageResult(ScoredDocument, omit_defaults=True):
-    """A document's index in the request and its score; also its text, if asked for."""
+    """The index of a document in the request, its score, and its text if the request asks for
+    it."""
 
     document: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -145,8 +150,8 @@ class VoyageResponse(msgspec.Struct):
 
 @blueprint.post("/v1/rerank")
 async def rerank_jina() -> Response:
-    """Rank documents. The response has Voyage's form for a body with `top_k` or `truncation`, else
-    Jina's."""
+    """Rank documents. The response has Voyage's form if the body has `top_k` or `truncation`, else
+    Jina's form."""
     with current_meter() as meter:
         body = await read_body_as(meter, DocumentsRequest)
         if (body.top_k, body.truncation) == (None, None):
@@ -158,7 +163,7 @@ async def rerank_jina() -> Response:
 
 
 async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
-    """Answer a body to rerank, from any route, in Jina's form."""
+    """Answer a body to rerank in Jina's form. The body may come from any route."""
     answer, results = await rerank_documents(meter, body)
     rest = {
         "object": "rerank",
@@ -174,11 +179,11 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
 async def rerank_documents(
     meter: Meter, body: DocumentsRequest, *, as_strings: bool = False
 ) -> tuple[Scores, Callable[[], AsyncIterator[bytes]]]:
-    """Score the documents of a body. Returns the scores and a function; each call of it returns an
-    iterator over the best Results, as items of a JSON list in slices. With `as_strings` the
-    document of a Result is its text.
+    """Score the documents of a body. Returns the scores, and a function that yields the best
+    Results, best first, as the items of a JSON list in slices. It may be called several times. With
+    `as_strings` the field `document` of a Result is the text alone.
 
-    Raises InvalidInput, and as `Meter.find` and `score_documents`.
+    Raises InvalidInput, and the errors of `Meter.find` and `score_documents`.
     """
     if not body.documents:
         raise NoInputs("documents")
@@ -240,8 +245,8 @@ def ranking_options(body: RankingRequest, **more: Any) -> ScoreOptions:
 
 
 def chunk_of(answer: Scores, document: int) -> dict[str, Chunk]:
-    """Return the field `chunk` in the result of a document, given its index; no field if documents
-    may not be divided."""
+    """Return the field `chunk` of the result for the document with this index, or no field if
+    documents may not be divided."""
     return {} if answer.chunks is None else {"chunk": answer.chunks[document]}
 
 
@@ -256,8 +261,9 @@ async def json_ranking(
 ) -> AsyncIterator[bytes]:
     """Yield the items of a JSON list of the best documents, best first, in slices.
 
-    `item(index, score)` makes an object; `score` is a numpy.float32. `texts` are the documents, if
-    the objects contain them. `ties` says which of equal scores comes first.
+    `item(index, score)` makes the object of a document; `score` is a numpy.float32. `texts` are the
+    documents, if the objects contain them. `ties` says which of two documents of equal score comes
+    first.
     """
     scores = answer.shown(raw_scores)[:, 0]
     order = rank(answer.logits[:, 0], ties)[:top_n].tolist()
@@ -270,8 +276,9 @@ async def json_ranking(
 
 
 async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> AsyncIterator[bytes]:
-    """Yield the inside of a JSON list, without its brackets, in slices: for each input its labels
-    with scores, best first. `ties` says which of equal logits comes first."""
+    """Yield the items of a JSON list, without the list's brackets, in slices: for each input a list
+    of its labels with scores, best first. `ties` says which of two labels with equal logits comes
+    first."""
     scores, labels = answer.shown(raw_scores), answer.labels
 
     def items(start: int, stop: int) -> list[list[dict]]:
@@ -287,7 +294,7 @@ async def json_predictions(answer: Scores, *, raw_scores: bool, ties: Ties) -> A
 class ClassifyRequest(ModelRequest, kw_only=True):
     """A request to classify a text, or a list of texts and pairs. A pair is a list of two texts.
 
-    `["a", "b"]` is two texts, whereas /predict takes it as one pair.
+    `["a", "b"]` is two texts here, whereas /predict takes it as one pair.
     """
 
     input: str | list[str | list[str]]
@@ -297,7 +304,8 @@ class ClassifyRequest(ModelRequest, kw_only=True):
 
 
 class ClassifyResponse(msgspec.Struct):
-    """For each input a list of every label with its score, best first."""
+    """The labels and scores. `data` has for each input a list of all labels with their scores, best
+    first."""
 
     data: list[list[Prediction]]
     object: Literal["classify"]

@@ -1,8 +1,8 @@
-"""The routes of Text Embeddings Inference (TEI) 1.9, its body for /rerank, and /embed_multi, which
-TEI lacks.
+"""The routes of Text Embeddings Inference (TEI) 1.9, TEI's body for /rerank, and the route
+/embed_multi, which TEI does not have.
 
-TEI serves one model; here each body may have a `model`, and bodies of routes that run the model may
-have a `priority`. The route /rerank is in `cloud.py`, because clients also send it Jina's body.
+TEI serves one model. Here each body may name a `model`, and the bodies of routes that run a model
+may have a `priority`. The route /rerank itself is in `cloud.py`, because it also takes Jina's body.
 """
 
 import asyncio
@@ -89,9 +89,9 @@ ROUTES_BY_OUTPUT: dict[OutputName, str] = {  # for models without a dense output
 
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
 SLICE_TERMS = 2048  # terms that are encoded before the event loop runs other tasks
-MAX_SHAPE_CHARACTERS = 4096  # characters of a header; clients and proxies refuse long ones
+MAX_SHAPE_CHARACTERS = 4096  # of the shape header; clients and proxies refuse long headers
 
-# TEI's message, and one in its words for /embed_multi, which it lacks.
+# Messages for a model without the output: TEI's, and a similar one for /embed_multi.
 REFUSALS: dict[OutputName, str] = {
     "sparse": "Model is not an embedding model with SPLADE pooling",
     "multi_vector": "Model is not an embedding model with several vectors for a text",
@@ -101,7 +101,7 @@ _ONE = "this route returns one output; /v1/embeddings and /embeddings can return
 
 
 class InputsRequest(VectorsRequest, kw_only=True):
-    """The base of the bodies in TEI's form that are answered with vectors."""
+    """The base of the bodies in TEI's form whose responses have vectors."""
 
     inputs: Any
     truncate: bool | None = None
@@ -111,8 +111,8 @@ class InputsRequest(VectorsRequest, kw_only=True):
 
 
 class EmbedRequest(InputsRequest, kw_only=True):
-    """The body of /embed: one input or a list of them. A list of integers is one input of token
-    ids. An input may be an object that names its type, which is required for images."""
+    """The body of /embed: one input or a list of inputs. A list of integers is one input of token
+    ids. An input may be an object that names its type; an image must be such an object."""
 
     inputs: TypedInputs
     normalize: bool | None = None
@@ -135,7 +135,7 @@ class SimilarityInputs(msgspec.Struct):
 
 
 class SimilarityParameters(RefusedFields, kw_only=True):
-    """Options for how the texts are tokenized."""
+    """Options for tokenizing the texts of a /similarity request."""
 
     truncate: bool | None = None
     truncation_direction: Direction | None = None
@@ -160,8 +160,8 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """A token of a text. `start` and `stop` are byte offsets into the text with its prompt; special
-    tokens have null."""
+    """A token of a text. `start` and `stop` are its byte offsets in the text with the prompt in
+    front, or null for a special token."""
 
     id: int
     text: str
@@ -171,8 +171,8 @@ class Token(msgspec.Struct):
 
 
 class DecodeRequest(msgspec.Struct):
-    """The body of /decode: one sequence of token ids, or a list of them. For a model with several
-    routes `prompt_name` names the route whose tokenizer gave the ids."""
+    """The body of /decode: one sequence of token ids, or a list of sequences. For a model with
+    several routes, `prompt_name` names the route whose tokenizer made the ids."""
 
     ids: list[TokenId | list[TokenId]]
     skip_special_tokens: bool | None = None
@@ -181,8 +181,8 @@ class DecodeRequest(msgspec.Struct):
 
 
 class RerankRequest(RankingRequest, kw_only=True):
-    """A query, and the texts to rank by how well they answer it. Of the optional fields TEI has
-    `truncate`, `truncation_direction`, `raw_scores` and `return_text`."""
+    """A query, and the texts to rank by how well they answer the query. TEI has only these of the
+    optional fields: `truncate`, `truncation_direction`, `raw_scores` and `return_text`."""
 
     texts: list[str]
     return_documents: Annotated[Any, _RETURN_TEXT] = None
@@ -192,7 +192,7 @@ class RerankRequest(RankingRequest, kw_only=True):
 
 
 class Rank(msgspec.Struct, omit_defaults=True):
-    """A text's index in the request and its score; also the text, if asked for."""
+    """The index of a text in the request, its score, and the text if the request asks for it."""
 
     index: int
     score: float
@@ -201,8 +201,8 @@ class Rank(msgspec.Struct, omit_defaults=True):
 
 
 class PredictRequest(ModelRequest, kw_only=True):
-    """The body of /predict: `"a"` and `["a"]` are one text, `["a", "b"]` is one pair, and `[["a"],
-    ["b", "c"]]` is a batch of a text and a pair. An empty list is refused as an empty input."""
+    """The body of /predict. `"a"` and `["a"]` are one text, `["a", "b"]` is one pair of texts, and
+    `[["a"], ["b", "c"]]` is a batch of a text and a pair. An empty list is refused."""
 
     inputs: str | list[str | list[str]]
     truncate: bool | None = None
@@ -222,7 +222,8 @@ async def embed() -> Response:
 
 @blueprint.post("/embed_all")
 async def embed_all() -> Response:
-    """Answer with one vector per token, special tokens included: its state before pooling."""
+    """Answer with one vector per token, special tokens included. The vector is the state of the
+    token before pooling."""
     with current_meter() as meter:
         body = await read_body_as(meter, EmbedAllRequest)
         await meter.find(body.model, "embed")
@@ -257,7 +258,7 @@ async def similarities() -> Response:
         texts = body.inputs
         if not texts.sentences:
             raise NoInputs("inputs.sentences")
-        # As in TEI, the limit on the batch size counts the source too.
+        # As in TEI, the source sentence counts towards the limit on the batch size.
         inputs = read_inputs([texts.source_sentence, *texts.sentences], field="inputs")
         answer, scores = await compare_texts(meter, inputs, options)
         encoded = orjson.dumps(scores, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -309,17 +310,18 @@ async def decode_ids() -> Response:
 
 @blueprint.post("/predict")
 async def predict() -> Response:
-    """Answer with every label of each input and its score, best first. A reranker has one label."""
+    """Answer with every label and its score for each input, best first. A reranker has one
+    label."""
     with current_meter() as meter:
         return await answer_predict(meter, await read_body_as(meter, PredictRequest))
 
 
 async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> Response:
-    """Answer a body of /embed, from any route. With `raw_bytes` the vectors are raw bytes, else
-    JSON.
+    """Answer a body of /embed, which may come from another route. With `raw_bytes` the response has
+    the vectors as raw bytes, else as JSON.
 
-    Raises InvalidInput, and as `Meter.find` and `embed_inputs`; for a model without a dense output
-    WrongTask, which names the route to use.
+    Raises InvalidInput, and the errors of `Meter.find` and `embed_inputs`. For a model without a
+    dense output it raises WrongTask, whose message names the route to use.
     """
     loaded = await meter.find(body.model, "embed", DENSE)
     inputs = read_inputs(body.inputs, field="inputs")
@@ -329,7 +331,7 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> 
             f"{loaded.name} has no dense output, only {primary}; send the request to "
             f"{ROUTES_BY_OUTPUT[primary]}"
         )
-    if dimensions == 0:  # both messages are TEI's; /v1/embeddings accepts 0
+    if dimensions == 0:  # the next two messages are TEI's; /v1/embeddings accepts 0
         raise InvalidInput(
             "Input validation error: `dimensions` should be positive", field="dimensions"
         )
@@ -355,8 +357,9 @@ async def answer_embed(meter: Meter, body: EmbedRequest, *, raw_bytes: bool) -> 
 
 
 async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
-    """Answer a body of /rerank in TEI's form: best first, and of equal scores the last text first,
-    as TEI does. Raises NoInputs, and as `ranking_options`, `Meter.find` and `score_documents`."""
+    """Answer a body of /rerank in TEI's form: the best text first, and among texts of equal score
+    the last one first, as TEI does. Raises NoInputs, and the errors of `ranking_options`,
+    `Meter.find` and `score_documents`."""
     texts = body.texts
     if not texts:
         raise NoInputs("texts")
@@ -386,8 +389,8 @@ async def answer_rerank(meter: Meter, body: RerankRequest) -> Response:
 
 
 async def answer_predict(meter: Meter, body: PredictRequest) -> Response:
-    """Answer a body of /predict, from any route. Raises InvalidInput for a list that mixes texts
-    and lists, and as `Meter.find` and `score_inputs`."""
+    """Answer a body of /predict, which may come from another route. Raises InvalidInput for a list
+    that mixes texts and lists, and the errors of `Meter.find` and `score_inputs`."""
     await meter.find(body.model, "classify")
     raw = body.inputs
     texts = [raw] if isinstance(raw, str) else [item for item in raw if isinstance(item, str)]
@@ -425,8 +428,8 @@ class EmbedSparseRequest(ModelRequest, kw_only=True):
 
 
 class EmbedMultiRequest(InputsRequest, kw_only=True):
-    """The body of /embed_multi: the fields of /embed without `normalize`, and `input_type`, because
-    models may treat queries and documents differently."""
+    """The body of /embed_multi: the fields of /embed without `normalize`, and also `input_type`,
+    because models may treat queries and documents differently."""
 
     inputs: TypedInputs
     outputs: Annotated[Any, Unserved(_ONE, (["multi_vector"],))] = None
@@ -435,7 +438,8 @@ class EmbedMultiRequest(InputsRequest, kw_only=True):
 
 
 class Term(msgspec.Struct, omit_defaults=True):
-    """The number of a term in the vocabulary and its weight; also the term itself, if asked for."""
+    """The index of a term in the vocabulary, its weight as `value`, and the term itself as `token`
+    if the request asks for it."""
 
     index: int
     value: float
@@ -444,7 +448,8 @@ class Term(msgspec.Struct, omit_defaults=True):
 
 @blueprint.post("/embed_sparse")
 async def embed_sparse() -> Response:
-    """Answer with the weights of each input's terms that are not zero, by term number."""
+    """Answer with the terms of each input whose weight is not zero, in the order of their
+    indices."""
     with current_meter() as meter:
         return await answer_sparse(meter, await read_body_as(meter, EmbedSparseRequest))
 
@@ -458,8 +463,8 @@ async def embed_multi() -> Response:
 
 
 async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
-    """Answer a body of /embed_sparse, from any route. Raises WrongTask for a model without this
-    output, and as `Meter.find` and `embed_inputs`."""
+    """Answer a body of /embed_sparse, which may come from another route. Raises WrongTask for a
+    model without a sparse output, and the errors of `Meter.find` and `embed_inputs`."""
     intent, inputs = await _accept(meter, body, "sparse", max_active_dims=body.max_active_dims)
     answer = await embed_inputs(meter, inputs, intent)
     names = meter.loaded.text_processor_of(meter.route).term_names if body.return_tokens else None
@@ -467,8 +472,10 @@ async def answer_sparse(meter: Meter, body: EmbedSparseRequest) -> Response:
 
 
 async def answer_multi(meter: Meter, body: EmbedMultiRequest, *, raw_bytes: bool) -> Response:
-    """Answer a body of /embed_multi, from any route; with `raw_bytes` as raw bytes. Raises as
-    `answer_sparse`, and InvalidInput if the header of raw bytes is too long."""
+    """Answer a body of /embed_multi, which may come from another route. With `raw_bytes` the
+    response is raw bytes, else JSON. Raises WrongTask for a model without a multi-vector output,
+    InvalidInput if the shape header is too long, and the errors of `Meter.find` and
+    `embed_inputs`."""
     intent, inputs = await _accept(
         meter, body, "multi_vector", requested_dtype(body), dimensions=body.dimensions or None
     )
@@ -483,9 +490,10 @@ async def _accept(
     dtype: EmbeddingDtype | None = None,
     **options: Any,
 ) -> tuple[Intent, RequestInputs]:
-    """Find the model of a body. Returns what the body asks for, resolved for the model, and its
-    inputs. `output` is the one output to compute, in `dtype` if given; `options` are further
-    EncodeOptions. Raises WrongTask for a model without the output."""
+    """Find the model of a body, and return what the body asks for, resolved for the model, and the
+    inputs. `output` is the one output to compute, `dtype` its dtype if the body names one, and
+    `options` are further fields of EncodeOptions. Raises WrongTask for a model without the
+    output."""
     loaded = await meter.find(body.model, "embed", {output})
     inputs = read_inputs(body.inputs, field="inputs")
     if output not in loaded.spec.representations:
@@ -504,9 +512,9 @@ async def _accept(
 
 
 async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[bytes]:
-    """Yield a JSON list with a list of Terms for each input, in slices, between which other tasks
-    run. `names` returns the terms with given indices; None leaves the terms out."""
-    # `pending` counts the terms and inputs in `parts`
+    """Yield a JSON list in slices, between which other tasks run: for each input a list of Terms.
+    `names` maps the indices of terms to the terms themselves; None leaves the terms out."""
+    # `pending` counts the terms and inputs whose JSON is in `parts`
     sparse, parts, pending = answer.sparse, [b"["], 0
     for row, (indices, values) in enumerate(zip(sparse.indices, sparse.values, strict=True)):
         parts.append(b",[" if row else b"[")
@@ -524,7 +532,7 @@ async def _terms(answer: Embeddings, names: TermNames | None) -> AsyncIterator[b
 
 
 def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None) -> bytes:
-    """Return the JSON of one or more Terms, joined by commas, without making a dict for each."""
+    """Return the JSON of one or more Terms, joined by commas. It is faster than a dict for each."""
     weights = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1].split(b",")
     pairs = zip(indices.tolist(), weights, strict=True)
     if names is None:
@@ -536,8 +544,8 @@ def _json_terms(indices: np.ndarray, values: np.ndarray, names: TermNames | None
 
 async def _matrices(answer: Embeddings, *, raw_bytes: bool) -> Response:
     """Encode the vectors of each input as JSON, or with `raw_bytes` as raw bytes, row after row.
-    The header x-embedding-shape of raw bytes has the number of rows of each input, and the width:
-    `3,5;128`. Raises InvalidInput if the header is too long."""
+    With raw bytes, the header x-embedding-shape has the number of vectors of each input and their
+    width, such as `3,5;128`. Raises InvalidInput if the header is too long."""
     vectors = answer.multi_vector
     if not raw_bytes:
         return await json_stream(json_matrices(vectors))

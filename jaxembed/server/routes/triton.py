@@ -1,8 +1,8 @@
 """The routes that load and unload models, as in Triton's model repository API, and routes that move
 and drop aliases.
 
-A request names a model by a name that the operator has configured. Nothing is loaded by a path or a
-URL.
+A request names a model by a name that the operator has configured. It cannot make the server load
+another path or URL.
 """
 
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from jaxembed.server.service import current_service
 blueprint = Blueprint("repository", __name__)
 blueprint.before_request(access.check_admin_key)
 
-VERSION_DIGITS = 12  # hexadecimal, of the content hash
+VERSION_DIGITS = 12  # hexadecimal digits of the content hash that are shown as the version
 
 Body = TypeVar("Body")
 
@@ -38,23 +38,24 @@ Body = TypeVar("Body")
 class IndexRequest(msgspec.Struct):
     """Which models to list."""
 
-    ready: bool = False  # only those in memory
+    ready: bool = False  # whether to list only models in memory
 
 
 class IndexedModel(msgspec.Struct):
-    """A model under one of its names. `version` is the beginning of its checkpoint's content hash;
-    it is empty until the model was loaded once."""
+    """A model under one of its names. `version` is the beginning of the content hash of the
+    checkpoint, or empty if the model was never loaded."""
 
     name: str
     version: str
     state: State
     reason: str
     pinned: bool
-    bytes: int  # of memory; 0 if it is not loaded
+    bytes: int  # memory that the model takes; 0 if it is not in memory
 
 
 class LoadRequest(msgspec.Struct):
-    """Options to load or unload a model. `pinned`: never evict it to make room."""
+    """Options to load or unload a model. The parameter `pinned` of a request to load says whether
+    the model is never evicted to make room."""
 
     parameters: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -67,11 +68,11 @@ class AliasRequest(msgspec.Struct):
 
 @blueprint.post("/v2/repository/index")
 async def index() -> Response:
-    """List every model, or with `ready` those in memory, under each of its names."""
+    """List every model under each of its names; with `ready`, list only models in memory."""
     body, pool = await _body(IndexRequest), current_service().pool
     models = pool.models
     if models.can_load:
-        models.discover()  # those added or removed since
+        models.discover()  # models may have been added or removed
     listed = [
         _indexed(pool, name, known) for known in models.known for name in models.names_of(known)
     ]
@@ -81,8 +82,8 @@ async def index() -> Response:
 
 @blueprint.post("/v2/repository/models/<model:name>/load")
 async def load(name: str) -> Response:
-    """Load a model and wait until it has answered a probe. Raises LoadFailed, BadField, and as
-    `_known`."""
+    """Load a model and wait until it has answered a probe. Raises LoadFailed, BadField for another
+    parameter than `pinned`, and the errors of `_known`."""
     body, pool = await _body(LoadRequest), current_service().pool
     pinned = _flag(body.parameters, "pinned")
     known = _known(pool.models, name)
@@ -95,10 +96,10 @@ async def load(name: str) -> Response:
 
 @blueprint.post("/v2/repository/models/<model:name>/unload")
 async def unload(name: str) -> Response:
-    """Evict a model and wait until its memory is freed; the next request loads it again. Raises as
-    `_known`, and BadField."""
+    """Evict a model and wait until its memory is freed; the next request loads it again. Raises
+    BadField for another parameter than `unload_dependents`, and the errors of `_known`."""
     body, pool = await _body(LoadRequest), current_service().pool
-    _flag(body.parameters, "unload_dependents")  # refuses others; no model has dependents
+    _flag(body.parameters, "unload_dependents")  # no effect, because no model has dependents
     known = _known(pool.models, name)
     await pool.unload(known)
     return json_response(msgspec.json.encode(_indexed(pool, name, known)))
@@ -106,8 +107,8 @@ async def unload(name: str) -> Response:
 
 @blueprint.put("/v2/repository/aliases/<model:alias>")
 async def alias(alias: str) -> Response:
-    """Load a model and let the alias name it. Raises LoadFailed, InvalidInput for a name that
-    cannot be an alias, and as `_known`."""
+    """Load the model in the body, and then move the alias to it. Raises LoadFailed, InvalidInput
+    for a name that cannot be an alias, and the errors of `_known`."""
     body, pool = await _body(AliasRequest), current_service().pool
     known = _known(pool.models, body.model)
     try:
@@ -119,8 +120,9 @@ async def alias(alias: str) -> Response:
 
 @blueprint.delete("/v2/repository/aliases/<model:alias>")
 async def drop_alias(alias: str) -> Response:
-    """Remove an alias. The response has the model under another of its names. Raises UnknownModel,
-    and InvalidInput for a model's own or only name."""
+    """Remove an alias. The response describes the model under another of its names. Raises
+    UnknownModel, and InvalidInput for a name that is not an alias or is the only name of a
+    model."""
     pool = current_service().pool
     note_model(alias)
     known = pool.models.drop_alias(alias)
@@ -128,8 +130,8 @@ async def drop_alias(alias: str) -> Response:
 
 
 async def _body(kind: type[Body]) -> Body:
-    """Decode the body as `kind`. Triton's clients send no Content-Type, and without options no
-    body."""
+    """Decode the body as `kind`. It may lack a Content-Type and may be empty, because Triton's
+    clients send no Content-Type, and no body without options."""
     data = await read_body(current_service().config.payload_limit, may_be_undeclared=True)
     return await decode(data or bytearray(b"{}"), kind, check_count)
 
@@ -160,9 +162,9 @@ def _indexed(pool: ModelPool, name: str, known: KnownModel) -> IndexedModel:
 
 
 def _flag(parameters: dict[str, Any], flag: str) -> bool | None:
-    """Return the parameter named `flag`; None if it is not sent. Raises BadField unless its value
-    is a boolean, and for any other parameter, such as Triton's `config`: the server's flags say how
-    to load a model."""
+    """Return the value of the parameter `flag`; None if it is not sent. Raises BadField if the
+    value is not a boolean, and for any other parameter. Triton's `config` is refused too, because
+    the flags of the server say how to load a model."""
     for parameter, value in parameters.items():
         if parameter != flag:
             raise BadField(f"`parameters.{parameter}` is not supported; send only `{flag}`")

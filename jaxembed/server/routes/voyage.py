@@ -1,8 +1,8 @@
 """POST /v1/contextualizedembeddings and POST /v1/multimodalembeddings, as Voyage's API defines
 them.
 
-The first gives a vector for each chunk of some documents, computed in the context of the whole
-document (late chunking). The inputs of the second have parts, each a text or an image.
+The first route answers with a vector for each chunk of each document, computed in the context of
+the whole document (late chunking). An input of the second route has parts, each a text or an image.
 """
 
 import asyncio
@@ -61,13 +61,13 @@ DEFAULT_CHUNK = 512  # tokens, the default of Voyage's service
 
 
 class ContextualizedRequest(FormattedRequest, kw_only=True):
-    """Voyage's fields, and `truncate`, `prompt_name`, `normalize`, `dimensions` and `priority` as
-    at /v1/embeddings.
+    """A request for the vectors of the chunks of documents. It has Voyage's fields, and `truncate`,
+    `prompt_name`, `normalize`, `dimensions` and `priority` as at /v1/embeddings.
 
-    An item of `inputs` is a document: the list of its chunks. With `enable_auto_chunking` a
-    document is one string, alone or in a list, that is divided into chunks of `chunk_size` tokens;
-    neighbouring chunks share `chunk_overlap` tokens. With an `input_type` of query it may be one
-    string, too.
+    An item of `inputs` is a document, given as the list of its chunks. With `enable_auto_chunking`
+    a document is one string, alone or in a list, and is divided into chunks of `chunk_size` tokens;
+    neighbouring chunks share `chunk_overlap` tokens. With an `input_type` of query, a document may
+    be one string, which is one chunk.
     """
 
     inputs: list[str | list[str]]
@@ -85,7 +85,7 @@ class ContextualizedRequest(FormattedRequest, kw_only=True):
 
 
 class MultimodalObject(msgspec.Struct):
-    """The vector of an input: numbers, or base64 of their little-endian bytes."""
+    """The vector of an input: a list of numbers, or base64 of their little-endian bytes."""
 
     object: Literal["embedding"]
     embedding: list[float] | str
@@ -93,8 +93,8 @@ class MultimodalObject(msgspec.Struct):
 
 
 class ContextualizedEmbedding(MultimodalObject, omit_defaults=True):
-    """The vector of a chunk: numbers, or base64 of their little-endian bytes. `text` is the text of
-    the chunk, if the server divided the document."""
+    """The vector of a chunk: a list of numbers, or base64 of their little-endian bytes. `text` is
+    the text of the chunk, if the server divided the document."""
 
     text: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -117,8 +117,9 @@ class ContextualizedResponse(msgspec.Struct):
 
 
 class MultimodalRequest(VectorsRequest, kw_only=True):
-    """Voyage's fields, and `prompt_name`, `normalize` and `priority` as at /v1/embeddings. An input
-    is one image, or texts, which are joined by line breaks."""
+    """A request for the vectors of texts and images. It has Voyage's fields, and `prompt_name`,
+    `normalize` and `priority` as at /v1/embeddings. An input is one image, or one or more texts,
+    which are joined by line breaks."""
 
     inputs: list[Content]
     input_type: str | None = None
@@ -132,7 +133,8 @@ class MultimodalRequest(VectorsRequest, kw_only=True):
 
 
 class MultimodalUsage(msgspec.Struct):
-    """The number of text tokens that ran, and of pixels of the images before resizing."""
+    """The number of text tokens that the model ran, and the number of pixels of the images before
+    resizing."""
 
     text_tokens: int
     image_pixels: int
@@ -207,8 +209,9 @@ async def embed_multimodal() -> Response:
 
 
 def _read_documents(body: ContextualizedRequest) -> RequestChunks:
-    """Read the documents of a body. Raises InvalidInput if their form does not fit the other
-    fields, EmptyInput, BatchTooLarge and RequestTooLarge."""
+    """Read the documents of a body. Raises EmptyInput, BatchTooLarge, RequestTooLarge, and
+    InvalidInput if a document does not have the form that `enable_auto_chunking` or `input_type`
+    requires."""
     if not body.inputs:
         raise EmptyInput("inputs")
     check_batch(sum(1 if isinstance(document, str) else len(document) for document in body.inputs))
@@ -235,8 +238,8 @@ def _read_documents(body: ContextualizedRequest) -> RequestChunks:
 
 
 def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
-    """Return the chunks of the document number `index`. A string is one chunk. Raises InvalidInput
-    and EmptyInput."""
+    """Return the chunks of the document number `index` of the body; a document that is a string is
+    one chunk. Raises InvalidInput and EmptyInput."""
     document, place = body.inputs[index], f"inputs[{index}]"
     is_query = body.input_type is not None and role_of(body.input_type) == "query"
     if isinstance(document, str) and not (body.enable_auto_chunking or is_query):
@@ -266,14 +269,14 @@ async def _respond_with_chunks(
     intent: Intent,
     answer: Embeddings,
 ) -> Response:
-    """Encode the answer as ContextualizedResponse. With `enable_auto_chunking` chunks have their
-    texts. `texts` are the documents."""
+    """Encode the answer as ContextualizedResponse. `texts` are the documents. If the request has
+    `enable_auto_chunking`, the response has the text of each chunk."""
     chunked = answer.chunked or NO_CHUNKS
     encoder, has_texts = ENCODERS[body.encoding_format], bool(body.enable_auto_chunking)
 
     async def documents() -> AsyncIterator[bytes]:
         counts = chunked.counts
-        firsts = np.cumsum(counts) - counts  # the first chunk of each document
+        firsts = np.cumsum(counts) - counts  # index of the first chunk of each document
         for k, (count, first) in enumerate(zip(counts.tolist(), firsts.tolist(), strict=True)):
 
             def items(
@@ -315,7 +318,7 @@ async def _respond_by_input(
 
     total, headers = int(answer.num_tokens.sum()), await facts_of_images(meter.images)
     route = meter.loaded.engines.get(IMAGE_ROUTE)
-    # an image has all tokens of its route
+    # an image counts as the maximum number of tokens of its route
     image_tokens = 0 if route is None else len(headers) * route.spec.max_input_tokens
     usage = {
         "text_tokens": total - image_tokens,

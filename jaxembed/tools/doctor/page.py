@@ -30,7 +30,7 @@ BOUNDS: dict[Bound, str] = {
     "compiling": "the compiler: the model is not ready",
 }
 WIDTH = 100  # characters of a line
-MAX_BUCKETS = 6  # buckets that are shown: those that took the most time
+MAX_BUCKETS = 6  # how many buckets are shown, beginning with the one that took the most time
 
 
 def model_page(url: str, examination: Examination, probe: Probe | None = None) -> str:
@@ -105,7 +105,8 @@ def _wrapped(prefix: str, text: str) -> list[str]:
 
 
 def answers_of_state(facts: Facts) -> dict[str, list[str]]:
-    """Answer what a model runs on and whether it is ready. Return lines by question."""
+    """Answer what a model runs on and whether it is ready. Return the lines of each answer, by
+    question."""
     device, machine, programs = facts.device, facts.machine, facts.programs
     state = "ready" if programs.ready else "not ready"
     lines = [f"{state}, {'healthy' if programs.healthy else 'unhealthy'}"]
@@ -137,7 +138,8 @@ def answers_of_state(facts: Facts) -> dict[str, list[str]]:
 
 
 def answers_of_work(examination: Examination) -> dict[str, list[str]]:
-    """Answer where the time of requests goes and what limits them. Return lines by question."""
+    """Answer where the time of requests goes and what limits throughput. Return the lines of each
+    answer, by question."""
     facts = examination.facts
     window, admission = facts.window, facts.admission
     period = f"the last {window.seconds:.0f} s"

@@ -16,7 +16,7 @@ WANTED = (
     "expected the URL of a running jaxembed server, such as http://127.0.0.1:8080; if it needs a "
     "key, give one with --api-key"
 )
-PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
+PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task: path and body of a query
     "embed": ("/embed", {"inputs": PROBED_QUERY}),
     "rerank": ("/rerank", {"query": PROBED_QUERY, "texts": [PROBED_QUERY]}),
     "classify": ("/predict", {"inputs": PROBED_QUERY}),
@@ -26,7 +26,7 @@ PROBE_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {  # by task
 class Probe(msgspec.Struct):
     """The latencies of queries that were sent one after the other."""
 
-    milliseconds: list[float]  # of the queries that were answered
+    milliseconds: list[float]  # the latencies of the queries that were answered
     failed: int
     error: str | None  # message of the last failure
 
@@ -69,7 +69,7 @@ def probe_model(url: str, key: str | None, facts: Facts) -> Probe:
         started_at = time.perf_counter()
         try:
             fetch(url.rstrip("/") + path, WANTED, body=data, headers=headers)
-        except ConfigError as error:  # a refusal is an answer too
+        except ConfigError as error:  # one refused query does not stop the probe
             probe.failed, probe.error = probe.failed + 1, str(error)
         else:
             probe.milliseconds.append(1000 * (time.perf_counter() - started_at))

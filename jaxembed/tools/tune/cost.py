@@ -26,7 +26,7 @@ from jaxembed.models import program
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.runtime.tasks import KIND
 
-PAIRS = 7  # pairs of timings: one with long sequences, one with short ones
+PAIRS = 7  # how often `Workbench.pair_ms` times a bucket with long sequences and with short ones
 TOKENIZERS = 4  # threads
 
 
@@ -36,7 +36,7 @@ class BucketCost:
 
     ms: float  # a run of short sequences, including the copies to and from the device
     compile_s: float  # seconds to compile it, with an empty compile cache
-    temporary_bytes: int  # of device memory, besides the parameters
+    temporary_bytes: int  # device memory of a run, besides the parameters
 
 
 class Workbench:
@@ -54,7 +54,7 @@ class Workbench:
         self.temporary_bytes = replica.temporary_bytes
         self.free = replica.free
         self._replica = replica
-        # number of runs of a bucket at the same time
+        # maximum number of runs at the same time
         self._permits = DeviceScheduler.for_platform(replica.devices[0].platform).permits
 
     @property
@@ -63,7 +63,7 @@ class Workbench:
         return self._replica.float32_bucket
 
     def compile(self, bucket: Bucket) -> None:
-        """Compile and time a bucket, unless that was done before. Raises what XLA raises."""
+        """Compile and time a bucket, unless that was done before. Raises the errors of XLA."""
         if bucket in self.costs:
             return
         start = time.perf_counter()
@@ -80,7 +80,8 @@ class Workbench:
         *,
         in_float32: bool = False,
     ) -> Outputs:
-        """Run a batch as `Replica.run` does. Count its tokens, unless it repeats a run."""
+        """Run a batch as `Replica.run` does, and count its tokens. The tokens of a run in float32
+        are not counted, because it repeats another run."""
         self.tokens_run += 0 if in_float32 else bucket.tokens
         return self._replica.run(bucket, planes, outputs, in_float32=in_float32)
 
@@ -92,16 +93,17 @@ class Workbench:
     def pair_ms(self, bucket: Bucket) -> float:
         """Measure what attention costs for each pair of tokens of one sequence, in milliseconds.
 
-        It compares a run of a compiled bucket with one sequence in each row and a run with short
-        sequences. The times differ only with kernels that skip other sequences of a row.
+        A compiled bucket is timed with one sequence in each row, and with many short sequences. The
+        times differ only if the kernel skips the other sequences of a row.
         """
         whole = full_planes(bucket, bucket.length, self.planes)
+        # a Workbench has what `milliseconds` uses of a Replica
         extra_ms = [
             milliseconds(cast(Replica, self), bucket, self._permits, planes=whole)
             - milliseconds(cast(Replica, self), bucket, self._permits)
             for _ in range(PAIRS)
         ]
-        # of tokens: those in whole rows, less those in short sequences
+        # pairs of tokens in rows of one sequence, less those in rows of short sequences
         pairs = bucket.rows * bucket.length * max(bucket.length - SEGMENT, 1)
         return max(median(extra_ms), 0.0) / pairs
 
@@ -118,7 +120,7 @@ class CostTable:
     Costs are interpolated linearly, first over the tokens of a batch, then over the row length: the
     cost of matrix products grows with the tokens, that of attention with tokens times row length.
     Below the smallest measured batch of a length the cost is proportional to the tokens. Above the
-    largest it grows with the last slope, or in proportion to the tokens if that is more.
+    largest one it grows with the last slope, or in proportion to the tokens if that is steeper.
     """
 
     def __init__(self, costs: Mapping[Bucket, BucketCost]):
@@ -160,7 +162,7 @@ def probes(lengths: Sequence[int], max_tokens: int, shards: int) -> list[Bucket]
     """Choose a few buckets to measure, from which the costs of the rest are interpolated.
 
     For each row length these are one row, and batches of a sixteenth, a quarter and all of
-    `max_tokens` tokens. Rows are a multiple of `shards`, the number of devices of a batch.
+    `max_tokens` tokens. The rows of a bucket are a multiple of `shards`, the devices of a batch.
     """
     steps = (0, max_tokens // 16, max_tokens // 4, max_tokens)
     shapes = (
@@ -214,7 +216,7 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
     if config.null_model:
         raise ConfigError("--null-model does not use a device, so there is nothing to tune")
     if config.parallel == "replicas":
-        config = replace(config, devices=1)  # all have the same grid
+        config = replace(config, devices=1)  # all replicas have the same grid
     path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:

@@ -13,11 +13,11 @@ from jaxembed.errors import ConfigError
 from jaxembed.platform.fetch import fetch
 from jaxembed.platform.files import read_user_json, shown
 
-SAMPLE = 20_000  # texts to tokenize; with these the quantiles are exact to about 1 %
+SAMPLE = 20_000  # texts to tokenize; with this many the quantiles are exact to about 1 %
 TEXTS_COUNTED_AT_ONCE = 1024  # texts tokenized in one call
 LONGEST = 2**19  # tokens; no model takes longer inputs
 SERIES = "jaxembed_input_tokens"
-MAX_INPUTS = 2**40  # inputs of one length; their sum must fit an int64
+MAX_INPUTS = 2**40  # maximum count of one length, so that the sum of all counts fits an int64
 LENGTHS_FORM = (
     'a list of lengths such as [9, 12, 9], or counts by length such as {"9": 2, "12": 1}; '
     "texts go into a .txt or .jsonl file"
@@ -141,8 +141,8 @@ def of_file(path: Path) -> Lengths:
 def of_server(url: str, model: str | None = None) -> Lengths:
     """Read the lengths of the inputs since the start of a server from its metrics.
 
-    They are approximate, because the metrics have a histogram. `url` is the server's base URL or
-    that of its metrics. `model` is the served name, needed if the server has several models.
+    The lengths are approximate, because the metrics have a histogram. `url` is the server's base
+    URL or that of its metrics. `model` is the served name, needed if the server has several models.
     Raises ConfigError if the metrics cannot be fetched or have no inputs of this model.
     """
     url = url if url.endswith("/metrics") else url.rstrip("/") + "/metrics"
@@ -160,8 +160,8 @@ def of_server(url: str, model: str | None = None) -> Lengths:
         raise ConfigError(
             f"{url} serves {', '.join(names)}{model_name}; choose one with --served-model-name"
         )
-    pairs = []  # of length and count
-    below, below_count = 0, 0  # of the bucket before, with all shorter inputs
+    pairs = []  # each a length and a count
+    below, below_count = 0, 0  # the previous bucket's bound, and the inputs up to this bound
     own = [s for s in samples if not names or s.labels["model"] == model]
     for sample in (s for s in own if s.labels["le"] != "+Inf"):
         bound, bound_count = int(float(sample.labels["le"])), int(sample.value)

@@ -9,6 +9,7 @@ from jaxembed.errors import ConfigError, counted
 from jaxembed.platform.files import check_output
 from jaxembed.tools.tune.tuning import GridResult, Tuning
 
+# By label: the figure that a row of the table shows. Trailing spaces make equal labels differ.
 ROWS: dict[str, Callable[[GridResult], float]] = {
     "buckets": lambda side: len(side.grid.buckets),
     "tokens of the largest": lambda side: side.describe()["max_batch_tokens"],
@@ -32,9 +33,9 @@ LOADS = ("full load", "requests of 4, 16, 64 texts", "lone texts")
 def table(tuning: Tuning) -> str:
     """Return the result of a tuning as text.
 
-    It has the model and the input lengths; a table of the figures of both grids; for each load the
-    time with the new grid divided by the time before, as median and range of the rounds; a warning
-    if the machine was busy; and the buckets of both grids.
+    The text has the model and the input lengths; a table of the figures of both grids; for each
+    load the time with the new grid divided by the time with the old one, as median and range of the
+    rounds; a warning if the machine was busy; and the buckets of both grids.
     """
     about = tuning.lengths.describe()
     plan = tuning.model.plan

@@ -32,9 +32,9 @@ from jaxembed.tools.tune.lengths import Lengths
 REQUEST_SIZES = (4, 16, 64)  # texts
 REQUESTS = 6  # requests of each size; fewer if texts are long
 LONE = 64  # number of lone texts
-MIN_TEXTS, MAX_TEXTS = 64, 8192  # at full load
+MIN_TEXTS, MAX_TEXTS = 64, 8192  # bounds of the number of texts at full load
 SEQUENCES_A_REQUEST = 32  # sequences in each request at full load
-RUNS_A_ROUND = 4  # runs of each grid in a round; a shared machine changes from second to second
+RUNS_A_ROUND = 4  # runs of each grid in a round: a shared machine's speed changes every second
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def predict_figures(
 ) -> Figures:
     """Predict the figures of a grid by composing batches as the engine does and adding their costs.
 
-    `cost` holds the milliseconds of each bucket of the grid. A sequence costs `pair_ms` more for
-    each pair of its tokens. A batch has at most `max_sequences` sequences. The host's time is
-    counted for each batch, not for each request.
+    `cost` holds the milliseconds of each bucket of the grid. A sequence takes `pair_ms` more
+    milliseconds for each pair of its tokens. A batch has at most `max_sequences` sequences. The
+    host's time is counted for each batch, not for each request.
     """
     (full_ms, padded), *requests = [
         _drain(queue, cost, max_sequences, pair_ms) for queue in traffic.queues
@@ -154,8 +154,9 @@ def _drain(
     max_count: int | None,
     pair_ms: float,
 ) -> tuple[float, int]:
-    """Compose batches of up to `max_count` sequences until none waits. Return the milliseconds and
-    the tokens of their buckets."""
+    """Compose batches of up to `max_count` sequences until no sequence waits. Return the total time
+    in milliseconds, and the total tokens of the buckets. `cost` and `pair_ms` are arguments of
+    `predict_figures`."""
     enough = WINDOW_BUCKETS * max(bucket.tokens for bucket in cost)
     ms, padded = pair_ms * sum(entry.length**2 for entry in waiting), 0
     while waiting:
@@ -231,7 +232,7 @@ class GridTrial:
     def _run_ms(self, encodings: Sequence[Encoding], size: int) -> float:
         """Submit sequences in requests of `size`. Return the milliseconds until all are run."""
         start = time.perf_counter()
-        futures = [  # as bulk: after interactive texts the engine would keep batches short
+        futures = [  # all as bulk: after an interactive request the engine limits bulk batches
             self.engine.submit(
                 work_from_encodings(encodings[first : first + size]), priority="bulk"
             )
@@ -244,7 +245,7 @@ class GridTrial:
 
 @dataclass
 class RoundTimes:
-    """The times of one grid in a round, for all its runs together, as `figures` takes them."""
+    """The arguments of `figures` for all runs of one grid in a round together."""
 
     full_tokens: int = 0  # useful tokens at full load
     full_ms: float = 0.0

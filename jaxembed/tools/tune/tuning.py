@@ -1,7 +1,7 @@
 """Finds the grid of least cost for a distribution of input lengths, and tries it on the engine.
 
-It measures some buckets, and searches with their costs: it adds buckets greedily, then drops and
-replaces some. Then it measures those that it chose.
+It measures some buckets, and searches with their costs: the search adds buckets greedily, then
+drops and replaces some. Then it measures the buckets that the search chose.
 """
 
 import heapq
@@ -40,36 +40,38 @@ from jaxembed.tools.tune.traffic import (
 
 logger = logging.getLogger(__name__)
 
-BATCHES = 32  # full batches at full load in the trial; the last, partial ones then count little
-SEARCHED_TEXTS = 100  # texts at full load in the search: fewer, because it tries many grids
+BATCHES = 32  # full batches at full load in the trial: many, so that partial ones count little
+SEARCHED_TEXTS = 100  # texts at full load in the search: few, because the search tries many grids
 MIN_BATCHES = 8  # minimum of full batches at full load in the search
-REPEATS = 4  # maximum number of searches; after each, the buckets that it chose are measured
-PROBING = 0.35  # share of the given time after which no more probes are measured
+REPEATS = 4  # maximum number of searches; after each search the buckets it chose are measured
+PROBING = 0.35  # share of the given time after which no bucket is measured for interpolation
 MEASURING = 0.6  # share of the given time after which the trial starts
 SEARCH_S = 15.0  # time limit of one search
 LAST_TIMINGS = 3  # minimum of further timings of every bucket before the last search
 QUICK_MS = 500.0  # only a bucket faster than this is used to measure what long sequences cost
-MAX_TOKENS = 4  # the largest candidate bucket, in multiples of the token budget in use
+MAX_TOKENS = 4  # the largest candidate bucket, in multiples of the largest bucket in use
 ROOM = 4  # the longest candidate row, in multiples of the mean input
 STRAYS = 4  # lone texts of rare lengths that the search adds to the sampled ones
-SLOWER = 1.05  # limit of a bucket's time relative to the slowest in use: the next request waits
+# A bucket may take at most this many times as long as the slowest bucket in use, because the next
+# request waits for it.
+SLOWER = 1.05
 BETTER = 0.01  # a grid needs this gain in the objective to replace the grid in use
 NO_SLOWER = 0.005  # a loss up to this in the median round may be noise between equal grids
 MIN_BETTER_SHARE = 0.75  # share of the rounds in which the grid must be better
-NOISY = 1.25  # the machine is busy if a grid's fastest round is this many times its slowest
+NOISY = 1.25  # the machine is busy if a grid's best tokens/s are over this many times its worst
 NOISE = 1.05  # a load may take this many times as long in one round without a penalty
 
-LOAD_WEIGHTS = (0.5, 0.25, 0.25)  # of full load, requests of several texts, lone texts
+LOAD_WEIGHTS = (0.5, 0.25, 0.25)  # shares of full load, requests of several texts, lone texts
 SLACK = 1.01  # a load that takes more than this many times as long as before is penalised
-PENALTY = 5.0  # added to the objective for each factor of e beyond the slack
+PENALTY = 5.0  # a penalty is this number times log(ratio of times / slack)
 WORTH = 0.003  # a bucket must improve the objective by this to be worth compiling
 
 
 def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
-    """Compare the figures of a grid with those of the grid before. Below 0 is better.
+    """Rate the figures of a grid. A rating below 0 means that it is better than the grid `before`.
 
-    It is the weighted mean over the loads of log(time / time before), plus a penalty for each load
-    that takes more than `slack` times as long as before.
+    The rating is the mean over the loads of log(time / time before), weighted by LOAD_WEIGHTS. Each
+    load that takes more than `slack` times as long as before adds PENALTY * log(ratio / slack).
     """
     logs = np.log(figures.ratios(before))
     beyond = np.maximum(logs - np.log(slack), 0.0)
@@ -77,7 +79,7 @@ def objective(figures: Figures, before: Figures, slack: float = SLACK) -> float:
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return row counts to try, up to `max_rows`: 1, 2, 3, 4, 6, 8, 12, ..., two to an octave."""
+    """Return row counts to try, up to `max_rows`: 1, 2, 3, 4, 6, 8, 12, ..., two per doubling."""
     return sorted({n for k in range(20) for n in (2**k, 3 * 2**k) if n <= max_rows})
 
 
@@ -93,7 +95,7 @@ class Search:
     affords: Callable[[Iterable[Bucket]], bool]  # whether these buckets are within the budget
     deadline: float  # time.monotonic() at which the search returns its best set
     max_sequences: int | None = None  # maximum of sequences in a batch; None: no limit
-    pair_ms: float = 0.0  # as `predict_figures` takes it
+    pair_ms: float = 0.0  # milliseconds that each pair of tokens of one sequence adds
     _scores: dict[frozenset[Bucket], float] = field(default_factory=dict)
 
     def run(self) -> frozenset[Bucket]:
@@ -115,12 +117,12 @@ class Search:
         return self._scores[buckets]
 
     def _grow(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Add the bucket with the largest gain until no gain is worth it. Return the buckets.
+        """Add the bucket with the largest gain until no gain reaches WORTH. Return the buckets.
 
         A bucket's gain mostly shrinks as others are added. So a heap holds the last known gains,
         and a gain is computed again only when it leads the heap (lazy greedy search).
         """
-        # pairs of minus the gain and the bucket; no gain is known yet
+        # pairs of a negated gain and its bucket; a gain that is not known yet counts as infinite
         gains = [(-np.inf, bucket) for bucket in self.candidates if bucket not in chosen]
         while gains and time.monotonic() < self.deadline:
             _, bucket = heapq.heappop(gains)
@@ -135,14 +137,16 @@ class Search:
         return chosen
 
     def _prune(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Drop buckets whose loss costs less than WORTH, the slowest first. Return the others."""
+        """Drop each bucket without which the objective rises by less than WORTH, the slowest bucket
+        first. Return the remaining buckets."""
         for bucket in sorted(chosen - {self.required}, key=self.table.ms, reverse=True):
             if self.score(chosen - {bucket}) - self.score(chosen) < WORTH:
                 chosen -= {bucket}
         return chosen
 
     def _shift(self, chosen: frozenset[Bucket]) -> frozenset[Bucket]:
-        """Replace each bucket by its best neighbour, if that is better. Return the buckets."""
+        """Replace each bucket by its best neighbour, if this lowers the objective. Return the
+        buckets."""
         for bucket in sorted(chosen - {self.required}):
             if time.monotonic() > self.deadline:
                 break
@@ -154,8 +158,8 @@ class Search:
         return chosen
 
     def _neighbours(self, bucket: Bucket) -> list[Bucket]:
-        """Return the candidates next to a bucket: for its row length and the two adjacent ones, the
-        two whose number of tokens is closest to that of the bucket."""
+        """Return the candidates most like a bucket: for its row length and for the two adjacent row
+        lengths, the two candidates whose number of tokens is closest to that of the bucket."""
         lengths = sorted({b.length for b in self.candidates})
         index = lengths.index(bucket.length) if bucket.length in lengths else -1
         neighbours = []
@@ -196,8 +200,8 @@ class GridResult:
         return {
             "buckets": [[bucket.rows, bucket.length] for bucket in buckets],
             "max_batch_tokens": max(bucket.tokens for bucket in buckets),
-            "compile_s": sum(cost.compile_s for cost in costs),  # with nothing cached
-            # of what a server with --warmup minimal needs to be ready
+            "compile_s": sum(cost.compile_s for cost in costs),  # seconds with an empty cache
+            # for the buckets that a server with --warmup minimal needs to be ready
             "covering_compile_s": sum(self.costs[b].compile_s for b in self.grid.covering),
             # device memory of the largest bucket besides the parameters
             "temporary_mb": max(cost.temporary_bytes for cost in costs) / 1e6,
@@ -220,8 +224,9 @@ class Tuning:
 
     @property
     def is_better(self) -> bool:
-        """Whether the trial confirms the new grid: no slower in the median round; and better in the
-        median and in most rounds if each bucket that it saves counts as a gain of WORTH."""
+        """Whether the trial confirms the new grid. The gain of a round is minus its objective. The
+        median gain must exceed -NO_SLOWER. If each bucket that the new grid saves counts as a gain
+        of WORTH, the median gain must exceed BETTER, and the gains of most rounds must exceed 0."""
         rounds = zip(self.comparison.after, self.comparison.before, strict=True)
         gains = -np.array([objective(after, before, NOISE) for after, before in rounds])
         saved = WORTH * (len(self.before.grid.buckets) - len(self.after.grid.buckets))
@@ -246,7 +251,7 @@ class Tuning:
         timings = {bucket: self.model.workbench.timings[bucket] for bucket in buckets}
         data = {
             "buckets": [[bucket.rows, bucket.length] for bucket in buckets],
-            # no less than before, so that the queue may hold as many tokens
+            # not below the number in use, so that the queue may hold as many tokens as before
             "max_batch_tokens": max(largest // plan.shards, plan.max_batch_tokens),
             "tuned": {
                 "model": self.model.name,
@@ -283,7 +288,7 @@ def tune(
     The cost is the weighted geometric mean of the times at full load, of requests of several texts
     and of lone texts. A load more than 1 % slower than before is penalised, and buckets more than
     5 % slower than the slowest in use are excluded. `on_progress` is called with each step. Raises
-    what XLA raises on a bucket.
+    the errors of XLA if it cannot compile or run a bucket.
     """
     started_at = time.monotonic()
     lengths = lengths.cut(model.plan.max_input_tokens)
@@ -313,7 +318,7 @@ class _Tuner:
         low, high = MIN_BATCHES * self.max_tokens, BATCHES * self.max_tokens
         tokens = int(np.clip(SEARCHED_TEXTS * self.lengths.mean, low, high))
         traffic = self._traffic(tokens, seed=0)
-        # and lone texts of rare lengths, so that no such text needs a row of the limit
+        # add lone texts of rare lengths, so that the search also chooses rows for these lengths
         limit = self.plan.max_input_tokens
         strays = np.geomspace(min(SHORTEST_ROW, limit), limit, STRAYS).astype(int)
         lone = [*traffic.lone, *(Encoding(np.full(length, 1, np.int32)) for length in strays)]
@@ -379,15 +384,15 @@ class _Tuner:
         return predict_figures(traffic, cost, self.max_sequences, self.pair_ms)
 
     def _lengths(self) -> list[int]:
-        """Return the row lengths of candidates: the usual ones up to the longest input or ROOM
-        average inputs, the input limit, and those in use."""
+        """Return the row lengths of candidates: the usual lengths, up to that of the longest input
+        or ROOM times the mean length; the input limit; and the row lengths in use."""
         in_use = {bucket.length for bucket in self.grid.buckets}
         kernels, limit = self.plan.kernels, self.plan.max_input_tokens
-        if kernels.taken:  # kernels were tried only with these rows
+        if kernels.taken:  # the kernels were tried only with the row lengths in use
             return sorted(in_use)
         batch_tokens = self.max_tokens // self.plan.shards
         fitting = row_lengths(max(limit, batch_tokens) if kernels.joins else limit)
-        if kernels.native:  # native attention needs multiples of TILE; others are slower
+        if kernels.native:  # native attention needs multiples of TILE; other kernels are slower
             fitting = [n for n in fitting if n % native.TILE == 0]
         longest = next((n for n in fitting if n >= self.lengths.longest), limit)
         max_length = max(longest, ROOM * self.lengths.mean)
@@ -420,7 +425,8 @@ class _Tuner:
         return search.run()
 
     def _affords(self, buckets: Iterable[Bucket]) -> bool:
-        """Return whether the budget allows buckets. Unmeasured ones compile in the median time."""
+        """Return whether the budget allows these buckets. A bucket that is not measured is expected
+        to compile in the median time of the measured ones."""
         chosen = list(buckets)
         if len(chosen) > self.budget.max_buckets:
             return False
@@ -432,8 +438,8 @@ class _Tuner:
         return seconds <= self.budget.compile_s
 
     def _measure(self, buckets: Iterable[Bucket], what: str, until: float) -> None:
-        """Compile and time the buckets that are not measured yet, until a time.monotonic(). `what`
-        names them in the progress and the log."""
+        """Compile and time the buckets that are not measured yet, until time.monotonic() passes
+        `until`. `what` is the name of the buckets in the progress and the log."""
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self.workbench.costs]
         for number, bucket in enumerate(new, start=1):
             if time.monotonic() > until:

@@ -34,12 +34,12 @@ class Computed:
 class ReferenceRun:
     """The results of the reference for each group."""
 
-    version: str  # of sentence-transformers
+    version: str  # the version of sentence-transformers
     results: list[Computed]
 
 
 def check_installed() -> None:
-    """Raise ConfigError unless sentence-transformers is installed. It is not imported."""
+    """Raise ConfigError unless sentence-transformers is installed, without importing it."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"sentence-transformers is not installed; pip install '{REQUIREMENT}' (it brings torch)"
@@ -49,9 +49,10 @@ def check_installed() -> None:
 def run_apart(
     folder: Path, task: Task, template: bool, limit: int | None, groups: Sequence[InputGroup]
 ) -> ReferenceRun:
-    """Call `run_reference` in another process, so that its memory is freed when this returns.
+    """Call `run_reference` in another process, whose memory is freed when this function returns.
 
-    Raises ConfigError if the process fails for any reason.
+    The arguments are those of `run_reference`. Raises ConfigError if the process fails for any
+    reason.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
@@ -106,9 +107,9 @@ def run_reference(
             options = {} if isinstance(item, str) else pair_options
             features = model.preprocess([item], prompt=prompt, **options)
             ids.append([int(token) for token in features["input_ids"].reshape(-1)])
-            if task == "embed":  # as users call it
+            if task == "embed":  # use the method that users call
                 found = model.encode([item], prompt_name=group.prompt_name, show_progress_bar=False)
-            else:  # logits: `predict` takes no single texts, and may apply an activation
+            else:  # not `predict`, which takes no single texts and may apply an activation
                 found = model(features)["scores"]
             rows.append(np.asarray(found[0], np.float32).reshape(-1))
         results.append(Computed(np.stack(rows), ids))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxembed.data.spec import ModelSpec
 
-EVERY_NTH = 5  # all groups after the first have one in five of the texts
+EVERY_NTH = 5  # groups after the first one have every fifth text
 
 _SENTENCE = (
     "the old lighthouse keeper wrote down every ship that passed the cape and what it carried "
@@ -58,7 +58,7 @@ class InputGroup:
 
     name: str
     inputs: tuple[str, ...] | tuple[tuple[str, str], ...]
-    prompt_name: str | None = None  # of a prompt of the checkpoint; None: its default
+    prompt_name: str | None = None  # a prompt of the checkpoint; None: the default prompt
 
 
 def long_texts(limit: int) -> list[str]:
@@ -71,7 +71,8 @@ def long_texts(limit: int) -> list[str]:
 def input_groups(spec: ModelSpec, limit: int, more: Sequence[str]) -> list[InputGroup]:
     """Form the groups of inputs for a model that takes inputs of up to `limit` tokens.
 
-    `more` are the user's texts, which are added to TEXTS. A reranker gets pairs, a classifier both.
+    `more` are the user's texts, which are added to TEXTS. An embedder gets single texts, a reranker
+    gets pairs, and a classifier gets single texts and pairs.
     """
     # no long texts with a template: sentence-transformers would truncate the template at its end
     long = long_texts(limit) if spec.template is None else []

@@ -32,19 +32,19 @@ MAX_INPUT_TOKENS = 2048
 
 RunReference = Callable[..., ReferenceRun]
 
-# Bounds of the cosine distance. The bound of float32 is from tests/parity/test_minilm.py and
-# test_qwen3.py. The others are ten times what tests/parity/test_minilm.py and
+# Bounds of the cosine distance. The float32 bound is from tests/parity/test_minilm.py and
+# test_qwen3.py. The bfloat16 bound is ten times what tests/parity/test_minilm.py and
 # tests/engine/test_replica.py allow a model of two to six layers, because the rounding errors of
-# the layers add up.
+# the layers add up. The errors of float16 are 8 times smaller, and so the distances 64 times.
 COSINE_BOUNDS: dict[DType, float] = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 1e-4}
 
-# Bounds of the relative error of logits (relative to the largest one) and of vector lengths. The
-# one of float32 is from tests/parity/test_qwen3.py. The others follow from the bounds above: a
-# cosine distance d is a relative error of sqrt(2 d).
+# Bounds of two relative errors: of logits, divided by the largest logit, and of vector lengths. The
+# float32 bound is from tests/parity/test_qwen3.py. The other two follow from COSINE_BOUNDS: two
+# vectors of length 1 with the cosine distance d differ by a vector of length sqrt(2 d).
 RELATIVE_BOUNDS: dict[DType, float] = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
-NEIGHBOURS = 10
-MAX_RANKED = 1000  # texts; the matrix of their similarities grows with their square
+NEIGHBOURS = 10  # how many nearest texts of each text are compared
+MAX_RANKED = 1000  # texts whose ranking is compared: memory grows with the square of this number
 TIE = 1e-6  # similarities and logits that differ by less than this count as equal
 
 
@@ -54,12 +54,12 @@ class Agreement:
 
     dtype: DType
     task: Task
-    # float64 [inputs]: the cosine distance of embeddings, the relative difference of logits
+    # float64 [inputs]: the cosine distance of embeddings, or the relative difference of logits
     distances: np.ndarray
     # float64 [inputs]: the relative difference of the vectors' lengths; empty for logits
     lengths: np.ndarray
-    # a share (0 to 1). embed: of shared neighbours; rerank: of pairs in the same order; classify:
-    # of inputs with the same best label
+    # How far the rankings agree, from 0 to 1: the share of nearest texts that are the same (embed),
+    # of document pairs in the same order (rerank), or of inputs with the same best label (classify)
     rank: float
 
     @cached_property
@@ -74,7 +74,7 @@ class Agreement:
 
     @property
     def within_bounds(self) -> bool:
-        """Whether all distances and lengths are within their bounds. NaN is not."""
+        """Whether all distances and length differences are within bounds. NaN is out of bounds."""
         lengths_agree = (self.lengths <= RELATIVE_BOUNDS[self.dtype]).all()
         return bool((self.distances <= self.bound).all() and lengths_agree)
 
@@ -89,7 +89,8 @@ def agreement(
         lengths = np.concatenate([length_differences(*pair) for pair in pairs])
         rank = shared_neighbours(*pairs[0])  # the first group has all texts
     else:
-        # relative to the largest logit: each logit is a sum of terms of about that size
+        # Differences are divided by the group's largest logit, because each logit is a sum of terms
+        # of about that size. If the largest logit is below 1, they are not divided.
         differences = [
             np.abs(ours - theirs).max(axis=1).astype(np.float64) / max(np.abs(theirs).max(), 1)
             for ours, theirs in pairs
@@ -102,7 +103,7 @@ def agreement(
 def locate(index: int, groups: Sequence[InputGroup]) -> tuple[int, int]:
     """Convert an index among all inputs to the index of a group and the index in this group.
 
-    Raises IndexError if there are fewer inputs.
+    Raises IndexError for an index after the last input.
     """
     for group_index, group in enumerate(groups):
         if index < len(group.inputs):
@@ -116,7 +117,7 @@ def cosine_distances(
 ) -> Float[np.ndarray, " rows"]:
     """Return the cosine distance of each row, from 0 to 2. Two zero vectors have distance 0.
 
-    It is computed in float64, so that distances down to 1e-12 are accurate.
+    The distances are computed in float64, so that distances down to 1e-12 are accurate.
     """
     got, expected = got.astype(np.float64), expected.astype(np.float64)
     products = np.linalg.norm(got, axis=1) * np.linalg.norm(expected, axis=1)
@@ -128,7 +129,7 @@ def cosine_distances(
 def length_differences(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> Float[np.ndarray, " rows"]:
-    """Return the relative difference of the Euclidean lengths of each row."""
+    """Return the difference of the two Euclidean lengths of a row, divided by the expected one."""
     lengths = np.linalg.norm(expected.astype(np.float64), axis=1)
     return np.abs(np.linalg.norm(got.astype(np.float64), axis=1) - lengths) / (lengths + 1e-30)
 
@@ -136,8 +137,11 @@ def length_differences(
 def shared_neighbours(
     got: Float[np.ndarray, "rows dim"], expected: Float[np.ndarray, "rows dim"]
 ) -> float:
-    """Return the smallest share, over all texts, of a text's NEIGHBOURS nearest texts that are also
-    nearest in the reference, or less similar there than the last of them by at most TIE.
+    """Return the share (0 to 1) of a text's neighbours that the reference also finds.
+
+    The neighbours of a text are its NEIGHBOURS nearest texts. A neighbour also counts if the
+    reference finds it at most TIE less similar than the reference's last neighbour. The result is
+    that of the text with the smallest share.
     """
     count = min(NEIGHBOURS, len(got) - 1)
     if count < 1:
@@ -154,7 +158,7 @@ def same_order(
 ) -> float:
     """Return the share of pairs of documents that are in the same order as in the reference.
 
-    Pairs whose logits differ by less than TIE in the reference are left out.
+    Pairs whose logits differ by at most TIE in the reference are left out.
     """
     ours, theirs = (
         np.subtract.outer(logits[:MAX_RANKED, 0], logits[:MAX_RANKED, 0])
@@ -172,7 +176,8 @@ def same_best(
 
 
 def _similarities(vectors: np.ndarray) -> np.ndarray:
-    """Return the matrix of cosine similarities, with -2 for a text and itself."""
+    """Return the matrix of cosine similarities. The diagonal is -2, so that no text is one of its
+    own neighbours."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled = vectors / np.where(lengths == 0, 1, lengths)
     cosines = scaled @ scaled.T
@@ -189,14 +194,15 @@ class Verification:
     limit: int  # maximum tokens of an input
     device: str
     groups: list[InputGroup]
-    got: list[Computed]  # in float32
+    got: list[Computed]  # results of the model in float32, by group
     reference: ReferenceRun
     agreements: list[Agreement]  # in float32, and in the served dtype if it differs
     seconds: float
 
     @cached_property
     def different(self) -> list[tuple[int, int]]:
-        """The inputs whose token ids differ from the reference: index of the group, index in it."""
+        """The inputs whose token ids differ from the reference, each as the index of its group and
+        the index of the input in this group."""
         return [
             (group, index)
             for group, (ours, theirs) in enumerate(
