@@ -5,57 +5,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sources import Tensors, write_json, write_weights
+from sources import Tensors, decoder_shapes, sized, with_biases, write_json, write_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 KINDS = ("qwen2_vl", "qwen2_5_vl")
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-)
+_NAMES = ("endoftext", "im_start", "im_end", "vision_start", "vision_end", "image_pad")
+SPECIAL = [f"<|{name}|>" for name in _NAMES]
 PATCH, SIDE = 14, 28  # pixels on a side of a patch and of a token
 VOCAB, WIDTH, SPACE = 256 + len(SPECIAL), 64, 32
 IMAGE_ID = VOCAB - 1
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1_000_000.0,
-        "mrope_section": [4, 6, 6],
-    },
-}
+_ROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [4, 6, 6]}
+TEXT = sized(WIDTH, 2, 2, 96, vocab_size=VOCAB, num_key_value_heads=1, initializer_range=0.2)
+TEXT |= {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_parameters": _ROPE}
+TEXT |= {"bos_token_id": None, "eos_token_id": None}
 VISION: dict[str, dict[str, Any]] = {
-    "qwen2_vl": {
-        "depth": 2,
-        "embed_dim": 32,
-        "num_heads": 2,
-        "hidden_size": WIDTH,
-        "initializer_range": 0.2,
-    },
-    "qwen2_5_vl": {
-        "depth": 3,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 48,
-        "out_hidden_size": WIDTH,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.2,
-    },
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": WIDTH},
+    "qwen2_5_vl": {"depth": 3, "hidden_size": 32, "intermediate_size": 48}
+    | {"out_hidden_size": WIDTH, "fullatt_block_indexes": [1]},
 }
+for _one in VISION.values():
+    _one |= {"num_heads": 2, "initializer_range": 0.2}
 IMAGES: dict[str, Any] = {  # one token to forty
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 784, "longest_edge": 40 * 784},
@@ -78,7 +47,7 @@ def qwen_words() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE({one: number for number, one in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
 
 
@@ -100,19 +69,9 @@ def colqwen_tensors(kind: str, seed: int = 0) -> Tensors:
     norms = [f"{image}.merger.ln_q"]
     for number in range(TEXT["num_hidden_layers"]):
         layer = f"{text}.layers.{number}"
-        linear |= {
-            f"{layer}.self_attn.q_proj": (WIDTH, WIDTH),
-            f"{layer}.self_attn.k_proj": (key_width, WIDTH),
-            f"{layer}.self_attn.v_proj": (key_width, WIDTH),
-        }
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (WIDTH,),
-            f"{layer}.post_attention_layernorm.weight": (WIDTH,),
-            f"{layer}.self_attn.o_proj.weight": (WIDTH, WIDTH),
-            f"{layer}.mlp.gate_proj.weight": (wide, WIDTH),
-            f"{layer}.mlp.up_proj.weight": (wide, WIDTH),
-            f"{layer}.mlp.down_proj.weight": (WIDTH, wide),
-        }
+        shapes |= decoder_shapes(layer, WIDTH, wide, WIDTH, key_width)
+        for name, width in (("q", WIDTH), ("k", key_width), ("v", key_width)):
+            shapes[f"{layer}.self_attn.{name}_proj.bias"] = (width,)
     for number in range(VISION[kind]["depth"]):
         block = f"{image}.blocks.{number}"
         linear |= {f"{block}.attn.qkv": (3 * dim, dim), f"{block}.attn.proj": (dim, dim)}
@@ -123,11 +82,9 @@ def colqwen_tensors(kind: str, seed: int = 0) -> Tensors:
             linear |= {f"{block}.mlp.{one}_proj": (between, dim) for one in ("gate", "up")}
             linear[f"{block}.mlp.down_proj"] = (dim, between)
         norms += [f"{block}.norm1", f"{block}.norm2"]
-    shapes |= {f"{name}.weight": (dim,) for name in norms}
-    if kind == "qwen2_vl":
-        shapes |= {f"{name}.bias": (dim,) for name in norms}
-    for name, shape in linear.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    shapes |= with_biases(linear, norms, dim)
+    if kind == "qwen2_5_vl":  # whose norms have no biases
+        shapes = {k: v for k, v in shapes.items() if k.removesuffix(".bias") not in norms}
     draw = np.random.default_rng(seed)
     return {name: _drawn(draw, name, shape) for name, shape in shapes.items()}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sources import Tensors, write_json, write_weights
+from sources import Tensors, sized, with_biases, write_json, write_weights
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 WIDTH, WIDE, HEADS, LAYERS, POSITIONS, SPACE = 32, 48, 2, 2, 12, 16
@@ -14,49 +14,28 @@ SIDE, PATCH = 32, 8
 PATCHES = (SIDE // PATCH) ** 2
 WORDS = ["<pad>", "</s>", "<s>", *(f"w{k}" for k in range(20)), "<unk>", "<end>"]
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-}
-TEXT = _SIZES | {"vocab_size": len(WORDS), "max_position_embeddings": POSITIONS}
-IMAGE = _SIZES | {"image_size": SIDE, "patch_size": PATCH}
-CLIP_CONFIG: dict[str, Any] = {
-    "architectures": ["CLIPModel"],
-    "model_type": "clip",
-    "projection_dim": SPACE,
-    "text_config": TEXT | {"eos_token_id": len(WORDS) - 1},
-    "vision_config": IMAGE,
-}
-SIGLIP_CONFIG: dict[str, Any] = {
-    "architectures": ["SiglipModel"],
-    "model_type": "siglip",
-    "text_config": TEXT,
-    "vision_config": IMAGE,
-}
-SIGLIP2_CONFIG: dict[str, Any] = {
-    "architectures": ["Siglip2Model"],
-    "model_type": "siglip2",
-    "text_config": TEXT,
-    "vision_config": {key: value for key, value in IMAGE.items() if key != "image_size"}
-    | {"num_patches": PATCHES},
-}
-CLIP_IMAGES: dict[str, Any] = {
-    "image_processor_type": "CLIPImageProcessor",
-    "size": {"shortest_edge": SIDE},
-    "crop_size": {"height": SIDE, "width": SIDE},
-}
-SIGLIP_IMAGES: dict[str, Any] = {
-    "image_processor_type": "SiglipImageProcessor",
-    "size": {"height": SIDE, "width": SIDE},
-}
-SIGLIP2_IMAGES: dict[str, Any] = {
-    "image_processor_type": "Siglip2ImageProcessor",
-    "patch_size": PATCH,
-    "max_num_patches": PATCHES,
-}
-CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG, "siglip2": SIGLIP2_CONFIG}
+
+def _config(name: str, text: dict[str, Any], image: dict[str, Any], **more: Any) -> dict[str, Any]:
+    halves = {
+        "text_config": sized(WIDTH, LAYERS, HEADS, WIDE, vocab_size=len(WORDS))
+        | {"max_position_embeddings": POSITIONS}
+        | text,
+        "vision_config": sized(WIDTH, LAYERS, HEADS, WIDE, patch_size=PATCH) | image,
+    }
+    return {"architectures": [f"{name}Model"], "model_type": name.lower(), **halves, **more}
+
+
+_SQUARE = {"height": SIDE, "width": SIDE}
+_FIXED, _ENDED = {"image_size": SIDE}, {"eos_token_id": len(WORDS) - 1}
+CLIP_CONFIG = _config("CLIP", _ENDED, _FIXED, projection_dim=SPACE)
+SIGLIP_CONFIG = _config("Siglip", {}, _FIXED)
+CLIP_IMAGES: dict[str, Any] = {"image_processor_type": "CLIPImageProcessor"}
+CLIP_IMAGES |= {"size": {"shortest_edge": SIDE}, "crop_size": _SQUARE}
+SIGLIP_IMAGES: dict[str, Any] = {"image_processor_type": "SiglipImageProcessor", "size": _SQUARE}
+SIGLIP2_IMAGES: dict[str, Any] = {"image_processor_type": "Siglip2ImageProcessor"}
+SIGLIP2_IMAGES |= {"patch_size": PATCH, "max_num_patches": PATCHES}
+CONFIGS = {"clip": CLIP_CONFIG, "siglip": SIGLIP_CONFIG}
+CONFIGS["siglip2"] = _config("Siglip2", {}, {"num_patches": PATCHES})
 PROCESSORS = {"clip": CLIP_IMAGES, "siglip": SIGLIP_IMAGES, "siglip2": SIGLIP2_IMAGES}
 
 
@@ -110,10 +89,7 @@ def dual_tensors(kind: str, seed: int = 0) -> Tensors:
         linear |= {f"{head}.attention.out_proj": (WIDTH, WIDTH), "text_model.head": (WIDTH, WIDTH)}
         linear |= {f"{head}.mlp.fc1": (WIDE, WIDTH), f"{head}.mlp.fc2": (WIDTH, WIDE)}
         norms.append(f"{head}.layernorm")
-    for name, shape in linear.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
+    shapes |= with_biases(linear, norms, WIDTH)
     draw = np.random.default_rng(seed)
     return {name: _drawn(draw, name, shape) for name, shape in shapes.items()}
 
@@ -192,13 +168,10 @@ def expected_image(kind: str, tensors: Tensors, colours: np.ndarray) -> np.ndarr
         return _unit(t["visual_projection.weight"] @ x[0])
     head = "vision_model.head"
     weight, bias = (t[f"{head}.attention.in_proj_{name}"] for name in ("weight", "bias"))
-    query, key, value = (
-        y @ w.T + b
-        for y, w, b in zip(
-            (t[f"{head}.probe"][0], x, x), np.split(weight, 3), np.split(bias, 3), strict=True
-        )
-    )
-    found = _linear(t, f"{head}.attention.out_proj", _attend(query, key, value, causal=False))[0]
+    inputs = (t[f"{head}.probe"][0], x, x)
+    parts = zip(inputs, np.split(weight, 3), np.split(bias, 3), strict=True)
+    mixed = _attend(*(y @ w.T + b for y, w, b in parts), causal=False)
+    found = _linear(t, f"{head}.attention.out_proj", mixed)[0]
     return _unit(found + _mlp(t, f"{head}.mlp", _norm(t, f"{head}.layernorm", found, kind), kind))
 
 

@@ -4,6 +4,7 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -102,23 +103,16 @@ ROUTES: dict[str, tuple[dict, ModelSpec]] = {
     "/v1/classify": ({"input": "a"}, CLASSIFIER),
 }
 
+ZEROS = ("waiting_inputs", "waiting_tokens", "stuck", "lost_share", "longest_call_s", "threads")
 IDLE = EngineState(
-    waiting_inputs=0,
-    waiting_tokens=0,
-    queues={},
+    **dict.fromkeys(ZEROS, 0),
+    **{name: {} for name in ("queues", "costs", "cost_sources", "ran")},
     failures=(0,),
-    stuck=0,
-    costs={},
-    cost_sources={},
     drift=1.0,
-    lost_share=0.0,
     timed=True,
     compiled=(),
     covered=True,
-    ran={},
-    longest_call_s=0.0,
     closing=False,
-    threads=0,
 )
 
 
@@ -140,7 +134,8 @@ class NoPrompts(TextProcessor):
 class FakeEmbedder(LoadedModel):
     """One token a word. `failure` is raised by every call; `gate`, once set, holds calls back.
 
-    `FakeEmbedder(spec=RERANKER)` and `spec=CLASSIFIER` score instead of embedding.
+    `FakeEmbedder(spec=RERANKER)` and `spec=CLASSIFIER` score instead of embedding. `attributes` are
+    set on it, such as its name.
     """
 
     # Class attributes, so that properties of the real one can be set here.
@@ -154,17 +149,15 @@ class FakeEmbedder(LoadedModel):
     tokenization_workers = 2
     tokenizing_bytes = 1000
     attention = "none"
-    ready = True
-    healthy = True
-    stuck = False
-    draining = False
-    takes_images = False
+    ready = healthy = True
+    stuck = draining = takes_images = False
     device = "cpu"
     dtype = "float32"
     waiting = 0
     resident_bytes = 100
 
-    def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC):
+    def __init__(self, failure: Exception | None = None, spec: ModelSpec = SPEC, **attributes: Any):
+        vars(self).update(attributes)
         self.spec = spec
         self.ranges: dict[VectorKind, StoredRanges] = {}
         plan = SimpleNamespace(device_name="cpu", dtype="float32")
@@ -206,21 +199,13 @@ class FakeEmbedder(LoadedModel):
         self.requested.append(request.options)
         if lengths.max() > MAX_TOKENS and not request.tokenization.truncate:
             raise InputTooLong(MAX_TOKENS, int(lengths.max()), int(lengths.argmax()))
-        common_fields = {
-            "num_tokens": np.minimum(lengths, MAX_TOKENS),
-            "truncated": int((lengths > MAX_TOKENS).sum()),
-            "tokenization_s": 0.001,
-            "queue_s": 0.002,
-            "inference_s": 0.003,
-        }
+        common_fields = {"tokenization_s": 0.001, "queue_s": 0.002, "inference_s": 0.003}
+        common_fields["num_tokens"] = np.minimum(lengths, MAX_TOKENS)
+        common_fields["truncated"] = int((lengths > MAX_TOKENS).sum())
         if isinstance(request, LateRequest):
             chunked = chunks_of(request.items)
             common_fields |= {"num_tokens": chunked.tokens, "truncated": 0, "chunked": chunked}
-            inputs = [
-                Text(item.text[start:end])
-                for item in request.items
-                for start, end in places_of(item)
-            ]
+            inputs = [Text(one.text[i:k]) for one in request.items for i, k in places_of(one)]
             lengths = np.array([length(item) for item in inputs])
         if isinstance(request, EncodeRequest):
             return Embeddings(self._values(inputs, request, lengths), **common_fields)
@@ -251,13 +236,8 @@ class FakeEmbedder(LoadedModel):
 
     async def tokenize_async(self, texts, *, add_special_tokens, prompt_name, reservation=None):
         await self._weather(reservation)
-        return [
-            [
-                TokenPiece(id=1, text="[CLS]", special=True, start=None, stop=None),
-                TokenPiece(id=7, text=text, special=False, start=0, stop=len(text.encode())),
-            ]
-            for text in texts
-        ]
+        first = TokenPiece(1, "[CLS]", special=True, start=None, stop=None)
+        return [[first, TokenPiece(7, text, False, 0, len(text.encode()))] for text in texts]
 
     async def decode_async(self, ids, *, skip_special_tokens, prompt_name=None, reservation=None):
         await self._weather(reservation)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from sources import Tensors, write_json, write_weights
+from sources import Tensors, decoder_shapes, sized, with_biases, write_json, write_weights
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 WIDTH, WIDE, HEADS, LAYERS, HEAD_WIDTH, SPACE = 32, 48, 2, 2, 16, 8
@@ -16,12 +16,7 @@ IMAGE_ID = len(WORDS)  # that of "<image>"
 VOCABULARY = 40
 PAGE = (SIDE // PATCH) ** 2 + 6  # tokens of a page: patches, and what is said after them
 
-_SIZES: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-}
+_SIZES = sized(WIDTH, LAYERS, HEADS, WIDE)
 CONFIG: dict[str, Any] = {
     "architectures": ["ColPaliForRetrieval"],
     "model_type": "colpali",
@@ -72,25 +67,12 @@ def page_tensors(seed: int = 0) -> Tensors:
     norms = [f"{image}.post_layernorm"]
     for number in range(LAYERS):
         layer = f"{text}.layers.{number}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (WIDTH,),
-            f"{layer}.post_attention_layernorm.weight": (WIDTH,),
-            f"{layer}.self_attn.q_proj.weight": (HEADS * HEAD_WIDTH, WIDTH),
-            f"{layer}.self_attn.k_proj.weight": (HEAD_WIDTH, WIDTH),
-            f"{layer}.self_attn.v_proj.weight": (HEAD_WIDTH, WIDTH),
-            f"{layer}.self_attn.o_proj.weight": (WIDTH, HEADS * HEAD_WIDTH),
-            f"{layer}.mlp.gate_proj.weight": (WIDE, WIDTH),
-            f"{layer}.mlp.up_proj.weight": (WIDE, WIDTH),
-            f"{layer}.mlp.down_proj.weight": (WIDTH, WIDE),
-        }
+        shapes |= decoder_shapes(layer, WIDTH, WIDE, HEADS * HEAD_WIDTH, HEAD_WIDTH)
         layer = f"{image}.encoder.layers.{number}"
         linear |= {f"{layer}.self_attn.{n}_proj": (WIDTH, WIDTH) for n in ("q", "k", "v", "out")}
         linear |= {f"{layer}.mlp.fc1": (WIDE, WIDTH), f"{layer}.mlp.fc2": (WIDTH, WIDE)}
         norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
-    for name, shape in linear.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
+    shapes |= with_biases(linear, norms, WIDTH)
     draw = np.random.default_rng(seed)
     return {name: _drawn(draw, shape) for name, shape in shapes.items()}
 

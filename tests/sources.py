@@ -1,7 +1,7 @@
 """Tiny Hugging Face directories with random weights, written without torch or transformers."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -16,28 +16,20 @@ from jaxembed.data.spec import ModelSpec
 
 HIDDEN, LAYERS, INTERMEDIATE, POSITIONS = 8, 2, 16, 24
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "hello",
-    "world",
-    "un",
-    "##happy",
-    "a",
-    "##b",
-    "[MASK]",
-]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "hello", "world", "un", "##happy", "a", "##b"]
+WORDS.append("[MASK]")
 
-BERT_CONFIG: dict[str, Any] = {
+
+def sized(hidden: int, layers: int, heads: int, wide: int, **others: Any) -> dict[str, Any]:
+    """The sizes of a config by transformers' names, and `others`."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return dict(zip(names, (hidden, layers, heads, wide), strict=True)) | others
+
+
+BERT_CONFIG: dict[str, Any] = sized(HIDDEN, LAYERS, 2, INTERMEDIATE) | {
     "architectures": ["BertModel"],
     "model_type": "bert",
     "vocab_size": len(WORDS),
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "intermediate_size": INTERMEDIATE,
     "max_position_embeddings": POSITIONS,
     "type_vocab_size": 2,
     "layer_norm_eps": 1e-12,
@@ -102,8 +94,36 @@ def bert_tensors(seed: int = 0, config: Mapping[str, Any] = BERT_CONFIG) -> Tens
         shapes |= _linear(f"{layer}.intermediate.dense", hidden, wide)
         shapes |= _linear(f"{layer}.output.dense", wide, hidden)
         shapes |= _norm(f"{layer}.output.LayerNorm", hidden)
+    return drawn(shapes, seed)
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def with_biases(
+    linear: Mapping[str, tuple[int, ...]], norms: Iterable[str], width: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights and biases of linear layers, by shape, and of norms."""
+    layers = {**linear, **dict.fromkeys(norms, (width,))}
+    both = {name: {"weight": shape, "bias": shape[:1]} for name, shape in layers.items()}
+    return {f"{name}.{part}": shape for name in both for part, shape in both[name].items()}
+
+
+def decoder_shapes(
+    layer: str, width: int, wide: int, queries: int, keys: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights of a layer of a decoder."""
+    return {
+        f"{layer}.input_layernorm.weight": (width,),
+        f"{layer}.post_attention_layernorm.weight": (width,),
+        f"{layer}.self_attn.q_proj.weight": (queries, width),
+        **{f"{layer}.self_attn.{name}_proj.weight": (keys, width) for name in "kv"},
+        f"{layer}.self_attn.o_proj.weight": (width, queries),
+        **{f"{layer}.mlp.{name}_proj.weight": (wide, width) for name in ("gate", "up")},
+        f"{layer}.mlp.down_proj.weight": (width, wide),
+    }
 
 
 def head_tensors(layers: Mapping[str, tuple[int, int]], seed: int = 2) -> Tensors:
@@ -111,8 +131,7 @@ def head_tensors(layers: Mapping[str, tuple[int, int]], seed: int = 2) -> Tensor
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (inputs, outputs) in layers.items():
         shapes |= _linear(name, inputs, outputs)
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return drawn(shapes, seed)
 
 
 def masked_lm_tensors(seed: int = 3, config: Mapping[str, Any] = BERT_CONFIG) -> Tensors:
@@ -121,8 +140,7 @@ def masked_lm_tensors(seed: int = 3, config: Mapping[str, Any] = BERT_CONFIG) ->
     shapes = _linear("cls.predictions.transform.dense", hidden, hidden)
     shapes |= _norm("cls.predictions.transform.LayerNorm", hidden)
     shapes["cls.predictions.bias"] = (config["vocab_size"],)
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return drawn(shapes, seed)
 
 
 def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
@@ -222,19 +240,14 @@ def write_splade(
     return folder
 
 
-def write_static_terms(folder: Path, weights: np.ndarray, limit: int = 16) -> Path:
-    """The folder of a SparseStaticEmbedding with these weights of terms."""
-    write_weights(folder, {"weight": weights})
-    write_json(folder / "config.json", {"frozen": False})
-    write_json(folder / "tokenizer_config.json", {"model_max_length": limit})
-    wordpiece().save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def write_sparse_router(folder: Path, weights: np.ndarray, **given: Any) -> Path:
     """A Router of a static query encoder with these weights, and of `write_splade` for documents.
     `given` are the parameters of the Router."""
-    write_static_terms(folder / "query_0_SparseStaticEmbedding", weights)
+    terms = folder / "query_0_SparseStaticEmbedding"
+    write_weights(terms, {"weight": weights})
+    write_json(terms / "config.json", {"frozen": False})
+    write_json(terms / "tokenizer_config.json", {"model_max_length": 16})
+    wordpiece().save(str(terms / "tokenizer.json"))
     write_masked_lm(folder / "document_0_Transformer")
     write_json(folder / "document_1_SpladePooling" / "config.json", {})
     query = [(STATIC_TERMS, "query_0_SparseStaticEmbedding")]
@@ -254,10 +267,8 @@ def write_dense(
         folder / "config.json",
         {"in_features": inputs, "out_features": outputs, "bias": bias} | config,
     )
-    rng = np.random.default_rng(seed)
-    tensors = {"linear.weight": rng.standard_normal((outputs, inputs), np.float32)}
-    if bias:
-        tensors["linear.bias"] = rng.standard_normal((outputs,), np.float32)
+    shapes = _linear("linear", inputs, outputs)
+    tensors = drawn(shapes if bias else {"linear.weight": shapes["linear.weight"]}, seed)
     save_file(tensors, folder / "model.safetensors")
     return tensors
 
@@ -292,15 +303,6 @@ def write_route(folder: Path, route: str, seed: int, **config: Any) -> list[tupl
     return [(TRANSFORMER, backbone.name), (POOLING, f"{route}_1_Pooling")]
 
 
-def write_static_route(folder: Path, route: str, seed: int) -> list[tuple[str, str]]:
-    """The folder of a route of static embeddings, as wide as the tiny BERT's."""
-    static = folder / f"{route}_0_StaticEmbedding"
-    table = np.random.default_rng(seed).standard_normal((len(WORDS), HIDDEN), np.float32)
-    write_weights(static, {"embedding.weight": table})
-    wordpiece().save(str(static / "tokenizer.json"))
-    return [(STATIC, static.name)]
-
-
 def write_router_config(
     folder: Path,
     routes: dict[str, list[tuple[str, str]]],
@@ -324,7 +326,9 @@ def write_router(folder: Path, *, static: bool = False, **given: Any) -> Path:
     documents, whose vectors are equally wide. The prompt of queries is "hello ". `given` are the
     parameters of the Router."""
     if static:
-        query = write_static_route(folder, "query", 1)
+        query = [(STATIC, "query_0_StaticEmbedding")]
+        table = drawn({"embedding.weight": (len(WORDS), HIDDEN)}, seed=1)
+        write_static(folder, table, at=query[0][1])
     else:
         query = write_route(folder, "query", 1, num_hidden_layers=1)
     document = write_route(folder, "document", 2)

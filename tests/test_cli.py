@@ -103,8 +103,7 @@ def test_help_imports_neither_jax_nor_the_server():
 
 def test_a_tei_command_line_is_understood(parsed):
     flags = parsed(TEI_COMMAND_LINE)
-    config = server_config(flags)
-    assert config == ServerConfig(
+    assert server_config(flags) == ServerConfig(
         host="0.0.0.0",
         port=3000,
         api_keys=("key",),
@@ -126,52 +125,28 @@ def test_networks_of_media_are_named_by_flag_or_variable(parsed):
         parsed(line + " --allow-media-network fd12::/32"),
         parsed("--allow-media-urls a", {"ALLOW_MEDIA_NETWORK": "10.0.0.0/8 fd12::/32"}),
     ):
-        assert server_config(flags).media_networks == (
-            ip_network("10.0.0.0/8"),
-            ip_network("fd12::/32"),
-        )
+        wanted = ip_network("10.0.0.0/8"), ip_network("fd12::/32")
+        assert server_config(flags).media_networks == wanted
 
 
-def test_bare_token_ids_are_accepted_only_on_request(parsed):
-    assert not server_config(parsed("")).accept_bare_token_ids
-    assert server_config(parsed("--accept-bare-token-ids")).accept_bare_token_ids
-
-
-def test_every_flag_of_tei_has_its_environment_variable(parsed):
-    flags = parsed(
-        "",
-        {
-            "MODEL_ID": "some/model",
-            "PORT": "3000",
-            "MAX_BATCH_TOKENS": "4096",
-            "AUTO_TRUNCATE": "false",
-            "API_KEY": "one two",
-            "DTYPE": "float16",
-            "POOLING": "cls",
-        },
-    )
-    assert flags["model_id"] == ("some/model",)
-    assert flags["port"] == 3000
-    assert flags["auto_truncate"] is False
-    assert flags["api_key"] == ("one", "two")
+def test_every_flag_of_tei_has_its_environment_variable_which_the_flag_beats(parsed):
+    env = {"MODEL_ID": "some/model", "PORT": "3000", "MAX_BATCH_TOKENS": "4096", "POOLING": "cls"}
+    env |= {"AUTO_TRUNCATE": "false", "API_KEY": "one two", "DTYPE": "float16"}
+    flags = parsed("--accept-bare-token-ids", env)
+    assert server_config(flags).accept_bare_token_ids
     assert engine_config(flags).max_batch_tokens == 4096
-    assert flags["dtype"] == "float16"
-    assert flags["pooling"] == "cls"
-
-
-def test_a_flag_beats_its_variable(parsed):
+    wanted = {"model_id": ("some/model",), "port": 3000, "auto_truncate": False}
+    wanted |= {"api_key": ("one", "two"), "dtype": "float16", "pooling": "cls"}
+    assert flags == flags | wanted
     assert parsed("--port 1", {"PORT": "2"})["port"] == 1
 
 
-@pytest.mark.parametrize(("hostname", "host"), [("3f2a91", "127.0.0.1"), ("10.1.2.3", "10.1.2.3")])
-def test_hostname_counts_only_as_an_ip_address(parsed, hostname, host):
-    assert parsed("", {"HOSTNAME": hostname})["host"] == host
-
-
-def test_defaults_of_the_flags_are_those_of_the_settings(parsed):
-    flags = parsed("", {"HOSTNAME": ""})
-    assert server_config(flags) == ServerConfig()
-    assert engine_config(flags) == EngineConfig()
+def test_hostname_counts_only_as_an_ip_address_and_defaults_are_those_of_the_settings(parsed):
+    assert parsed("", {"HOSTNAME": "10.1.2.3"})["host"] == "10.1.2.3"
+    for hostname in ("3f2a91", ""):
+        flags = parsed("", {"HOSTNAME": hostname})
+        assert server_config(flags) == ServerConfig()
+        assert engine_config(flags) == EngineConfig()
 
 
 @pytest.mark.parametrize(
@@ -188,15 +163,12 @@ def test_defaults_of_the_flags_are_those_of_the_settings(parsed):
     ],
 )
 def test_models_come_from_the_line_or_else_from_the_variable(monkeypatch, line, variable, models):
-    seen = []
-
     def callback(model, model_id, **_):
-        seen.append(models_to_serve(model, model_id))
+        assert models_to_serve(model, model_id) == models
 
     monkeypatch.setattr(serve_command, "callback", callback)
     result = CliRunner(env={"MODEL_ID": variable}).invoke(cli, ["serve", *line.split()])
     assert result.exit_code == 0, result.output
-    assert seen == [models]
 
 
 @pytest.mark.parametrize(
@@ -239,16 +211,8 @@ BLANK_KEY = "--api-key is blank"
         (("--otlp-endpoint", "localhost:4317"), {}, "localhost:4317: wanted a URL such as"),
         (("--otlp-endpoint", "http://"), {}, "--otlp-endpoint http://: wanted a URL"),
         (("--otlp-endpoint", "http://a:b"), {}, "--otlp-endpoint http://a:b: wanted a URL"),
-        (
-            GRPC,
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-            "OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; expected one of grpc, http/protobuf",
-        ),
-        (
-            GRPC,
-            {"OTEL_TRACES_SAMPLER": "sometimes"},
-            "OTEL_TRACES_SAMPLER is 'sometimes'; expected one of always_on, ",
-        ),
+        (GRPC, {"OTEL_EXPORTER_OTLP_PROTOCOL": "x"}, "PROTOCOL is 'x'; expected one of grpc, http"),
+        (GRPC, {"OTEL_TRACES_SAMPLER": "x"}, "TRACES_SAMPLER is 'x'; expected one of always_on, "),
         (
             GRPC,
             {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "2"},
@@ -274,16 +238,10 @@ BLANK_KEY = "--api-key is blank"
         (("--allow-media-network", "10.0.0.1/8"), {}, "has host bits set"),
         (("--allow-media-network", "10.0.0.0/8"), {}, "has no effect without --allow-media-urls"),
         ((), {"ALLOW_MEDIA_NETWORK": "10.0.0.0/8 0.0.0.0/0"}, "0.0.0.0/0 is not within one of"),
-        (
-            ("--loadable", "./b", "--revision", "main"),
-            {},
-            "--revision is for a single model, and this server may load others",
-        ),
+        (("--loadable", "./b", "--revision", "x"), {}, "single model, and this server may load"),
     ],
 )
-def test_what_serve_cannot_do_is_refused_before_a_model_is_loaded(
-    arguments, environment, message, refusal, tmp_path
-):
+def test_what_serve_cannot_do_is_refused(arguments, environment, message, refusal, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text(table("one", "one", **({"models": "a"} if "BROKEN" in arguments else {})))
     given = [str(keys) if one in ("KEYS", "BROKEN") else one for one in arguments]
@@ -298,12 +256,14 @@ def test_a_flag_of_one_model_is_refused_with_several(flag, refusal):
     assert f"{option} is for a single model, and this server has 2: a, b; " in told
 
 
-def test_a_model_that_cannot_be_loaded_is_named_and_ends_the_others(tiny_checkpoint, cache_dir):
-    flags = ["--port", "0", "--cache-dir", cache_dir]
-    done = run("serve", str(tiny_checkpoint), "./nowhere", *flags)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("jaxembed: ./nowhere cannot be served: ")
+def refused(*arguments: str, status: int = EXIT_REFUSED, **environment: str) -> str:
+    """The last line of a command in a process of its own, which ends with this status."""
+    done = run(*arguments, **environment)
+    assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("jaxembed: ")
+    return last
 
 
 @pytest.mark.parametrize(
@@ -343,19 +303,15 @@ def test_the_extras_are_those_of_the_package():
 
 def test_an_endpoint_without_a_path_gets_the_usual_one_over_http():
     assert spans_url("http://a:4317", "grpc") == "http://a:4317"
-    for endpoint, url in (
-        ("http://a:4318", "http://a:4318/v1/traces"),
-        ("https://a/", "https://a/v1/traces"),
-        ("http://a/otlp/v1/traces", "http://a/otlp/v1/traces"),
-    ):
-        assert spans_url(endpoint, "http/protobuf") == url
+    assert spans_url("http://a:4318", "http/protobuf") == "http://a:4318/v1/traces"
+    assert spans_url("https://a/", "http/protobuf") == "https://a/v1/traces"
+    assert spans_url("http://a/x/v1/traces", "http/protobuf") == "http://a/x/v1/traces"
 
 
 def test_a_new_key_is_shown_once_and_its_table_opens_for_it():
-    fields = ["--models", "a", "--models", "b:fr", "--routes", "/v1/*", "--expires", "2027-01-31"]
-    fields += ["--requests-per-minute", "5", "--tokens-per-minute", "6"]
-    fields += ["--max-inputs-waiting", "7"]
-    done = CliRunner().invoke(cli, ["key", "new", "batch", *fields])
+    line = "key new batch --models a --models b:fr --routes /v1/* --expires 2027-01-31 "
+    line += "--requests-per-minute 5 --tokens-per-minute 6 --max-inputs-waiting 7"
+    done = CliRunner().invoke(cli, line.split())
     assert done.exit_code == 0
     (line,) = done.stderr.splitlines()
     assert line.startswith("the key of batch, which is shown only once: jx-")
@@ -370,49 +326,36 @@ def test_a_new_key_is_shown_once_and_its_table_opens_for_it():
     assert CliRunner().invoke(cli, ["key", "new", "batch"]).stderr.split()[-1] != key
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("two words",), "`name` is 'two words'; wanted 1 to 64 letters"),
-        (("a", "--expires", "tomorrow"), "`expires` is 'tomorrow'; wanted a date"),
-        (("a", "--tokens-per-minute", "0"), "`tokens_per_minute` is 0; wanted an integer"),
-        (("a", "--routes", "v1"), "`routes` contains 'v1'; wanted paths"),
-    ],
-)
-def test_a_key_that_no_server_would_take_is_not_made(arguments, message):
-    done = CliRunner().invoke(cli, ["key", "new", *arguments])
+def test_a_key_that_no_server_would_take_is_not_made():
+    done = CliRunner().invoke(cli, ["key", "new", "two words", "--tokens-per-minute", "0"])
     assert isinstance(done.exception, JaxembedError)
-    assert message in str(done.exception)
+    assert "`name` is 'two words'; wanted 1 to 64 letters" in str(done.exception)
+    assert "`tokens_per_minute` is 0; wanted an integer" in str(done.exception)
     assert done.stdout == ""
 
 
 def test_models_of_the_command_line_that_take_more_than_all_may_are_refused(tmp_path, cache_dir):
-    path = save_tiny(tmp_path / "tiny")
     flags = ("--loadable", "./b", "--model-memory", "1048576", "--port", "0")
-    done = run("serve", str(path), *flags, "--cache-dir", cache_dir)
-    assert done.returncode == 2
-    assert "--model-memory 1048576: the models on the command line take" in done.stderr
+    said = refused("serve", str(save_tiny(tmp_path / "tiny")), *flags, "--cache-dir", cache_dir)
+    assert "--model-memory 1048576: the models on the command line take" in said
 
 
 def test_the_log_says_whether_a_key_is_required(tmp_path):
     for keys, in_file, line in (
-        ((), 0, "no API key is required; set --api-key (API_KEY) or --api-key-file to require one"),
-        (("a",), 0, "requests need the API key"),
-        (("a", "b"), 0, "requests need one of 2 API keys"),
-        ((), 2, "requests need one of 2 API keys (2 in --api-key-file)"),
-        (("a",), 2, "requests need one of 3 API keys (2 in --api-key-file)"),
+        ((), 0, "no API key is required; set --api-key (API_KEY) or --api-key-file"),
+        (("a",), 0, "need the API key"),
+        ((), 2, "need one of 2 API keys (2 in --api-key-file)"),
+        (("a",), 2, "need one of 3 API keys (2 in --api-key-file)"),
     ):
-        assert serve._access_line(keys, in_file) == line
+        assert line in serve._access_line(keys, in_file)
     done = run("serve", "./nowhere", "--port", "0", "--cache-dir", str(tmp_path), API_KEY="a b")
     assert "requests need one of 2 API keys" in done.stderr.splitlines()[0]
 
 
 def test_a_cache_directory_that_cannot_be_is_refused_by_its_flag(tmp_path):
     (tmp_path / "file").touch()
-    done = run("serve", "--port", "0", "--cache-dir", str(tmp_path / "file" / "x"))
-    assert done.returncode == 2
-    assert "--cache-dir" in done.stderr
-    assert "Traceback" not in done.stderr
+    folder = str(tmp_path / "file" / "x")
+    assert "--cache-dir" in refused("serve", "--port", "0", "--cache-dir", folder)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no modes on Windows")
@@ -423,30 +366,21 @@ def test_a_cache_directory_that_others_can_write_is_refused_in_one_line(tmp_path
     (folder / inside).chmod(0o777)
     (tmp_path / "in.txt").write_text("the cat\n")
     arguments = {"serve": ["--port", "0"], "embed": [str(tmp_path / "in.txt"), "-o", "out.npy"]}
-    done = run(command, *arguments[command], "--cache-dir", str(folder))
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"jaxembed: the cache directory {folder / inside} belongs to user ")
-    assert "Traceback" not in done.stderr
+    said = refused(command, *arguments[command], "--cache-dir", str(folder))
+    assert said.startswith(f"jaxembed: the cache directory {folder / inside} belongs to user ")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("./nowhere",), "./nowhere does not exist"),
+        (("CHECKPOINT", "./nowhere"), "./nowhere cannot be served: "),  # and ends the other
         (("CHECKPOINT", "--max-input-length", "65"), "65 exceeds the 64 positions"),
     ],
 )
-def test_what_cannot_be_served_is_one_line_and_status_2(
-    arguments, message, tiny_checkpoint, cache_dir
-):
+def test_what_cannot_be_served_is_one_line(arguments, message, tiny_checkpoint, cache_dir):
     given = [str(tiny_checkpoint) if a == "CHECKPOINT" else a for a in arguments]
-    done = run("serve", *given, "--port", "0", "--cache-dir", cache_dir)
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("jaxembed: ")
-    assert message in last
-    assert "Traceback" not in done.stderr
+    assert message in refused("serve", *given, "--port", "0", "--cache-dir", cache_dir)
 
 
 @pytest.mark.parametrize(
@@ -474,17 +408,12 @@ def _ask_info(monkeypatch):
     return lambda *arguments: CliRunner().invoke(cli, ["info", *map(str, arguments)])
 
 
-def test_info_says_what_a_checkpoint_is(tiny_checkpoint, tmp_path, ask_info):
-    facts = json.loads(ask_info(tiny_checkpoint, "--json", "--cache-dir", tmp_path).stdout)
-    assert facts["architecture"] == "bert"
-    assert facts["dimensions"] == 32
-    assert facts["converted"] is True
-    assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
-
-
 def test_info_says_it_for_people_as_well(tiny_checkpoint, tmp_path, ask_info):
     first, *rows = ask_info(tiny_checkpoint, "--cache-dir", tmp_path).stdout.splitlines()
-    assert first == json.loads(ask_info(tiny_checkpoint, "--json").stdout)["source"]
+    facts = json.loads(ask_info(tiny_checkpoint, "--json", "--cache-dir", tmp_path).stdout)
+    assert first == facts["source"]
+    assert (facts["architecture"], facts["dimensions"], facts["converted"]) == ("bert", 32, True)
+    assert facts["parameter_bytes"]["float32"] == 4 * facts["parameters"]
     said = dict(re.split(r" {2,}", row.strip(), maxsplit=1) for row in rows)
     assert said["task"] == "embed (turns texts into vectors)"
     assert said["input limit"] == "64 tokens"
@@ -525,16 +454,14 @@ def test_info_converts_nothing_and_reads_no_weights(tmp_path, ask_info):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("kind", ["embedder", "scorer"])
-def test_convert_says_what_came_of_it(kind, tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
-    if kind == "embedder":
-        said = "embed, 8 dimensions, 16"
-        sources.write_sentence_bert(source)
-    else:
-        said = "classify, labels bad, good, 24"
-        write_classifier(source)
-    done = run("convert", str(source), str(out))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("embedder", "embed, 8 dimensions, 16"), ("scorer", "classify, labels bad, good, 24")],
+)
+def test_convert_says_what_came_of_it(kind, said, tmp_path):
+    out = tmp_path / "out"
+    write = sources.write_sentence_bert if kind == "embedder" else write_classifier
+    done = run("convert", str(write(tmp_path / "source")), str(out))
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{out}: bert, {said} tokens\n"
 
@@ -562,7 +489,6 @@ def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path):
         [sys.executable, "-c", code, "convert", str(source), str(folder / "out")],
         capture_output=True,
         text=True,
-        check=False,
         # compiled modules would be cut to that length as well, and stay so
         env={"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=120,
@@ -574,18 +500,7 @@ def test_what_cannot_be_written_ends_a_conversion_in_one_line(tmp_path):
     assert not [path for path in folder.rglob("*") if "out" in path.name or "partial" in path.name]
 
 
-def test_embed_writes_one_vector_a_line(tiny_checkpoint, grid_file, embedder, tmp_path, cache_dir):
-    texts = ["the cat sat", "a dog runs"]
-    (tmp_path / "in.txt").write_text("\n".join(texts) + "\n")
-    out = tmp_path / "out.npy"
-    flags = ["--buckets", str(grid_file), "--max-batch-tokens", "128", "--dtype", "float32"]
-    flags += ["--model", str(tiny_checkpoint), "--cache-dir", cache_dir]
-    done = run("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(np.load(out), embedder.encode(texts), atol=1e-5)
-
-
-def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, cache_dir):
+def test_embed_writes_vectors_and_bytes_by_ranges(embedder, grid_file, tmp_path, cache_dir):
     texts = tmp_path / "in.txt"
     texts.write_text("the cat sat\na dog runs\nblue sky\n")
     path = save_tiny(tmp_path / "model")
@@ -596,8 +511,12 @@ def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, c
     file = path / "ranges.json"
     assert done.stdout == f"{file}: ranges of 6 texts, for vectors of 32, 8 dimensions\n"
     assert "the ranges of 6 texts are narrow" in done.stderr
-    flags += ["--model", str(path), "-o", str(tmp_path / "out.npy"), "--output-dtype", "uint8"]
-    done = run("embed", str(texts), "--dimensions", "8", *flags)
+    flags += ["--model", str(path), "-o", str(tmp_path / "out.npy")]
+    done = run("embed", str(texts), *flags)
+    assert done.returncode == 0, done.stderr
+    floats = embedder.encode(texts.read_text().splitlines())
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), floats, atol=1e-5)
+    done = run("embed", str(texts), "--dimensions", "8", "--output-dtype", "uint8", *flags)
     assert done.returncode == 0, done.stderr
     vectors = np.load(tmp_path / "out.npy")
     assert (vectors.dtype, vectors.shape) == (np.uint8, (3, 8))
@@ -606,39 +525,25 @@ def test_ranges_that_are_calibrated_are_what_bytes_are_by(grid_file, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "output"),
+    ("line", "output"),
     [
-        (("embed", "in.txt", "-o", "out.npy", "--model", "MODEL"), "dense"),
-        (
-            ("embed", "in.txt", "-o", "a.jsonl", "--outputs", "multi_vector", "--model", "MODEL"),
-            "multi_vector",
-        ),
-        (("calibrate", "MODEL", "in.txt"), "dense"),
+        ("embed in.txt -o out.npy --model MODEL", "dense"),
+        ("embed in.txt -o a.jsonl --outputs multi_vector --model MODEL", "multi_vector"),
+        ("calibrate MODEL in.txt", "dense"),
+        ("embed in.txt -o out.npy --model MODEL", ""),
     ],
 )
-def test_an_output_that_a_model_lacks_is_refused_without_its_weights(
-    tmp_path, arguments, output, refusal
-):
-    source = sources.write_splade(tmp_path / "source")
+def test_an_output_that_a_model_lacks_is_refused(tmp_path, line, output, refusal, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = (sources.write_splade if output else write_classifier)(tmp_path / "source")
     (source / "model.safetensors").unlink()
     (tmp_path / "in.txt").write_text("the cat\n")
-    given = [str(tmp_path / one) if "." in one else one for one in arguments]
-    given = [str(source) if one == "MODEL" else one for one in given]
+    given = [str(source) if one == "MODEL" else one for one in line.split()]
     told = refusal(*given, "--cache-dir", str(tmp_path / "cache"))
-    assert f"{source} has no {output} output; `jaxembed embed` can write --outputs sparse" in told
+    lacking = f"{source} has no {output} output; `jaxembed embed` can write --outputs sparse"
+    assert (lacking if output else "is a classifier, which computes no vectors") in told
+    assert not (tmp_path / "out.npy").exists()
     assert not (tmp_path / "cache" / "models").exists()
-
-
-def test_embed_refuses_a_model_that_gives_no_vectors_without_its_weights(tmp_path, refusal):
-    source = write_classifier(tmp_path / "source")
-    (source / "model.safetensors").unlink()
-    (tmp_path / "in.txt").write_text("the cat\n")
-    out, cache = tmp_path / "out.npy", tmp_path / "cache"
-    flags = ("--model", str(source), "--cache-dir", str(cache))
-    told = refusal("embed", str(tmp_path / "in.txt"), "-o", str(out), *flags)
-    assert "is a classifier, which computes no vectors" in told
-    assert not out.exists()
-    assert not (cache / "models").exists()
 
 
 def test_log_lines_can_be_json():
@@ -657,32 +562,21 @@ def test_a_port_in_use_may_pass(cache_dir):
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        done = run("serve", "--port", str(port), "--cache-dir", cache_dir)
-    assert done.returncode == EXIT_TEMPORARY, done.stderr
-    assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr.splitlines()[-1]
+        flags = ("--port", str(port), "--cache-dir", cache_dir)
+        said = refused("serve", *flags, status=EXIT_TEMPORARY)
+    assert f"cannot listen on 127.0.0.1 port {port}" in said
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ConfigError("a"), EXIT_REFUSED),
-        (CheckpointError("a"), EXIT_REFUSED),
-        (NoRoom("a"), EXIT_REFUSED),
-        (StoreUnreachable("a"), EXIT_TEMPORARY),
-        (DeviceStuck(), EXIT_TEMPORARY),
-    ],
-)
-def test_what_may_pass_has_a_status_of_its_own(error, status):
-    assert exit_status(error) == status
+def test_what_may_pass_has_a_status_of_its_own():
+    for error in (ConfigError("a"), CheckpointError("a"), NoRoom("a")):
+        assert exit_status(error) == EXIT_REFUSED
+    for error in (StoreUnreachable("a"), DeviceStuck()):
+        assert exit_status(error) == EXIT_TEMPORARY
 
 
 def test_a_device_that_cannot_be_started_is_one_line(tmp_path, cache_dir):
     texts = tmp_path / "texts.txt"
     texts.write_text("a cat\n")
-    done = run(
-        "embed", str(texts), "-o", str(tmp_path / "out.npy"), "--cache-dir", cache_dir,
-        JAX_PLATFORMS="no_such_platform",
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "JAX cannot start a device (JAX_PLATFORMS is no_such_platform): " in done.stderr
-    assert "Traceback" not in done.stderr
+    line = ("embed", str(texts), "-o", str(tmp_path / "out.npy"), "--cache-dir", cache_dir)
+    said = refused(*line, JAX_PLATFORMS="no_such_platform")
+    assert "JAX cannot start a device (JAX_PLATFORMS is no_such_platform): " in said

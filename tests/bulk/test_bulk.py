@@ -82,15 +82,6 @@ def test_what_is_not_utf8_is_refused_with_its_line(write, monkeypatch):
             list(read_texts([path]))
 
 
-def test_a_file_that_is_not_there_or_of_another_kind_is_refused(write, tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot read .*none\.txt: No such file"):
-        list(read_texts([str(tmp_path / "none.txt")]))
-    with pytest.raises(
-        ConfigError, match=r"expected a file that ends in \.txt, \.jsonl, .*, or - "
-    ):
-        list(read_texts([write("in.doc", "cat\n")]))
-
-
 @pytest.mark.parametrize("name", ["out.npy", "out.jsonl"])
 @pytest.mark.parametrize("count", [0, 1, 100])
 def test_rows_are_written_in_the_order_of_the_texts(embedder, tmp_path, monkeypatch, name, count):
@@ -123,9 +114,7 @@ def test_files_hold_the_dtype_asked_for(embedder, tmp_path, dtype, count):
 
 
 def test_a_name_that_says_no_format_is_refused_and_leaves_nothing(embedder, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"out\.csv: expected a name that ends in \.npy or \.jsonl"
-    ):
+    with pytest.raises(ConfigError, match=r"out\.csv: expected a name .* \.npy or \.jsonl"):
         embed_file(embedder, iter(TEXTS), tmp_path / "out.csv")
     assert list(tmp_path.iterdir()) == []
 

@@ -73,10 +73,8 @@ def image_digest(image: bytes | np.ndarray) -> bytes:
 
 def run(inputs: Path, out: Path, computation: Any = None, **options: Any):
     reuse = options.pop("reuse", None)
-    keep = {"id_column": "path", "keep": ("page",), "part_rows": 5}
-    return run_job(
-        computation or DigestImages(), Rows([str(inputs)], **keep | options), str(out), reuse=reuse
-    )
+    rows = Rows([str(inputs)], **{"id_column": "path", "keep": ("page",), "part_rows": 5} | options)
+    return run_job(computation or DigestImages(), rows, str(out), reuse=reuse)
 
 
 def skipped(out: Path) -> list[dict[str, Any]]:
@@ -87,6 +85,14 @@ ORDER = ["0.png", "1.png", "2.png", "3.png", "4.png", *["4b.pdf"] * 3]
 ORDER += ["6.png", "7.png", "8.png", "9.png", "deep/_5.JPG"]
 
 
+def images_of(photos: Path) -> list[Any]:
+    """The images and pages in their order."""
+    images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
+    for row, colour in enumerate((RED, BLUE, GREEN), 5):
+        images[row] = np.full((150, 75, 3), colour, np.uint8)
+    return images
+
+
 def test_each_image_and_each_page_is_a_row_with_its_path(tmp_path, photos):
     summary = run(photos, tmp_path / "out")
     assert (summary.rows, summary.parts, summary.computed) == (13, 3, 13)
@@ -94,9 +100,7 @@ def test_each_image_and_each_page_is_a_row_with_its_path(tmp_path, photos):
     assert found.column_names == ["row", "path", "page", "image_digest", "dense"]
     assert found["path"].to_pylist() == [str(photos / name) for name in ORDER]
     assert found["page"].to_pylist() == [*[None] * 5, 1, 2, 3, *[None] * 5]
-    images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
-    for row, colour in enumerate((RED, BLUE, GREEN), 5):
-        images[row] = np.full((150, 75, 3), colour, np.uint8)
+    images = images_of(photos)
     np.testing.assert_array_equal(np.stack(found["dense"].to_numpy()), vectors_of(images))
     assert found["image_digest"].to_pylist() == [image_digest(image) for image in images]
 
@@ -138,15 +142,13 @@ def test_equal_images_and_pages_are_reused_under_other_names(tmp_path, photos):
 @pytest.mark.parametrize(
     ("name", "data", "where", "words"),
     [
-        ("4a.png", b"no image", "4a.png", "is wrong: it is no PNG"),
+        ("4a.png", b"no image", "4a.png", "cannot be computed: it is no PNG"),
         ("4c.pdf", b"no file", "4c.pdf page 1", "cannot be read: a file of 7 bytes is not a PDF"),
         ("4c.pdf", pdf([RED], encrypted=True), "4c.pdf page 1", "cannot be read: the PDF file is"),
         ("4c.pdf", pdf([RED], 9000, 9000), "4c.pdf page 1", "has 351562500 pixels (18750 by"),
     ],
 )
-def test_a_bad_file_stops_the_job_by_its_name_or_is_left_out(
-    tmp_path, photos, name, data, where, words
-):
+def test_a_bad_file_stops_the_job_or_is_left_out(tmp_path, photos, name, data, where, words):
     (photos / name).write_bytes(data)
     with pytest.raises(InvalidInput) as refused:
         run(photos, tmp_path / "out")
@@ -230,14 +232,13 @@ def uri(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
+PATHS = [f"files/{k}.png" for k in range(40)]
 COLUMNS = [
     ("a.parquet", FILES, pa.binary()),
     ("a.parquet", [{"bytes": one, "path": "x.png"} for one in FILES], None),
-    ("a.parquet", [{"bytes": None, "path": f"files/{k}.png"} for k in range(40)], None),
-    ("a.parquet", [f"files/{k}.png" for k in range(40)], None),
-    ("a.jsonl", [f"files/{k}.png" for k in range(40)], None),
+    ("a.parquet", [{"bytes": None, "path": path} for path in PATHS], None),
+    *((f"a.{kind}", PATHS, None) for kind in ("parquet", "jsonl", "csv")),
     ("a.jsonl", [uri(one) for one in FILES], None),
-    ("a.csv", [f"files/{k}.png" for k in range(40)], None),
 ]
 
 
@@ -264,8 +265,8 @@ BAD = [
     ("none.png", "has 'none.png', which is not a file: "),
     ("A" * 9000, f"has '{'A' * 60}'..., which is not a file: "),  # base64 that is no data URI
     ("https://example.org/x.png", "has 'https://example.org/x.png', a URL that cannot be fetched"),
-    ("data:image/png,x", "is wrong: 'data:image/png,x' is a percent-encoded data URI"),
-    ("data:image/png;base64,bm8=", "is wrong: it is no PNG"),
+    ("data:image/png,x", "cannot be read: 'data:image/png,x' is a percent-encoded data URI"),
+    ("data:image/png;base64,bm8=", "cannot be computed: it is no PNG"),
 ]
 
 
@@ -334,9 +335,7 @@ def test_paths_in_a_file_of_a_store_are_beside_it(tmp_path, store, monkeypatch):
 
 def test_vectors_are_those_of_the_library(clip, tmp_path, photos):
     run(photos, tmp_path / "out", EmbedRows(clip, ImageFiles(), ("dense",), {}))
-    images: list[Any] = [(photos / name).read_bytes() for name in ORDER]
-    for row, colour in enumerate((RED, BLUE, GREEN), 5):
-        images[row] = np.full((150, 75, 3), colour, np.uint8)
+    images = images_of(photos)
     found = np.stack(table(tmp_path / "out")["dense"].to_numpy())
     np.testing.assert_allclose(found, clip.encode(images=images), atol=1e-5)
     several = clip.encode_outputs(["w1"], ["dense"], images=images[:2])["dense"]
@@ -365,10 +364,7 @@ def test_files_that_no_decoder_reads_are_left_out_whichever_they_are(clip, tmp_p
         (["rows.csv", "--text-column", "a", "--image-column", "b"], "a row is a text or an image"),
         (["photos/0.png", "--image-column", "b"], "0.png: image and PDF files have no columns"),
         (["photos/*.png", "--text-column", "b"], "leave --text-column out"),
-        (
-            ["photos", "--image-column", "b"],
-            "photos: there are no input files; expected names that end in .txt",
-        ),
+        (["photos", "--image-column", "b"], "photos: there are no input files; expected names"),
         (["rows.csv", "--pdf-dpi", "72"], "--pdf-dpi is for PDF files"),
         (["rows.csv", "--pdf-timeout", "9"], "--pdf-timeout is for PDF files"),
         (["photos", "--id-column", "id"], "--id-column is for files of rows"),

@@ -47,9 +47,8 @@ def test_what_others_can_only_read_is_taken(folder, mode):
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
 def test_what_others_can_write_is_refused_with_its_mode_and_the_remedy(folder, mode):
     folder.chmod(mode)
-    with pytest.raises(
-        ConfigError, match=rf"{folder} belongs to user .*, mode {mode:04o}"
-    ) as error:
+    belongs = rf"{folder} belongs to user .*, mode {mode:04o}"
+    with pytest.raises(ConfigError, match=belongs) as error:
         refuse_shared(folder)
     assert f"`chmod -R go-w {folder}`" in str(error.value)
     assert "--cache-dir" in str(error.value)
@@ -86,9 +85,8 @@ def test_what_belongs_to_root_is_taken_unless_others_can_write(folder, owned_by,
 
 @pytest.mark.parametrize("inside", ["", "models"])
 def test_the_library_refuses_it_too(folder, tiny_checkpoint, monkeypatch, inside):
-    monkeypatch.setattr(
-        "jaxembed.runtime.routes.checkpoint.load_spec", lambda _: pytest.fail("loaded")
-    )
+    loading = "jaxembed.runtime.routes.checkpoint.load_spec"
+    monkeypatch.setattr(loading, lambda _: pytest.fail("loaded"))
     (folder / inside).mkdir(exist_ok=True)
     (folder / inside).chmod(0o777)
     model = None if inside else str(tiny_checkpoint)

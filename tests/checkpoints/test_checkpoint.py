@@ -141,16 +141,13 @@ def test_an_occupied_path_is_refused_and_an_empty_folder_is_not(tmp_path, spec):
 
 
 @pytest.mark.parametrize("writer", ["jaxembed 9.1.0", None])
-def test_a_later_format_is_refused_in_a_line_that_names_its_version(tmp_path, spec, writer):
-    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
+def test_a_later_format_is_refused_in_a_line_that_names_its_version(saved, writer):
     manifest = {"format_version": 99, "written_by": writer, "heads": {"unknown": "here"}}
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
-    refusal = (
-        rf"format 99, written by {writer or 'a newer jaxembed'}; this is jaxembed {__version__}"
-    )
-    refusal += rf", which reads formats up to {FORMAT_VERSION}: upgrade jaxembed, or convert"
-    with pytest.raises(CheckpointError, match=refusal):
-        checkpoint.load_spec(tmp_path / "out")
+    (saved / "manifest.json").write_text(json.dumps(manifest))
+    by = writer or "a newer jaxembed"
+    refusal = rf"format 99, written by {by}; this is jaxembed {__version__}, which reads formats up"
+    with pytest.raises(CheckpointError, match=rf"{refusal} to {FORMAT_VERSION}: upgrade jaxembed"):
+        checkpoint.load_spec(saved)
 
 
 def test_a_missing_or_damaged_manifest_is_refused(tmp_path):
@@ -164,13 +161,12 @@ def test_a_missing_or_damaged_manifest_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damaged", ["*", "manifest.ocdbt"])
-def test_damaged_parameters_are_refused(tmp_path, spec, damaged):
-    checkpoint.save(tmp_path / "out", spec, random_params(), TOKENIZER)
-    for path in (tmp_path / "out" / "params" / "part-000").rglob(damaged):
+def test_damaged_parameters_are_refused(saved, spec, damaged):
+    for path in (saved / "params" / "part-000").rglob(damaged):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:9])
     with pytest.raises(CheckpointError, match="cannot restore the parameters"):
-        checkpoint.load_params(tmp_path / "out", spec)
+        checkpoint.load_params(saved, spec)
 
 
 def test_parameters_of_another_dtype_are_refused(tmp_path, spec):
@@ -195,11 +191,9 @@ def test_every_file_is_verified(saved):
     assert checkpoint.verify(saved) == len(files) - 1  # SHA256SUMS itself
     (saved / "source.json").write_text("the cache's own record")
     assert checkpoint.verify(saved) == len(files) - 1
-    checksums = shutil.which("sha256sum")
-    if checksums is not None:
-        subprocess.run(
-            [checksums, "--check", "--strict", checkpoint.DIGESTS], cwd=saved, check=True
-        )
+    if (checksums := shutil.which("sha256sum")) is not None:
+        command = [checksums, "--check", "--strict", checkpoint.DIGESTS]
+        subprocess.run(command, cwd=saved, check=True)
 
 
 def test_a_flipped_bit_is_found_in_whatever_file(saved):

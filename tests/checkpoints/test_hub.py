@@ -67,9 +67,14 @@ def _downloads(monkeypatch, tmp_path) -> list[SimpleNamespace]:
     return calls
 
 
-def test_a_directory_is_converted_once(source, cache, conversions):
-    first = hub.resolve(ModelSource(str(source), cache_dir=cache))
-    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) == first
+@pytest.fixture(name="resolve")
+def _resolve_in_cache(cache):
+    return lambda model, **options: hub.resolve(ModelSource(model, cache_dir=cache, **options))
+
+
+def test_a_directory_is_converted_once(source, cache, resolve, conversions):
+    first = resolve(str(source))
+    assert resolve(str(source)) == first
     assert conversions == [source]
     assert checkpoint.load_spec(first).source == str(source)
     assert first.parent == cache / "models"
@@ -101,19 +106,19 @@ def test_a_file_a_revision_of_a_directory_and_a_file_as_cache_are_refused(source
         hub.resolve(ModelSource(str(source), cache_dir=source / "config.json"))
 
 
-def test_a_changed_source_is_converted_again(source, cache, conversions):
-    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
+def test_a_changed_source_is_converted_again(source, resolve, conversions):
+    entry = resolve(str(source))
     before = checkpoint.load_spec(entry)
     change(source, seed=7)
-    another = hub.resolve(ModelSource(str(source), cache_dir=cache))
+    another = resolve(str(source))
     assert len(conversions) == 2
     assert checkpoint.load_spec(another).content_hash != before.content_hash
 
 
-def test_ranges_kept_in_an_entry_leave_it_current(source, cache, conversions):
-    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
+def test_ranges_kept_in_an_entry_leave_it_current(source, cache, conversions, resolve):
+    entry = resolve(str(source))
     path = save_ranges(entry, [])
-    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) == entry
+    assert resolve(str(source)) == entry
     assert path.is_file()
     assert len(conversions) == 1
     assert hub.verify_files(ModelSource(str(source), cache_dir=cache)) > 0
@@ -129,45 +134,36 @@ def unused_for(entry, hours):
     os.utime(entry, (then, then))
 
 
-def test_what_a_source_was_before_stays_for_those_who_read_it(source, cache):
-    entry = hub.resolve(ModelSource(str(source), cache_dir=cache))
+def test_what_a_source_was_before_stays_for_those_who_read_it(source, resolve):
+    entry = resolve(str(source))
     spec = checkpoint.load_spec(entry)
     parameters = checkpoint.stream_params(entry, spec)
     next(parameters)
     unused_for(entry, 23)
     change(source, seed=7)
-    assert hub.resolve(ModelSource(str(source), cache_dir=cache)) != entry
+    assert resolve(str(source)) != entry
     list(parameters)
     assert checkpoint.load_params(entry, spec)
 
 
-def test_what_a_source_was_before_is_removed_a_day_after_its_last_use(source, cache, tmp_path):
-    other = hub.resolve(
-        ModelSource(str(sources.write_sentence_bert(tmp_path / "another model")), cache_dir=cache)
-    )
-    old = hub.resolve(ModelSource(str(source), cache_dir=cache))
+def test_what_a_source_was_before_is_removed_a_day_after_its_last_use(source, resolve, tmp_path):
+    other = resolve(str(sources.write_sentence_bert(tmp_path / "another model")))
+    old = resolve(str(source))
     change(source, seed=7)
-    now = hub.resolve(ModelSource(str(source), cache_dir=cache))
+    now = resolve(str(source))
     for entry in (old, now, other):
         unused_for(entry, 25)
-    hub.resolve(ModelSource(str(source), cache_dir=cache))
+    resolve(str(source))
     assert (old.exists(), now.exists(), other.exists()) == (False, True, True)
     assert time.time() - now.stat().st_mtime < 3600  # it was used
 
 
-def test_another_dense_path_is_another_entry(source, cache):
-    sources.write_modules(
-        source,
-        (sources.TRANSFORMER, ""),
-        (sources.POOLING, "1_Pooling"),
-        (sources.DENSE, "2_Dense"),
-    )
+def test_another_dense_path_is_another_entry(source, resolve):
+    later = (sources.POOLING, "1_Pooling"), (sources.DENSE, "2_Dense")
+    sources.write_modules(source, (sources.TRANSFORMER, ""), *later)
     sources.write_dense(source / "2_Dense", 8, 4)
     sources.write_dense(source / "2_Dense_6", 8, 6)
-    paths = [
-        hub.resolve(ModelSource(str(source), cache_dir=cache, dense_path=p))
-        for p in (None, "2_Dense_6")
-    ]
+    paths = [resolve(str(source), dense_path=path) for path in (None, "2_Dense_6")]
     assert [checkpoint.load_spec(path).dim for path in paths] == [4, 6]
 
 
@@ -186,9 +182,8 @@ def _resolve(source: Path, cache: Path, ready: Any, converted: Any) -> None:
 
 def test_two_processes_convert_once(source, cache):
     ready, converted = FORKS.Barrier(2), FORKS.Queue()
-    both = [
-        FORKS.Process(target=_resolve, args=(source, cache, ready, converted)) for _ in range(2)
-    ]
+    given = source, cache, ready, converted
+    both = [FORKS.Process(target=_resolve, args=given) for _ in range(2)]
     for process in both:
         process.start()
     assert converted.get(timeout=60) == source
@@ -198,7 +193,7 @@ def test_two_processes_convert_once(source, cache):
     assert converted.empty()
 
 
-def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch):
+def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, monkeypatch, resolve):
     @contextlib.contextmanager
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -206,36 +201,35 @@ def test_a_disk_that_is_full_at_the_last_file_leaves_no_entry(source, cache, mon
 
     monkeypatch.setattr(hub, "replacing", full)
     with pytest.raises(CheckpointError, match=r"cannot write .*models: No space left on device; "):
-        hub.resolve(ModelSource(str(source), cache_dir=cache))
+        resolve(str(source))
     assert [path.suffix for path in (cache / "models").iterdir()] in ([".lock"], [])
 
 
-def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions):
+def test_a_hub_model_is_fetched_and_converted(cache, downloads, conversions, resolve):
     entry = hub.resolve(ModelSource("me/tiny", cache_dir=cache, revision="v1", token="secret"))
     spec = checkpoint.load_spec(entry)
     assert (spec.source, spec.revision) == ("me/tiny", COMMIT)
     assert [call.revision for call in downloads] == ["v1", COMMIT]
     assert all(call.token == "secret" for call in downloads)
-    fetched = {
-        str(p.relative_to(conversions[0])) for p in conversions[0].rglob("*.*") if p.is_file()
-    }
+    paths = conversions[0].rglob("*.*")
+    fetched = {str(path.relative_to(conversions[0])) for path in paths if path.is_file()}
     assert "model.safetensors" in fetched
     assert not fetched & {"pytorch_model.bin", "onnx/model.onnx", "model.h5"}
-    assert hub.resolve(ModelSource("me/tiny", cache_dir=cache)) == entry
+    assert resolve("me/tiny") == entry
     assert len(conversions) == 1
     assert len(downloads) == 3  # its descriptions, its weights, and which commit it is now
 
 
-def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path, cache):
+def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path, resolve):
     (tmp_path / "remote" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"torch is not installed|damaged"):
-        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
+        resolve("me/tiny")
     fetched = tmp_path / "hub" / COMMIT / "pytorch_model.bin"
     assert fetched.exists()
     for path in (fetched, tmp_path / "remote" / "pytorch_model.bin"):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"wanted model\.safetensors or"):
-        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
+        resolve("me/tiny")
 
 
 @pytest.mark.parametrize(
@@ -276,20 +270,20 @@ def answered(status: int) -> errors.HfHubHTTPError:
         (errors.HFValidationError("x"), EXIT_REFUSED),
     ],
 )
-def test_a_failure_of_the_hub_or_a_full_disk_may_pass(cache, monkeypatch, error, status):
+def test_a_failure_of_the_hub_or_a_full_disk_may_pass(resolve, monkeypatch, error, status):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
     with pytest.raises(CheckpointError) as caught:
-        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
+        resolve("me/tiny")
     assert exit_status(caught.value) == status
     wrapped = ConfigError("a cannot be served")
     wrapped.__cause__ = caught.value  # as `serve` has it of several models
     assert exit_status(wrapped) == status
 
 
-def test_the_hub_that_a_variable_turns_off_is_a_setting(cache, monkeypatch):
+def test_the_hub_that_a_variable_turns_off_is_a_setting(resolve, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set") as caught:
-        hub.resolve(ModelSource("me/tiny", cache_dir=cache))
+        resolve("me/tiny")
     assert exit_status(caught.value) == EXIT_REFUSED
 
 
@@ -318,14 +312,13 @@ def test_the_default_model_comes_from_its_package_unimported(package, cache, con
     assert hub.DEFAULT_MODEL_PACKAGE not in sys.modules
 
 
-def test_a_revision_of_the_default_model_comes_from_the_hub(package, cache, downloads):
-    hub.resolve(ModelSource(None, cache_dir=cache, revision="v1"))
-    assert downloads[0].name == DEFAULT_MODEL
-
-
-def test_the_default_model_comes_from_the_hub_without_its_package(cache, downloads, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    hub.resolve(ModelSource(None, cache_dir=cache))
+@pytest.mark.parametrize("revision", ["v1", None])
+def test_the_default_model_comes_from_the_hub_by_revision_or_without_its_package(
+    package, resolve, downloads, monkeypatch, revision
+):
+    if revision is None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    resolve(None, revision=revision)
     assert downloads[0].name == DEFAULT_MODEL
 
 
@@ -335,9 +328,7 @@ def test_convert_of_a_hub_model_brings_its_weights(downloads, tmp_path):
     assert checkpoint.is_checkpoint(tmp_path / "out")
 
 
-def test_what_cannot_be_converted_is_refused_before_its_weights_are_fetched(
-    downloads, tmp_path, cache
-):
+def test_what_cannot_be_converted_is_refused_without_its_weights(downloads, tmp_path, cache):
     sources.change_json(tmp_path / "remote" / "config.json", model_type="mamba")
     with pytest.raises(CheckpointError, match="'mamba' is not supported"):
         hub.resolve(ModelSource("owner/name", cache_dir=cache))
@@ -359,13 +350,13 @@ def test_describe_converts_nothing_and_fetches_no_weights(downloads, source, cac
         assert hub.describe_model(ModelSource(model, cache_dir=cache)) == Routes({"": converted})
 
 
-def test_a_foreign_converters_package_is_named(source, cache, monkeypatch):
+def test_a_foreign_converters_package_is_named(source, resolve, monkeypatch):
     monkeypatch.delattr(converters, "CONVERTERS")
     with pytest.raises(CheckpointError, match="is not jaxembed's"):
-        hub.resolve(ModelSource(str(source), cache_dir=cache))
+        resolve(str(source))
 
 
-def test_an_empty_name_is_no_model(cache):
+def test_an_empty_name_is_no_model():
     """Of an unset variable in a script; an empty path would be the current directory."""
     with pytest.raises(CheckpointError, match="empty string"):
-        ModelSource("", cache_dir=cache)
+        ModelSource("")

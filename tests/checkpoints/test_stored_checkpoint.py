@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -99,6 +100,13 @@ def _cache(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(name="resolve")
+def _resolve(cache):
+    """Resolve the stored checkpoint, or that of a URL that begins with its own."""
+    chosen = partial(ModelSource, cache_dir=cache)
+    return lambda more="", **options: hub.resolve(chosen(f"{URL}{more}", **options))
+
+
 def content(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != hub.RECORD)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
@@ -107,19 +115,11 @@ def content(folder: Path) -> dict[str, bytes]:
 # -- URLs
 
 
-@pytest.mark.parametrize(
-    ("name", "is_one"),
-    [
-        ("s3://bucket/model", True),
-        ("gs://bucket/a/b", True),
-        ("owner/name", False),
-        ("/models/s3", False),
-        ("https://example.com/model", False),
-        ("s3:/bucket/model", False),
-    ],
-)
-def test_urls_of_stores_are_told_from_names_and_paths(name, is_one):
-    assert object_store.is_url(name) == is_one
+def test_urls_of_stores_are_told_from_names_and_paths():
+    assert object_store.is_url("s3://bucket/model")
+    assert object_store.is_url("gs://bucket/a/b")
+    for name in ("owner/name", "/models/s3", "https://example.com/model", "s3:/bucket/model"):
+        assert not object_store.is_url(name)
 
 
 @pytest.mark.parametrize("name", ["s3://bucket", "s3://", "s3://bucket/", "gs:///model"])
@@ -156,106 +156,99 @@ def test_nothing_of_object_stores_is_imported_before_a_url_is_read():
 # -- Copies
 
 
-def test_a_copy_is_what_was_converted(store, digest, converted, cache):
-    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
+def test_a_copy_is_what_was_converted(store, digest, converted, cache, resolve):
+    entry = resolve()
     assert content(entry) == content(converted)
     assert entry.is_relative_to(cache)
     assert entry.stat().st_mode & 0o777 == 0o700
     assert hub.verify_files(ModelSource(URL, cache_dir=cache)) == len(content(converted)) - 1
 
 
-def test_a_copy_is_made_once(store, digest, cache):
-    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
+def test_a_copy_is_made_once(store, digest, resolve):
+    entry = resolve()
     store.asked.clear()
-    assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
+    assert resolve() == entry
     assert store.asked == ["cat_file", "cat_file"]  # the manifest and the digests
 
 
-def test_of_those_who_need_it_at_once_one_makes_the_copy(store, digest, converted, cache):
+def test_of_those_who_need_it_at_once_one_makes_the_copy(store, digest, converted, resolve):
     with ThreadPoolExecutor(4) as threads:
-        entries = set(
-            threads.map(lambda _: hub.resolve(ModelSource(URL, cache_dir=cache)), range(4))
-        )
+        entries = set(threads.map(lambda _: resolve(), range(4)))
     assert len(entries) == 1
     assert store.asked.count("get_file") == len(content(converted)) - 1  # without the digests
 
 
-def test_a_copy_of_one_content_is_used_without_asking(store, digest, cache):
-    entry = hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache))
+def test_a_copy_of_one_content_is_used_without_asking(store, digest, resolve):
+    entry = resolve(f"@sha256:{digest}")
     store.fail_with = OSError("no network")
-    assert hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache)) == entry
-    assert (
-        hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache, offline=True)) == entry
-    )
+    assert resolve(f"@sha256:{digest}") == entry
+    assert resolve(f"@sha256:{digest}", offline=True) == entry
 
 
-def test_other_content_than_pinned_is_refused(store, digest, cache):
+def test_other_content_than_pinned_is_refused(store, digest, cache, resolve):
     with pytest.raises(CheckpointError, match=f"sha256:0{{64}}, but the .* has .*{digest}"):
-        hub.resolve(ModelSource(f"{URL}@sha256:{'0' * 64}", cache_dir=cache))
+        resolve(f"@sha256:{'0' * 64}")
     assert not list(cache.glob("models/*"))
 
 
-def test_replaced_content_is_copied_beside_the_old(store, digest, cache, tmp_path):
-    old = hub.resolve(ModelSource(URL, cache_dir=cache))
-    pinned = hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache))
+def test_replaced_content_is_copied_beside_the_old(store, digest, cache, tmp_path, resolve):
+    old = resolve()
+    pinned = resolve(f"@sha256:{digest}")
     store.files.rm("/bucket/tiny", recursive=True)
     other = sources.write_sentence_bert(tmp_path / "other", tensors=sources.bert_tensors(1))
     hub.convert_model(ModelSource(str(other)), URL)
-    new = hub.resolve(ModelSource(URL, cache_dir=cache))
+    new = resolve()
     assert new != old
     assert old.is_dir()  # a process may read it still
     assert hub.describe_model(ModelSource(URL, cache_dir=cache)) == checkpoint.load_routes(new)
-    assert hub.resolve(ModelSource(f"{URL}@sha256:{digest}", cache_dir=cache)) == pinned
+    assert resolve(f"@sha256:{digest}") == pinned
 
 
-def test_an_incomplete_copy_is_made_anew(store, digest, converted, cache):
-    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
+def test_an_incomplete_copy_is_made_anew(store, digest, converted, resolve):
+    entry = resolve()
     (entry / checkpoint.TOKENIZER).write_bytes(b"{}")
     killed = entry.with_name(f".{entry.name}.partial-0123")
     killed.mkdir()
-    assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
+    assert resolve() == entry
     assert content(entry) == content(converted)
     assert not killed.exists()
 
 
 def test_a_model_is_described_without_its_weights(store, digest, converted, cache):
-    assert hub.describe_model(ModelSource(URL, cache_dir=cache)) == checkpoint.load_routes(
-        converted
-    )
+    described = hub.describe_model(ModelSource(URL, cache_dir=cache))
+    assert described == checkpoint.load_routes(converted)
     assert store.asked == ["cat_file", "cat_file", "get_file"]
     assert not cache.exists()
 
 
-def test_a_model_with_routes_is_copied(store, cache, tmp_path):
+def test_a_model_with_routes_is_copied(store, cache, tmp_path, resolve):
     source = sources.write_router(tmp_path / "router")
     hub.convert_model(ModelSource(str(source)), URL)
     described = hub.describe_model(ModelSource(URL, cache_dir=cache))
     assert len(described.specs) > 1
-    assert checkpoint.load_routes(hub.resolve(ModelSource(URL, cache_dir=cache))) == described
+    assert checkpoint.load_routes(resolve()) == described
 
 
 # -- What is not a checkpoint
 
 
-def test_half_an_upload_is_no_checkpoint(store, digest, cache):
+def test_half_an_upload_is_no_checkpoint(store, digest, resolve):
     store.files.rm_file(f"/bucket/tiny/{MANIFEST}")
     with pytest.raises(CheckpointError, match=r"has no manifest.json; expected a complete"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
 
 
-def test_a_hugging_face_folder_is_refused_with_the_command_that_helps(store, source, cache):
+def test_a_hugging_face_folder_is_refused_with_the_command_that_helps(store, source, resolve):
     store.files.put(str(source), "/bucket/tiny", recursive=True)
     with pytest.raises(CheckpointError, match=f"jaxembed convert MODEL {URL}"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
 @pytest.mark.parametrize("which", [checkpoint.TOKENIZER, checkpoint.PARAMETERS])
-def test_a_damaged_object_is_never_served(store, digest, converted, cache, damage, which):
-    name = max(
-        (name for name in content(converted) if name.startswith(which)),
-        key=lambda name: len(content(converted)[name]),
-    )
+def test_a_damaged_object_is_never_served(store, digest, converted, cache, damage, which, resolve):
+    files = content(converted)
+    name = max((one for one in files if one.startswith(which)), key=lambda one: len(files[one]))
     before = store.read(name)
     if damage == "missing":
         store.files.rm_file(f"/bucket/tiny/{name}")
@@ -264,51 +257,41 @@ def test_a_damaged_object_is_never_served(store, digest, converted, cache, damag
     else:
         store.write(name, before[:-1] + bytes([before[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=re.escape(URL)) as caught:
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
     assert name in str(caught.value)
     assert not [path for path in cache.glob("models/*") if path.is_dir()]
 
 
-def test_a_manifest_that_was_altered_is_refused(store, digest, cache):
+def test_a_manifest_that_was_altered_is_refused(store, digest, resolve):
     store.write(MANIFEST, store.read(MANIFEST).replace(b'"mean"', b'"cls"'))
     with pytest.raises(CheckpointError, match=r"SHA256SUMS does not match manifest.json"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
 
 
 def test_values_of_another_model_are_refused_though_the_digests_were_made_to_match(
-    store, digest, converted, cache, tmp_path
+    store, digest, converted, resolve, tmp_path
 ):
-    other = tmp_path / "other"
-    hub.convert_model(
-        ModelSource(
-            str(sources.write_sentence_bert(tmp_path / "source", tensors=sources.bert_tensors(1)))
-        ),
-        other,
-    )
-    mixed = shutil.copytree(other, tmp_path / "mixed")
+    other = sources.write_sentence_bert(tmp_path / "other", tensors=sources.bert_tensors(1))
+    mixed = tmp_path / "mixed"
+    hub.convert_model(ModelSource(str(other)), mixed)
     shutil.copy(converted / MANIFEST, mixed / MANIFEST)
-    lines = [
-        f"{hashlib.sha256((mixed / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in sorted(content(mixed))
-        if name != DIGESTS
-    ]
+    files = {name: data for name, data in sorted(content(mixed).items()) if name != DIGESTS}
+    lines = [f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in files.items()]
     (mixed / DIGESTS).write_text("".join(lines))
     assert checkpoint.verify(mixed) > 0
     store.files.rm("/bucket/tiny", recursive=True)
     stored_checkpoint.publish(mixed, URL)
     with pytest.raises(CheckpointError, match=r"do not match its manifest.json"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
 
 
 @pytest.mark.parametrize(
     "name", ["../outside", "params/../../outside", "/etc/outside", "other/file", "params//x", "x"]
 )
-def test_a_path_that_no_checkpoint_has_is_refused_before_anything_is_copied(
-    store, digest, cache, name
-):
+def test_a_path_that_no_checkpoint_has_is_refused_at_once(store, digest, resolve, name):
     store.write(DIGESTS, store.read(DIGESTS) + f"{'0' * 64}  {name}\n".encode())
     with pytest.raises(CheckpointError, match="which is not a file of a checkpoint"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
     assert "get_file" not in store.asked
 
 
@@ -327,25 +310,23 @@ def test_what_only_a_conversion_can_do_is_refused_before_anything_is_asked(store
 # -- A store that fails
 
 
-def test_a_store_that_gives_no_answer_leaves_the_copy_there_is(store, digest, cache, caplog):
-    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
+def test_without_an_answer_the_copy_there_is_is_used(store, digest, cache, caplog, resolve):
+    entry = resolve()
     store.fail_with = RuntimeError("no route to //user:hidden@host/x\nand more")
     with caplog.at_level(logging.WARNING):
-        assert hub.resolve(ModelSource(URL, cache_dir=cache)) == entry
-    assert "no route to //host/x; using the copy of memory://bucket/tiny in the cache" in (
-        caplog.text
-    )
+        assert resolve() == entry
+    assert "no route to //host/x; using the copy of memory://bucket/tiny in the" in caplog.text
     with pytest.raises(StoreUnreachable, match=r"cannot read memory://bucket/tiny/manifest.json"):
         hub.resolve(ModelSource(URL, cache_dir=cache / "other"))
 
 
-def test_offline_nothing_is_asked(store, digest, cache, caplog):
+def test_offline_nothing_is_asked(store, digest, cache, caplog, resolve):
     with pytest.raises(CheckpointError, match="not copied yet and --offline is set"):
-        hub.resolve(ModelSource(URL, cache_dir=cache, offline=True))
-    entry = hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve(offline=True)
+    entry = resolve()
     store.asked.clear()
     with caplog.at_level(logging.INFO):
-        assert hub.resolve(ModelSource(URL, cache_dir=cache, offline=True)) == entry
+        assert resolve(offline=True) == entry
     assert "using the copy in the cache" in caplog.text
     assert store.asked == []
 
@@ -359,7 +340,7 @@ def test_offline_nothing_is_asked(store, digest, cache, caplog):
     ],
 )
 def test_an_error_in_the_middle_leaves_nothing(
-    store, digest, cache, monkeypatch, error, kind, words
+    store, digest, cache, monkeypatch, error, kind, words, resolve
 ):
     get, count = store.files.get_file, itertools.count()
 
@@ -370,16 +351,16 @@ def test_an_error_in_the_middle_leaves_nothing(
 
     monkeypatch.setattr(store.files, "get_file", get_file)
     with pytest.raises(CheckpointError, match=words) as caught:
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
     assert type(caught.value) is kind
     assert not [path for path in cache.glob("models/*") if path.is_dir()]
 
 
-def test_a_store_that_denies_access_ends_what_the_copy_is_used_for(store, digest, cache):
-    hub.resolve(ModelSource(URL, cache_dir=cache))
+def test_a_store_that_denies_access_ends_what_the_copy_is_used_for(store, digest, resolve):
+    resolve()
     store.fail_with = PermissionError("Forbidden")
     with pytest.raises(CheckpointError, match="access is denied"):
-        hub.resolve(ModelSource(URL, cache_dir=cache))
+        resolve()
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, cache):

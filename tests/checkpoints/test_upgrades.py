@@ -50,10 +50,15 @@ def source_in(folder: Path, version: str) -> Path:
     return write_dated_source(GOLDENS / f"{name}.npz", folder / name)
 
 
+def entry_of(cache: Path) -> Path:
+    (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    return entry
+
+
 def cache_in(folder: Path, version: str, source: Path) -> Path:
     """The cache that the version made of the source: entries are named by its path as well."""
     cache = copy_private(FIXTURES / version / "cache", folder / "cache")
-    (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    entry = entry_of(cache)
     key = hub._entry(str(source), str(source), None)
     state = "" if entry.name.count("-") == 1 else f"-{entry.name.rpartition('-')[2]}"
     entry.rename(entry.with_name(key + state))
@@ -118,9 +123,7 @@ def test_a_checkpoint_of_an_earlier_version_serves(version, tmp_path, caplog):
 
 
 @each_version
-def test_a_checkpoint_of_an_earlier_version_has_the_heads_of_its_source_converted_today(
-    version, tmp_path
-):
+def test_an_earlier_checkpoint_has_the_heads_of_its_source_converted_today(version, tmp_path):
     old = checkpoint.load_spec(checkpoint_in(tmp_path, version))
     new = converters.outline(source_in(tmp_path, version)).spec
     assert list(old.heads.items()) == list(new.heads.items())
@@ -180,7 +183,7 @@ def test_a_cache_of_an_earlier_version_is_used_or_made_anew(version, tmp_path, c
 def test_the_entry_of_a_later_version_is_left_to_it(tmp_path):
     source = source_in(tmp_path, LATEST)
     cache = cache_in(tmp_path, LATEST, source)
-    (newer,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    newer = entry_of(cache)
     newer = newer.rename(newer.with_name(f"{newer.name.rpartition('-')[0]}-{'f' * 16}"))
     change_manifest(newer, format_version=FORMAT_VERSION + 1)
     with embedder_of(source, cache) as embedder:
@@ -195,7 +198,7 @@ def test_a_damaged_entry_of_the_cache_is_made_anew(tmp_path, caplog, conversions
         pytest.skip("sizes tell: contents are compared by `info --verify` alone")
     source = source_in(tmp_path, LATEST)
     cache = cache_in(tmp_path, LATEST, source)
-    (entry,) = (path for path in (cache / "models").iterdir() if path.is_dir())
+    entry = entry_of(cache)
     damage_files(entry / name, damage)
     (cache / "models" / f".{entry.name}.partial-dead" / "params").mkdir(parents=True)
     checkpoint.load_spec(hub.resolve(ModelSource(str(source), cache_dir=cache)))
@@ -227,12 +230,11 @@ def test_programs_that_cannot_be_read_are_compiled_anew_once_and_told_of_in_one_
     folder = checkpoint_in(tmp_path, LATEST)
     (tmp_path / "texts.txt").write_text("the cat\n")
     (tmp_path / "grid.json").write_text('{"buckets": [[2, 64]]}')
-    command = ["embed", str(tmp_path / "texts.txt"), "-o", str(tmp_path / "out.npy")]
-    command += ["-m", str(folder), "--cache-dir", str(tmp_path / "cache")]
-    command += ["--buckets", str(tmp_path / "grid.json"), "--max-batch-tokens", "128"]
+    command = ["embed", tmp_path / "texts.txt", "-o", tmp_path / "out.npy", "-m", folder]
+    command += ["--cache-dir", tmp_path / "cache", "--buckets", tmp_path / "grid.json"]
 
     def warnings_of_a_run() -> list[str]:
-        done = run(*command, "--dtype", "float32")
+        done = run(*map(str, command), "--max-batch-tokens", "128", "--dtype", "float32")
         assert done.returncode == 0, done.stderr
         lines = done.stderr.splitlines()
         return [line for line in lines if "cannot be read" in line or "Error" in line]
@@ -276,7 +278,5 @@ def test_a_grid_of_a_later_version_that_cannot_be_read_is_refused_with_that_vers
     with pytest.raises(ConfigError) as error:
         read_grid(grid)
     assert str(error.value).startswith(f"--buckets {grid}: buckets[0] is [2, 64, 8], not two int")
-    assert str(error.value).endswith(
-        f'; the file was written by jaxembed "9.1.0", and this is {__version__}: run '
-        "`jaxembed tune` again"
-    )
+    written = f'; the file was written by jaxembed "9.1.0", and this is {__version__}: run '
+    assert str(error.value).endswith(f"{written}`jaxembed tune` again")

@@ -3,6 +3,7 @@
 tests/parity/test_adapters.py compares with PEFT itself.
 """
 
+import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,7 @@ import numpy as np
 import pytest
 import sources
 from safetensors.numpy import load_file, save_file
-from sources import (
-    HIDDEN,
-    NORMALIZE,
-    POOLING,
-    TRANSFORMER,
-    write_bert,
-    write_json,
-    write_modules,
-    write_router,
-    write_sentence_bert,
-)
+from sources import HIDDEN, write_json
 from test_adapters import merged
 from test_golden import FILES, read, write_source
 
@@ -34,23 +25,10 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "bias": 
 QUERY = "encoder.layer.0.attention.self.query"
 # Goldens beside whose weights adapters are put; `make test` takes those that differ most.
 QUICK = ("bert_mean", "albert_odd_cls", "jina_bert_code_odd_mean", "qwen3_lasttoken", "t5_odd_mean")
-FAMILIES = (
-    "xlm_roberta_mean",
-    "distilbert_mean",
-    "electra_mean",
-    "albert_mean",
-    "modernbert_mean",
-    "mpnet_mean",
-    "nomic_bert_mean",
-    "gte_cls",
-    "gte_odd_mean",
-    "jina_bert_mean",
-    "gemma2_lasttoken",
-    "gemma3_mean",
-    "llama_odd_mean",
-    "eurobert_mean",
-    "t5_mean",
-)
+FAMILIES = ["gte_cls", "gemma2_lasttoken"]
+FAMILIES += [f"{name}_mean" for name in ("xlm_roberta", "distilbert", "electra", "albert")]
+FAMILIES += [f"{name}_mean" for name in ("modernbert", "mpnet", "nomic_bert", "gte_odd")]
+FAMILIES += [f"{name}_mean" for name in ("jina_bert", "gemma3", "llama_odd", "eurobert", "t5")]
 
 
 def write_adapter(
@@ -75,7 +53,7 @@ def write_adapter(
 @pytest.fixture(name="source", scope="module")
 def _source(tmp_path_factory) -> Path:
     """A tiny BERT. Shared: do not change it."""
-    return write_bert(tmp_path_factory.mktemp("source"))
+    return sources.write_bert(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(name="adapter")
@@ -97,22 +75,17 @@ def _refused(source, tmp_path):
     return refused
 
 
+def model_source(source: Path, folder: Path, **adapters: Path) -> ModelSource:
+    return ModelSource(str(source), cache_dir=folder / "cache", adapters=adapters)
+
+
 def converted(source: Path, out: Path, **adapters: Path) -> tuple[ModelSpec, dict[str, np.ndarray]]:
     return sources.converted(source, out, adapters=adapters)
 
 
 # Weights that get no adapter in the tests: those that none is possible for, and all values.
-LEFT_OUT = (
-    "*norm*",
-    "*position*",
-    "*relative*",
-    "pooler.*",
-    "*head*",
-    "shared.*",
-    "*value*",
-    "*v_proj*",
-    "*v_lin*",
-)
+LEFT_OUT = ("*norm*", "*position*", "*relative*", "pooler.*", "*head*", "shared.*")
+LEFT_OUT += ("*value*", "*v_proj*", "*v_lin*")
 
 
 def is_adapted(name: str, array: np.ndarray) -> bool:
@@ -205,11 +178,7 @@ def test_the_scale_is_that_of_peft(config, scale, source, tmp_path):
         ({"alpha_pattern": [1]}, CheckpointError, r"is \[1\], wanted an object of numbers"),
         ({"alpha_pattern": {"query": "x"}}, CheckpointError, "object of numbers by pattern"),
         ({"alpha_pattern": {"query": np.nan}}, CheckpointError, "object of numbers by pattern"),
-        (
-            {"alpha_pattern": {"(": 1}},
-            CheckpointError,
-            "alpha_pattern.* is not a regular expression",
-        ),
+        ({"alpha_pattern": {"(": 1}}, CheckpointError, "pattern.* is not a regular expression"),
         ({"use_rslora": "false"}, CheckpointError, 'use_rslora is "false", wanted true or false'),
         ({"peft_type": ["LORA"]}, CheckpointError, r'peft_type is \["LORA"\], wanted a string'),
     ],
@@ -245,13 +214,11 @@ def test_the_layers_of_an_adapter_must_be_joined_as_those_of_its_base(tmp_path):
 
 
 def test_a_model_with_routes_takes_no_adapter(adapter, tmp_path):
-    source = write_router(tmp_path / "router")
+    source = sources.write_router(tmp_path / "router")
     with pytest.raises(UnsupportedModel, match=r"adapter one: .* has the routes query, document"):
         converted(source, tmp_path / "out", one=adapter)
     with pytest.raises(UnsupportedModel, match="leave --adapter out"):
-        hub.resolve(
-            ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
-        )
+        hub.resolve(model_source(source, tmp_path, one=adapter))
 
 
 def test_static_embeddings_take_no_adapter(adapter, tmp_path):
@@ -284,13 +251,13 @@ def test_an_adapter_of_the_pooler_is_left_out_where_the_pooler_is(source, tmp_pa
 
 
 def test_a_folder_of_sentence_transformers_is_an_adapter_if_it_pools_alike(adapter, tmp_path):
-    source = write_sentence_bert(tmp_path / "source")
-    write_modules(adapter, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
+    source = sources.write_sentence_bert(tmp_path / "source")
+    shutil.copy(source / "modules.json", adapter)
     pooling = adapter / "1_Pooling" / "config.json"
     write_json(pooling, {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True})
     converted(source, tmp_path / "out", one=adapter)
     write_json(pooling, {"word_embedding_dimension": HIDDEN, "pooling_mode_cls_token": True})
-    with pytest.raises(UnsupportedModel, match=r"adapter one: its modules.json says"):
+    with pytest.raises(UnsupportedModel, match=r"adapter one: the pooling or modules in its"):
         converted(source, tmp_path / "other", one=adapter)
 
 
@@ -303,25 +270,19 @@ def test_a_folder_without_an_adapter_is_refused(source, tmp_path):
 
 
 def test_the_cache_has_an_entry_for_each_set_of_adapters(adapter, tmp_path, conversions):
-    source = write_sentence_bert(tmp_path / "source")
-    plain = hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache"))
-    hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter}))
-    adapted = hub.resolve(
-        ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter})
-    )
-    assert plain != adapted
+    source = sources.write_sentence_bert(tmp_path / "source")
+    plain = hub.resolve(model_source(source, tmp_path))
+    with_adapter = model_source(source, tmp_path, one=adapter)
+    adapted = hub.resolve(with_adapter)
+    assert hub.resolve(with_adapter) == adapted != plain
     assert len(conversions) == 2
-    described = hub.describe_model(
-        ModelSource(str(source), cache_dir=tmp_path / "other", adapters={"one": adapter})
-    )
+    described = hub.describe_model(model_source(source, tmp_path / "other", one=adapter))
     assert described.main.adapters == checkpoint.load_spec(adapted).adapters
     write_adapter(adapter, {QUERY: (HIDDEN, HIDDEN)}, seed=5, lora_alpha=12)
-    hub.resolve(ModelSource(str(source), cache_dir=tmp_path / "cache", adapters={"one": adapter}))
+    hub.resolve(with_adapter)
     assert len(conversions) == 3
     with pytest.raises(CheckpointError, match="converted already; give --adapter when converting"):
-        hub.resolve(
-            ModelSource(str(plain), cache_dir=tmp_path / "cache", adapters={"one": adapter})
-        )
+        hub.resolve(model_source(plain, tmp_path, one=adapter))
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000])
@@ -335,9 +296,7 @@ DOWN, UP = (f"base_model.model.{QUERY}.lora_{factor}.weight" for factor in "AB")
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e5])
 @pytest.mark.parametrize("factor", [DOWN, UP])
-def test_values_that_would_reach_other_sequences_are_refused_by_their_tensor(
-    factor, value, adapter, refused
-):
+def test_values_that_would_reach_other_sequences_are_refused(factor, value, adapter, refused):
     tensors = load_file(adapter / "adapter_model.safetensors")
     tensors[factor][0, 0] = value
     save_file(tensors, adapter / "adapter_model.safetensors")

@@ -2,48 +2,26 @@
 save them: what the manifest says of each, and what is refused by its name."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import sources
 from safetensors.numpy import load_file
-from sources import (
-    BERT_CONFIG,
-    HIDDEN,
-    NORMALIZE,
-    POOLING,
-    POSITIONS,
-    TRANSFORMER,
-    WORDS,
-    Tensors,
-    bert_tensors,
-    change_json,
-    wordpiece,
-    write_bert,
-    write_dense,
-    write_json,
-    write_modules,
-)
+from sources import HIDDEN, POSITIONS, TRANSFORMER, WORDS, Tensors, change_json, write_json
 from test_jina import JINA_V3, flash_tensors
 from tokenizers import AddedToken
 
 from converters import convert, outline, weight_folders
 from jaxembed import Embedder
-from jaxembed.checkpoints import checkpoint
-from jaxembed.data.spec import (
-    DenseLayer,
-    Expansion,
-    LateInteraction,
-    ModelSpec,
-    PerToken,
-    Routes,
-)
+from jaxembed.data.spec import DenseLayer, Expansion, LateInteraction, ModelSpec, PerToken, Routes
 from jaxembed.errors import CheckpointError, ConfigError, UnsupportedModel
 from jaxembed.tools.verify import verification
 
 WIDTH = 5
-MASK = WORDS.index("[MASK]")
+MASK, HELLO = WORDS.index("[MASK]"), WORDS.index("hello")
 MORE = ["[unused0]", "[unused1]", ".", ","]  # words of the vocabulary
 UNUSED0, UNUSED1, STOP, COMMA = range(len(WORDS), len(WORDS) + len(MORE))
 Q, D = len(WORDS) + len(MORE), len(WORDS) + len(MORE) + 1  # added tokens
@@ -55,7 +33,7 @@ TOKEN_POOLING = "sentence_transformers.multi_vector_encoder.modules.token_poolin
 
 
 def tokenizer_json() -> str:
-    tokenizer = wordpiece()
+    tokenizer = sources.wordpiece()
     content = json.loads(tokenizer.to_str())
     vocabulary = content["model"]["vocab"]
     vocabulary |= {word: len(vocabulary) + k for k, word in enumerate(MORE)}
@@ -64,9 +42,12 @@ def tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
+def whole_tower() -> Tensors:
+    return sources.bert_tensors(config=sources.BERT_CONFIG | CONFIG)
+
+
 def write_tower(folder: Path, tensors: Tensors | None = None, **config: Any) -> Path:
-    tensors = bert_tensors(config=BERT_CONFIG | CONFIG) if tensors is None else tensors
-    write_bert(folder, tensors=tensors, **CONFIG | config)
+    sources.write_bert(folder, tensors=tensors or whole_tower(), **CONFIG | config)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     write_json(folder / "tokenizer_config.json", {"mask_token": "[MASK]"})
     return folder
@@ -77,8 +58,7 @@ def projection(width: int = WIDTH) -> np.ndarray:
 
 
 def write_stanford(folder: Path, metadata: dict[str, Any] | None, width: int = WIDTH) -> Path:
-    tensors = bert_tensors(config=BERT_CONFIG | CONFIG)
-    tensors = {f"bert.{name}": array for name, array in tensors.items()}
+    tensors = {f"bert.{name}": array for name, array in whole_tower().items()}
     tensors["linear.weight"] = projection(width)
     write_tower(folder, tensors, architectures=["HF_ColBERT"])
     if metadata is not None:
@@ -88,9 +68,9 @@ def write_stanford(folder: Path, metadata: dict[str, Any] | None, width: int = W
 
 def write_pylate(folder: Path, settings: dict[str, Any] | None = None, **dense: Any) -> Path:
     write_tower(folder)
-    write_modules(folder, (TRANSFORMER, ""), (PYLATE_DENSE, "1_Dense"))
+    sources.write_modules(folder, (TRANSFORMER, ""), (PYLATE_DENSE, "1_Dense"))
     options = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
-    write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options | dense)
+    sources.write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options | dense)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 7})
     settings = {"model_type": "ColBERT", "document_length": 20} if settings is None else settings
     write_json(folder / "config_sentence_transformers.json", {"query_length": 9} | settings)
@@ -104,10 +84,10 @@ def write_native(
     **transformer: Any,
 ) -> Path:
     write_tower(folder)
-    modules = (TRANSFORMER, ""), ("sentence_transformers.models.Dense", "1_Dense")
-    write_modules(folder, *modules, (MASK_MODULE, "2_Mask"), (NORMALIZE, "3_Normalize"))
+    later = (sources.DENSE, "1_Dense"), (MASK_MODULE, "2_Mask"), (sources.NORMALIZE, "3_Normalize")
+    sources.write_modules(folder, (TRANSFORMER, ""), *later)
     options = {"module_input_name": "token_embeddings"}
-    write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options)
+    sources.write_dense(folder / "1_Dense", HIDDEN, WIDTH, **options)
     write_json(folder / "2_Mask" / "config.json", mask or {})
     write_json(folder / "3_Normalize" / "config.json", options)
     write_json(folder / "sentence_bert_config.json", {"max_seq_length": 22} | transformer)
@@ -123,7 +103,9 @@ def _source(tmp_path) -> Path:
 
 
 def spec_of(source: Path) -> ModelSpec:
-    return outline(source).spec
+    spec = outline(source).spec
+    assert spec.interaction is not None
+    return spec
 
 
 def head_of(spec: ModelSpec) -> PerToken:
@@ -195,13 +177,7 @@ FORMS: list[tuple[Any, dict[str, Any], tuple[Any, ...], tuple[int, ...], dict[st
     ),
     # lengths end at the last position
     (stanford, {"doc_maxlen": 300}, (9, POSITIONS, UNUSED0, UNUSED1, FILLED), PUNCTUATION, {}),
-    (
-        pylate,
-        OF_PYLATE,
-        (9, 20, Q, None, ATTENDED),
-        (STOP, WORDS.index("hello")),
-        OF_PYLATE["prompts"],
-    ),
+    (pylate, OF_PYLATE, (9, 20, Q, None, ATTENDED), (STOP, HELLO), OF_PYLATE["prompts"]),
     (pylate_default, {}, (32, 180, Q, D, DEFAULT), PUNCTUATION, {}),
     (pylate_early, {"query_prefix": "[Q] "}, (9, POSITIONS, Q, D, FILLED), PUNCTUATION, {}),
     (pylate_early, {"do_query_expansion": True}, (9, POSITIONS, Q, D, FILLED), PUNCTUATION, {}),
@@ -259,7 +235,6 @@ def test_jina_colbert_v2_is_stanfords_form_of_jinas_tower(source, tmp_path):
 def test_a_prefix_is_a_token_or_text(source, prefix, marker, prompt):
     write_pylate(source, {"model_type": "ColBERT", "query_prefix": prefix})
     spec = spec_of(source)
-    assert spec.interaction is not None
     assert (spec.interaction.query_marker, spec.prompts["query"]) == (marker, prompt)
 
 
@@ -269,12 +244,11 @@ def test_modules_json_wins_over_stanfords_form(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
     write_pylate(source)
     change_json(source / "config.json", architectures=["HF_ColBERT"])
-    write_bert(source / "other", tensors=tensors)
+    sources.write_bert(source / "other", tensors=tensors)
     (source / "other" / "model.safetensors").rename(source / "model.safetensors")
-    spec = convert(source, tmp_path / "out")
+    spec, parameters = sources.converted(source, tmp_path / "out")
     assert spec.interaction is not None
     assert (spec.interaction.query_length, spec.dim) == (9, WIDTH)
-    parameters = checkpoint.load_params(tmp_path / "out", spec)
     wanted = load_file(source / "1_Dense" / "model.safetensors")["linear.weight"].T
     np.testing.assert_array_equal(parameters["heads.multi_vector.modules.0.kernel"], wanted)
 
@@ -283,23 +257,21 @@ def test_a_residual_is_projected_where_the_widths_differ(source, tmp_path):
     write_pylate(source, use_residual=True)
     tensors = load_file(source / "1_Dense" / "model.safetensors")
     tensors["residual.weight"] = projection()
-    write_bert(source / "other", tensors=tensors)
+    sources.write_bert(source / "other", tensors=tensors)
     (source / "other" / "model.safetensors").rename(source / "1_Dense" / "model.safetensors")
-    spec = convert(source, tmp_path / "out")
+    spec, parameters = sources.converted(source, tmp_path / "out")
     layer = head_of(spec).modules[0]
     assert isinstance(layer, DenseLayer)
     assert layer.residual
-    parameters = checkpoint.load_params(tmp_path / "out", spec)
-    np.testing.assert_array_equal(
-        parameters["heads.multi_vector.modules.0.residual.kernel"], projection().T
-    )
+    residual = parameters["heads.multi_vector.modules.0.residual.kernel"]
+    np.testing.assert_array_equal(residual, projection().T)
     assert weight_folders(source) == ["", "1_Dense"]
 
 
 def test_what_follows_a_marker_in_a_prompt_is_kept(source):
     """A blank too: to a byte-level tokenizer a word after it is another one."""
     write_native(source, {"query": "[MASK] ", "document": "[D] [D] world "})
-    tokenizer = wordpiece().from_str(tokenizer_json())
+    tokenizer = sources.wordpiece().from_str(tokenizer_json())
     tokenizer.add_special_tokens(["[MASK]"])
     tokenizer.save(str(source / "tokenizer.json"))
     spec = spec_of(source)
@@ -312,9 +284,10 @@ def test_the_filler_of_a_tokenizer_without_a_mask_is_its_end(source):
     path = source / "tokenizer.json"
     path.write_text(path.read_text().replace("[MASK]", "[OTHER]"))
     write_json(source / "tokenizer_config.json", {"eos_token": "[SEP]"})
-    interaction = spec_of(source).interaction
-    assert interaction is not None
-    assert interaction.expansion == Expansion(WORDS.index("[SEP]"), 9)
+    assert spec_of(source).interaction.expansion == Expansion(WORDS.index("[SEP]"), 9)
+
+
+OF_QUERIES = {"skiplist_words": ["."], "skiplist_tasks": ["query"]}
 
 
 def expanded(**expansion: Any) -> dict[str, Any]:
@@ -336,11 +309,7 @@ def expanded(**expansion: Any) -> dict[str, Any]:
         (pylate, {"skiplist_words": "."}, 'skiplist_words is ".", wanted a list of strings'),
         (pylate, {"document_length": 0}, "document_length is 0, wanted a whole number"),
         (write_native, {"mask": {"keep_only_token_ids": [1]}}, "keep_only_token_ids is not supp"),
-        (
-            write_native,
-            {"mask": {"skiplist_words": ["."], "skiplist_tasks": ["query"]}},
-            r"skiplist_tasks \['query'\] is not supported",
-        ),
+        (write_native, {"mask": OF_QUERIES}, r"skiplist_tasks \['query'\] is not supported"),
         (write_native, {"modality_config": {"message": {}}}, "modality_config has message"),
         (write_native, expanded(strategy="max"), "strategy 'max' is not supported"),
         (write_native, expanded(x=1), "query_expansion.x is not"),
@@ -360,12 +329,15 @@ def test_what_is_not_served_is_refused_by_name(source, write, said, message):
     ("kind", "message"),
     [
         (f"{TOKEN_POOLING}.HierarchicalTokenPooling", "HierarchicalTokenPooling' is not supported"),
-        (POOLING, "modules transformer, pooling, dense of a multi-vector model are not supported"),
+        (
+            sources.POOLING,
+            "transformer, pooling, dense of a multi-vector model are not supported",
+        ),
     ],
 )
 def test_a_pooling_of_its_tokens_is_refused(source, kind, message):
     write_native(source)
-    write_modules(source, (TRANSFORMER, ""), (kind, "2_Mask"), (PYLATE_DENSE, "1_Dense"))
+    sources.write_modules(source, (TRANSFORMER, ""), (kind, "2_Mask"), (PYLATE_DENSE, "1_Dense"))
     with pytest.raises(UnsupportedModel, match=message):
         spec_of(source)
 
@@ -380,25 +352,17 @@ def test_a_dense_layer_of_whole_texts_is_refused(source):
 @pytest.mark.parametrize(("attend", "refused"), [(False, True), (True, False)])
 def test_fillers_beyond_a_window_would_see_no_key(source, attend, refused):
     write_pylate(source, {"model_type": "ColBERT", "attend_to_expansion_tokens": attend})
-    modern = {
-        "model_type": "modernbert",
-        "architectures": ["ModernBertModel"],
-        "local_attention": 16,
-    }
-    change_json(source / "config.json", **modern)
-    if not refused:
-        assert spec_of(source).interaction is not None
-        return
-    with pytest.raises(UnsupportedModel, match=r"filled up to 9 tokens .* some layers see only 8"):
+    modern = {"model_type": "modernbert", "architectures": ["ModernBertModel"]}
+    change_json(source / "config.json", local_attention=16, **modern)
+    message = r"filled up to 9 tokens .* some layers see only 8"
+    with pytest.raises(UnsupportedModel, match=message) if refused else nullcontext():
         spec_of(source)
 
 
 def test_it_is_not_verified_and_takes_no_pooling(source, tmp_path):
     write_pylate(source)
-    with pytest.raises(
-        ConfigError,
-        match="--pooling mean: this checkpoint has no pooling; its head returns multi_vector",
-    ):
+    message = "--pooling mean: this checkpoint has no pooling; its head returns multi_vector"
+    with pytest.raises(ConfigError, match=message):
         Embedder(str(source), cache_dir=tmp_path, pooling="mean")
     with pytest.raises(ConfigError, match="computes multi_vector; only vectors of whole texts"):
         verification.comparable_spec(Routes({"": spec_of(source)}))

@@ -22,10 +22,6 @@ from jaxembed.errors import CheckpointError, ConversionError, UnsupportedModel
 from jaxembed.models import parameter_shapes
 
 
-def silent(steps):
-    return steps
-
-
 @pytest.fixture(name="source")
 def _source(tmp_path) -> Path:
     return sources.write_sentence_bert(tmp_path / "source")
@@ -106,8 +102,7 @@ def test_a_parameter_without_a_rule_is_our_bug():
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_narrow_sources_keep_their_bits(tmp_path, dtype):
     tensors = {name: array.astype(dtype) for name, array in sources.bert_tensors().items()}
-    source = sources.write_sentence_bert(tmp_path / "source", tensors=tensors)
-    spec, params = converted(source)
+    spec, params = converted(sources.write_sentence_bert(tmp_path / "source", tensors=tensors))
     assert spec.dtype == np.dtype(dtype).name
     assert {array.dtype for array in params.values()} == {np.dtype(dtype)}
     name = "encoder.layer.0.output.dense.weight"
@@ -184,20 +179,15 @@ def test_without_modules_json_mean_pooling_and_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         spec = outline(source).spec
     assert (spec.head.pooling, spec.head.modules) == (("mean",), ())
-    ours = [
-        record for record in caplog.records if record.name.startswith("converters")
-    ]  # not Orbax's
-    assert [record.message for record in ours] == [
-        f"{source} has no modules.json: its vectors are pooled by the mean and not normalised"
-    ]
+    (line,) = (one.message for one in caplog.records if one.name.startswith("converters"))
+    assert line.startswith(f"{source} has no modules.json: its vectors are pooled by the mean")
 
 
 def test_the_transformer_may_lie_in_a_folder(tmp_path):
     source = tmp_path / "source"
     sources.write_bert(source / "0_Transformer")
-    sources.write_modules(
-        source, (sources.TRANSFORMER, "0_Transformer"), (sources.POOLING, "1_Pooling")
-    )
+    modules = (sources.TRANSFORMER, "0_Transformer"), (sources.POOLING, "1_Pooling")
+    sources.write_modules(source, *modules)
     _pooling(source, pooling_mode_cls_token=True)
     assert outline(source).spec.head.pooling == ("cls",)
 
@@ -208,18 +198,14 @@ def _limit(backbone: Path, st: int | None, tok: float | None, positions: int | N
     return heads.token_limit(backbone, positions)
 
 
-def test_limit_comes_from_the_first_that_names_one_and_never_exceeds_the_positions(
-    tmp_path, caplog
-):
+def test_the_limit_is_the_first_that_is_named_and_within_the_positions(tmp_path, caplog):
     assert _limit(tmp_path, 16, 20, 24) == 16
     assert _limit(tmp_path, None, 20, 24) == 20
     assert _limit(tmp_path, None, 1e30, 24) == 24
     assert _limit(tmp_path, 16, None, None) == 16
     assert _limit(tmp_path, 512, None, 24) == 24
     assert "max_seq_length is 512, and the model has 24 positions" in caplog.text
-    with pytest.raises(
-        CheckpointError, match="does not limit the tokens of an input; set max_seq_length"
-    ):
+    with pytest.raises(CheckpointError, match="does not limit the tokens of an input; set max_"):
         _limit(tmp_path, None, 1e30, None)
 
 
@@ -279,7 +265,7 @@ def test_modules_are_refused_by_name(source, modules, message):
 def test_pooling_makes_an_embedder_whatever_architectures_say(source):
     wanted = converted(source)[0].content_hash
     sources.change_json(source / "config.json", architectures=None)
-    spec = convert(source, source.parent / "other", progress=silent)
+    spec, _ = converted(source, source.parent / "other")
     assert (spec.task, spec.content_hash) == ("embed", wanted)
 
 
@@ -320,6 +306,9 @@ PANICS = (
 )
 
 
+ENDLESS = b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0,0]}}'
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -330,12 +319,7 @@ PANICS = (
         ("tokenizer.json", PANICS, "tokenizer in .* is damaged: Precompiled"),
         ("model.safetensors", b"", "not a safetensors file"),
         ("model.safetensors", b"\x04\0\0\0\0\0\0\0[[]]", "damaged header"),
-        (
-            "model.safetensors",
-            (67).to_bytes(8, "little")
-            + b'{"a": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0,0]}}',
-            "damaged header",
-        ),
+        ("model.safetensors", (67).to_bytes(8, "little") + ENDLESS, "damaged header"),
         ("model.safetensors", (90_000).to_bytes(8, "little") + b"[" * 90_000, "damaged header"),
         ("model.safetensors.index.json", b"[" * 90_000, "no readable weight_map"),
     ],
@@ -405,12 +389,12 @@ def for_torch(source: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
 
 
-def untokenized(source: Path) -> None:
-    (source / "tokenizer.json").unlink()
+def without(file: str, source: Path) -> None:
+    (source / file).unlink()
 
 
 def for_sentencepiece(source: Path) -> None:
-    untokenized(source)
+    without("tokenizer.json", source)
     (source / "sentencepiece.bpe.model").write_bytes(b"")
     sources.write_json(source / "tokenizer_config.json", {"tokenizer_class": "XLMRobertaTokenizer"})
 
@@ -432,7 +416,9 @@ def for_sentencepiece(source: Path) -> None:
         (cut_short, CheckpointError, "may have been cut short"),
         (without_shards, CheckpointError, r"00001-of-00003.safetensors, model-00003-of"),
         (for_torch, CheckpointError, "torch is not installed; install it"),
-        (untokenized, CheckpointError, r"wanted tokenizer.json or a vocabulary"),
+        (partial(without, "tokenizer.json"), CheckpointError, r"wanted tokenizer.json or a vocab"),
+        (partial(without, "model.safetensors"), CheckpointError, "no weights in"),
+        (partial(without, "config.json"), CheckpointError, r"no config\.json"),
         (for_sentencepiece, CheckpointError, "pip install sentencepiece protobuf"),
     ],
 )
@@ -450,15 +436,9 @@ def test_ids_beyond_the_embeddings_are_refused(tmp_path):
         converted(source)
 
 
-def test_no_weights_and_no_directory_are_said_plainly(source, tmp_path):
-    (source / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights in"):
-        converted(source)
+def test_no_directory_is_said_plainly(tmp_path):
     with pytest.raises(CheckpointError, match="is not a directory"):
         convert(tmp_path / "nowhere", tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        convert(tmp_path / "empty", tmp_path / "out")
 
 
 def test_do_lower_case_lowers_before_all_else(tmp_path):
@@ -478,18 +458,14 @@ def test_do_lower_case_changes_nothing_that_lowers_already(source, caplog):
     converted(source)
     saved = source.parent / "source-out" / "tokenizer.json"
     assert saved.read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert (
-        "do_lower_case is False in tokenizer_config.json and True in tokenizer.json" in caplog.text
-    )
+    assert "do_lower_case is False in tokenizer_config.json and True in tok" in caplog.text
 
 
 def test_a_tokenizer_is_built_from_its_vocabulary(source):
     (source / "tokenizer.json").unlink()
     (source / "vocab.txt").write_text("\n".join(sources.WORDS) + "\n")
-    sources.write_json(
-        source / "tokenizer_config.json",
-        {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
-    )
+    said = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    sources.write_json(source / "tokenizer_config.json", said)
     built = tokenizer.read_tokenizer(source, lowercase=False, vocab_size=len(sources.WORDS))
     encoding = sources.Tokenizer.from_str(built.decode()).encode("Hello unhappy")
     assert encoding.ids == [2, 4, 6, 7, 3]

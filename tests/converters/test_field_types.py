@@ -13,10 +13,7 @@ from sources import change_json, write_bert, write_json, write_sentence_bert
 from test_golden import SCORERS, TOWERS, read
 
 from converters import CONVERTERS, fields, outline_routes
-from converters.fields import (
-    CONFIG_FIELDS,
-    check_fields,
-)
+from converters.fields import CONFIG_FIELDS, check_fields
 from jaxembed.errors import CheckpointError, UnsupportedModel
 
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, True, 10**30, math.nan, ["x"], {"x": 1})
@@ -163,7 +160,5 @@ def test_json_without_end_is_refused(tmp_path):
 def test_what_no_check_foresaw_names_the_model_and_what_was_wrong(tmp_path):
     source = write_sentence_bert(tmp_path / "source")
     write_json(source / "sentence_bert_config.json", {"modality_config": 5})
-    with pytest.raises(
-        CheckpointError, match=r"source is damaged, or has an unexpected form: TypeError: "
-    ):
+    with pytest.raises(CheckpointError, match=r"source is damaged, or has an .* form: TypeError: "):
         outline_routes(source)

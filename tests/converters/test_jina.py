@@ -6,24 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sources
 from sources import (
     HIDDEN,
     INTERMEDIATE,
     LAYERS,
-    NORMALIZE,
-    POOLING,
     POSITIONS,
     ROBERTA_CONFIG,
-    WORDS,
     Tensors,
-    change_json,
     converted,
-    head_tensors,
     write_bert,
-    write_json,
-    write_modules,
-    write_router,
-    write_weights,
 )
 from test_adapters import merged
 
@@ -53,7 +45,7 @@ JINA_V3: dict[str, Any] = ROBERTA_CONFIG | {
 def flash_tensors() -> Tensors:
     """Every tensor of the tower, as published, without adapters."""
     shapes: dict[str, tuple[int, ...]] = {
-        "embeddings.word_embeddings.weight": (len(WORDS), HIDDEN),
+        "embeddings.word_embeddings.weight": (len(sources.WORDS), HIDDEN),
         "embeddings.token_type_embeddings.weight": (1, HIDDEN),
     }
     linears = {"pooler.dense": (HIDDEN, HIDDEN)}
@@ -67,12 +59,7 @@ def flash_tensors() -> Tensors:
             f"{layer}.mlp.fc2": (HIDDEN, INTERMEDIATE),
         }
         norms += [f"{layer}.norm1", f"{layer}.norm2"]
-    for name, shape in linears.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (HIDDEN,), f"{name}.bias": (HIDDEN,)}
-    draw = np.random.default_rng(0)
-    return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    return sources.drawn(shapes | sources.with_biases(linears, norms, HIDDEN), seed=0)
 
 
 def with_adapters(tensors: Tensors) -> tuple[Tensors, list[Tensors]]:
@@ -100,11 +87,10 @@ def with_adapters(tensors: Tensors) -> tuple[Tensors, list[Tensors]]:
 def write_jina(folder: Path, tensors: Tensors, **changes: Any) -> Path:
     """As published: with code of its own that modules.json names too."""
     write_bert(folder, tensors=tensors, **JINA_V3 | changes)
-    write_modules(
-        folder, ("custom_st.Transformer", ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize")
-    )
+    later = (sources.POOLING, "1_Pooling"), (sources.NORMALIZE, "2_Normalize")
+    sources.write_modules(folder, ("custom_st.Transformer", ""), *later)
     pooling = {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True}
-    write_json(folder / "1_Pooling" / "config.json", pooling)
+    sources.write_json(folder / "1_Pooling" / "config.json", pooling)
     return folder
 
 
@@ -128,7 +114,7 @@ def test_each_task_is_the_model_with_its_adapter_merged(tmp_path):
 
 def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
     published, _ = with_adapters(flash_tensors())
-    source = write_router(tmp_path / "router")
+    source = sources.write_router(tmp_path / "router")
     write_bert(source / "query_0_Transformer", tensors=published, **JINA_V3)
     with pytest.raises(UnsupportedModel, match="its route query has adapters"):
         converted(source, tmp_path / "out")
@@ -139,11 +125,11 @@ def test_a_route_with_adapters_of_its_own_is_refused(tmp_path):
     [
         ({"position_embedding_type": "alibi"}, UnsupportedModel, "known: rotary, absolute"),
         ({"lora_rank": None}, CheckpointError, "without a lora_rank over 0"),
-        ({"lora_rank": 2}, ConversionError, "expected stacks of rank 2, and in each 5 adapters"),
+        ({"lora_rank": 2}, ConversionError, "two stacks of factors of rank 2, for 5 adapters"),
         (
             {"lora_adaptations": TASKS[:3]},
             ConversionError,
-            "expected stacks of rank 3, and in each 3 adapters",
+            "two stacks of factors of rank 3, for 3 adapters",
         ),
         ({"lora_adaptations": None}, ConversionError, "unused: .*lora_A"),
     ],
@@ -168,7 +154,7 @@ def test_a_module_of_other_code_is_refused(tmp_path):
     published, _ = with_adapters(flash_tensors())
     source = write_jina(tmp_path / "jina", published)
     codes = JINA_V3["auto_map"] | {"AutoModel": "somebody/else--modeling.Model"}
-    change_json(source / "config.json", auto_map=codes)
+    sources.change_json(source / "config.json", auto_map=codes)
     with pytest.raises(UnsupportedModel, match=r"custom_st.Transformer' is not supported"):
         convert(source, tmp_path / "out")
 
@@ -177,17 +163,15 @@ def test_jina_reranker_v2_has_robertas_positions_and_head(tmp_path):
     tensors = flash_tensors()
     tensors["embeddings.position_embeddings.weight"] = np.ones((POSITIONS, HIDDEN), np.float32)
     tensors = {f"roberta.{name}": array for name, array in tensors.items()}
-    tensors |= head_tensors(
-        {"classifier.dense": (HIDDEN, HIDDEN), "classifier.out_proj": (HIDDEN, 1)}
-    )
-    code = "jinaai/jina-reranker-v2-base-multilingual--"
+    head = {"classifier.dense": (HIDDEN, HIDDEN), "classifier.out_proj": (HIDDEN, 1)}
+    tensors |= sources.head_tensors(head)
+    code, scorer = "jinaai/jina-reranker-v2-base-multilingual--", "ForSequenceClassification"
     config = {
-        "architectures": ["XLMRobertaForSequenceClassification"],
+        "architectures": [f"XLMRoberta{scorer}"],
         "auto_map": {
             "AutoConfig": f"{code}configuration_xlm_roberta.XLMRobertaFlashConfig",
             "AutoModel": f"{code}modeling_xlm_roberta.XLMRobertaModel",
-            "AutoModelForSequenceClassification": f"{code}modeling_xlm_roberta."
-            "XLMRobertaForSequenceClassification",
+            f"AutoModel{scorer}": f"{code}modeling_xlm_roberta.XLMRoberta{scorer}",
         },
         "position_embedding_type": "absolute",
         "num_labels": 1,
@@ -199,13 +183,3 @@ def test_jina_reranker_v2_has_robertas_positions_and_head(tmp_path):
     assert spec.config["pad_id"] == 1
     assert spec.config.get("rope_theta") is None
     assert parameters["tower.embeddings.position.embedding"].shape == (POSITIONS, HIDDEN)
-
-
-def test_published_weights_alone_convert_without_adapters(tmp_path):
-    source = tmp_path / "native"
-    config = {"model_type": "jina_embeddings_v3", "architectures": ["JinaEmbeddingsV3Model"]}
-    write_bert(source, tensors=flash_tensors(), **ROBERTA_CONFIG | config)
-    write_weights(source, flash_tensors())
-    spec, _ = converted(source, tmp_path / "out")
-    assert spec.adapters == ()
-    assert spec.config["rope_theta"] == 20000.0

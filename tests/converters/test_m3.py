@@ -28,9 +28,8 @@ def _files(tmp_path_factory) -> Path:
     """A tiny BERT with BGE-M3's files, which are safetensors here: torch is not needed."""
     folder: Path = tmp_path_factory.mktemp("m3")
     sources.write_bert(folder)
-    kinds = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
-    modules = [(f"sentence_transformers.models.{kind}", path) for kind, path in kinds]
-    sources.write_modules(folder, *modules)
+    later = (sources.POOLING, "1_Pooling"), (sources.NORMALIZE, "2_Normalize")
+    sources.write_modules(folder, (sources.TRANSFORMER, ""), *later)
     sources.write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
     sources.write_json(folder / "tokenizer_config.json", NAMES)
     draw = np.random.default_rng(3)
@@ -77,9 +76,8 @@ def test_one_call_gives_all_three(embedder):
 
 
 def test_options_shorten_what_they_are_for(embedder):
-    cut = embedder.encode_outputs(
-        TEXTS, ("dense", "sparse", "multi_vector"), dimensions=3, max_active_dims=1
-    )
+    every = ("dense", "sparse", "multi_vector")
+    cut = embedder.encode_outputs(TEXTS, every, dimensions=3, max_active_dims=1)
     assert cut["dense"].shape == (len(TEXTS), 3)
     assert {rows.shape[1] for rows in cut["multi_vector"]} == {3}
     for rows in cut["multi_vector"]:

@@ -41,6 +41,7 @@ OWN_CODE: dict[str, Any] = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"
 LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 TRANSFORMER = "sentence_transformers.base.modules.transformer.Transformer"
 
+KERNEL = "heads.logits.modules.0.kernel"
 QUESTION = qwen3.FAMILY.reranker.template
 CHAT = (
     "<|im_start|>system\nIs it so?<|im_end|>\n<|im_start|>user\n"
@@ -63,13 +64,8 @@ def byte_tokenizer(end: str | None = None) -> Tokenizer:
     tokenizer.add_special_tokens([END, START, STOP])
     steps: list[Any] = [processors.ByteLevel(trim_offsets=False)]
     if end is not None:
-        steps.append(
-            processors.TemplateProcessing(
-                single=f"$A {end}",
-                pair=f"$A {end} $B {end}",
-                special_tokens=[(end, TOKENS.index(end))],
-            )
-        )
+        texts = f"$A {end}", f"$A {end} $B {end}"
+        steps.append(processors.TemplateProcessing(*texts, [(end, TOKENS.index(end))]))
     tokenizer.post_processor = processors.Sequence(steps)  # pyright: ignore
     return tokenizer
 
@@ -101,14 +97,12 @@ def write(
     return folder
 
 
-def write_embedder(folder: Path, *args: Any, pooling: str = "lasttoken", **options: Any) -> Path:
+def write_embedder(folder: Path, *args: Any, **options: Any) -> Path:
     write(folder, *args, **options)
     entries = (sources.TRANSFORMER, ""), (sources.POOLING, "1_Pooling"), (sources.NORMALIZE, "2_N")
     sources.write_modules(folder, *entries)
-    sources.write_json(
-        folder / "1_Pooling" / "config.json",
-        {"word_embedding_dimension": HIDDEN, f"pooling_mode_{pooling}": True},
-    )
+    said = {"word_embedding_dimension": HIDDEN, "pooling_mode_lasttoken": True}
+    sources.write_json(folder / "1_Pooling" / "config.json", said)
     return folder
 
 
@@ -145,17 +139,15 @@ def test_the_end_that_a_config_adds_is_added_once(tmp_path, end):
     ended = byte_tokenizer(END)
     for text in ("yes and no", "", "é🙂"):
         assert read.encode(text).ids == ended.encode(text).ids
-        assert (
-            read.encode(text, add_special_tokens=False).ids
-            == tokenizer.encode(text).ids[: len(ended.encode(text).ids) - 1]
-        )
+        plain = read.encode(text, add_special_tokens=False).ids
+        assert plain == ended.encode(text, add_special_tokens=False).ids
     assert read.encode("yes", "no").ids == [YES, TOKENS.index(END), NO, TOKENS.index(END)]
 
 
 def test_an_end_that_is_no_token_is_an_error(tmp_path):
     source = write_embedder(tmp_path / "source", QWEN2)
-    options = {"add_eos_token": True, "eos_token": "</s>"}
-    sources.change_json(source / "tokenizer_config.json", **options)
+    path = source / "tokenizer_config.json"
+    sources.change_json(path, add_eos_token=True, eos_token="</s>")
     with pytest.raises(CheckpointError, match="the tokenizer has no token '</s>'"):
         converted(source)
 
@@ -181,9 +173,7 @@ def test_a_qwen3_reranker_is_told_by_its_name_or_its_readme(tmp_path, caplog, fo
     plain = DenseLayer(in_features=HIDDEN, out_features=1, bias=False, activation="identity")
     assert spec.head.modules == (plain,)
     table = tensors(QWEN3)["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(
-        params["heads.logits.modules.0.kernel"][:, 0], table[YES] - table[NO]
-    )
+    np.testing.assert_array_equal(params[KERNEL][:, 0], table[YES] - table[NO])
     np.testing.assert_array_equal(params["tower.embeddings.word.embedding"], table)
 
 
@@ -192,9 +182,7 @@ def test_an_untied_head_gives_the_rows(tmp_path):
     extra = {"lm_head.weight": head}
     source = write(tmp_path / "Qwen3-Reranker", extra=extra, tie_word_embeddings=False)
     _, params = converted(source)
-    np.testing.assert_array_equal(
-        params["heads.logits.modules.0.kernel"][:, 0], head[YES] - head[NO]
-    )
+    np.testing.assert_array_equal(params[KERNEL][:, 0], head[YES] - head[NO])
 
 
 def test_mxbai_reranks_as_its_authors_ask_also_where_a_chat_template_cannot_be_cut(tmp_path):
@@ -207,7 +195,7 @@ def test_mxbai_reranks_as_its_authors_ask_also_where_a_chat_template_cannot_be_c
     assert spec.template.query_share == 0.75
     table = tensors(QWEN2)["model.embed_tokens.weight"]
     answers = table[TOKENS.index("1")] - table[TOKENS.index("0")]
-    np.testing.assert_array_equal(params["heads.logits.modules.0.kernel"][:, 0], answers)
+    np.testing.assert_array_equal(params[KERNEL][:, 0], answers)
     tokenizer = byte_tokenizer()
     frame = template_frame(spec.template, lambda text: tokenizer.encode(text).ids)
     parts = [frame.first("what?", None), frame.second("The end.")]
@@ -215,10 +203,7 @@ def test_mxbai_reranks_as_its_authors_ask_also_where_a_chat_template_cannot_be_c
     parts = [
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant."
         "<|im_end|>\n<|im_start|>user\n",
-        "query: what?",
-        "\n",
-        "document: The end.",
-        "\n",
+        *("query: what?", "\n", "document: The end.", "\n"),
         "You are a search relevance expert who evaluates how well documents match search queries. "
         "For each query-document pair, carefully analyze the semantic relationship between them, "
         "then provide your binary relevance judgment (0 for not relevant, 1 for relevant).\n"
@@ -256,9 +241,7 @@ def test_logit_score_and_a_chat_template_say_how_a_pair_is_asked(tmp_path, caplo
         spec, params = converted(source)
     assert "pairs are put into its chat template" in caplog.text
     table = tensors(QWEN2)["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(
-        params["heads.logits.modules.0.kernel"][:, 0], table[7] - table[9]
-    )
+    np.testing.assert_array_equal(params[KERNEL][:, 0], table[7] - table[9])
     assert spec.template is not None
     assert msgspec.structs.asdict(spec.template) == {
         "prefix": "<|im_start|>system\nIs it so?<|im_end|>\n<|im_start|>user\n",
@@ -382,13 +365,10 @@ def test_a_converted_reranker_is_asked_as_the_original_is(tmp_path, caplog, name
     spec, params = converted(source, name=name)
     assert spec.template == template
     assert spec.task == ("rerank" if labels == 1 else "classify")
-    warned = (
-        f"{name} is a language model that scores pairs, and its files have no template"
-        in caplog.text
-    )
-    assert warned == (labels == 1 and template is None)
+    warning = f"{name} is a language model that scores pairs, and its files have no template"
+    assert (warning in caplog.text) == (labels == 1 and template is None)
     assert spec.head.pooling == ("lasttoken",)
-    np.testing.assert_array_equal(params["heads.logits.modules.0.kernel"], score.T)
+    np.testing.assert_array_equal(params[KERNEL], score.T)
 
 
 def test_a_classifier_that_would_score_the_token_before_the_last_is_refused(tmp_path):

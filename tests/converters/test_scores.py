@@ -29,9 +29,8 @@ def write_scorer(folder: Path, kind: str = BERT, labels: int = 1, **config: Any)
     tensors = sources.bert_tensors(config=base) | head
     names = {name: name if "classifier" in name else prefix + name for name in tensors}
     named = {"id2label": {str(n): f"LABEL_{n}" for n in range(labels)}, "architectures": [kind]}
-    return sources.write_bert(
-        folder, tensors=tensors, rename=names.__getitem__, **base | named | config
-    )
+    config = base | named | config
+    return sources.write_bert(folder, tensors=tensors, rename=names.__getitem__, **config)
 
 
 def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
@@ -41,24 +40,23 @@ def test_several_labels_are_in_the_order_of_their_ids(tmp_path):
     assert spec.score_function == "softmax"
 
 
+SIGMOID, OLD = "torch.nn.modules.activation.Sigmoid", "sbert_ce_default_activation_function"
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("labels", "fields", "function"),
     [
-        {"problem_type": "multi_label_classification"},
-        {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
-        {"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"},
+        (1, {"problem_type": "regression"}, "sigmoid"),
+        (3, {"problem_type": "multi_label_classification"}, "sigmoid"),
+        (3, {"sentence_transformers": {"activation_fn": SIGMOID}}, "sigmoid"),
+        (3, {OLD: SIGMOID}, "sigmoid"),
+        # which gives logits: scored by its labels
+        (1, {OLD: "torch.nn.modules.linear.Identity"}, "sigmoid"),
+        (3, {OLD: "torch.nn.modules.linear.Identity"}, "softmax"),
     ],
 )
-def test_independent_labels_are_scored_each_by_itself(tmp_path, fields):
-    spec = outline(write_scorer(tmp_path / "source", labels=3, **fields)).spec
-    assert spec.score_function == "sigmoid"
-
-
-def test_an_old_cross_encoder_that_gives_logits_is_scored_by_its_labels(tmp_path):
-    identity = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
-    for labels, wanted in ((1, "sigmoid"), (3, "softmax")):
-        source = write_scorer(tmp_path / f"{labels}", labels=labels, **identity)
-        assert outline(source).spec.score_function == wanted
+def test_labels_are_scored_as_the_config_says(tmp_path, labels, fields, function):
+    assert outline(write_scorer(tmp_path, labels=labels, **fields)).spec.score_function == function
 
 
 @pytest.mark.parametrize(
@@ -99,11 +97,6 @@ MINE = "modeling_x.Mine"
 def test_what_is_not_scored_is_refused_by_name(said, error, message, tmp_path):
     with pytest.raises(error, match=message):
         outline(write_scorer(tmp_path, **said))
-
-
-def test_one_value_of_a_regression_is_scored_as_a_label(tmp_path):
-    spec = outline(write_scorer(tmp_path, problem_type="regression")).spec
-    assert spec.score_function == "sigmoid"
 
 
 def test_a_dense_path_of_a_model_that_scores_is_refused(tmp_path):

@@ -9,15 +9,7 @@ import pytest
 
 from converters import weights
 from converters.families import t5
-from converters.weights import (
-    Rule,
-    Tensor,
-    concatenate_transposed,
-    difference_of_rows,
-    identity,
-    one_plus,
-    transpose,
-)
+from converters.weights import Rule, Tensor, difference_of_rows, one_plus
 from jaxembed.errors import CheckpointError, ConversionError
 
 DRAW = np.random.default_rng(0)
@@ -46,7 +38,7 @@ def planned(rules, shapes, ignored=(), **arrays):
     ],
 )
 def test_parts_that_do_not_make_the_whole_are_named_with_their_shapes(arrays, got):
-    rule = Rule(("q", "k"), "kernel", concatenate_transposed)
+    rule = Rule(("q", "k"), "kernel", weights.concatenate_transposed)
     with pytest.raises(ConversionError) as caught:
         planned([rule], {"kernel": (8, 20)}, **arrays)
     assert caught.value.problems == [f"{got}: wanted shape (20, 8) together"]
@@ -68,10 +60,8 @@ def test_rows_that_a_head_does_not_have_are_refused(ids, table):
     rule = Rule("head", "kernel", difference_of_rows(*ids))
     with pytest.raises(ConversionError) as caught:
         planned([rule], {"kernel": (8, 1)}, head=table)
-    rows = max(ids) + 1
-    assert caught.value.problems == [
-        f"head: wanted at least {rows} rows of 8, got shape {table.shape}"
-    ]
+    wanted = f"head: wanted at least {max(ids) + 1} rows of 8, got shape {table.shape}"
+    assert caught.value.problems == [wanted]
 
 
 def _torch_of(state: dict[str, np.ndarray]):
@@ -109,16 +99,14 @@ def test_a_torch_that_a_pickle_can_run_code_with_is_refused(tmp_path, monkeypatc
         assert set(weights.find(tmp_path)) == {"w"}
 
 
-def test_a_torch_file_is_freed_as_it_is_read_and_a_tensor_can_have_two_readers(
-    tmp_path, monkeypatch
-):
+def test_a_torch_file_is_freed_as_it_is_read_also_by_two_readers(tmp_path, monkeypatch):
     torch, loaded = _torch_of({"table": TABLE, "w": Q, "unused": K})
     monkeypatch.setitem(sys.modules, "torch", torch)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     rules = [
-        Rule("table", "embedding", identity),
+        Rule("table", "embedding", weights.identity),
         Rule("table", "kernel", difference_of_rows(1, 0)),
-        Rule("w", "w.kernel", transpose),
+        Rule("w", "w.kernel", weights.transpose),
     ]
     shapes = {"embedding": (50, 8), "kernel": (8, 1), "w.kernel": (8, 16)}
     steps = weights.plan_steps("model", rules, ["unused"], weights.find(tmp_path), shapes)

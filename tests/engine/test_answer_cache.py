@@ -140,7 +140,6 @@ def test_an_answer_is_counted_once_and_is_no_view_of_a_batch():
     assert counts(telemetry)[2] == ONE
     answers.values["dense"][:] = 0
     found = cache.take(future_of([encoding(6)]))
-    assert found is not None
     assert found.values["dense"].tolist() == [[6]]
 
 
@@ -154,7 +153,6 @@ def test_outputs_are_kept_one_by_one():
     values = {"dense": np.full((1, 1), 5, np.float32), "logits": np.full((1, 1), 9, np.float32)}
     cache.keep(Answers(asked.sequences, values))
     found = cache.take(future_of([encoding(5)], both, widths=widths))
-    assert found is not None
     assert found.values["logits"].tolist() == [[9]]
 
 
@@ -178,12 +176,8 @@ def test_sparse_answers_are_kept_whole():
     assert counts(telemetry)[2] == ANSWER_OVERHEAD_BYTES + 4 + ROW_OVERHEAD_BYTES + 16
     values[:] = 0
     found = cache.take(future_of([encoding(5)], names, widths=widths))
-    assert found is not None
     rows = found.values["sparse"]
     assert (rows.indices[0].tolist(), rows.values[0].tolist()) == ([2, 7], [0.5, 1.5])
-
-
-# -- models, and over HTTP -------------------------------------------------------------------------
 
 
 def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path, tiny_checkpoint):
@@ -216,9 +210,7 @@ def test_an_answer_over_http_is_the_same_from_the_cache(tmp_path, tiny_checkpoin
 
 def test_the_towers_of_a_router_divide_the_cache(tmp_path, grid_file):
     path = save_routed(tmp_path / "routed", "document")
-    config = EngineConfig(
-        dtype="float32", buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG
-    )
+    config = EngineConfig(buckets=grid_file, max_batch_tokens=128, devices=1, cache_bytes=BIG)
     with Embedder(str(path), cache_dir=tmp_path / "cache", config=config) as embedder:
         sizes = [vars(one.engine)["_cache"]._max_bytes for one in embedder.model.routes.values()]
     assert sizes == [BIG // 2, BIG // 2]

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from types import SimpleNamespace
 
 import jax
@@ -36,16 +35,8 @@ def _measured(monkeypatch) -> dict:
 
 
 def budget(cache_dir, dtype: DType = "float32", native_layers=False) -> int:
-    """Of a start with this cache directory."""
     calibration = Calibration(jax.local_devices()[0], cache_dir)
     return calibration.batch_tokens(program(tiny_spec()), dtype, native_layers)
-
-
-def calibration_of(device) -> Calibration:
-    """Of a device that is no jax.Device."""
-    calibration = Calibration(jax.local_devices()[0])
-    calibration._device = device
-    return calibration
 
 
 def flops_per_token() -> float:
@@ -54,9 +45,7 @@ def flops_per_token() -> float:
 
 
 @pytest.mark.parametrize("wanted", [256, 1024, 8192, 16384])
-def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_a_share_of_the_rate(
-    tmp_path, measured, wanted
-):
+def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_such_a_rate(tmp_path, measured, wanted):
     measured["rate"] = 1.5 * wanted * flops_per_token() / (0.15 * 0.3)
     assert budget(tmp_path / "not" / "there") == wanted
     assert (tmp_path / "not" / "there" / "cpu-rates.json").exists()
@@ -68,9 +57,7 @@ def test_a_cpu_gets_the_power_of_two_that_takes_150_ms_at_a_share_of_the_rate(
     ("of_a_thousand", "without", "wanted"),
     [(0.2, 256, 256), (0.5, 256, 512), (0.9, 256, 1024), (1.5, 512, 1024), (5.0, 2048, 2048)],
 )
-def test_the_native_kernels_get_up_to_a_thousand_tokens_where_they_take_about_as_long(
-    tmp_path, measured, of_a_thousand, without, wanted
-):
+def test_native_kernels_get_a_thousand_tokens(tmp_path, measured, of_a_thousand, without, wanted):
     measured["rate"] = 1024 * of_a_thousand * flops_per_token() / (0.15 * 0.7)
     assert budget(tmp_path) == without
     assert budget(tmp_path, native_layers=True) == wanted
@@ -105,14 +92,11 @@ def test_a_round_that_was_slow_is_not_used_and_the_rate_not_kept(tmp_path, monke
     calibration = Calibration(jax.local_devices()[0], tmp_path)
     assert calibration.native_dtype() == "bfloat16"
     assert not calibration.sure
-    assert [key.split("/")[1] for key in json.loads((tmp_path / "cpu-rates.json").read_text())] == [
-        "float32"
-    ]
+    kept = json.loads((tmp_path / "cpu-rates.json").read_text())
+    assert [key.split("/")[1] for key in kept] == ["float32"]
 
 
-def test_a_rate_of_a_busy_machine_serves_one_start_and_the_next_measures_again(
-    tmp_path, measured, caplog
-):
+def test_a_rate_of_a_busy_machine_serves_one_start_and_no_other(tmp_path, measured, caplog):
     measured["quiet"] = False
     calibration = Calibration(jax.local_devices()[0], tmp_path)
     for _ in range(2):
@@ -132,18 +116,7 @@ def test_a_rate_of_a_busy_machine_serves_one_start_and_the_next_measures_again(
     assert kept.sure
 
 
-def test_a_rate_that_an_earlier_version_kept_is_not_believed(tmp_path, measured):
-    """It may be that of a busy machine, and is by all cores instead of those that may be used."""
-    old = {f"{calibrate.host_id()}/{os.cpu_count()}/float32": 1.0}
-    (tmp_path / "cpu-rates.json").write_text(json.dumps(old))
-    assert budget(tmp_path) == ACCELERATOR_TOKENS
-    assert measured["times"] == ROUNDS
-    assert old.items() <= json.loads((tmp_path / "cpu-rates.json").read_text()).items()
-
-
-def test_other_cores_to_use_are_another_device_with_a_rate_of_its_own(
-    tmp_path, measured, monkeypatch
-):
+def test_other_cores_are_another_device_with_a_rate_of_its_own(tmp_path, measured, monkeypatch):
     device, names = jax.local_devices()[0], []
     for cores, count in ({0, 1, 2, 3}, 4.0), ({1, 2}, 2.0), ({1, 2}, 1.5), ({2}, 1.0):
         monkeypatch.setattr(calibrate, "usable_cores", lambda cores=cores: cores)
@@ -159,9 +132,7 @@ def test_other_cores_to_use_are_another_device_with_a_rate_of_its_own(
     ("bfloat16", "wanted"),
     [(2.0, "bfloat16"), (1.25, "bfloat16"), (1.1, "float32"), (1.0, "float32"), (0.4, "float32")],
 )
-def test_a_cpu_multiplies_bfloat16_where_that_is_clearly_faster(
-    tmp_path, monkeypatch, bfloat16, wanted
-):
+def test_a_cpu_multiplies_bfloat16_where_that_is_faster(tmp_path, monkeypatch, bfloat16, wanted):
     rates = {"bfloat16": bfloat16 * 1e11, "float32": 1e11}
     monkeypatch.setattr(calibrate, "_measure", lambda dtype: Rate(rates[dtype], sure=True))
     device = jax.local_devices()[0]
@@ -179,8 +150,8 @@ def test_an_accelerator_is_asked_what_it_is_and_not_measured(measured):
         ("tpu", ""): "bfloat16",
     }
     for (platform, capability), dtype in kinds.items():
-        device = SimpleNamespace(platform=platform, compute_capability=capability)
-        calibration = calibration_of(device)
+        calibration = Calibration(jax.local_devices()[0])
+        calibration._device = SimpleNamespace(platform=platform, compute_capability=capability)
         assert calibration.native_dtype() == dtype
         assert calibration.batch_tokens(program(tiny_spec()), "bfloat16") == ACCELERATOR_TOKENS
         assert calibration.sure
@@ -229,14 +200,7 @@ def test_a_quota_limits_the_rate_although_short_runs_have_more_cores(run, sure):
     assert rate_of(run, cores=0.5) == (pytest.approx(409 / 4, abs=3), sure)
 
 
-def test_a_product_is_measured_for_real(monkeypatch):
-    monkeypatch.setattr(calibrate, "SHAPE", (64, 64, 64))
-    assert 1e5 < measure_product("float32").flops < 1e15
-
-
-@pytest.mark.parametrize(
-    ("waited", "runs", "sure"), [(0.0, 7, True), (9.0, 7, False), (0.0, 3, True)]
-)
+@pytest.mark.parametrize(("waited", "runs", "sure"), [(0, 7, True), (9, 7, False), (0, 3, True)])
 def test_a_product_runs_for_as_much_cpu_time_on_a_busy_machine(monkeypatch, waited, runs, sure):
     """Of two cores, unless that takes too long by the clock."""
     clock = itertools.count(step=5) if runs == 3 else itertools.repeat(0)

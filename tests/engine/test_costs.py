@@ -1,8 +1,12 @@
-"""What buckets cost: the median of their timings, an estimate, and one factor for all."""
+"""What buckets cost: the median of their timings, an estimate, and one factor for all; and the
+file that keeps them by all that they depend on."""
+
+import json
 
 import pytest
 
 from jaxembed.engine.autotune import costs as costs_module
+from jaxembed.engine.autotune.cost_file import CostFile
 from jaxembed.engine.autotune.costs import (
     LATEST,
     LONG_RUN_MS,
@@ -145,3 +149,46 @@ def test_the_share_that_others_had_is_that_of_the_latest_timings():
     for _ in range(LATEST):
         costs.record(SHORT, 1.0, 0.5)
     assert costs.lost_share == 0.5
+
+
+KEPT = {SHORT: [1.25, 1.5], LONG: [4.0]}
+IDENTITY = {"content_hash": "a", "dtype": "float32", "versions": {"jax": "1"}}
+
+
+def file_in(folder, kernel: str = "xla", **changes) -> CostFile:
+    return CostFile(folder, IDENTITY | changes, lambda bucket: kernel)
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    file_in(tmp_path).save(KEPT)
+    assert file_in(tmp_path).load() == KEPT
+    (path,) = (tmp_path / "costs").iterdir()
+    assert json.loads(path.read_text())["identity"] == IDENTITY
+
+
+def test_another_model_or_version_or_kernel_has_other_costs(tmp_path):
+    file_in(tmp_path).save(KEPT)
+    assert file_in(tmp_path, content_hash="b").load() == {}
+    assert file_in(tmp_path, versions={"jax": "2"}).load() == {}
+    assert file_in(tmp_path, kernel="native").load() == {}
+    mixed = CostFile(tmp_path, IDENTITY, lambda b: "xla" if b == SHORT else "triton")
+    assert mixed.load() == {SHORT: KEPT[SHORT]}
+
+
+DAMAGED = ["", "[1]", "{}", '{"timings": 5}', '{"timings": {"1x16": [1.0]}}']
+DAMAGED += [f'{{"timings": {{"1x16 xla": {of}}}}}' for of in ("[]", "[0]", '["fast"]', "[NaN]", 3)]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_ignored_and_told_of(tmp_path, caplog, text):
+    file_in(tmp_path).save(KEPT)
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_text(text)
+    assert file_in(tmp_path).load() == {}
+    assert f"{path} is ignored" in caplog.text
+
+
+def test_where_nothing_can_be_written_the_log_says_so(tmp_path, caplog):
+    (tmp_path / "costs").write_text("in the way")
+    file_in(tmp_path).save(KEPT)
+    assert "cannot save the timings" in caplog.text

@@ -6,7 +6,6 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,15 +22,12 @@ from fakes import (
     until,
 )
 
-from jaxembed.engine.bucket import BucketGrid
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
 from jaxembed.engine.queue import MAX_WINDOW_SEQUENCES, PriorityQueue
-from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
 
 GRID = SMALL_GRID
-NULL = {"dense": 3, "tokens": 5}  # widths
 SHORT, WIDE, LONG = GRID.buckets
 
 
@@ -66,20 +62,6 @@ def test_answers_come_back_in_the_order_of_their_inputs(start, runner):
     assert (future.queue_s >= 0).all()
 
 
-def test_the_waiter_is_woken_once_when_the_answer_is_there(start, runner):
-    engine, woken, done = start(runner), [], threading.Event()
-
-    def wake() -> None:
-        woken.append(1)
-        done.set()
-
-    future = engine.ask([encoding(5 + k) for k in range(100)], wake=wake)
-    assert done.wait(WAIT_S)
-    assert sums(future) == [5.0 + k for k in range(100)]
-    engine.close(WAIT_S)
-    assert woken == [1]
-
-
 def test_many_threads_get_their_own_answers(start):
     engine, barrier = start(SumRunner(), SumRunner()), threading.Barrier(8)
 
@@ -95,19 +77,6 @@ def test_many_threads_get_their_own_answers(start):
         list(pool.map(work, range(8)))
     assert engine.waiting == (0, 0)
     assert engine.tokens_per_s > 0
-
-
-def test_what_waits_while_the_device_is_busy_runs_together_and_oldest_first(start, runner):
-    engine = start(runner, full_warmup=True)
-    first = blocked(engine, runner)
-    futures = [engine.ask([encoding(20 + k)]) for k in range(5)]
-    assert engine.waiting == (5, 5)
-    runner.gate.set()
-    assert sums(first) == [10.0]
-    assert [sums(future) for future in futures] == [[20.0 + k] for k in range(5)]
-    assert runner.seen[0] == 10
-    assert len(runner.ran) <= 3
-    assert 20 in runner.seen[1:5]  # the oldest was in the next batch of a row's four slots
 
 
 def test_no_batch_holds_more_than_max_batch_requests(start, runner):
@@ -171,35 +140,6 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
         with pytest.raises(BackendError, match=f"input {place}: the result is not finite"):
             future.result(WAIT_S)
     assert sums(first) == [10.0]
-
-
-def test_token_vectors_are_given_to_those_who_asked_for_them_and_to_each_its_own():
-    engine = EngineUnderTest([NullReplica("dense", NULL)], GRID, widths=NULL)
-    both = frozenset({"dense", "tokens"})
-    futures = [engine.ask([encoding(5, 6)] * 2, outputs) for outputs in (both, both)]
-    plain = engine.ask([encoding(5, 6)])
-    engine.start()  # they wait together
-    arrays = [array for future in futures for array in future.result(WAIT_S)["tokens"]]
-    assert [array.shape for array in arrays] == [(2, 5)] * 4
-    assert not any(np.shares_memory(a, b) for a, b in pairwise(arrays))
-    assert plain.result(WAIT_S).keys() == {"dense"}
-    engine.close(WAIT_S)
-
-
-def test_a_long_sequence_waits_for_its_bucket_while_short_ones_run(start, runner):
-    runner.slow_to_compile[LONG] = threading.Event()
-    engine = start(runner, ready=False)
-    long, short = engine.ask([encoding(*[9] * 40)]), engine.ask([encoding(5)])
-    assert sums(short) == [5.0]
-    with pytest.raises(TimeoutError):
-        long.result(0.0)
-    assert engine.waiting == (1, 40)
-    assert sums(engine.ask([encoding(6)] * 30)) == [6.0] * 30
-    assert not engine.ready
-    runner.slow_to_compile[LONG].set()
-    assert sums(long) == [360.0]
-    engine.warmup.wait(WAIT_S)
-    assert engine.ready
 
 
 def test_short_requests_run_behind_very_many_that_wait_for_a_bucket(start, runner):
@@ -277,7 +217,6 @@ def test_close_fails_what_waits_for_a_bucket_that_is_not_compiled(start, runner)
 
 
 def noting(order: list[int]) -> SumRunner:
-    """A runner that adds the largest id of each batch to `order`."""
     runner = SumRunner()
     runner.on_run = lambda bucket, planes: order.append(int(planes[0].max()))
     return runner
@@ -312,9 +251,7 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
         VirtualTime(end=500.0),
         VirtualTime(end=100.0),
     )  # seconds they have had
-    engines = [
-        compiled(start(noting(order), turns=[scheduler], shares=[share])) for share in shares
-    ]
+    engines = [compiled(start(noting(order), turns=[scheduler], shares=[one])) for one in shares]
     with scheduler.hold(lambda: 0.0):
         futures = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
         until(lambda: len(scheduler._waiting) == 4)  # both threads of each
@@ -326,52 +263,6 @@ def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
     engines[1].ask([encoding(12)]).result(WAIT_S)
     assert scheduler.clock == 500  # the modest one went on from here, not from its 100
     assert modest.end > 500
-
-
-class SerialDevice:
-    """Runs one program at a time, on a clock of its own: `now`, in seconds. A program ends when
-    every other thread is in line again, so that the turn alone decides on the order, `ran`."""
-
-    def __init__(self, permits: int, threads: int):
-        self.now = 0.0
-        self.ran: list[str] = []
-        self.over = threading.Event()  # from here on nobody waits for those in line
-        self.scheduler = DeviceScheduler(permits, now=lambda: self.now)
-        self._in_line = threads - permits
-        self._lock = threading.Lock()
-
-    def run(self, model: str, seconds: float) -> None:
-        until(lambda: self.over.is_set() or len(self.scheduler._waiting) == self._in_line)
-        with self._lock:
-            self.now += seconds
-            self.ran.append(model)
-
-
-@pytest.mark.parametrize("permits", [1, 2])
-def test_models_of_long_and_of_short_programs_get_equal_time(start, permits):
-    takes_s = {"short": 0.004, "long": 0.1}
-    threads = 2 * (permits + 1)
-    device = SerialDevice(permits, threads)
-    scheduler = device.scheduler
-    engines = []
-    for model, seconds in takes_s.items():
-        runner = SumRunner()
-        runner.on_run = lambda bucket, planes, model=model: device.run(model, takes_s[model])
-        costs = timed_costs({LONG: seconds * 1000})
-        engines.append(
-            compiled(start(runner, grid=BucketGrid((LONG,)), turns=[scheduler], costs=costs))
-        )
-    with ExitStack() as before:
-        for _ in range(permits):
-            before.enter_context(scheduler.hold(lambda: math.inf))
-        futures = [engine.ask([encoding(*[5] * 59, k) for k in range(400)]) for engine in engines]
-        until(lambda: len(scheduler._waiting) == threads)
-    until(lambda: len(device.ran) >= 300)
-    device.over.set()
-    short, long = (device.ran[:300].count(model) * takes_s[model] for model in takes_s)
-    assert short == pytest.approx(long, rel=0.5)  # 288 programs and 12, give or take a turn each
-    for engine, future in zip(engines, futures, strict=True):
-        engine.cancel(future)
 
 
 @contextmanager
@@ -393,13 +284,17 @@ def rival(scheduler: DeviceScheduler, urgency: float):
         thread.join(WAIT_S)
 
 
-def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner):
-    scheduler = DeviceScheduler()
-    engine = compiled(start(runner, turns=[scheduler], probe_every_s=0.001))
+def sickened(engine: EngineUnderTest, runner: SumRunner) -> EngineUnderTest:
     runner.broken = True
     while engine.healthy:
         with pytest.raises(BackendError):
             sums(engine.ask([encoding(5)]))
+    return engine
+
+
+def test_a_sick_model_probes_in_its_turn_beside_a_busy_one(start, runner):
+    scheduler = DeviceScheduler()
+    engine = sickened(compiled(start(runner, turns=[scheduler], probe_every_s=0.001)), runner)
     with ExitStack() as device:
         device.enter_context(scheduler.hold(lambda: math.inf))
         runner.broken = False
@@ -429,11 +324,7 @@ def test_an_engine_that_has_nothing_to_do_closes_beside_a_busy_one(start, runner
 
 def test_a_sick_engine_closes_without_another_probe(start, runner):
     scheduler = DeviceScheduler()
-    engine = compiled(start(runner, turns=[scheduler], probe_every_s=3600.0))
-    runner.broken = True
-    while engine.healthy:
-        with pytest.raises(BackendError):
-            sums(engine.ask([encoding(5)]))
+    engine = sickened(compiled(start(runner, turns=[scheduler], probe_every_s=3600.0)), runner)
     before = len(runner.timed)
     with scheduler.hold(lambda: math.inf):
         future = engine.ask([encoding(5)])
@@ -447,60 +338,32 @@ def test_a_sick_engine_closes_without_another_probe(start, runner):
     assert len(runner.timed) == before
 
 
-def test_the_figures_of_a_batch_reach_telemetry(start, runner):
-    engine = start(runner, grid=BucketGrid((SHORT,)))
-    sums(engine.ask([encoding(5, 5, 5, 5)]))
-    engine.close(WAIT_S)  # after it every batch is counted
-    text = engine.telemetry.exposition().decode()
-    assert "te_batch_next_size_count 1.0" in text
-    assert "te_batch_next_tokens_sum 4.0" in text
-    assert "jaxembed_batch_fill_ratio_sum 0.25" in text
-    assert "te_queue_size 0.0" in text
-
-
 def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start):
     well, sick = SumRunner(), SumRunner()
-    engine = start(well, sick, probe_every_s=3600.0)
-    well.gate.clear()
+    engine = start(well, sick, probe_every_s=3600.0, max_batch_requests=1)
+    well.gate.clear()  # it keeps what it gets
     sick.broken = True
-    held = engine.ask([encoding(5)])  # on either worker; the well one keeps what it gets
+    futures = {n: engine.ask([encoding(n)]) for n in range(5, 30)}
+    until(lambda: engine.snapshot().failures[1] >= FAILURES_TO_SICK)
+    well.gate.set()
     failed = 0
-    while engine.snapshot().failures[1] < FAILURES_TO_SICK:
+    for n, future in futures.items():
         try:
-            engine.ask([encoding(6)]).result(0.05)
+            assert sums(future) == [float(n)]
         except BackendError:
             failed += 1
-        except TimeoutError:
-            continue
-    assert failed <= FAILURES_TO_SICK
-    well.gate.set()
+    assert failed == FAILURES_TO_SICK
     assert engine.healthy
-    for n in range(7, 27):
-        assert sums(engine.ask([encoding(n)])) == [float(n)]
-    del held
 
 
 def test_a_device_that_answers_only_nan_is_sick(start, runner, monkeypatch):
     engine = start(runner, probe_every_s=3600.0)
     usual = runner.run
-    monkeypatch.setattr(
-        runner, "run", lambda *a, **k: {"dense": np.full_like(usual(*a, **k)["dense"], np.nan)}
-    )
+    monkeypatch.setattr(runner, "run", lambda *a, **k: {"dense": usual(*a, **k)["dense"] * np.nan})
     for _ in range(FAILURES_TO_SICK):
         with pytest.raises(BackendError, match="not finite"):
             sums(engine.ask([encoding(5)]))
     assert not engine.healthy
-
-
-def test_an_answer_of_the_wrong_width_fails_its_request_and_no_other(start, runner, monkeypatch):
-    engine = start(runner)
-    usual = runner.run
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "run", lambda *a, **k: {"dense": np.ones((8, 4, 3), np.float32)})
-        with pytest.raises(BackendError, match="internal"):
-            sums(engine.ask([encoding(5)]))
-    runner.run = usual
-    assert sums(engine.ask([encoding(6)])) == [6.0]
 
 
 def raising(error: BaseException):
@@ -510,24 +373,27 @@ def raising(error: BaseException):
     return call
 
 
+def of_another_width(*arguments, **options):
+    return {"dense": np.ones((8, 4, 3), np.float32)}
+
+
 @pytest.mark.parametrize(
-    ("part", "error"),
+    ("part", "call"),
     [
-        (lambda engine: (PriorityQueue, "requeue"), MemoryError()),
-        (lambda engine: (engine.workers[0].scheduler, "charge"), KeyError("1x16")),
-        (lambda engine: (engine.workers[0].runner, "run"), SystemExit()),
-        (lambda engine: (engine, "_note"), RuntimeError()),
+        (lambda engine: (PriorityQueue, "requeue"), raising(MemoryError())),
+        (lambda engine: (engine.workers[0].scheduler, "charge"), raising(KeyError("1x16"))),
+        (lambda engine: (engine.workers[0].runner, "run"), raising(SystemExit())),
+        (lambda engine: (engine.workers[0].runner, "run"), of_another_width),
+        (lambda engine: (engine, "_note"), raising(RuntimeError())),
     ],
 )
-def test_a_batch_that_is_taken_is_settled_whatever_is_raised(
-    start, runner, monkeypatch, part, error
-):
+def test_a_batch_that_is_taken_is_settled_whatever_happens(start, runner, monkeypatch, part, call):
     engine = compiled(start(runner))
     threads = engine.snapshot().threads
     first = blocked(engine, runner)
     futures = [engine.ask([encoding(5), encoding(6)]), engine.ask([encoding(*[7] * 40)])]
     with monkeypatch.context() as patch:
-        patch.setattr(*part(engine), raising(error))
+        patch.setattr(*part(engine), call)
         runner.gate.set()
         for future in futures:
             with pytest.raises(BackendError, match="internal error"):
@@ -588,3 +454,8 @@ def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
     assert min(use.device_s for use in state.ran.values()) > 0
     assert set(state.cost_sources.values()) == {"kept"}
     assert state.lost_share == 0.0
+    engine.close(WAIT_S)  # after it every batch is counted
+    text = engine.telemetry.exposition().decode()
+    for figure in ("te_batch_next_size_count 2", "te_batch_next_tokens_sum 4", "te_queue_size 0"):
+        assert f"\n{figure}.0\n" in text
+    assert "\njaxembed_batch_fill_ratio_sum 0.25\n" in text

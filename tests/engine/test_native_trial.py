@@ -21,14 +21,9 @@ pytestmark = pytest.mark.usefixtures("native_kernels", "engines_try_native")
 
 # What is left out of a call, or taken for another, is in one operand.
 PLANTED = {
-    "linear": "bias",
-    "gelu": "bias",
-    "gated_gelu": "bias",
-    "gated_silu": "bias",
+    **dict.fromkeys(("linear", "gelu", "gated_gelu", "gated_silu"), "bias"),
+    **dict.fromkeys(("attention", "joint_attention", "self_attention"), "segments"),
     "norm": "shift",
-    "attention": "segments",
-    "joint_attention": "segments",
-    "self_attention": "segments",
     "mlp": "down_bias",
 }
 POST_NORM = {"linear", "norm", "joint_attention", "self_attention", "mlp"}
@@ -61,14 +56,8 @@ def backbone(name: str, sizes=WIDER_TOWERS):
 
 
 def chosen(name: str, tmp_path, wanted="auto", **options):
-    return choose_native(
-        backbone(name), jax.local_devices()[0], "bfloat16", wanted, tmp_path, **options
-    )
-
-
-def model_with(name: str) -> str:
-    """The first model that has a call of this name."""
-    return next(model for model in CALLS if name in CALLS[model])
+    device = jax.local_devices()[0]
+    return choose_native(backbone(name), device, "bfloat16", wanted, tmp_path, **options)
 
 
 def plant(monkeypatch, name: str, operand: str) -> None:
@@ -98,9 +87,7 @@ def test_all_calls_of_a_model_are_right(name, tmp_path):
 @pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "nomic_bert"))
 def test_calls_with_adapters_are_right_too(name):
     model = program(adapted_spec(WIDER_TOWERS[name]))
-    adapted = {
-        call.name for call in native_calls_of(model, "bfloat16") if call.mode & native.ADAPTED
-    }
+    adapted = {one.name for one in native_calls_of(model, "bfloat16") if one.mode & native.ADAPTED}
     assert adapted == CALLS[name] - {"attention", "joint_attention"}
     results = try_native(model, jax.local_devices()[0], "bfloat16")
     assert set(results) == CALLS[name]
@@ -111,7 +98,7 @@ def test_calls_with_adapters_are_right_too(name):
 @pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))
 def test_a_planted_error_is_found_and_only_its_call_is_not_used(name, monkeypatch, tmp_path):
     plant(monkeypatch, name, PLANTED[name])
-    choice = chosen(model_with(name), tmp_path)
+    choice = chosen(next(model for model in CALLS if name in CALLS[model]), tmp_path)
     assert set(choice.refused) == {f"native {name}"}
     assert "off by" in choice.refused[f"native {name}"]
     assert choice.native == ByNative(frozenset({name}))
@@ -143,9 +130,7 @@ def test_a_slower_call_is_not_used_unless_it_is_asked_for(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(("waited_s", "busy"), [(0.0, False), (30.0, True)])
-def test_a_call_that_is_timed_beside_other_programs_is_refused_for_this_start(
-    monkeypatch, waited_s, busy
-):
+def test_a_call_timed_beside_other_programs_is_refused_for_this_start(monkeypatch, waited_s, busy):
     def timed(work):
         assert work() > 0
         return 1.5, CpuTimes(wall=30.0, cpu=0.3, waited=waited_s)
@@ -180,9 +165,7 @@ def test_a_model_of_other_widths_says_so(tmp_path):
     assert choice.refused == {"native": UNSUITED}
 
 
-def test_results_are_kept_with_the_costs_and_the_next_start_tries_nothing(
-    monkeypatch, tmp_path, caplog
-):
+def test_results_are_kept_and_the_next_start_tries_nothing(monkeypatch, tmp_path, caplog):
     checkpoint = save_tiny(tmp_path / "tiny", **WIDER_TOWERS["qwen3"])
 
     def kernels():

@@ -35,9 +35,7 @@ def _open_embedder(tiny_checkpoint, tmp_path):
         embedder.close()
 
 
-def test_replicas_give_one_devices_vectors_and_all_of_them_work(
-    open_embedder, embedder, monkeypatch
-):
+def test_replicas_give_one_devices_vectors_and_all_work(open_embedder, embedder, monkeypatch):
     three = open_embedder(3)
     together, ran, lock = threading.Barrier(3), set(), threading.Lock()
     usual = Replica.run

@@ -8,8 +8,6 @@ from jaxembed.errors import Overloaded, QuotaExceeded, RequestTooLarge
 
 
 class Clock:
-    """A clock that stands still until it is moved."""
-
     def __init__(self):
         self.now = 100.0
 
@@ -38,9 +36,7 @@ def test_requests_beyond_those_of_a_minute_wait_for_the_next_one_to_come_in(cloc
     quota = quota_of(clock, requests_per_minute=4)
     for _ in range(4):
         quota.count_request()
-    with pytest.raises(
-        QuotaExceeded, match="`batch` has used its 4 requests per minute"
-    ) as refused:
+    with pytest.raises(QuotaExceeded, match="`batch` has used its 4 requests per") as refused:
         quota.count_request()
     assert refused.value.retry_after_s == 15
     clock.now += 14.9
@@ -178,7 +174,6 @@ def test_without_limits_nothing_is_refused_and_what_was_used_is_counted():
 
 
 def ask(admission: Admission, quota: Quota, cost: Cost):
-    """The permit of a request of one part."""
     with admission.capacity.request() as reservation:
         reservation.account = Account(quota)
         return admission.admit(cost, reservation)

@@ -159,9 +159,8 @@ def test_a_lone_sequence_that_must_run_in_smaller_buckets_keeps_its_answer(telem
         return {"dense": answer["dense"] * (np.nan if len(runner.ran) == 1 else 1)}
 
     runner._sums = not_finite_at_first
-    results = Recovery(runner, lambda: next(compiled), telemetry).run(
-        place(Bucket(1, 32), [sequence])
-    )
+    batch = place(Bucket(1, 32), [sequence])
+    results = Recovery(runner, lambda: next(compiled), telemetry).run(batch)
     (answer,) = by_entry(results, sequences)
     assert isinstance(answer, NotFinite) if wrong == BAD else answer == 7.0
 

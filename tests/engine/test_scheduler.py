@@ -9,6 +9,12 @@ from fakes import until
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 
 
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 class Waiters:
     """Threads that wait for a turn and note the order in which they get it."""
 
@@ -30,9 +36,7 @@ class Waiters:
         until(lambda: len(self.scheduler._waiting) == asked)
 
     def join(self) -> list[str]:
-        for thread in self.threads:
-            thread.join(60)
-            assert not thread.is_alive()
+        join(self.threads)
         return self.order
 
 
@@ -105,9 +109,7 @@ def test_never_more_holders_than_permits_and_everyone_gets_through(permits):
     threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    join(threads)
     assert passed == 8 * 50
     assert most <= permits
 
@@ -135,8 +137,6 @@ def test_who_is_idle_and_waits_for_the_whole_turn_holds_nobody_up():
 
 
 class Clock:
-    """A clock that a test moves, and turns that look at it."""
-
     def __init__(self):
         self.now = 1000.0
 
@@ -241,36 +241,38 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
         for k, thread in enumerate(threads):
             thread.start()
             until(lambda k=k: len(scheduler._waiting) == k + 1)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    join(threads)
     assert order == ["long", "short", "long"]
 
 
-def test_who_borrows_goes_ahead_but_gets_no_more_in_the_long_run():
-    clock, shares, had = Clock(), {"hasty": VirtualTime(), "patient": VirtualTime()}, []
-    scheduler = clock.scheduler()
-    ahead = {"hasty": 25.0, "patient": 0.0}
-    stop = threading.Event()
+@pytest.mark.parametrize(
+    ("ahead_s", "takes_s", "permits"),
+    [((25.0, 0.0), (10.0, 10.0), 1), ((0.0, 0.0), (0.004, 0.1), 1), ((0.0, 0.0), (0.004, 0.1), 2)],
+    ids=["who borrows goes ahead", "short and long", "with two permits"],
+)
+def test_models_get_equal_time_in_the_long_run(ahead_s, takes_s, permits):
+    clock, stop, lock = Clock(), threading.Event(), threading.Lock()
+    scheduler, had = clock.scheduler(permits), []
+    shares, count = [VirtualTime(), VirtualTime()], 2 * (permits + 1)
 
-    def work(model: str) -> None:
-        share = shares[model]
+    def work(model: int) -> None:
+        share, ahead = shares[model], ahead_s[model]
         while not stop.is_set():
-            with scheduler.hold(lambda: ahead[model] - scheduler.begin(share), share) as waiter:
+            with scheduler.hold(lambda: ahead - scheduler.begin(share), share) as waiter:
                 had.append(model)
-                if len(had) == 100:
+                if len(had) >= 300:
                     stop.set()
-                scheduler.charge(waiter, 10.0)
-                until(lambda: stop.is_set() or len(scheduler._waiting) == 3)
-                clock.now += 10.0
+                scheduler.charge(waiter, takes_s[model])
+                until(lambda: stop.is_set() or len(scheduler._waiting) == count - permits)
+                with lock:
+                    clock.now += takes_s[model]
 
-    threads = [threading.Thread(target=work, args=(model,)) for model in [*shares, *shares]]
-    with scheduler.hold(lambda: 0.0):
+    threads = [threading.Thread(target=work, args=(k % 2,)) for k in range(count)]
+    with scheduler.hold(lambda: 0.0, whole=True):
         for k, thread in enumerate(threads):
             thread.start()
             until(lambda k=k: len(scheduler._waiting) == k + 1)
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert had[:3] == ["hasty"] * 3
-    assert 50 <= had[:100].count("hasty") <= 52
+    join(threads)
+    assert had[:3] == [0] * 3 or not any(ahead_s)
+    first, second = (had[:300].count(model) * takes_s[model] for model in (0, 1))
+    assert first == pytest.approx(second, rel=0.03 if any(ahead_s) else 0.5)

@@ -58,15 +58,6 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
     assert len(result["dense"]) == first
 
 
-def test_the_same_text_with_other_spans_is_not_computed_for_both(embedder):
-    ids = ids_of(8)
-    encodings = [Encoding(ids), Encoding(ids, spans=((0, 4),)), Encoding(ids, spans=((0, 8),))]
-    result = embedder.model.main.engine.submit(work_from_encodings(encodings, BOTH)).result(WAIT_S)
-    check(result, 0, [(0, 8)], 0)
-    check(result, 1, [(0, 4)], 1)
-    np.testing.assert_array_equal(result["dense"][0], result["dense"][2])
-
-
 def test_a_sequence_goes_to_a_row_that_has_slots_for_its_spans():
     """Ten tokens fit every bucket, six spans only the row of 64 with its 16 slots."""
     runner = SumRunner()
@@ -114,9 +105,7 @@ def _classifier(tmp_path_factory):
     """A classifier with one bucket, in which three short texts are one batch."""
     folder = tmp_path_factory.mktemp("classifier")
     layers = (DenseLayer(32, 32), DenseLayer(32, 3, activation="identity"))
-    path = save_tiny(
-        folder / "tiny", pooling=("cls",), modules=layers, labels=("no", "maybe", "yes")
-    )
+    path = save_tiny(folder / "tiny", pooling=("cls",), modules=layers, labels=("a", "b", "c"))
     with open_tiny(path, folder, (4, 64)) as classifier:
         yield classifier
 

@@ -1,19 +1,17 @@
 """Sparse outputs: the head over the vocabulary, and its way to the host."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from sparse_matrix import as_dense
+from test_pooling import packed
 
 from jaxembed.data.spec import Vocabulary
 from jaxembed.data.work import SparseRows, to_sparse_rows
 from jaxembed.engine import sparse
 from jaxembed.engine.sparse import fetch_rows, gather_nonzero
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
-from jaxembed.models.tokens import PackedTokens
 
 TERMS, FEATURES = 37, 8
 
@@ -53,23 +51,6 @@ def test_a_device_gives_all_that_is_not_zero(monkeypatch, shards, room):
     np.testing.assert_array_equal(as_dense(fetch_rows(whole)), dense.reshape(24, 50))
 
 
-def packed(rows: list[list[int]], length: int, slots: int) -> PackedTokens:
-    """Rows of sequences of these lengths, in order."""
-    ids, positions = (
-        np.zeros((len(rows), length), np.int32),
-        np.zeros((len(rows), length), np.int32),
-    )
-    segments, bounds = np.zeros_like(ids), np.zeros((len(rows), slots, 2), np.int32)
-    for row, lengths in enumerate(rows):
-        at = 0
-        for number, size in enumerate(lengths):
-            segments[row, at : at + size] = number + 1
-            positions[row, at : at + size] = np.arange(size)
-            bounds[row, number] = at, at + size
-            at += size
-    return PackedTokens(*map(jnp.asarray, (ids, positions, segments, np.zeros_like(ids), bounds)))
-
-
 def by_formula(head: Vocabulary, hidden: np.ndarray, table: np.ndarray, bias: np.ndarray):
     """The weights of one sequence, from the formulas, in float64."""
     weights = np.log1p(np.maximum(hidden.astype(np.float64) @ table + bias, 0))
@@ -79,9 +60,7 @@ def by_formula(head: Vocabulary, hidden: np.ndarray, table: np.ndarray, bias: np
 
 
 @pytest.mark.parametrize(("over_tokens", "activation"), [("max", "relu"), ("sum", "log1p_relu")])
-def test_the_head_gives_the_weights_of_the_formula(
-    over_tokens: Literal["max", "sum"], activation: Literal["relu", "log1p_relu"]
-):
+def test_the_head_gives_the_weights_of_the_formula(over_tokens, activation):
     """Also where a slot spans two blocks of tokens, and padding holds NaN."""
     length = BLOCK_TOKENS - 20
     head = Vocabulary(TERMS, FEATURES, over_tokens=over_tokens, activation=activation)
@@ -92,7 +71,7 @@ def test_the_head_gives_the_weights_of_the_formula(
     table[:, TERMS:] = bias[TERMS:] = 0
     layer.terms.kernel[...], layer.bias[...] = jnp.asarray(table), jnp.asarray(bias)
     rows = [[3, 200, 1], [length], [], [5, 6]]
-    tokens = packed(rows, length, 4)
+    tokens = packed([(lengths, [0] * len(lengths)) for lengths in rows], length, 4)
     hidden = draw.standard_normal((4, length, FEATURES), np.float32)
     hidden[np.asarray(tokens.segments) == 0] = np.nan
     got = np.asarray(jax.jit(layer.__call__)(hidden, tokens))
@@ -110,8 +89,7 @@ def test_the_head_gives_the_weights_of_the_formula(
 
 def test_logits_of_all_tokens_are_never_in_memory():
     head = VocabularyHead(Vocabulary(1000, FEATURES))
-    tokens = packed([[64]] * 64, 64, 4)
+    tokens = packed([([64], [0])] * 64, 64, 4)
     hidden = jnp.zeros((64, 64, FEATURES))
     memory = jax.jit(head.__call__).lower(hidden, tokens).compile().memory_analysis()
-    assert memory is not None
     assert memory.temp_size_in_bytes < 3 * 4 * padded_terms(1000) * (BLOCK_TOKENS + 64 * 4)

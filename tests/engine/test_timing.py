@@ -7,13 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from fakes import WAIT_S, SumRunner, encoding, future_of, sums, timed_costs, until
+from fakes import WAIT_S, SumRunner, encoding, sums, timed_costs, until
 
 from jaxembed.engine.autotune import costs as costs_module
 from jaxembed.engine.autotune import timing as timing_module
 from jaxembed.engine.autotune.costs import BucketCosts
-from jaxembed.engine.autotune.timing import BucketTimer, ConcurrentRuns, full_planes, milliseconds
-from jaxembed.engine.batch import place
+from jaxembed.engine.autotune.timing import BucketTimer, full_planes, milliseconds
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import NullReplica
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
@@ -36,8 +35,6 @@ def _quick(monkeypatch):
 
 
 class Bench:
-    """A timer of two buckets on a runner."""
-
     def __init__(self, runner, permits: int = 1, is_bulk_alone=lambda: False):
         self.scheduler = DeviceScheduler(permits)
         self.costs = BucketCosts(1e-6)
@@ -183,21 +180,6 @@ def test_a_bucket_that_fails_is_told_of_and_the_others_are_timed_later(monkeypat
     assert "INTERNAL: broken" in caplog.text
 
 
-def test_a_device_error_while_a_bucket_is_timed_does_not_end_the_model(start):
-    """Timing was part of compiling once: what failed there left the model without a bucket."""
-    runner = SumRunner()
-
-    def fail(bucket, planes):
-        if (planes[0][planes[2] > 0] == 1).all():
-            raise RuntimeError("INTERNAL: the device hiccuped")
-
-    runner.on_run = fail
-    engine = start(runner, costs=BucketCosts(1e-6))
-    until(lambda: runner.timed)
-    assert engine.ready
-    assert sums(engine.ask([encoding(5, 6)])) == [11.0]
-
-
 def test_costs_are_kept_when_all_are_timed_and_when_the_engine_closes(start):
     kept = []
     engine = start(
@@ -233,11 +215,6 @@ def test_batches_longer_than_expected_make_every_bucket_dearer(start, monkeypatc
     assert max(factors) == pytest.approx(min(factors))
 
 
-def batch_of(*ids: list[int], bucket: Bucket = BUCKET):
-    future = future_of([encoding(*one) for one in ids])
-    return place(bucket, future.sequences)
-
-
 def test_two_runs_at_once_are_timed_as_two(monkeypatch):
     both = threading.Barrier(2, timeout=60)
 
@@ -260,33 +237,20 @@ def test_what_fails_beside_another_is_raised():
         milliseconds(Failing("dense", NULL), BUCKET, together=2)
 
 
-class Noting(NullReplica):
-    """Keeps the planes it was given."""
-
-    def __init__(self, primary, widths):
-        super().__init__(primary, widths)
-        self.runs: list[np.ndarray] = []
-
-    def run(self, bucket, planes, outputs):
-        self.runs.append(planes)
-        return super().run(bucket, planes, outputs)
-
-
 def test_a_bucket_is_timed_full_of_tokens():
-    noting = Noting("dense", NULL)
-    assert 0 < milliseconds(noting, BUCKET) < float("inf")
-    assert len(noting.runs) > 1  # quick as it is
-    assert (noting.runs[0][2] == 1).all()  # one segment in each row, no padding
-    np.testing.assert_array_equal(noting.runs[0][1], np.tile(np.arange(16), (2, 1)))
+    runner, runs = SumRunner(), []
+    runner.on_run = lambda bucket, planes: runs.append(planes)
+    assert 0 < milliseconds(runner, BUCKET) < float("inf")
+    assert len(runs) > 1  # quick as it is
+    assert (runs[0][2] == 1).all()  # one segment in each row, no padding
+    np.testing.assert_array_equal(runs[0][1], np.tile(np.arange(16), (2, 1)))
 
 
 def test_a_full_bucket_holds_short_sequences_and_no_padding():
     ids, positions, segments, types, bounds = full_planes(Bucket(2, 80), 32)
     assert (ids == 1).all()
     assert not types.any()
-    np.testing.assert_array_equal(
-        segments, np.repeat([[1, 2, 3]], [32, 32, 16], axis=1).repeat(2, 0)
-    )
+    np.testing.assert_array_equal(segments, np.repeat([[1, 2, 3]], [32, 32, 16], 1).repeat(2, 0))
     slots = Bucket(2, 80).slots
     starts, ends = bounds[:, :slots], bounds[:, slots : 2 * slots]
     assert starts.tolist() == [[0, 32, 64] + [0] * (slots - 3)] * 2
@@ -294,13 +258,3 @@ def test_a_full_bucket_holds_short_sequences_and_no_padding():
     np.testing.assert_array_equal(positions[0], [*range(32), *range(32), *range(16)])
     many = Bucket(1, 8192)
     assert full_planes(many, 32)[2].max() <= many.slots
-
-
-def test_threads_that_time_end_when_they_are_told():
-    before = set(threading.enumerate())
-    pair = ConcurrentRuns(2)
-    started = set(threading.enumerate()) - before
-    assert len(started) >= 2
-    assert pair.run(NullReplica("dense", NULL), BUCKET, full_planes(BUCKET, 20)) > 0
-    pair.close()
-    until(lambda: not any(thread.is_alive() for thread in started))

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
+from test_replica import replica_with
 
 from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import Adapter, DType, ModelSpec
@@ -17,28 +17,19 @@ from jaxembed.engine.future import WorkFuture
 from jaxembed.engine.queue import RequestQueue
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import CheckpointError
-from jaxembed.models import attention, program
+from jaxembed.models import program
 
 BUCKET = Bucket(2, 32)
 TEXTS = [[2, 7, 9, 3], [2, 7, 9, 3], [2, 7, 9, 3], [2, 11, 30, 8, 9, 12, 3], [2, 4, 3]]
 NUMBERS = [0, 1, 2, 1, 0]  # the adapter of each text
 
 ADAPTED = (
-    "bert",
-    "albert",
-    "mpnet",
-    "nomic_bert",
-    "jina_bert_code",
-    "modernbert",
-    "deberta",
-    "qwen3",
-    "gemma3",
-    "t5",
-)
+    "bert", "albert", "mpnet", "nomic_bert", "jina_bert_code", "modernbert", "deberta", "qwen3",
+    "gemma3", "t5",
+)  # fmt: skip
 
 
 def layers_of(backbone: dict[str, Any]) -> list[str]:
-    """The layers of a tower that an adapter can change."""
     has_gate = backbone["config"].get("gated", backbone["architecture"] in ("modernbert", "qwen3"))
     names = ("attention.qkv", "attention.out", "mlp.gate_up" if has_gate else "mlp.up", "mlp.down")
     in_layers = [f"tower.layers.{i}.{name}" for i in range(2) for name in names]
@@ -70,14 +61,7 @@ def merged(parameters: dict[str, np.ndarray], spec: ModelSpec, number: int) -> d
 
 
 def replica_of(spec: ModelSpec, parameters, dtype: DType = "float32", native=False) -> Replica:
-    replica = Replica(
-        program(spec),
-        parameters,
-        jax.local_devices()[:1],
-        dtype,
-        attention=lambda bucket: attention.by_native if native else attention.by_xla,
-        native_layout=native,
-    )
+    replica = replica_with(spec, dtype, native, parameters=parameters)
     replica.compile(BUCKET)
     return replica
 
@@ -89,10 +73,7 @@ def work_with(ids: list[int], adapter: int):
 
 
 def vectors(replica: Replica, texts=TEXTS, numbers=NUMBERS) -> np.ndarray:
-    """The vectors of the texts, all in one batch."""
-    futures = [
-        WorkFuture(work_with(*one), {"dense": 32}) for one in zip(texts, numbers, strict=True)
-    ]
+    futures = [WorkFuture(work_with(*of), {"dense": 32}) for of in zip(texts, numbers, strict=True)]
     batch = place(BUCKET, [future.sequences[0] for future in futures])
     assert len(batch.sequences) == len(texts)
     dense = replica.run(BUCKET, pack(batch, replica.planes), ("dense",))["dense"]
@@ -171,5 +152,4 @@ def test_a_text_under_two_adapters_is_computed_twice_and_under_one_once():
     for number in (1, 1, 2, 0, 0):
         queues.add(WorkFuture(work_with([7, 8], number), {"dense": 1}))
     batch = queues.take({Bucket(1, 64): 1.0}, 0.0, None)
-    assert batch is not None
     assert sorted(entry.adapter for entry in batch.sequences) == [0, 1, 2]

@@ -15,7 +15,6 @@ from jaxembed.models.attention import (
     by_native,
     using,
 )
-from jaxembed.models.bert import alibi
 from jaxembed.models.layers import BiasByDistance
 
 HEADS, WIDTH = 2, 8
@@ -98,9 +97,7 @@ FEW_SIGHTS = "everything", "causal window"
 NOT_FULL = "a block not full", 3
 
 
-def assert_attends(
-    segments, operands, attention_mask=EVERYTHING, bias=None, rtol=1e-5, atol=2e-6
-) -> None:
+def assert_attends(segments, operands, attention_mask=EVERYTHING, bias=None, rtol=1e-5, atol=2e-6):
     """Beside padding of NaN, as the reference; rtol: float32, sums of at most 32 terms."""
     poisoned = [np.where(segments[..., None, None] == 0, np.nan, x) for x in operands]
     mixed = attend(
@@ -130,9 +127,7 @@ def test_packed_segments_attend_to_themselves_beside_nan(name, per_group, attent
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     "attention_mask",
-    each(
-        [EVERYTHING, AttentionMask(reach=3), AttentionMask(True, reach=5)], AttentionMask(reach=3)
-    ),
+    each([EVERYTHING, AttentionMask(reach=3), AttentionMask(True, 5)], AttentionMask(reach=3)),
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -205,12 +200,6 @@ def test_the_ends_of_a_table_serve_all_distances_beyond(length):
     bias = np.asarray(layer(length))
     distances = np.arange(1 - length, length)
     np.testing.assert_array_equal(bias, table[:, np.clip(distances, -4, 4) + 4])
-
-
-def test_slopes_are_multiplied_with_the_distance():
-    slopes = 2.0**-4, 2.0**-8
-    distances = np.abs(np.arange(-2, 3))
-    np.testing.assert_array_equal(alibi(2, 3), [-slope * distances for slope in slopes])
 
 
 @pytest.mark.parametrize("length", each([112, 256, 257, 320], 257))

@@ -3,7 +3,6 @@
 Padding is NaN here (the pad token's embedding), and neighbours hold a token of size 1e30.
 """
 
-import jax
 import numpy as np
 import pytest
 from conftest import LIMIT, TOWERS, WIDER_TOWERS, WORDS, tiny_spec
@@ -11,15 +10,15 @@ from fakes import count_of, future_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from representatives import each
+from test_replica import replica_with
 
 from benchmarks.parameters import random_parameters
 from jaxembed.data.spec import DenseLayer, LayerNormLayer, Vocabulary
 from jaxembed.data.work import Encoding
 from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.future import QueuedSequence
 from jaxembed.engine.replica import Replica
-from jaxembed.models import ARCHITECTURES, attention, deberta, program
+from jaxembed.models import ARCHITECTURES, attention, deberta
 from jaxembed.models.heads import POOLINGS
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -65,14 +64,7 @@ def poisoned_parameters(spec) -> dict[str, np.ndarray]:
 
 def replica_of(dtype: str, buckets=BUCKETS, native: bool = False, **spec) -> Replica:
     model = tiny_spec(**spec)
-    replica = Replica(
-        program(model),
-        poisoned_parameters(model),
-        jax.local_devices()[:1],
-        dtype,
-        attention=lambda bucket: attention.by_native if native else attention.by_xla,
-        native_layout=native,
-    )
+    replica = replica_with(model, dtype, native, parameters=poisoned_parameters(model))
     with pytest.MonkeyPatch.context() as patch:  # the last block of a row of 64 is not full
         patch.setattr(attention, "WHOLE_SCORES", 32)
         patch.setattr(attention, "QUERY_BLOCK", 24)
@@ -95,18 +87,9 @@ def _bfloat16(request) -> Replica:
 
 
 NATIVE = (  # of each set of native calls one
-    "bert",
-    "mpnet",
-    "nomic_bert",
-    "jina_bert",
-    "jina_bert_code",
-    "clip, gelu",
-    "modernbert",
-    "qwen3",
-    "gemma2",
-    "t5",
-    "t5, gated",
-)
+    "bert", "mpnet", "nomic_bert", "jina_bert", "jina_bert_code", "clip, gelu", "modernbert",
+    "qwen3", "gemma2", "t5", "t5, gated",
+)  # fmt: skip
 
 
 @pytest.fixture(name="native", scope="module", params=each(NATIVE, "bert"))
@@ -134,11 +117,6 @@ def placed(bucket: Bucket, places) -> Batch:
 
 def alone(bucket: Bucket, ids, unpooled=0) -> Batch:
     return placed(bucket, [(ids, unpooled, 0, 0, 0)])
-
-
-def first_of(entry: QueuedSequence) -> int:
-    """The first token that is pooled."""
-    return 0 if entry.spans is None else int(entry.spans[0, 0])
 
 
 def assert_same(vector, wanted) -> None:
@@ -192,7 +170,8 @@ def assert_same_wherever_it_lies(replica: Replica, placement, assert_alike) -> N
     batch = placed(*placement)
     entry = batch.sequences[0]
     home = next(bucket for bucket in BUCKETS if bucket.length >= entry.length)
-    single = alone(home, entry.ids, first_of(entry))
+    first_pooled = 0 if entry.spans is None else int(entry.spans[0, 0])
+    single = alone(home, entry.ids, first_pooled)
     for got, wanted in zip(run(replica, batch), run(replica, single), strict=True):
         assert np.isfinite(wanted).all()
         assert_alike(got, wanted)

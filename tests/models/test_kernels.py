@@ -72,21 +72,12 @@ def interpreted(module) -> Kernel:
     return replace(module.KERNEL, attend=partial(module.attend, interpret=True))
 
 
-def mixed_by(
-    kernel: Kernel, operands, of_token, attention_mask: AttentionMask, slots: int = SLOTS
-) -> np.ndarray:
+def mixed_by(kernel: Kernel, operands, of_token, attention_mask, slots=SLOTS) -> np.ndarray:
     call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, attention_mask, slots))
     return np.asarray(call(*operands, jnp.asarray(of_token)))
 
 
-def poisoned(operands, of_token) -> list[jax.Array]:
-    padding = of_token[..., None, None] == 0
-    return [jnp.asarray(np.where(padding, np.nan, x), jnp.float32) for x in operands]
-
-
-def assert_attends(
-    kernel, operands, of_token, attention_mask=EVERYTHING, rtol=1e-4, atol=1e-5
-) -> None:
+def assert_attends(kernel, operands, of_token, attention_mask=EVERYTHING, rtol=1e-4, atol=1e-5):
     """As the reference; rtol: float32, sums of hundreds of terms."""
     mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, attention_mask)
     assert mixed.dtype == np.float32
@@ -96,7 +87,8 @@ def assert_attends(
 
 @pytest.mark.parametrize("attention_mask", each(SIGHTS, "causal window"))
 def test_packed_segments_attend_to_themselves_beside_nan(kernel, attention_mask):
-    operands = poisoned(draw(SEGMENTS, per_group=2), SEGMENTS)
+    padding = SEGMENTS[..., None, None] == 0
+    operands = [np.where(padding, np.float32(np.nan), x) for x in draw(SEGMENTS, per_group=2)]
     assert_attends(kernel, operands, SEGMENTS, SIGHTS[attention_mask])
 
 
@@ -170,12 +162,7 @@ def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, backb
             assert_same(vector, one)
 
 
-# -- what a platform's compiler is given -----------------------------------------------------------
-
-
-def lowered(
-    kernel: Kernel, platform: str, length: int, attention_mask: AttentionMask, dtype="bfloat16"
-) -> str:
+def lowered(kernel: Kernel, platform: str, length: int, attention_mask, dtype="bfloat16") -> str:
     """The program for a platform that this machine need not have."""
     heads = [jax.ShapeDtypeStruct((2, length, n, 64), dtype) for n in (4, 2, 2)]
     of_token = jax.ShapeDtypeStruct((2, length), jnp.int32)
@@ -201,9 +188,7 @@ def test_each_kernel_says_which_calls_it_does_not_take(kernel):
     call, fits = Call(12, 12, 64, "bfloat16", EVERYTHING), 514 // 128 * 128
     assert kernel.refuses(call, fits) is None
     assert "no bias" in kernel.refuses(replace(call, has_bias=True), fits)
-    assert "no soft cap" in kernel.refuses(
-        replace(call, attention_mask=AttentionMask(cap=50.0)), fits
-    )
+    assert "no soft cap" in kernel.refuses(replace(call, attention_mask=AttentionMask(cap=5)), fits)
     if kernel.name == "splash":
         assert "514 tokens are not a multiple of 128" in kernel.refuses(call, 514)
         assert "float16" in kernel.refuses(replace(call, dtype="float16"), fits)

@@ -22,12 +22,10 @@ SLOTS = 4
 
 
 def shallow(*given, **changes) -> ModelSpec:
-    """`tiny_spec` with one layer."""
     return tiny_spec(*given, config=tiny_spec().config | {"num_layers": 1}, **changes)
 
 
 def planes_of(ids: list[int], length: int = 16) -> np.ndarray:
-    """One sequence in one row."""
     planes = np.zeros((PackedTokens.PLANES, 1, length), np.int32)
     planes[0, 0, : len(ids)] = ids
     planes[1, 0, : len(ids)] = np.arange(len(ids))
@@ -112,9 +110,7 @@ def test_a_program_computes_only_what_it_is_asked_for(classifier):
         run = jax.jit(partial(model.forward, slots=4, outputs=outputs))
         return run.lower([*model.shapes.values()], planes)
 
-    (entry,) = (
-        line for line in lowered("logits").compile().as_text().splitlines() if "ENTRY" in line
-    )
+    (entry,) = (one for one in lowered("logits").compile().as_text().splitlines() if "ENTRY" in one)
     assert entry.rpartition("->")[2].strip().startswith("f32[1,4,3]")  # and no tuple
     assert "tanh" not in lowered("dense").as_text()  # of the layers before the logits
     # a set's order differs between processes, and the key of a kept program would too

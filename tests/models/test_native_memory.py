@@ -47,9 +47,8 @@ def test_every_call_stays_within_its_operands(tmp_path, monkeypatch):
     build = for_this_cpu(AVX512_BF16)
     monkeypatch.setattr(native.compiler, "COMPILERS", ("gcc",))
     monkeypatch.setattr(native.compiler, "COMPILE_S", SECONDS)
-    native.compiler.compile_library(
-        replace(build, flags=(*build.flags, *SANITIZERS)), tmp_path / "native.so"
-    )
+    build = replace(build, flags=(*build.flags, *SANITIZERS))
+    native.compiler.compile_library(build, tmp_path / "native.so")
     environment = {
         "LD_PRELOAD": " ".join(preloaded),
         "ASAN_OPTIONS": "detect_leaks=0",

@@ -56,12 +56,7 @@ def weight(k: int, n: int) -> np.ndarray:
     return native.packed(rounded(k, n))
 
 
-SIGHT = {
-    "mode": np.int64(0),
-    "causal": np.int64(0),
-    "reach": np.int64(-1),
-    "cap": np.float32(0),
-}
+SIGHT = {"mode": np.int64(0), "causal": np.int64(0), "reach": np.int64(-1), "cap": np.float32(0)}
 GELU, GATED_SILU = (np.int64(native.EPILOGUES.index(end)) for end in ("gelu", "gated_silu"))
 
 
@@ -229,9 +224,7 @@ def test_heads_must_divide_what_they_share():
     assert_refused(attention, "groups = 3 and heads = 4 came, wanted heads to be a multiple of 1 ")
     for heads in (3, 4, 2**62):
         slip = CALLS["self_attention"].with_attributes(heads=np.int64(heads))
-        assert_refused(
-            slip, f"heads = {heads} and dim = 64 came, wanted dim to be a multiple of 32"
-        )
+        assert_refused(slip, f"heads = {heads} and dim = 64 came, wanted dim to be .* of 32")
 
 
 def test_what_tells_of_places_fits_the_rows():
@@ -239,9 +232,7 @@ def test_what_tells_of_places_fits_the_rows():
     short = call.with_operand("distance_bias", single(2, 30))
     message = r"length = 16 and distances = 30 came, wanted distances to be 2 \* length - 1"
     assert_refused(short, message)
-    wide = replace(
-        call, operands=call.operands | {name: single(3, 16, 32) for name in ("cos", "sin")}
-    )
+    wide = replace(call, operands=call.operands | {of: single(3, 16, 32) for of in ["cos", "sin"]})
     assert_refused(wide, r"half = 32 and dim = 64 came, wanted dim to be 4 \* half")
     plain = replace(call, attributes=call.attributes | {"mode": np.int64(native.BIASED)})
     assert_refused(plain, "7 operands .* came, wanted 1 result and 5 operands: .* distance_bias")

@@ -5,6 +5,7 @@ from typing import get_args
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from representatives import each
 
 from jaxembed.data.spec import Pooling
 from jaxembed.models.heads import POOLINGS, slot_members
@@ -12,11 +13,7 @@ from jaxembed.models.tokens import PackedTokens
 
 DIM, SLOTS = 6, 5
 
-USUAL = ("mean", "lasttoken")
-each_pooling = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in USUAL else pytest.mark.numerics) for name in POOLINGS],
-)
+each_pooling = pytest.mark.parametrize("name", each(POOLINGS, "mean", "lasttoken"))
 
 REFERENCES = {  # of the pooled tokens' hidden states x and their indices in the sequence, from 0
     "cls": lambda x, index: x[0],
@@ -36,16 +33,16 @@ ROWS = [  # lengths of the sequences in each row, and how many of their first to
 ]
 
 
-def packed(rows=ROWS, length=12) -> PackedTokens:
+def packed(rows=ROWS, length=12, slots=SLOTS) -> PackedTokens:
     planes = np.zeros((PackedTokens.PLANES, len(rows), length), np.int32)
     for row, (lengths, prompts) in enumerate(rows):
         start = 0
         for slot, (n, prompt) in enumerate(zip(lengths, prompts, strict=True)):
             planes[1, row, start : start + n] = np.arange(n)
             planes[2, row, start : start + n] = slot + 1
-            planes[4, row, [slot, SLOTS + slot]] = start + prompt, start + n
+            planes[4, row, [slot, slots + slot]] = start + prompt, start + n
             start += n
-    return PackedTokens.unstack(jnp.asarray(planes), SLOTS)
+    return PackedTokens.unstack(jnp.asarray(planes), slots)
 
 
 def hidden_states(tokens: PackedTokens) -> np.ndarray:

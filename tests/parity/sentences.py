@@ -6,29 +6,19 @@ from pathlib import Path
 STSB = Path(__file__).parents[3] / "shared" / "data" / "stsb" / "stsb-en-test.csv"
 
 _WHO = [
-    "A young woman in a red coat",
-    "The committee, after three days of talks,",
-    "My neighbour's dog",
-    "Nobody at the station",
-    "An unusually large swarm of bees",
-    "The 2019 annual report",
-    "Dr. O'Neill of St. Mary's",
-    "The old lighthouse keeper",
-    "Every second customer",
-    "The function that parses dates",
-    "Rain from the north-west",
+    *("A young woman in a red coat", "The committee, after three days of talks,"),
+    *("My neighbour's dog", "Nobody at the station", "An unusually large swarm of bees"),
+    *("The 2019 annual report", "Dr. O'Neill of St. Mary's", "The old lighthouse keeper"),
+    *("Every second customer", "The function that parses dates", "Rain from the north-west"),
     "The world's longest railway tunnel",
 ]
 _WHAT = [
-    "is slicing onions in the kitchen.",
-    "did not agree to lower interest rates by 0.25%!",
-    "was seen near the river at 6:45 a.m. yesterday",
-    "has been forgotten since the war ended",
+    *("is slicing onions in the kitchen.", "did not agree to lower interest rates by 0.25%!"),
+    *("was seen near the river at 6:45 a.m. yesterday", "has been forgotten since the war ended"),
     "will cost about $1,200.50, tax included?",
     "keeps everybody awake until dawn; nevertheless, they stay.",
     "can be found in chapter seven of the handbook (pp. 112-118).",
-    "plays the guitar badly but with enthusiasm",
-    "returned None where a list was expected",
+    *("plays the guitar badly but with enthusiasm", "returned None where a list was expected"),
 ]
 ENGLISH = [f"{who} {what}" for who in _WHO for what in _WHAT]
 

@@ -34,12 +34,11 @@ MODERN = {"family": "modernbert", "config": {"local_attention": 32}}
 NATIVE = Saved("sentence_transformers")
 PYLATE = Saved("pylate")
 STANFORD = Saved("stanford", markers=STANFORD_MARKERS)
+XLM_ROBERTA_MARKERS = ("[QueryMarker]", "[DocumentMarker]")
 MODELS = {
     "stanford": STANFORD,
     "stanford, attended": STANFORD.but(attend=True, skipped=None),
-    "stanford, xlm-roberta": STANFORD.but(
-        family="xlm_roberta", markers=("[QueryMarker]", "[DocumentMarker]")
-    ),
+    "stanford, xlm-roberta": STANFORD.but(family="xlm_roberta", markers=XLM_ROBERTA_MARKERS),
     "pylate": PYLATE,
     "pylate, attended": PYLATE.but(attend=True, skipped=None),
     "pylate, without expansion": PYLATE.but(length=None, query_length=11, skipped="the.,"),

@@ -1,6 +1,5 @@
 """Random rerankers and classifiers against sentence-transformers' CrossEncoder, in float32."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from golden import make
 from golden.families import FAMILIES, WORDS
 from sentence_transformers import CrossEncoder
+from sources import change_json
 from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
     tokenizer_class_from_name,
@@ -18,10 +18,9 @@ from converters import CONVERTERS
 from converters.tokenizers.tokenizer import TYPED_BY_DEFAULT, WITH_TYPES
 from jaxembed import Embedder
 from jaxembed.data.inputs import Pair
-from jaxembed.data.outputs import OutputName
-from jaxembed.data.work import work_from_encodings
 from jaxembed.preprocessing.text import TokenizationOptions
 from parity import sentences
+from parity.reference import TOLERANCE, assert_within, run
 from parity.test_towers import SIZES, ragged
 
 THREE = ("contradiction", "entailment", "neutral")
@@ -46,29 +45,20 @@ PARAMS = [
     pytest.param(case, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name, case in CASES.items()
 ]
-TOLERANCE = 1e-5  # float32, sums in another order; 2.3e-6 was the most
-TOKENIZERS: dict[str, tuple[dict, bool]] = {  # of tokenizer_config.json, and whether types count
-    "BertTokenizer": ({"tokenizer_class": "BertTokenizer"}, True),
-    "BertTokenizerFast": ({"tokenizer_class": "BertTokenizerFast"}, True),
-    "none named": ({"tokenizer_class": None}, True),
-    "BertTokenizer without": (
-        {"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]},
-        False,
-    ),
-    "PreTrainedTokenizerFast": ({"tokenizer_class": "PreTrainedTokenizerFast"}, False),
-    "PreTrainedTokenizerFast with": (
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        },
-        True,
-    ),
-    "TokenizersBackend": ({"tokenizer_class": "TokenizersBackend"}, False),
-    "DistilBertTokenizer": ({"tokenizer_class": "DistilBertTokenizer"}, False),
-    "ElectraTokenizerFast": ({"tokenizer_class": "ElectraTokenizerFast"}, True),
-}
+WITHOUT = {"model_input_names": ["input_ids", "attention_mask"]}
+WITH = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+TOKENIZERS: list[tuple[str | None, dict, bool]] = [  # a class, what else is said; do types count?
+    ("BertTokenizer", {}, True),
+    ("BertTokenizerFast", {}, True),
+    (None, {}, True),
+    ("BertTokenizer", WITHOUT, False),
+    ("PreTrainedTokenizerFast", {}, False),
+    ("PreTrainedTokenizerFast", WITH, True),
+    ("TokenizersBackend", {}, False),
+    ("DistilBertTokenizer", {}, False),
+    ("ElectraTokenizerFast", {}, True),
+]
 QUERY = "Where is the red dog?"
-LOGITS: frozenset[OutputName] = frozenset({"logits"})
 
 
 @dataclass(frozen=True)
@@ -106,13 +96,9 @@ def apart(got: np.ndarray, wanted: np.ndarray) -> float:
 
 def test_logits_agree_at_every_length_packed_several_to_a_row(scorers, note):
     encodings = ragged(scorers.torch.model.config, scorers.embedder.max_input_tokens)
-    got = scorers.embedder.model.main.engine.submit(
-        work_from_encodings(encodings, LOGITS)
-    ).result()["logits"]
+    got = run(scorers.embedder, encodings, "logits")["logits"]
     wanted = [make.logits(scorers.torch.model, one.ids, one.types) for one in encodings]
-    figure = apart(got, np.stack(wanted))
-    note(f"logits within {figure:.1e}")
-    assert figure < TOLERANCE
+    assert_within(apart(got, np.stack(wanted)), note, "logits")  # 2.3e-6 was the most
 
 
 def test_scores_of_pairs_agree(scorers, note):
@@ -125,8 +111,7 @@ def test_scores_of_pairs_agree(scorers, note):
         by_label = [{one.label: one.score for one in labels} for labels in named]
         got = [[scores[label] for label in scorers.head.labels] for scores in by_label]
         figures.append(apart(np.array(got), wanted))
-    note(f"scores within {max(figures):.1e}")
-    assert max(figures) < TOLERANCE
+    assert_within(max(figures), note, "scores")
 
 
 def test_documents_are_ranked_as_the_cross_encoder_ranks_them(scorers):
@@ -159,14 +144,11 @@ def test_pairs_over_the_limit_lose_the_end_of_the_second_text(scorers, side):
         assert not any(one.types is not None and one.types.any() for one in encodings)
 
 
-@pytest.mark.parametrize(("said", "counted"), TOKENIZERS.values(), ids=TOKENIZERS)
-def test_types_count_where_transformers_gives_them_to_the_model(
-    said, counted, tmp_path, make_embedder
-):
+@pytest.mark.parametrize(("name", "said", "counted"), TOKENIZERS)
+def test_types_count_where_transformers_gives_them(name, said, counted, tmp_path, make_embedder):
     head = HEADS["one label, saved by transformers"]
     make.save(make.Case(family="bert", head=head, max_seq_length=32), tmp_path)
-    path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    change_json(tmp_path / "tokenizer_config.json", tokenizer_class=name, **said)
     embedder = make_embedder(tmp_path, [(2, 32)])
     assert embedder.spec.token_types == counted
     pairs = [(QUERY, "the dog"), ("a", "how is the sky"), ("a cat", "the red sky")]

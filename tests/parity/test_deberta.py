@@ -8,21 +8,14 @@ import pytest
 import torch
 import transformers
 from golden import make
-from golden.families import FAMILIES
+from golden.families import FAMILIES, sized
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from jaxembed.data.work import Encoding, work_from_encodings
+from converters.families import deberta
 from jaxembed.models.deberta import DistanceBuckets
-from parity.reference import relative
+from parity.reference import assert_within, drawn, hidden_apart
 
-TOLERANCE = 1e-5  # float32, sums in another order
-
-WIDE = {
-    "hidden_size": 128,
-    "num_attention_heads": 2,
-    "intermediate_size": 256,
-    "position_buckets": 256,
-}
+WIDE = sized(128, 2, 2, 256, position_buckets=256)
 # of the config, the row, and the sequences in it
 LONG = {
     "distances beyond the last bucket": (
@@ -59,27 +52,14 @@ def test_hidden_states_agree_in_long_rows(changes, length, lengths, tmp_path, ma
     make.save_tower(family, tmp_path, **changes)
     backbone = transformers.DebertaV2Model.from_pretrained(tmp_path, dtype=torch.float32).eval()
     embedder = make_embedder(tmp_path, [(1, length)])
-    draw = np.random.default_rng(0)
-    encodings = [
-        Encoding(
-            draw.integers(0, backbone.config.vocab_size, n, dtype=np.int32),
-            draw.integers(0, backbone.config.type_vocab_size or 1, n, dtype=np.int32),
-        )
-        for n in lengths
-    ]
-    work = work_from_encodings(encodings, frozenset({"tokens"}))
-    got = embedder.model.main.engine.submit(work).result()["tokens"]
-    wanted = [make.hidden_states(backbone, one.ids, one.types) for one in encodings]
-    apart = max(relative(*pair) for pair in zip(got, wanted, strict=True))
-    note(f"hidden states within {apart:.1e}")
-    assert apart < TOLERANCE
+    kinds = backbone.config.type_vocab_size or 1
+    encodings = drawn(backbone.config.vocab_size, lengths, kinds)
+    assert_within(hidden_apart(embedder, backbone, encodings), note)
 
 
 @pytest.mark.parametrize("head", ["deberta_cross_encoder", "deberta_classifier"])
 def test_a_config_is_read_as_transformers_4_writes_it(head, tmp_path):
     """Terms in one string; torch_dtype; without what transformers 5 adds."""
-    from converters.families import deberta
-
     make.save(make.CASES[head], tmp_path)
     path = Path(tmp_path) / "config.json"
     new = json.loads(path.read_text())

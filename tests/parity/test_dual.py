@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from dual_sources import words
+from golden.families import sized
 from PIL import Image, ImageOps
 from transformers import (
     CLIPConfig,
@@ -32,6 +33,7 @@ from jaxembed.preprocessing.images.prepare import (
     prepare_image,
     resized_size,
 )
+from parity.reference import with_odd_norms
 
 SIZES = [(224, 224), (333, 501), (1080, 1920), (1, 7), (7, 1), (100, 30), (225, 224), (640, 480)]
 TEXTS = ["w1 w2 w3", "w5", "w7 w8 w9 w10 w11", "w0 " * 100]
@@ -42,29 +44,29 @@ SHAPED = [
     *((5, 5), (1, 1), (2, 3), (16, 16), (256, 256), (480, 640), (3000, 40), (17, 4000)),
     *((9, 2304), (1999, 2000), (1, 100_000)),
 ]
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+SMALL = sized(64, 2, 2, 128)
+UNCHANGED = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+each_processor = pytest.mark.parametrize(
+    ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
+)
+
+
+def assert_same_pixels(processor, image, got: np.ndarray, patch: int, name: str = "") -> None:
+    (wanted,) = processor(image, **UNCHANGED)["pixel_values"]
+    wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
+    np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
 @pytest.mark.parametrize("resample", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
-)
+@each_processor
 def test_pixels_are_those_of_the_processors(kind, patch, resample):
     processor = kind(resample=resample)
     rules = read_rules(processor.to_dict(), patch)
     draw = np.random.default_rng(0)
     for height, width in SIZES:
         colours = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        (wanted,) = processor(
-            Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
-        )["pixel_values"]
-        wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
-        np.testing.assert_array_equal(prepare_image(to_pillow(colours), rules), wanted)
+        got = prepare_image(to_pillow(colours), rules)
+        assert_same_pixels(processor, Image.fromarray(colours), got, patch)
 
 
 @pytest.mark.parametrize("resample", [2, 3])
@@ -75,9 +77,7 @@ def test_pixels_in_their_own_shapes_are_those_of_the_processor(most, resample):
     draw = np.random.default_rng(0)
     for height, width in SHAPED:
         colours = draw.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        wanted = processor(
-            Image.fromarray(colours), do_rescale=False, do_normalize=False, return_tensors="np"
-        )
+        wanted = processor(Image.fromarray(colours), **UNCHANGED)
         rows, columns = wanted["spatial_shapes"][0].tolist()
         assert resized_size(height, width, rules) == (16 * rows, 16 * columns)
         got = prepare_image(to_pillow(colours), rules)
@@ -140,19 +140,13 @@ def odd_files() -> dict[str, tuple[bytes, Image.Image]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "patch"), [(CLIPImageProcessorPil, 32), (SiglipImageProcessorPil, 16)]
-)
+@each_processor
 def test_pixels_of_odd_files_are_those_of_the_processors(kind, patch):
-    processor = kind()
+    processor = kind(do_convert_rgb=True)
     rules = read_rules(processor.to_dict(), patch)
     for name, (data, image) in odd_files().items():
-        (wanted,) = processor(
-            image, do_convert_rgb=True, do_rescale=False, do_normalize=False, return_tensors="np"
-        )["pixel_values"]
-        wanted = patches(np.asarray(wanted).transpose(1, 2, 0).astype(np.uint8), patch)
         got = prepare_image(decode_image(data), rules)
-        np.testing.assert_array_equal(got, wanted, err_msg=name)
+        assert_same_pixels(processor, image, got, patch, name)
 
 
 def saved(folder, kind: str, size: str):
@@ -180,11 +174,7 @@ def saved(folder, kind: str, size: str):
         model = SiglipModel(SiglipConfig(text_config=text, vision_config=image))
         side = model.config.vision_config.image_size
         processor = SiglipImageProcessorPil(size={"height": side, "width": side})
-    with torch.no_grad():
-        for one in model.parameters():
-            if one.ndim == 1:  # norms and biases, which begin as ones and zeros
-                one.add_(0.1 * torch.randn_like(one))
-    model.eval().save_pretrained(folder)
+    with_odd_norms(model).save_pretrained(folder)
     processor.save_pretrained(folder)
     end = "<end>" if kind == "clip" else "</s>"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=end)
@@ -222,9 +212,8 @@ def test_vectors_are_those_of_transformers(tmp_path, kind, size):
     model, tokenizer, processor = saved(tmp_path / "model", kind, size)
     draw = np.random.default_rng(1)
     sizes = SHAPED if kind == "siglip2" else ((64, 64), (50, 90), (200, 70), (333, 501))
-    images = [
-        Image.fromarray(draw.integers(0, 256, (*sides, 3), dtype=np.uint8)) for sides in sizes
-    ]
+    colours = [draw.integers(0, 256, (*sides, 3), dtype=np.uint8) for sides in sizes]
+    images = list(map(Image.fromarray, colours))
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024)
     with Embedder(str(tmp_path / "model"), cache_dir=tmp_path / "cache", config=config) as ours:
         got_images, got_texts = ours.encode(images=images), ours.encode(TEXTS)
@@ -233,6 +222,5 @@ def test_vectors_are_those_of_transformers(tmp_path, kind, size):
         (got_texts, vectors_of_texts(model, tokenizer, kind)),
     ):
         distance = 1 - np.sum(got.astype(np.float64) * wanted, axis=1)
-        print(kind, size, "largest cosine distance", np.abs(distance).max())
         assert np.abs(distance).max() < 1e-6
         np.testing.assert_allclose(got, wanted, atol=2e-6)

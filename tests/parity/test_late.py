@@ -12,9 +12,8 @@ from golden.families import FAMILIES
 from sentence_transformers import SentenceTransformer
 
 from jaxembed import ChunkedText
-from parity.reference import minilm, relative
+from parity.reference import assert_within, minilm, relative
 
-TOLERANCE = 1e-5  # float32, sums in another order
 CASES = {
     name: case
     for name, case in make.CASES.items()
@@ -34,23 +33,19 @@ class LateReference:
 
     def vectors(self, text: str, chunks, prompt: str = "") -> np.ndarray:
         whole = prompt + text
-        found = self.model.tokenizer(
-            whole, return_offsets_mapping=True, return_special_tokens_mask=True
-        )
+        asked = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+        found = self.model.tokenizer(whole, **asked)
         own = [k for k, special in enumerate(found["special_tokens_mask"]) if not special]
         places = [self._place(whole, found["offset_mapping"][k]) - len(prompt) for k in own]
         head = own[0] + sum(place < 0 for place in places)
         ids, tail = found["input_ids"], len(found["input_ids"]) - own[-1] - 1
-        ranges = [
-            (
-                head + sum(0 <= place < start for place in places),
-                head + sum(0 <= place < end for place in places),
-            )
-            for start, end in chunks
-        ]
+
+        def before(end: int) -> int:
+            return head + sum(0 <= place < end for place in places)
+
+        ranges = [(before(start), before(end)) for start, end in chunks]
         first = 0 if self.include_prompt or not prompt else self._length_of(prompt)
-        pooled = self._pooled(ids, head, tail, ranges, first)
-        return self._finished(pooled)
+        return self._finished(self._pooled(ids, head, tail, ranges, first))
 
     @staticmethod
     def _place(text: str, span) -> int:
@@ -126,8 +121,7 @@ def test_chunks_of_random_models_agree(name, tmp_path, make_embedder, note):
         for prompt in {"", *(case.prompts or {}).values()}:
             (got,) = embedder.encode_chunks([ChunkedText(text, chunks)], prompt=prompt)
             apart = max(apart, relative(got.vectors, reference.vectors(text, chunks, prompt)))
-        note(f"chunks in {run} within {apart:.1e}")
-        assert apart < TOLERANCE
+        assert_within(apart, note, f"chunks in {run}")
 
 
 @pytest.mark.parametrize("repeats", [1, 30], ids=["one pass", "windows"])
@@ -136,6 +130,4 @@ def test_chunks_of_the_real_model_agree(repeats, make_embedder, note):
     reference = LateReference(make.load(minilm()), include_prompt=True)
     text, chunks = chunks_of(SENTENCES * repeats)
     (got,) = embedder.encode_chunks([ChunkedText(text, chunks)])
-    apart = relative(got.vectors, reference.vectors(text, chunks))
-    note(f"chunks within {apart:.1e}")
-    assert apart < TOLERANCE
+    assert_within(relative(got.vectors, reference.vectors(text, chunks)), note, "chunks")

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from golden import make
 from golden.m3 import Reference, save
+from sparse_matrix import as_dense
 
 from jaxembed.data.outputs import REPRESENTATIONS
 from parity import sentences
-from parity.reference import relative
-from parity.test_splade import as_dense
+from parity.reference import TOLERANCE, relative
 
-TOLERANCE = 1e-5  # float32, sums in another order
 TEXTS = [*make.TEXTS, *sentences.VARIED[::9]]
 
 
@@ -28,7 +27,7 @@ def _embedder(folder, make_embedder):
     return make_embedder(folder, [(4, 32)])
 
 
-def test_all_three_outputs_are_those_of_the_formulas(embedder, folder):
+def test_all_three_outputs_are_those_of_the_formulas_and_of_each_text_alone(embedder, folder):
     reference = Reference(folder)
     found = embedder.encode_outputs(TEXTS, REPRESENTATIONS)
     sparse = as_dense(found["sparse"])
@@ -40,12 +39,6 @@ def test_all_three_outputs_are_those_of_the_formulas(embedder, folder):
         np.testing.assert_array_equal(sparse[number] > 0, terms > 0)
         assert found["multi_vector"][number].shape == vectors.shape
         assert relative(found["multi_vector"][number], vectors) < TOLERANCE
-
-
-def test_a_text_alone_has_what_it_has_in_a_batch(embedder):
-    found = embedder.encode_outputs(TEXTS, REPRESENTATIONS)
-    sparse = as_dense(found["sparse"])
-    for number, text in enumerate(TEXTS[:12]):
         alone = embedder.encode_outputs(text, REPRESENTATIONS)
         assert relative(alone["dense"], found["dense"][number][None]) < TOLERANCE
         assert relative(as_dense(alone["sparse"]), sparse[number][None]) < TOLERANCE

@@ -5,14 +5,14 @@ import pytest
 import transformers
 from golden import make
 from sentence_transformers import SentenceTransformer
+from sources import converted
 
 from converters import convert
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.data.inputs import Text
-from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
+from jaxembed.preprocessing.text import TextProcessor
 from parity import sentences
-from parity.reference import minilm, smallest_cosine
+from parity.reference import minilm, same_ids, smallest_cosine
 
 MINILM = minilm()
 
@@ -62,33 +62,18 @@ def test_vectors_of_all_stsb_sentences_agree(dtype, stsb, make_embedder, note):
 def test_token_ids_equal_those_of_transformers(side, limit, tmp_path, note):
     texts = sentences.VARIED + (sentences.stsb() if sentences.STSB.is_file() else [])
     tokenizer = transformers.AutoTokenizer.from_pretrained(MINILM, truncation_side=side)
-    wanted = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
     spec = convert(MINILM, tmp_path / "minilm")
     path = checkpoint.tokenizer_path(tmp_path / "minilm")
     processor = TextProcessor(path, spec, limit, TextConfig(), workers=1)
-    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in texts], tokenization).work.encodings
-    different = [
-        text[:60]
-        for text, one, ids in zip(texts, encodings, wanted, strict=True)
-        if one.ids.tolist() != ids
-    ]
-    note(f"{len(texts) - len(different)} of {len(texts)} texts the same")
-    assert not different
+    same_ids(processor, tokenizer, texts, limit, note)
 
 
 def test_a_copy_saved_by_this_sentence_transformers_has_the_same_parameters(reference, tmp_path):
     reference.save_pretrained(str(tmp_path / "copy"), create_model_card=False)
-    specs = [
-        convert(source, tmp_path / f"out-{number}")
-        for number, source in enumerate((MINILM, tmp_path / "copy"))
-    ]
-    first, second = (
-        checkpoint.load_params(tmp_path / f"out-{number}", spec)
-        for number, spec in enumerate(specs)
-    )
+    spec, first = converted(MINILM, tmp_path / "out-0")
+    other, second = converted(tmp_path / "copy", tmp_path / "out-1")
     assert first.keys() == second.keys()
     for name, array in first.items():
         np.testing.assert_array_equal(second[name], array, err_msg=name)
     for name in ("architecture", "config", "heads", "max_input_tokens", "dtype"):
-        assert getattr(specs[0], name) == getattr(specs[1], name), name
+        assert getattr(spec, name) == getattr(other, name), name

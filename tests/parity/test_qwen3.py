@@ -6,7 +6,6 @@ softmax over the logits of "no" and "yes" at the last position.
 
 import gc
 import gzip
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,31 +16,23 @@ import pytest
 import torch
 import transformers
 from golden import make
+from golden.families import sized
+from sources import NORMALIZE, POOLING, TRANSFORMER, write_json, write_modules
 
 from converters.families import qwen3
-from jaxembed.data.inputs import Pair, Text
+from jaxembed.data.inputs import Pair
 from jaxembed.preprocessing.text import TokenizationOptions
 from parity import sentences
-from parity.reference import smallest_cosine
+from parity.reference import same_ids, smallest_cosine
 
 TOKENIZERS = Path(__file__).parents[3] / "shared" / "tokenizers"
 pytestmark = pytest.mark.skipif(not TOKENIZERS.is_dir(), reason=f"no {TOKENIZERS}")
 
 # Qwen3-Embedding-0.6B and Qwen3-Reranker-0.6B, but for their positions
-PUBLISHED: dict[str, Any] = {
-    "vocab_size": 151669,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "tie_word_embeddings": True,
-}
-LIMIT = PUBLISHED["max_position_embeddings"]
+LIMIT = 512
+PUBLISHED = sized(1024, 28, 16, 3072, LIMIT, vocab_size=151669, num_key_value_heads=8, head_dim=128)
+PUBLISHED |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+PUBLISHED |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}
 LAYERS = [2, pytest.param(28, marks=pytest.mark.slow)]
 
 QUERY = "What is the capital of China?"
@@ -89,12 +80,10 @@ def reference_ids(tokenizer: Any, query: str, document: str, limit: int) -> list
 def reference_scores(model: Any, tokenizer: Any, rows: Sequence[list[int]]) -> np.ndarray:
     """[rows, 2]: the probability of yes, and the difference of the logits."""
     answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
-    logits = [
-        model(torch.tensor([row]), logits_to_keep=1).logits[0, -1, answers].float() for row in rows
-    ]
-    return np.array(
-        [(torch.log_softmax(one, 0)[1].exp().item(), (one[1] - one[0]).item()) for one in logits]
-    )
+    found = (model(torch.tensor([row]), logits_to_keep=1).logits for row in rows)
+    logits = torch.stack([one[0, -1, answers].float() for one in found])
+    shares = torch.log_softmax(logits, 1)[:, 1].exp()
+    return torch.stack([shares, logits[:, 1] - logits[:, 0]], 1).numpy()
 
 
 @pytest.fixture(name="reranker", scope="module", params=LAYERS)
@@ -138,20 +127,12 @@ def write_embedder(folder: Path, layers: int) -> None:
     """As published, by an older sentence-transformers than the installed one."""
     save_language_model(folder, layers)
     unpack("qwen3-embedding", folder)
-    names = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")
-    entries = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for n, (kind, path) in enumerate(names)
-    ]
+    write_modules(folder, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (NORMALIZE, "2_Normalize"))
     pooling = {"word_embedding_dimension": PUBLISHED["hidden_size"], "pooling_mode_lasttoken": True}
-    (folder / "1_Pooling").mkdir()
-    for path, content in {
-        "modules.json": entries,
-        "1_Pooling/config.json": pooling,
-        "config_sentence_transformers.json": {"prompts": PROMPTS, "default_prompt_name": None},
-        "sentence_bert_config.json": {"max_seq_length": LIMIT},
-    }.items():
-        (folder / path).write_text(json.dumps(content))
+    prompts = {"prompts": PROMPTS, "default_prompt_name": None}
+    write_json(folder / "1_Pooling" / "config.json", pooling)
+    write_json(folder / "config_sentence_transformers.json", prompts)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": LIMIT})
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -163,18 +144,13 @@ def test_vectors_of_the_embedder_agree(layers, tmp_path, make_embedder, note):
         method: getattr(model, method)(texts, batch_size=1, show_progress_bar=False)
         for method, texts in calls.items()
     }
-    tokenizers = {}
-    for side in ("right", "left"):
-        model.tokenizer.truncation_side = side
-        tokenizers[side] = model.tokenizer(DOCUMENTS, truncation=True, max_length=LIMIT)
+    tokenizer = model.tokenizer
     del model
     gc.collect()
     embedder = make_embedder(tmp_path, [(1, LIMIT)])
-    for side, rows in tokenizers.items():
-        tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
-        texts = [Text(text) for text in DOCUMENTS]
-        encodings = embedder.model.main.processor.encode(texts, tokenization).work.encodings
-        assert [one.ids.tolist() for one in encodings] == rows["input_ids"]
+    for tokenizer.truncation_side in ("right", "left"):
+        processor = embedder.model.main.processor
+        encodings = same_ids(processor, tokenizer, DOCUMENTS, LIMIT, note)
         assert {one.ids[-1] for one in encodings} == {151643}
     got = {method: getattr(embedder, method)(texts) for method, texts in calls.items()}
     embedder.close()

@@ -11,10 +11,9 @@ import pytest
 import torch
 import transformers
 from golden import make
-from golden.families import FAMILIES
+from golden.families import FAMILIES, sized
 
-from jaxembed.data.work import Encoding, work_from_encodings
-from parity.reference import relative
+from parity.reference import assert_within, drawn, hidden_apart
 
 ORIGINAL = {"original_max_position_embeddings": 64}
 ROPES: dict[str, dict[str, Any]] = {
@@ -34,23 +33,12 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 LENGTHS = [1, 2, 17, 63, 64, 65, 100, 129, 200, 256]
-WIDTHS = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
-    "head_dim": 64,
-}
-TOLERANCE = 1e-5  # float32, sums in another order; 3.5e-6 was the most
+WIDTHS = sized(256, 2, 4, 512, vocab_size=500, num_key_value_heads=2, head_dim=64)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("name", ROPES)
-def test_hidden_states_agree_beyond_the_length_of_training(
-    name, family, tmp_path, make_embedder, note
-):
+def test_states_agree_beyond_the_length_of_training(name, family, tmp_path, make_embedder, note):
     kind = name.partition(",")[0]
     positions = 64 if kind == "dynamic" else 256
     rope = {"rope_type": kind, "rope_theta": 10_000.0} | ROPES[name]
@@ -58,15 +46,7 @@ def test_hidden_states_agree_beyond_the_length_of_training(
     make.save_tower(FAMILIES[family], tmp_path, **changes)
     backbone = getattr(transformers, FAMILIES[family].backbone)
     reference = backbone.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    draw = np.random.default_rng(0)
-    sequences = [draw.integers(0, 500, length, dtype=np.int32) for length in LENGTHS]
-    wanted = [make.hidden_states(reference, ids) for ids in sequences]
     embedder = make_embedder(tmp_path, [(2, 256)])
-    encodings = [Encoding(ids, None) for ids in sequences]
-    result = embedder.model.main.engine.submit(
-        work_from_encodings(encodings, frozenset({"tokens"}))
-    ).result()
+    apart = hidden_apart(embedder, reference, drawn(500, LENGTHS))
     embedder.close()
-    apart = [relative(got, hidden) for got, hidden in zip(result["tokens"], wanted, strict=True)]
-    note(f"hidden states within {max(apart):.1e}")
-    assert max(apart) < TOLERANCE
+    assert_within(apart, note)  # 3.5e-6 was the most

@@ -1,29 +1,22 @@
 """NomicBERT and GTE at lengths far over 2,048 tokens, against transformers, tiny, in float32."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import transformers
 from golden import make
 from golden.families import FAMILIES
 
 from jaxembed import Embedder
-from jaxembed.data.work import Encoding, work_from_encodings
-from parity.reference import relative
+from parity.reference import TOLERANCE, assert_within, drawn, hidden_apart, relative, run
 
 LIMIT = 8192
 LENGTHS = [1, 700, 2047, 2048, 2049, 4096, LIMIT]
 
-# float32, sums in another order, and angles of positions up to 8,191; 5.4e-6 was the most
-TOLERANCE = 1e-5
 
-
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """The same model twice, with its folder."""
 
     torch: Any
@@ -46,34 +39,19 @@ def _pair_of(tmp_path_factory, make_embedder):
     return build
 
 
-def encodings(vocabulary: int, lengths: list[int]) -> list[Encoding]:
-    draw = np.random.default_rng(0)
-    return [Encoding(draw.integers(4, vocabulary, n, dtype=np.int32), None) for n in lengths]
-
-
-def hidden(pair: Pair, lengths: list[int]) -> tuple[list[Encoding], list[np.ndarray]]:
-    inputs = encodings(pair.torch.config.vocab_size, lengths)
-    work = work_from_encodings(inputs, frozenset({"tokens"}))
-    return inputs, list(pair.embedder.model.main.engine.submit(work).result()["tokens"])
-
-
 @pytest.mark.parametrize("name", ["nomic_bert", "gte"])
 def test_long_texts_agree(name, pair_of, note):
     pair = pair_of(name)
-    inputs, got = hidden(pair, LENGTHS)
-    apart = max(
-        relative(x, make.hidden_states(pair.torch, one.ids))
-        for one, x in zip(inputs, got, strict=True)
-    )
-    note(f"hidden states within {apart:.1e}")
-    assert apart < TOLERANCE
+    inputs = drawn(pair.torch.config.vocab_size, LENGTHS)
+    assert_within(hidden_apart(pair.embedder, pair.torch, inputs), note)  # 5.4e-6 was the most
 
 
 def test_nomics_scaling_factor_raises_the_base_of_each_text_over_the_trained_length(pair_of, note):
     """transformers' class knows no rotary_scaling_factor: it is given the base of each length."""
     factor, trained = 2.0, 2048
     pair = pair_of("nomic_bert", rotary_scaling_factor=factor, max_trained_positions=trained)
-    inputs, got = hidden(pair, LENGTHS)
+    inputs = drawn(pair.torch.config.vocab_size, LENGTHS)
+    got = run(pair.embedder, inputs, "tokens")["tokens"]
     apart = []
     for one, states in zip(inputs, got, strict=True):
         growth = max(factor * one.length / trained - (factor - 1), 1)
@@ -84,5 +62,4 @@ def test_nomics_scaling_factor_raises_the_base_of_each_text_over_the_trained_len
         apart.append(relative(states, make.hidden_states(backbone.eval(), one.ids)))
     plain = make.hidden_states(pair.torch, inputs[-1].ids)
     assert relative(got[-1], plain) > 100 * TOLERANCE
-    note(f"hidden states within {max(apart):.1e}")
-    assert max(apart) < TOLERANCE
+    assert_within(max(apart), note)

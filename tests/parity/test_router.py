@@ -10,9 +10,8 @@ from sentence_transformers.sentence_transformer import modules
 from jaxembed import Embedder
 from jaxembed.errors import UnknownRoute
 from parity import sentences
-from parity.reference import relative
+from parity.reference import TOLERANCE, assert_within, relative
 
-TOLERANCE = 1e-5  # float32, sums in another order
 TEXTS = [*make.TEXTS, *sentences.VARIED[::5]]
 WIDTH = 24
 DENSE = make.Dense(WIDTH, "Identity")
@@ -45,8 +44,7 @@ def assert_agrees(embedder: Embedder, reference: SentenceTransformer, note) -> N
             wanted = getattr(reference, method)(TEXTS, show_progress_bar=False, **options)
             assert got.shape == wanted.shape
             apart = max(apart, relative(got, wanted))
-    note(f"vectors within {apart:.1e}")
-    assert apart < TOLERANCE
+    assert_within(apart, note, "vectors")
 
 
 @pytest.mark.parametrize("queries", [SMALL, STATIC], ids=["tower", "static"])

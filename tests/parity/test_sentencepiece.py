@@ -20,9 +20,8 @@ def sentencepiece_model(stored: dict) -> bytes:
     """The model that a tokenizer.json of XLM-R was made of: its own special pieces come first."""
     proto = protos.ModelProto()
     proto.trainer_spec.unk_id, proto.trainer_spec.bos_id, proto.trainer_spec.eos_id = 0, 1, 2
-    proto.normalizer_spec.precompiled_charsmap = base64.b64decode(
-        stored["normalizer"]["precompiled_charsmap"]
-    )
+    charsmap = stored["normalizer"]["precompiled_charsmap"]
+    proto.normalizer_spec.precompiled_charsmap = base64.b64decode(charsmap)
     for content, kind in (("<unk>", 2), ("<s>", 3), ("</s>", 3)):
         proto.pieces.add(piece=content, score=0.0, type=kind)
     for content, score in stored["model"]["vocab"][4:-1]:
@@ -35,9 +34,8 @@ def test_the_published_vocabulary_gives_the_published_ids(tmp_path):
     model = tmp_path / "sentencepiece.bpe.model"
     model.write_bytes(sentencepiece_model(json.loads(stored)))
     (tmp_path / "config.json").write_text('{"model_type": "xlm-roberta"}')
-    built = Tokenizer.from_str(
-        read_tokenizer(tmp_path, lowercase=False, vocab_size=VOCABULARY).decode()
-    )
+    read = read_tokenizer(tmp_path, lowercase=False, vocab_size=VOCABULARY)
+    built = Tokenizer.from_str(read.decode())
     published = Tokenizer.from_str(stored.decode())
     published.no_truncation()
     assert built.get_vocab() == published.get_vocab()

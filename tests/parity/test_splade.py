@@ -1,7 +1,6 @@
 """Sparse encoders against sentence-transformers' SparseEncoder, which it saves with random weights:
 the head of every family, both poolings and activations, every layout."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer import modules
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+from sources import write_json, write_modules
+from sparse_matrix import as_dense
 
 from jaxembed import Embedder
-from jaxembed.data.work import SparseRows
 from parity import sentences
-from parity.reference import relative
+from parity.reference import TOLERANCE, assert_within, relative
 
-TOLERANCE = 1e-5  # float32, sums in another order
 TEXTS = [*make.TEXTS, *sentences.VARIED[::9]]
 
 UNTIED = {"tie_word_embeddings": False}
@@ -45,21 +44,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # the family, and changes to i
 }
 
 
-def as_dense(rows: SparseRows) -> np.ndarray:
-    matrix = np.zeros((len(rows), rows.width), np.float32)
-    for row, indices, values in zip(matrix, rows.indices, rows.values, strict=True):
-        row[indices] = values
-    return matrix
-
-
 def assert_agrees(got: np.ndarray, wanted: np.ndarray, note) -> None:
     """A weight that is not there is zero; one within rounding of zero may be there or not."""
     assert got.shape == wanted.shape
     assert (wanted != 0).any()
     assert (wanted == 0).any()
-    apart = relative(got, wanted)
-    note(f"weights within {apart:.1e}")
-    assert apart < TOLERANCE
+    assert_within(relative(got, wanted), note, "weights")
     assert np.abs(got)[wanted == 0].max() < TOLERANCE
 
 
@@ -95,18 +85,13 @@ def test_every_pooling_agrees(pooling_strategy, activation_function, tmp_path, m
 def as_version_5(folder: Path) -> None:
     """Change the files to what sentence-transformers 5.0 wrote."""
     names = ["MLMTransformer", "SpladePooling"]
-    entries = json.loads((folder / "modules.json").read_text())
-    for entry, name in zip(entries, names, strict=True):
-        entry["type"] = f"sentence_transformers.sparse_encoder.models.{name}"
-    (folder / "modules.json").write_text(json.dumps(entries))
+    kinds = [f"sentence_transformers.sparse_encoder.models.{name}" for name in names]
+    write_modules(folder, *zip(kinds, ("", "1_SpladePooling"), strict=True))
     config = {"max_seq_length": 12, "do_lower_case": False}
-    (folder / "sentence_bert_config.json").write_text(json.dumps(config))
-    pooling = {
-        "pooling_strategy": "max",
-        "activation_function": "relu",
-        "word_embedding_dimension": None,
-    }
-    (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(pooling))
+    write_json(folder / "sentence_bert_config.json", config)
+    pooling = {"pooling_strategy": "max", "activation_function": "relu"}
+    pooling["word_embedding_dimension"] = None
+    write_json(folder / "1_SpladePooling" / "config.json", pooling)
 
 
 def test_the_files_of_version_5_agree(tmp_path, make_embedder, note):
@@ -133,9 +118,8 @@ def test_a_static_query_encoder_agrees(limit, tmp_path, make_embedder, note):
     weights = draw.random(len(tokenizer.get_vocab()), np.float32)
     query = SparseStaticEmbedding(tokenizer, torch.from_numpy(weights))
     transformer = modules.Transformer(str(plain), transformer_task="fill-mask")
-    router = Router.for_query_document(
-        [query], [transformer, SpladePooling()], default_route="document"
-    )
+    document = [transformer, SpladePooling()]
+    router = Router.for_query_document([query], document, default_route="document")
     made = SparseEncoder(modules=[router], prompts={"query": "the "}, device="cpu")
     made.save_pretrained(str(tmp_path / "model"), create_model_card=False)
     model = SparseEncoder(str(tmp_path / "model"), device="cpu")

@@ -1,12 +1,12 @@
 """The real static embeddings of wordllama, beside sentence-transformers and model2vec."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from sources import NORMALIZE, STATIC, write_json, write_modules
 
 from jaxembed import Embedder
 
@@ -25,16 +25,10 @@ def write_wordllama(folder: Path, *, normalize: bool, modules: bool) -> Path:
     table = load_file(weights)["embedding.weight"].astype(np.float32)
     if modules:
         save_file({"embedding.weight": table}, folder / "model.safetensors")
-        kinds = ["StaticEmbedding", "Normalize"][: 1 + normalize]
-        entries = [
-            {"idx": n, "name": str(n), "path": "", "type": f"sentence_transformers.models.{kind}"}
-            for n, kind in enumerate(kinds)
-        ]
-        (folder / "modules.json").write_text(json.dumps(entries))
+        write_modules(folder, *[(STATIC, ""), (NORMALIZE, "")][: 1 + normalize])
     else:
         save_file({"embeddings": table}, folder / "model.safetensors")
-        config = {"model_type": "model2vec", "normalize": normalize}
-        (folder / "config.json").write_text(json.dumps(config))
+        write_json(folder / "config.json", {"model_type": "model2vec", "normalize": normalize})
     return folder
 
 
@@ -43,20 +37,15 @@ def vectors(folder: Path) -> np.ndarray:
         return embedder.encode(TEXTS)
 
 
+@pytest.mark.parametrize("package", ["sentence_transformers", "model2vec"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_wordllama_agrees_with_sentence_transformers(normalize, tmp_path):
-    from sentence_transformers import SentenceTransformer
-
-    folder = write_wordllama(tmp_path / "source", normalize=normalize, modules=True)
-    wanted = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+def test_wordllama_agrees_with_both_libraries(normalize, package, tmp_path):
+    library = pytest.importorskip(package)
+    modules = package == "sentence_transformers"
+    folder = write_wordllama(tmp_path / "source", normalize=normalize, modules=modules)
+    if modules:
+        model = library.SentenceTransformer(str(folder), device="cpu")
+    else:
+        model = library.StaticModel.from_pretrained(str(folder))
     # float32 sums of 2,400 rows, which theirs add one after the other
-    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-5)
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_wordllama_agrees_with_model2vec(normalize, tmp_path):
-    model2vec = pytest.importorskip("model2vec")
-    folder = write_wordllama(tmp_path / "source", normalize=normalize, modules=False)
-    wanted = model2vec.StaticModel.from_pretrained(str(folder)).encode(TEXTS)
-    # float32 sums of 2,400 rows, which theirs add one after the other
-    np.testing.assert_allclose(vectors(folder), wanted, atol=1e-5)
+    np.testing.assert_allclose(vectors(folder), model.encode(TEXTS), atol=1e-5)

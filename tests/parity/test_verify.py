@@ -13,14 +13,12 @@ from jaxembed.checkpoints.source import ModelSource
 from jaxembed.tools.verify.verification import Verification, verify_model
 from parity.test_towers import SIZES
 
-THREE = make.Head(("no", "perhaps", "yes"))
+THREE, UNNAMED = make.Head(("no", "perhaps", "yes")), make.Head(cross_encoder=False)
 CASES = {
     "prompts": replace(make.CASES["xlm_roberta_mean"], default_prompt_name="query"),
     "last token": make.CASES["qwen3_lasttoken"],
     "reranker": make.Case(family="bert", head=make.Head()),
-    "reranker saved by transformers": make.Case(
-        family="xlm_roberta", head=make.Head(cross_encoder=False)
-    ),
+    "reranker saved by transformers": make.Case(family="xlm_roberta", head=UNNAMED),
     "reranker with a template": make.CASES["qwen3_reranker"],
     "classifier": make.Case(family="roberta", head=THREE),
 }

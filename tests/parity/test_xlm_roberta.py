@@ -13,10 +13,10 @@ from golden.families import FAMILIES
 from converters import convert
 from jaxembed.checkpoints import checkpoint
 from jaxembed.config import TextConfig
-from jaxembed.data.inputs import Pair, Text
+from jaxembed.data.inputs import Pair
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from parity import sentences
-from parity.reference import relative
+from parity.reference import assert_within, relative, same_ids
 
 # As all models of the family carry it, from before transformers 5, and set to cut at 128 and pad.
 PUBLISHED = (
@@ -63,13 +63,7 @@ def _processor(folder, tmp_path_factory) -> TextProcessor:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_ids_of_texts_equal_those_of_transformers(side, folder, processor, note):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, truncation_side=side)
-    wanted = tokenizer(TEXTS, truncation=True, max_length=LIMIT)["input_ids"]
-    tokenization = TokenizationOptions(prompt="", truncate=True, side=side)
-    encodings = processor.encode([Text(text) for text in TEXTS], tokenization).work.encodings
-    got = [one.ids.tolist() for one in encodings]
-    different = [text[:60] for text, a, b in zip(TEXTS, got, wanted, strict=True) if a != b]
-    note(f"{len(TEXTS) - len(different)} of {len(TEXTS)} texts the same")
-    assert not different
+    encodings = same_ids(processor, tokenizer, TEXTS, LIMIT, note)
     assert not any(one.types is not None and one.types.any() for one in encodings)
 
 
@@ -95,6 +89,4 @@ def test_a_bert_with_this_tokenizer_agrees(tmp_path, make_embedder, note):
     embedder = make_embedder(tmp_path, [(2, LIMIT)])
     reference = make.load(tmp_path)
     got, wanted = embedder.encode(TEXTS), reference.encode(TEXTS, show_progress_bar=False)
-    apart = relative(np.asarray(got), wanted)
-    note(f"vectors within {apart:.1e}")
-    assert apart < 1e-5  # float32, sums in another order
+    assert_within(relative(np.asarray(got), wanted), note, "vectors")

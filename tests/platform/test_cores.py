@@ -56,10 +56,9 @@ def test_a_quota_limits_the_cores_and_gives_none(system, monkeypatch):
     monkeypatch.setattr(cores, "usable_cores", lambda: {0, 3})
     assert core_count() == 2
     system("proc/self/cgroup", "0::/\n")
-    system("cgroup/cpu.max", "150000 100000\n")
-    assert core_count() == 1.5
-    system("cgroup/cpu.max", "800000 100000\n")
-    assert core_count() == 2
+    for quota, count in ((150_000, 1.5), (800_000, 2)):
+        system("cgroup/cpu.max", f"{quota} 100000\n")
+        assert core_count() == count
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot be pinned here")

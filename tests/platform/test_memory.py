@@ -3,6 +3,8 @@
 import mmap
 import subprocess
 import sys
+from ast import literal_eval
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,18 +15,13 @@ WAVES = 5
 
 # A process of its own: what is arranged holds for a process as a whole, and for good.
 PROGRAM = f"""
-import ctypes, resource, sys, threading
+import ctypes, resource, threading
 from jaxembed import memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
-if "keep" in sys.argv:
-    assert memory.keep() and memory.keep()
+assert memory.keep() and memory.keep()
 libc = memory._glibc()
 results = {{}}
 
@@ -38,7 +35,7 @@ def runs():
     for _ in range({WAVES}):
         run()
     results["faults"] = (faults() - before) / {WAVES}
-    results["resident"] = resident()
+    results["resident"] = memory.resident_bytes()
     results["inside"] = memory._is_kept(libc, memory.kept)
 
 others = threading.Event()
@@ -50,7 +47,7 @@ thread.start()
 thread.join()
 others.set()
 memory.trim()
-results["trimmed"] = resident()
+results["trimmed"] = memory.resident_bytes()
 results["heap"] = memory.keep() and libc.malloc({PIECE}) in memory.kept
 print(results)
 """
@@ -62,10 +59,10 @@ def _nothing_kept(monkeypatch):
     monkeypatch.setattr(memory, "kept", range(0))
 
 
-def run(*arguments: str) -> dict:
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    return eval(done.stdout)
+def run(program: str):
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return literal_eval(done.stdout)
 
 
 glibc = pytest.mark.skipif(memory._glibc() is None, reason="the C library is not glibc")
@@ -73,7 +70,7 @@ glibc = pytest.mark.skipif(memory._glibc() is None, reason="the C library is not
 
 @glibc
 def test_a_thread_that_frees_and_takes_memory_again_faults_nothing_in():
-    kept = run("keep")
+    kept = run(PROGRAM)
     assert kept["inside"]
     assert kept["faults"] < 100  # a piece has 24,576 small pages, 48 large ones
     assert kept["resident"] - kept["trimmed"] > 0.9 * PIECE  # and trim still gives it back
@@ -120,8 +117,7 @@ print([after_threads, burst_bytes, trimmed])
 
 @glibc
 def test_what_a_burst_took_goes_back_to_the_system():
-    done = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
-    after_threads, burst, trimmed = eval(done.stdout)
+    after_threads, burst, trimmed = run(BURST)
     assert after_threads < PIECE // 8  # each of four threads took three times that
     assert burst > 3 * PIECE
     assert trimmed < PIECE + memory.SPARE_BYTES
@@ -135,13 +131,13 @@ def test_what_is_resident_is_the_second_number_of_the_system(tmp_path, monkeypat
 
 
 def test_a_process_that_has_not_grown_is_not_trimmed(monkeypatch):
-    sizes, trims = iter([100, 90, 90 + memory.GROWTH_BYTES, 91 + memory.GROWTH_BYTES, 95, 96]), []
+    sizes = iter([100, 90, 90 + memory.GROWTH_BYTES, 91 + memory.GROWTH_BYTES, 95, 96])
     monkeypatch.setattr(memory, "resident_bytes", lambda: next(sizes))
-    monkeypatch.setattr(memory, "trim", lambda: trims.append(1))
+    monkeypatch.setattr(memory, "trim", trim := Mock())
     trimmer = memory.Trimmer()
     for expected in (0, 0, 1, 1):
         trimmer.run()
-        assert len(trims) == expected
+        assert trim.call_count == expected
 
 
 def test_where_nothing_can_be_kept_nothing_is_done(monkeypatch, tmp_path):
@@ -164,28 +160,24 @@ def test_where_nothing_can_be_kept_nothing_is_done(monkeypatch, tmp_path):
 
 @glibc
 def test_why_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(memory, "_is_counted", lambda: True)
-    assert "ulimit -v" in (memory.reason_not_kept() or "")
-    monkeypatch.setattr(memory, "_is_counted", lambda: False)
-    assert "GLIBC_TUNABLES" in (memory.reason_not_kept() or "")
-    monkeypatch.setattr(memory, "_glibc", lambda: None)
-    assert "glibc 2.33" in (memory.reason_not_kept() or "")
+    for name, value, reason in (
+        ("_is_counted", lambda: True, "ulimit -v"),
+        ("_is_counted", lambda: False, "GLIBC_TUNABLES"),
+        ("_glibc", lambda: None, "glibc 2.33"),
+    ):
+        monkeypatch.setattr(memory, name, value)
+        assert reason in (memory.reason_not_kept() or "")
     monkeypatch.setattr(memory, "kept", range(1, 2))
     assert memory.reason_not_kept() is None
 
 
-def test_what_is_available_is_the_least_that_the_system_and_the_control_group_leave(
-    tmp_path, monkeypatch
-):
+def test_what_is_available_is_the_least_of_system_and_control_group(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "CGROUP", tmp_path)
     assert memory.available_bytes() is None
     (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\n")
     assert memory.available_bytes() == 500 * memory.KIB
     (tmp_path / "memory.current").write_text("1000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_bytes() == 500 * memory.KIB
-    (tmp_path / "memory.max").write_text("3000\n")
-    assert memory.available_bytes() == 2000
-    (tmp_path / "memory.max").write_text("900\n")
-    assert memory.available_bytes() == 0
+    for most, wanted in (("max", 500 * memory.KIB), ("3000", 2000), ("900", 0)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert memory.available_bytes() == wanted

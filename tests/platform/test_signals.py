@@ -57,7 +57,7 @@ from jaxembed.cli import embed
 def run_job(computation, rows, output, **_):
     with destination.destination(output).writing("part-00000.parquet") as path:
         path.write_text("the first half")
-        print("embedding", flush=True)
+        print("embedding", path.name, flush=True)
         {wait}
 
 model = SimpleNamespace(telemetry=None)
@@ -84,38 +84,35 @@ def start(program, *arguments):
     )
 
 
-def wait_for_line(process, word):
-    while word not in (line := process.stdout.readline()):
-        assert line, "the process ended early"
+def ended(process, word, number):
+    """The status of a program that gets a signal once it says a word, and what it says after."""
+    with process:
+        try:
+            while word not in (line := process.stdout.readline()):
+                assert line, "the process ended early"
+            process.send_signal(number)
+            return process.wait(60), process.stdout.read()
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(
     ("wait", "number", "status"), [(IN_PYTHON, signal.SIGINT, 130), (IN_C, signal.SIGTERM, 143)]
 )
 def test_a_signal_ends_a_server_that_loads(tmp_path, wait, number, status):
-    with start(LOADING.format(wait=wait), str(tmp_path / "cache")) as process:
-        try:
-            wait_for_line(process, "loading")
-            process.send_signal(number)
-            assert process.wait(60) == status
-            assert f"{number.name}: exiting at once\n" in process.stdout.read()
-        finally:
-            process.kill()
+    process = start(LOADING.format(wait=wait), str(tmp_path / "cache"))
+    found, said = ended(process, "loading", number)
+    assert found == status
+    assert f"{number.name}: exiting at once\n" in said
 
 
 @pytest.mark.parametrize("wait", ["import hashlib; " + IN_C, IN_PYTHON])
 def test_an_interrupted_job_ends_at_once_and_can_go_on(tmp_path, wait):
     source, out = tmp_path / "in.txt", tmp_path / "out"
     source.write_text("the cat\n")
-    with start(EMBEDDING.format(wait=wait), str(source), "-o", str(out)) as process:
-        try:
-            wait_for_line(process, "embedding")
-            assert [one.name.startswith(".part-00000.") for one in out.iterdir()] == [True]
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
-            said = process.stdout.read()
-        finally:
-            process.kill()
+    process = start(EMBEDDING.format(wait=wait), str(source), "-o", str(out))
+    status, said = ended(process, "embedding .part-00000.", signal.SIGINT)
+    assert status == 130
     assert f"run the same command again to continue after the finished parts in {out}\n" in said
     assert list(out.iterdir()) == []
 
@@ -123,21 +120,11 @@ def test_an_interrupted_job_ends_at_once_and_can_go_on(tmp_path, wait):
 def test_a_log_that_takes_nothing_holds_up_no_signal(tmp_path):
     """As where nobody reads the pipe, and another thread waits for room in it."""
     wait = "import logging; logging.root.handlers[0].acquire(); threading.Event().wait()"
-    with start(LOADING.format(wait=wait), str(tmp_path / "cache")) as process:
-        try:
-            wait_for_line(process, "loading")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 143
-        finally:
-            process.kill()
+    process = start(LOADING.format(wait=wait), str(tmp_path / "cache"))
+    assert ended(process, "loading", signal.SIGTERM)[0] == 143
 
 
 def test_a_second_signal_ends_a_server_that_drains():
-    with start(SERVING) as process:
-        try:
-            wait_for_line(process, "listening on")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 143
-            assert "SIGTERM: exiting at once\n" in process.stdout.read()
-        finally:
-            process.kill()
+    status, said = ended(start(SERVING), "listening on", signal.SIGTERM)
+    assert status == 143
+    assert "SIGTERM: exiting at once\n" in said

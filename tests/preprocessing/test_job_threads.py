@@ -34,9 +34,8 @@ class Gate:
 
 @pytest.fixture(name="processor")
 def _processor(tiny_checkpoint):
-    processor = TextProcessor(
-        tiny_checkpoint / "tokenizer.json", tiny_spec(), 64, TextConfig(), workers=1
-    )
+    path = tiny_checkpoint / "tokenizer.json"
+    processor = TextProcessor(path, tiny_spec(), 64, TextConfig(), workers=1)
     yield processor
     processor.executor.shutdown(wait=False)
 

@@ -134,9 +134,8 @@ def test_vectors_are_cut_normalised_and_encoded_as_others(embedder):
 def test_more_chunks_than_a_row_has_slots_are_run_in_copies(embedder):
     """A row of 64 tokens has 16 slots."""
     text = prose(60)
-    places = [(at, at + 1) for at in range(len(text)) if text[at] != " "]
-    starts = [at for at, _ in places if at == 0 or text[at - 1] == " "]
-    words = [(at, at + len(text[at:].split(" ")[0])) for at in starts]
+    starts = np.cumsum([0, *(len(word) + 1 for word in text.split())]).tolist()
+    words = [(start, end - 1) for start, end in pairwise(starts)]
     assert len(words) == 60 > Bucket(1, LIMIT).slots
     (hidden,) = embedder.compute([text], ["tokens"])["tokens"]
     spans = [(0, 2), *((k, k + 1) for k in range(2, 60)), (60, 62)]
@@ -293,18 +292,13 @@ def test_a_text_is_divided_by_its_tokens(embedder):
 
 
 @pytest.mark.parametrize(
-    ("size", "field"),
-    [
-        (ChunkSize(7), "chunk_size"),
-        (ChunkSize(-1), "chunk_size"),
-        (ChunkSize(20, 11), "chunk_overlap"),
-        (ChunkSize(20, -1), "chunk_overlap"),
-    ],
+    ("field", "sizes"), [("chunk_size", [(7,), (-1,)]), ("chunk_overlap", [(20, 11), (20, -1)])]
 )
-def test_an_impossible_size_is_refused(embedder, size, field):
-    with pytest.raises(InvalidInput, match=f"`{field}` must be") as raised:
-        embedder.encode_chunks([ChunkedText("the cat", size)])
-    assert raised.value.field == field
+def test_an_impossible_size_is_refused(embedder, field, sizes):
+    for size in sizes:
+        with pytest.raises(InvalidInput, match=f"`{field}` must be") as raised:
+            embedder.encode_chunks([ChunkedText("the cat", ChunkSize(*size))])
+        assert raised.value.field == field
 
 
 # places
@@ -354,8 +348,8 @@ def _make_reader(tmp_path):
 
 
 def late_work(processor, text, prompt=""):
-    tokenization = TokenizationOptions(prompt, truncate=True, side="right", max_windows=100)
-    return processor.encode_chunked_texts([text], tokenization, slots=16)
+    rules = TokenizationOptions(prompt, truncate=True, side="right", max_windows=100)
+    return processor.encode_chunked_texts([text], rules, slots=16)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -364,22 +358,14 @@ def test_the_space_before_a_word_belongs_to_its_chunk(make_reader, name, prompt)
     """Whatever place the tokenizer gives to it."""
     processor = make_reader(TOKENIZERS[name]())
     text = "the cat sat on the mat"
-    found = [
-        late_work(processor, ChunkedText(text, chunks), prompt).work
-        for chunks in (
-            [(0, 3), (4, 7), (8, 22)],
-            [(0, 3), (3, 7), (7, 22)],
-            [(0, 4), (4, 8), (8, 22)],
-        )
-    ]
+    chunks = [(0, 3), (4, 7), (8, 22)], [(0, 3), (3, 7), (7, 22)], [(0, 4), (4, 8), (8, 22)]
+    found = [late_work(processor, ChunkedText(text, one), prompt).work for one in chunks]
     bounds = found[0].bounds.tolist()
     assert bounds == found[1].bounds.tolist() == found[2].bounds.tolist()
     assert (bounds[0][0], bounds[-1][1]) == (0, found[0].tokens)
     assert all(one[1] == other[0] for one, other in pairwise(bounds))
-    ids = processor.encode([Text(text)], TokenizationOptions(prompt, True, "right")).work.planes[
-        "ids"
-    ]
-    np.testing.assert_array_equal(ids, found[0].planes["ids"])
+    plain = processor.encode([Text(text)], TokenizationOptions(prompt, True, "right")).work
+    np.testing.assert_array_equal(plain.planes["ids"], found[0].planes["ids"])
 
 
 @pytest.mark.parametrize(
@@ -417,9 +403,8 @@ def test_places_are_counted_in_the_unit_asked_for(make_reader, unit, places):
     ],
 )
 def test_a_chunk_that_is_wrong_is_named(embedder, chunks, unit, chunk, words):
-    text = ChunkedText("the ca🙂 on", chunks, unit)
-    if unit == "code-points":
-        text = ChunkedText("the cat on", chunks, unit)
+    words_of = "the cat on" if unit == "code-points" else "the ca🙂 on"
+    text = ChunkedText(words_of, chunks, unit)
     with pytest.raises(InvalidChunk, match=words) as raised:
         embedder.encode_chunks([PARTS, text])
     assert (raised.value.index, raised.value.chunk) == (1, chunk)
@@ -470,11 +455,11 @@ def test_other_poolings_are_refused_by_name(open_embedder, pooling, words):
 
 
 def test_options_that_late_chunking_does_not_take_are_refused(embedder):
-    options = EncodeOptions(truncation_side="left")
-    with pytest.raises(InvalidInput, match="late chunking does not truncate texts") as raised:
-        embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
-    assert raised.value.field == "truncation_side"
-    options = EncodeOptions(outputs=frozenset({"tokens"}))
-    with pytest.raises(InvalidInput, match="only the dense output") as raised:
-        embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
-    assert raised.value.field == "outputs"
+    for field, value, words in (
+        ("truncation_side", "left", "late chunking does not truncate texts"),
+        ("outputs", frozenset({"tokens"}), "only the dense output"),
+    ):
+        options = EncodeOptions(**{field: value})
+        with pytest.raises(InvalidInput, match=words) as raised:
+            embedder.model.tasks.embed_chunks([join_texts(PARTS)], options)
+        assert raised.value.field == field

@@ -16,19 +16,11 @@ PIXEL = b"GIF89a\x01\x00\x01\x00"
 DIGITS = base64.b64encode(PIXEL).decode()
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        "data:image/gif;base64",
-        "data:;base64",
-        "DATA:image/gif;BASE64",
-        "dAtA:image/gif;charset=utf-8;name=a.gif;base64",
-        "data:text/html;base64",  # the type is not used
-        "data:image/gif; base64",
-    ],
-)
-def test_the_bytes_of_a_data_uri(head):
-    assert read_data_uri(f"{head},{DIGITS}", LIMIT) == PIXEL
+def test_the_bytes_of_a_data_uri():
+    for kind in ("image/gif", "", "text/html", "a/b;charset=utf-8;name=a.gif"):  # any type
+        assert read_data_uri(f"data:{kind};base64,{DIGITS}", LIMIT) == PIXEL
+    for head in ("DATA:image/gif;BASE64", "dAtA:;base64", "data:image/gif; base64"):
+        assert read_data_uri(f"{head},{DIGITS}", LIMIT) == PIXEL
 
 
 @pytest.mark.parametrize(

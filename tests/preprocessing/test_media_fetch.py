@@ -19,11 +19,7 @@ import pytest
 import uvloop
 
 from jaxembed.errors import MediaUrlError, ShuttingDown
-from jaxembed.preprocessing.images.media_fetch import (
-    MAX_INFORMATIONAL,
-    REDIRECTS,
-    MediaFetcher,
-)
+from jaxembed.preprocessing.images.media_fetch import MAX_INFORMATIONAL, REDIRECTS, MediaFetcher
 from jaxembed.preprocessing.images.media_urls import AllowedAddresses, parse_media_network
 
 LIMIT = 1000  # bytes
@@ -297,9 +293,8 @@ REFUSED_URLS = {
 async def test_urls_that_are_not_allowed_reach_nothing():
     """Every address is allowed and every name is that of the server: only rules of URLs refuse."""
     async with serving(says(ok())) as server:
-        media = fetcher(
-            server, "a.test", "*.c.test", "b.test:8443", allowed_address=lambda address: True
-        )
+        hosts = "a.test", "*.c.test", "b.test:8443"
+        media = fetcher(server, *hosts, allowed_address=lambda address: True)
         for rule, urls in REFUSED_URLS.items():
             for url in urls:
                 message = await refusal(server, media, url.format(port=server.port))
@@ -307,28 +302,24 @@ async def test_urls_that_are_not_allowed_reach_nothing():
 
 
 @pytest.mark.parametrize(
-    "addresses",
-    [["127.0.0.1"], ["8.8.8.8", "127.0.0.1"], ["2606:4700::1", "::ffff:127.0.0.1"], ["fe80::1%2"]],
-)
-async def test_names_with_an_address_that_is_not_public_reach_nothing(addresses):
-    async with serving(says(ok())) as server:
-        media = MediaFetcher(["a.test"], ports=[server.port], resolve=lambda host, port: addresses)
-        url = f"http://a.test:{server.port}/"
-        assert "not all addresses of its host are pub" in await refusal(server, media, url)
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
+    ("host", "addresses", "url"),
     [
-        ("127.0.0.1", "http://127.0.0.1:{port}/"),
-        ("::ffff:127.0.0.1", "http://[::ffff:7f00:1]:{port}/"),
-        ("[::]:{port}", "http://[::]:{port}/"),
+        ("a.test", ["127.0.0.1"], "http://a.test:{port}/"),
+        ("a.test", ["8.8.8.8", "127.0.0.1"], "http://a.test:{port}/"),
+        ("a.test", ["2606:4700::1", "::ffff:127.0.0.1"], "http://a.test:{port}/"),
+        ("a.test", ["fe80::1%2"], "http://a.test:{port}/"),
+        ("127.0.0.1", None, "http://127.0.0.1:{port}/"),
+        ("::ffff:127.0.0.1", None, "http://[::ffff:7f00:1]:{port}/"),
+        ("[::]:{port}", None, "http://[::]:{port}/"),
     ],
 )
-async def test_addresses_that_are_named_but_not_public_reach_nothing(host, url):
+async def test_hosts_whose_addresses_are_not_all_public_reach_nothing(host, addresses, url):
+    """Of a name, or of an address that is named itself."""
+    options = {"resolve": lambda host, port: addresses} if addresses else {}
     async with serving(says(ok())) as server:
-        media = MediaFetcher([host.format(port=server.port)], ports=[server.port])
-        assert "public" in await refusal(server, media, url.format(port=server.port))
+        media = MediaFetcher([host.format(port=server.port)], ports=[server.port], **options)
+        rule = "not all addresses of its host are pub" if addresses else "public"
+        assert rule in await refusal(server, media, url.format(port=server.port))
 
 
 NETWORK = AllowedAddresses([parse_media_network("127.0.0.0/29")])
@@ -504,12 +495,8 @@ async def test_only_status_200_is_success(status):
 
 @pytest.mark.parametrize("coding", ["gzip", "br", "x-gzip, identity"])
 async def test_compressed_files_are_refused(coding):
-    body = gzip.compress(bytes(10**6))
-    await refused(
-        says(ok(body, f"Content-Encoding: {coding}")),
-        "expected no Content-Encoding",
-        max_bytes=10**6,
-    )
+    answer = says(ok(gzip.compress(bytes(100)), f"Content-Encoding: {coding}"))
+    await refused(answer, "expected no Content-Encoding")
 
 
 async def test_the_limit_of_bytes_is_exact():
@@ -586,11 +573,8 @@ async def test_what_does_not_come_in_time_is_refused(parts, loop_factory):
 
 
 async def test_the_time_is_that_of_all_redirects_together():
-    async def answer(writer: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(SHORT_S / 2)
-        await says(redirect("/"))(writer)
-
-    await refused(answer, "did not arrive within 0.1 s", timeout_s=SHORT_S, max_redirects=1000)
+    endless = {"timeout_s": SHORT_S, "max_redirects": 10**9}
+    await refused(says(redirect("/")), "did not arrive within 0.1 s", **endless)
 
 
 # TLS
@@ -605,11 +589,9 @@ def make_certificate(tmp_path_factory) -> tuple[str, str]:
     files = str(folder / "certificate.pem"), str(folder / "key.pem")
     command = (
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        "-subj /CN=a.test -addext subjectAltName=DNS:a.test"
+        f"-subj /CN=a.test -addext subjectAltName=DNS:a.test -out {files[0]} -keyout {files[1]}"
     )
-    subprocess.run(
-        [*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True
-    )
+    subprocess.run(command.split(), check=True, capture_output=True)
     return files
 
 
@@ -648,15 +630,9 @@ async def test_a_redirect_from_https_to_http_is_refused(certificate):
             assert await plain.connections() == 0
 
 
-@pytest.mark.parametrize(
-    ("scheme", "greeting", "rule"),
-    [
-        ("https", b"220 mail.test\r\n", "no connection to its host could be made$"),
-        ("https", b"", "no connection to its host could be made$"),
-    ],
-)
+@pytest.mark.parametrize("greeting", [b"220 mail.test\r\n", b""])
 @each_loop
-async def test_a_peer_that_does_not_listen_is_refused(scheme, greeting, rule, loop_factory):
+async def test_a_peer_that_does_not_listen_is_refused(greeting, loop_factory):
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         writer.close()
@@ -664,5 +640,5 @@ async def test_a_peer_that_does_not_listen_is_refused(scheme, greeting, rule, lo
     server = Server(says(ok()))
     async with await asyncio.start_server(greet, "127.0.0.1", 0) as listening:
         server.port = listening.sockets[0].getsockname()[1]
-        with pytest.raises(MediaUrlError, match=rule):
-            await fetcher(server).fetch(f"{scheme}://a.test:{server.port}/")
+        with pytest.raises(MediaUrlError, match=r"no connection to its host could be made$"):
+            await fetcher(server).fetch(f"https://a.test:{server.port}/")

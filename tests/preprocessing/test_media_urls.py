@@ -17,9 +17,6 @@ from jaxembed.preprocessing.images.media_urls import (
     unmapped,
 )
 
-# Addresses
-
-
 # Half of them neighbours of networks that are not public.
 PUBLIC = """
 8.8.8.8 100.63.255.255 100.128.0.1 172.15.0.1 172.32.0.1 192.0.1.1 223.255.255.255
@@ -199,20 +196,13 @@ def test_a_message_quotes_no_password_and_no_long_url():
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
-    ("location", "text"),
-    [
-        ("/b", "https://a.test:8443/b"),
-        ("b?c", "https://a.test:8443/x/b?c"),
-        ("../b", "https://a.test:8443/b"),
-        ("?c", "https://a.test:8443/x/y?c"),
-        ("//b.test/c", "https://b.test/c"),
-        ("http://b.test", "http://b.test/"),
-    ],
-)
-def test_a_relative_url_is_that_of_its_base(location, text):
-    base = parse_media_url("https://a.test:8443/x/y?z")
-    assert parse_media_url(location, "a redirect", base).text == text
+def test_a_relative_url_is_that_of_its_base():
+    own = "https://a.test:8443"
+    wanted = {"/b": f"{own}/b", "b?c": f"{own}/x/b?c", "../b": f"{own}/b", "?c": f"{own}/x/y?c"}
+    wanted |= {"//b.test/c": "https://b.test/c", "http://b.test": "http://b.test/"}
+    base = parse_media_url(f"{own}/x/y?z")
+    for location, text in wanted.items():
+        assert parse_media_url(location, "a redirect", base).text == text
 
 
 @given(st.text(st.sampled_from("htps:/@\\#?[]%.。x01 7a-_ü\t\uff11℀"), max_size=30))
@@ -233,20 +223,17 @@ def test_any_text_is_a_safe_url_or_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("hosts", "text"),
+    ("host", "text"),
     [
-        (["a.test"], "http://a.test/"),
-        (["A.Test."], "https://a.tesT./"),
-        (["*.a.test"], "http://b.a.test/"),
-        (["*.a.test:8443"], "https://b.a.test:8443/"),
-        (["bücher.test"], "http://xn--bcher-kva.test/"),
-        (["8.8.8.8"], "http://8.8.8.8/"),
-        (["2606:4700::1"], "http://[2606:4700:0::1]/"),
-        (["[2606:4700::1]:8443"], "http://[2606:4700::1]:8443/"),
+        *(("a.test", "http://a.test/"), ("A.Test.", "https://a.tesT./")),
+        *(("*.a.test", "http://b.a.test/"), ("*.a.test:8443", "https://b.a.test:8443/")),
+        *(("bücher.test", "http://xn--bcher-kva.test/"), ("8.8.8.8", "http://8.8.8.8/")),
+        ("2606:4700::1", "http://[2606:4700:0::1]/"),
+        ("[2606:4700::1]:8443", "http://[2606:4700::1]:8443/"),
     ],
 )
-def test_allowed_hosts(hosts, text):
-    AllowedHosts(hosts).check(parse_media_url(text), "it")
+def test_allowed_hosts(host, text):
+    AllowedHosts([host]).check(parse_media_url(text), "it")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from conftest import WORDS, word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_text import CLS, SEP, shown_texts, words
 from tokenizers import processors
 
 from jaxembed.data.inputs import Pair, Text
@@ -22,8 +24,6 @@ from jaxembed.errors import (
 )
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions, Tokenized
 
-CLS, SEP = 2, 3
-ID = {word: 5 + k for k, word in enumerate(WORDS)}
 TEMPLATE = PairTemplate(
     prefix="[CLS] a cat [SEP] ",
     first="{instruction} what {query} mat",
@@ -31,10 +31,6 @@ TEMPLATE = PairTemplate(
     suffix="[SEP] how train",
     instruction="the red",
 )
-
-
-def words(text: str) -> list[int]:
-    return [ID[word] for word in text.split()]
 
 
 def tokenization(*, truncate=True, side="right", **options) -> TokenizationOptions:
@@ -97,9 +93,8 @@ def _scorer(make) -> TextProcessor:
     return make(limit=24, post_processor=bare, labels=("yes",), template=TEMPLATE)
 
 
-texts = st.lists(st.sampled_from([*WORDS, "zq", ",", "\u6f22", " ", "[SEP]"]), max_size=9).map(
-    " ".join
-)
+some = st.sampled_from([*WORDS, "zq", ",", "\u6f22", " ", "[SEP]"])
+texts = st.lists(some, max_size=9).map(" ".join)
 
 
 # -- the tokenizer's own template ------------------------------------------------------------------
@@ -268,10 +263,9 @@ def test_a_limit_on_documents_may_bring_them_under_the_limit(make):
     processor = make()
     limited = tokenization(truncate=False, max_second_tokens=11)
     assert beside(processor, "a cat", ["dog " * 5000], limited).work.encodings[0].length == 16
+    limited = tokenization(truncate=False, max_second_tokens=12)
     with pytest.raises(InputTooLong, match="17 tokens, the limit is 16"):
-        beside(
-            processor, "a cat", ["dog " * 5000], tokenization(truncate=False, max_second_tokens=12)
-        )
+        beside(processor, "a cat", ["dog " * 5000], limited)
     with pytest.raises(InputTooLong, match="at least 17 tokens"):
         beside(processor, "a cat", ["cat", "dog " * 5000], tokenization(truncate=False))
 
@@ -300,46 +294,28 @@ def test_long_pairs_cut_before_tokenizing_give_the_tokens_of_the_whole(kinds, fi
 
 def test_the_query_is_tokenized_once_whatever_the_number_of_threads(make, monkeypatch):
     processor = make()
-    shown: list[str] = []
-    usual = processor._tokenizer.encode
-
-    def encode(texts, **options):
-        shown.extend(texts)
-        return usual(texts, **options)
-
-    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    shown = shown_texts(processor, monkeypatch)
     query = processor.tokenize_query("how is the sky", tokenization())
-    barrier, got = threading.Barrier(8), []
+    barrier = threading.Barrier(8)
 
-    def work() -> None:
+    def work(_: int) -> list[int]:
         barrier.wait()
         pairs = processor.encode_pairs_of_query(query, ["red", "blue"], tokenization())
-        got.append(pairs.work.encodings[1].ids.tolist())
+        return pairs.work.encodings[1].ids.tolist()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(work, range(8)))
     assert shown.count("how is the sky") == 1
     assert got == [[CLS, *words("how is the sky"), SEP, *words("blue"), SEP]] * 8
 
 
 def test_megabytes_of_query_and_document_are_read_only_in_part(make, monkeypatch):
     processor = make()
-    shown: list[int] = []
-    usual = processor._tokenizer.encode
-
-    def encode(texts, **options):
-        shown.extend(map(len, texts))
-        return usual(texts, **options)
-
-    monkeypatch.setattr(processor._tokenizer, "encode", encode)
+    shown = shown_texts(processor, monkeypatch)
     document = "dog " * 1_000_000
     tokenized = beside(processor, "cat " * 1_000_000, [document] * 3, tokenization())
     assert [encoding.length for encoding in tokenized.work.encodings] == [16] * 3
-    limited = beside(
-        processor, "cat", [document], tokenization(truncate=False, max_second_tokens=2)
-    )
+    rules = tokenization(truncate=False, max_second_tokens=2)
+    limited = beside(processor, "cat", [document], rules)
     assert limited.work.encodings[0].length == 6
-    assert sum(shown) < 30_000
+    assert sum(map(len, shown)) < 30_000

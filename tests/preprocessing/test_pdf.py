@@ -106,9 +106,7 @@ def test_a_damaged_page_is_refused_and_the_others_are_not():
 def test_a_page_that_takes_too_long_is_refused_and_the_next_page_and_file_are_rendered(hostile):
     file = opened(hostile([RED, BLUE]))
     file.timeout_s = SOON_S
-    with pytest.raises(
-        InvalidImage, match=r"the page takes more than 0\.3 s.* raise --pdf-timeout"
-    ):
+    with pytest.raises(InvalidImage, match=r"page takes more than 0\.3 s.* raise --pdf-timeout"):
         file.render(0, 72)
     file.timeout_s = WAIT_S
     assert is_blue(file.render(1, 72))
@@ -129,9 +127,7 @@ def _no_idle_process(monkeypatch):
 def test_a_page_that_takes_too_much_memory_is_refused_and_the_next_is_rendered(monkeypatch):
     monkeypatch.setattr(pdf_module, "MAX_MEMORY", 100_000_000)
     file = opened(doubled([RED, BLUE]))
-    with pytest.raises(
-        InvalidImage, match=r"the page crashed \(SIGABRT\): .* more than 0\.1 GB of"
-    ):
+    with pytest.raises(InvalidImage, match=r"crashed \(SIGABRT\): .* more than 0\.1 GB of"):
         file.render(0, 72)
     assert is_blue(file.render(1, 72))
     file.close()

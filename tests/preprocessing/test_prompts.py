@@ -20,30 +20,21 @@ QWEN = {"query": "Instruct: ", "document": ""}
 
 
 def test_the_prompt_of_a_purpose():
-    for purpose, prompts, name in (
-        ("query", E5, "query"),
-        ("search_query", E5, "query"),
-        ("retrieval.query", E5, "query"),
-        ("code.query", E5, "query"),
-        ("document", E5, "passage"),
-        ("search_document", E5, "passage"),
-        ("retrieval.passage", E5, "passage"),
-        ("passage", QWEN, "document"),
-        ("search_query", NOMIC, "search_query"),
-        ("query", NOMIC, "search_query"),
-        ("passage", NOMIC, "search_document"),
-        ("clustering", NOMIC, "clustering"),
-        ("classification", NOMIC, None),
-        ("retrieval.query", JINA, "retrieval.query"),
-        ("query", JINA, "retrieval.query"),
-        ("document", JINA, "retrieval.passage"),
-        ("text-matching", JINA, "text-matching"),
-        ("separation", JINA, None),
-        ("query", {}, None),
-        ("document", {"query": "q"}, None),
-        ("text-matching", E5, None),
+    for prompts, names in (
+        (E5, dict.fromkeys(("query", "search_query", "retrieval.query", "code.query"), "query")),
+        (E5, dict.fromkeys(("document", "search_document", "retrieval.passage"), "passage")),
+        (QWEN, {"passage": "document"}),
+        (NOMIC, {"search_query": "search_query", "query": "search_query"}),
+        (NOMIC, {"passage": "search_document", "clustering": "clustering", "classification": None}),
+        (JINA, dict.fromkeys(("retrieval.query", "query"), "retrieval.query")),
+        (JINA, {"document": "retrieval.passage", "text-matching": "text-matching"}),
+        (JINA, {"separation": None}),
+        ({}, {"query": None}),
+        ({"query": "q"}, {"document": None}),
+        (E5, {"text-matching": None}),
     ):
-        assert prompt_for(purpose, prompts) == name, (purpose, prompts)
+        for purpose, name in names.items():
+            assert prompt_for(purpose, prompts) == name, (purpose, prompts)
 
 
 def test_an_unknown_purpose_is_told_the_known_ones():
@@ -82,9 +73,7 @@ def embed(prompts, **fields):
     ],
     ids=str,
 )
-def test_fields_that_say_the_purpose_choose_the_prompt_and_a_header_names_it(
-    prompts, fields, chosen, named
-):
+def test_fields_of_a_purpose_choose_the_prompt_that_a_header_names(prompts, fields, chosen, named):
     response, _, (options,) = embed(prompts, **fields)
     assert (options.prompt, options.prompt_name) == chosen
     assert response.headers.get("x-prompt-name") == named
@@ -116,11 +105,9 @@ def test_the_vector_is_the_one_with_the_prompt(embedder):
         _, answer = ask(body | fields, models=Models([embedder.model]))
         return answer["data"][0]["embedding"]
 
-    query = asyncio.run(
-        embedder.model.answer(
-            embedder.model.tasks.embed([Text("the cat")], EncodeOptions(prompt_name="query"))
-        )
-    )
+    options = EncodeOptions(prompt_name="query")
+    request = embedder.model.tasks.embed([Text("the cat")], options)
+    query = asyncio.run(embedder.model.answer(request))
     assert vector(input_type="search_query") == pytest.approx(query.dense[0].tolist(), abs=1e-6)
     assert vector(input_type="search_query") != pytest.approx(vector(), abs=1e-3)
     assert vector(task="clustering") == pytest.approx(vector(), abs=1e-6)

@@ -22,34 +22,27 @@ from jaxembed.errors import (
     InvalidInput,
     TokenizerError,
 )
+from jaxembed.preprocessing import tokenizer as tokenizer_module
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
-from jaxembed.preprocessing.tokenizer import (
-    INPUTS_A_JOB,
-    JOB_CHARACTERS,
-    MAX_READ_CHARACTERS,
-    Tokenizer,
-    chunks,
-    cut_tokens,
-)
+from jaxembed.preprocessing.tokenizer import INPUTS_A_JOB, JOB_CHARACTERS, Tokenizer, cut_tokens
 
 CLS, SEP = 2, 3
 ID = {word: 5 + k for k, word in enumerate(WORDS)}
 
 
-@pytest.fixture(name="make", scope="module")
-def _make(make_processor):
-    return make_processor
+def words(text: str) -> list[int]:
+    return [ID[word] for word in text.split()]
 
 
 @pytest.fixture(name="processor", scope="module")
-def _processor(make) -> TextProcessor:
+def _processor(make_processor) -> TextProcessor:
     """Limit 8: six tokens of text between [CLS] and [SEP]."""
-    return make()
+    return make_processor()
 
 
 @pytest.fixture(name="wide", scope="module")
-def _wide(make) -> TextProcessor:
-    return make(limit=LIMIT)
+def _wide(make_processor) -> TextProcessor:
+    return make_processor(limit=LIMIT)
 
 
 def tokenization(prompt="", *, truncate=True, side="right") -> TokenizationOptions:
@@ -59,10 +52,6 @@ def tokenization(prompt="", *, truncate=True, side="right") -> TokenizationOptio
 def ids_of(processor, one, with_rules=None) -> list[int]:
     tokenized = processor.encode([one], with_rules or tokenization())
     return tokenized.work.encodings[0].ids.tolist()
-
-
-def words(text: str) -> list[int]:
-    return [ID[word] for word in text.split()]
 
 
 def with_special_tokens(single: str):
@@ -76,13 +65,13 @@ def with_special_tokens(single: str):
 FAR_OVER = "cat " * 1_000_000
 
 
-def shown_lengths(processor: TextProcessor, monkeypatch) -> list[int]:
-    """The characters of each text that the tokenizer is given from now on."""
-    shown: list[int] = []
+def shown_texts(processor: TextProcessor, monkeypatch) -> list[str]:
+    """Each text that the tokenizer is given from now on."""
+    shown: list[str] = []
     usual = processor._tokenizer.encode
 
     def encode(texts, **options):
-        shown.extend(map(len, texts))
+        shown.extend(texts)
         return usual(texts, **options)
 
     monkeypatch.setattr(processor._tokenizer, "encode", encode)
@@ -97,15 +86,13 @@ def test_padding_and_truncation_stored_with_the_tokenizer_are_switched_off(wide)
     assert len(ids_of(wide, Text("cat " * 40))) == 42
 
 
-def test_encodings_are_int32_and_have_types_only_where_the_tokenizer_gives_some(make, processor):
+def test_encodings_are_int32_and_have_types_where_there_are_some(make_processor, processor):
     (encoding,) = processor.encode([Text("the cat")], tokenization()).work.encodings
     assert encoding.ids.dtype == np.int32
     assert encoding.types is None
     assert encoding.spans == ((0, encoding.length),)
-    typed = with_special_tokens("[CLS]:1 $A:1 [SEP]:1")
-    (encoding,) = (
-        make(post_processor=typed).encode([Text("cat " * 9)], tokenization()).work.encodings
-    )
+    typed = make_processor(post_processor=with_special_tokens("[CLS]:1 $A:1 [SEP]:1"))
+    (encoding,) = typed.encode([Text("cat " * 9)], tokenization()).work.encodings
     assert encoding.types.tolist() == [1] * 8
     assert encoding.types.dtype == np.int32
 
@@ -123,18 +110,11 @@ def test_truncation_keeps_the_special_tokens_around_the_text(processor, side, ke
     assert (exactly.truncated, exactly.work.encodings[0].length) == (0, 8)
 
 
-@pytest.mark.parametrize(
-    ("one", "count"),
-    [
-        (Text("cat " * 7), 9),
-        (Text("cat " * 100), 102),
-        (Pair("cat " * 4, "dog " * 3), 10),
-        (Tokens([7] * 9), 9),
-    ],
-)
-def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting(
-    processor, one, count
-):
+LONG = [(Text("cat " * 7), 9), (Text("cat " * 100), 102), (Tokens([7] * 9), 9)]
+
+
+@pytest.mark.parametrize(("one", "count"), [*LONG, (Pair("cat " * 4, "dog " * 3), 10)])
+def test_without_truncation_a_long_input_is_refused_with_its_count(processor, one, count):
     with pytest.raises(InputTooLong, match=f"{count} tokens, the limit is 8") as raised:
         processor.encode([Text("cat"), one], tokenization(truncate=False))
     assert "truncate" in str(raised.value)
@@ -143,24 +123,19 @@ def test_without_truncation_a_long_input_is_refused_with_count_limit_and_setting
 
 @pytest.mark.parametrize("one", [Text(FAR_OVER), Pair("a cat", FAR_OVER), Pair(FAR_OVER, "a cat")])
 def test_an_input_far_over_the_limit_is_refused_by_its_beginning(processor, one, monkeypatch):
-    shown = shown_lengths(processor, monkeypatch)
+    shown = shown_texts(processor, monkeypatch)
     with pytest.raises(InputTooLong, match=r"at least \d+ tokens, the limit is 8") as raised:
         processor.encode([one] * 100, tokenization(truncate=False))
     assert 8 < raised.value.got < 1_000_000
     assert not raised.value.exact
-    assert sum(shown) < 10_000  # nor are the inputs after it read
+    assert sum(map(len, shown)) < 10_000  # nor are the inputs after it read
 
 
 def test_inputs_of_all_kinds_keep_their_order(processor):
     inputs = [Tokens([9, 9]), Text("cat"), Pair("a", "dog"), Text("dog"), Tokens([7])] * 200
     encodings = processor.encode(inputs, tokenization()).work.encodings
-    wanted = [
-        [9, 9],
-        [CLS, ID["cat"], SEP],
-        [CLS, ID["a"], SEP, ID["dog"], SEP],
-        [CLS, ID["dog"], SEP],
-        [7],
-    ]
+    cat, a, dog = words("cat a dog")
+    wanted = [[9, 9], [CLS, cat, SEP], [CLS, a, SEP, dog, SEP], [CLS, dog, SEP], [7]]
     assert [encoding.ids.tolist() for encoding in encodings] == wanted * 200
 
 
@@ -189,53 +164,50 @@ def test_a_pair_cut_from_the_left_keeps_the_ends(processor):
     assert ids == [CLS, *words("a cat"), SEP, *words("on the mat"), SEP]
 
 
-def test_a_prompt_is_given_named_or_the_default(make, processor):
+def test_a_prompt_is_given_named_or_the_default(make_processor, processor):
     assert processor.prompt("how is ", "query") == "how is "
     assert processor.prompt("", "query") == ""
     assert processor.prompt(None, "query") == "what is "
     assert processor.prompt(None, None) == ""
-    default = make(text=TextConfig(default_prompt="the "))
+    default = make_processor(text=TextConfig(default_prompt="the "))
     assert default.prompt(None, None) == "the "
     assert default.prompt("", None) == ""
-    assert make(text=TextConfig(default_prompt_name="passage")).prompt(None, None) == "the "
-    assert make(default_prompt_name="query").prompt(None, None) == "what is "
+    named = make_processor(text=TextConfig(default_prompt_name="passage"))
+    assert named.prompt(None, None) == "the "
+    assert make_processor(default_prompt_name="query").prompt(None, None) == "what is "
 
 
-def test_an_unknown_prompt_name_is_refused_with_those_there_are(make, processor):
+def test_an_unknown_prompt_name_is_refused_with_those_there_are(make_processor, processor):
     with pytest.raises(InvalidInput, match="no prompt 'title'; it has passage, query") as raised:
         processor.prompt(None, "title")
     assert raised.value.field == "prompt_name"
     with pytest.raises(InvalidInput, match="it has no prompts"):
-        make(prompts={}).prompt(None, "query")
+        make_processor(prompts={}).prompt(None, "query")
     with pytest.raises(ConfigError, match="--default-prompt-name title"):
-        make(text=TextConfig(default_prompt_name="title"))
+        make_processor(text=TextConfig(default_prompt_name="title"))
     with pytest.raises(ConfigError, match="--default-prompt or --default-prompt-name, not both"):
-        make(text=TextConfig(default_prompt="a", default_prompt_name="query"))
+        make_processor(text=TextConfig(default_prompt="a", default_prompt_name="query"))
 
 
 def test_a_prompt_stands_before_each_text_and_not_before_pairs_or_tokens(processor):
     inputs = [Text("cat"), Pair("cat", "dog"), Tokens([7])]
-    ids = [
-        e.ids.tolist() for e in processor.encode(inputs, tokenization("what is ")).work.encodings
+    rules = tokenization("what is ")
+    assert [one.ids.tolist() for one in processor.encode(inputs, rules).work.encodings] == [
+        [CLS, *words("what is cat"), SEP],
+        [CLS, *words("cat"), SEP, *words("dog"), SEP],
+        [7],
     ]
-    assert ids[0] == [CLS, *words("what is cat"), SEP]
-    assert ids[1] == [CLS, *words("cat"), SEP, *words("dog"), SEP]
-    assert ids[2] == [7]
     long = Text("the cat sat on a mat")  # the prompt counts against the limit
-    assert ids_of(processor, long, tokenization("what is ")) == [
-        CLS,
-        *words("what is the cat sat on"),
-        SEP,
-    ]
+    assert ids_of(processor, long, rules) == [CLS, *words("what is the cat sat on"), SEP]
 
 
-def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make):
+def test_a_prompt_that_is_not_pooled_is_counted_with_the_tokens_before_it(make_processor):
     """[CLS] and the prompt, not its [SEP]: what sentence-transformers leaves out."""
-    processor = make(include_prompt=False)
+    processor = make_processor(include_prompt=False)
     with_prompt, without = tokenization("what is "), tokenization()
     assert processor.encode([Text("cat")], with_prompt).work.bounds.tolist() == [[3, 5]]
     assert processor.encode([Text("cat")], without).work.bounds.tolist() == [[0, 3]]
-    assert make().encode([Text("cat")], with_prompt).work.bounds.tolist() == [[0, 5]]
+    assert make_processor().encode([Text("cat")], with_prompt).work.bounds.tolist() == [[0, 5]]
     long_prompt = tokenization("the " * 30)
     ((first, end),) = processor.encode([Text("cat")], long_prompt).work.bounds.tolist()
     assert first == end - 1  # something is always pooled
@@ -251,9 +223,8 @@ def test_token_ids_may_be_an_array(processor):
     ids = array("I", [CLS, 7, 48])
     assert ids_of(processor, Tokens(ids)) == [CLS, 7, 48]
     assert processor.decode([ids], skip_special_tokens=False)
-    assert processor.estimate([Tokens(ids)], tokenization()) == processor.estimate(
-        [Tokens(ids.tolist())], tokenization()
-    )
+    as_list = processor.estimate([Tokens(ids.tolist())], tokenization())
+    assert processor.estimate([Tokens(ids)], tokenization()) == as_list
     with pytest.raises(InvalidInput, match="token id 49 is out of range"):
         processor.encode([Tokens(array("I", [5, 49, 6]))], tokenization())
     with pytest.raises(EmptyInput):
@@ -289,9 +260,9 @@ def test_token_ids_without_special_tokens_are_refused_where_they_must_be_whole(p
     assert ids_of(processor, Tokens(ids)) == ids
 
 
-def test_whole_token_ids_run_as_they_are_and_are_cut_as_texts(processor, make):
+def test_whole_token_ids_run_as_they_are_and_are_cut_as_texts(processor, make_processor):
     with pytest.raises(BareTokenIds):  # of no special tokens nothing is known
-        make(post_processor=with_special_tokens("$A")).encode([Tokens([7, 8])], WHOLE)
+        make_processor(post_processor=with_special_tokens("$A")).encode([Tokens([7, 8])], WHOLE)
     assert ids_of(processor, Tokens([CLS, 7, SEP]), WHOLE) == [CLS, 7, SEP]
     assert ids_of(processor, Tokens([CLS, SEP]), WHOLE) == [CLS, SEP]
     long = Tokens([CLS, *range(5, 15), SEP])
@@ -311,9 +282,9 @@ def test_texts_of_spaces_and_nul_are_texts(processor):
 
 
 def test_outer_white_space_reaches_the_tokenizer(processor, monkeypatch):
-    shown = shown_lengths(processor, monkeypatch)
+    shown = shown_texts(processor, monkeypatch)
     processor.encode([Text("  cat \n")], tokenization())
-    assert shown == [len("  cat \n")]
+    assert shown == ["  cat \n"]
 
 
 def test_a_lone_surrogate_is_refused(processor):
@@ -346,31 +317,28 @@ STRADDLING = "cat " * 45 + " " * 760 + "cat" + "z" * 200  # 84 characters of a w
     ("unit", "side"),
     [("cat ", "right"), ("cat ", "left"), ("a,", "right"), ("z", "left"), (" ", "right")],
 )
-def test_megabytes_of_text_are_embedded_by_their_first_or_last_tokens(
-    processor, unit, side, monkeypatch
-):
+def test_of_megabytes_the_first_or_last_tokens_are_embedded(processor, unit, side, monkeypatch):
     """The tokenizer is never shown more of ordinary text than the cut; a single word or spaces
     must be read to their end."""
     is_ordinary = unit in ("cat ", "a,")
     text = unit * (1_000_000 if is_ordinary else 200_000)
-    shown = shown_lengths(processor, monkeypatch)
+    shown = shown_texts(processor, monkeypatch)
     tokenized = processor.encode([Text(text)], tokenization(side=side))
     wanted = {"cat ": words("cat") * 6, "a,": [ID["a"], 1] * 3, "z": [1], " ": []}[unit]
     assert tokenized.work.encodings[0].ids.tolist() == [CLS, *wanted, SEP]
     assert tokenized.truncated == is_ordinary
     if is_ordinary:
-        assert sum(shown) < 10_000
+        assert sum(map(len, shown)) < 10_000
 
 
 def test_a_text_of_too_many_characters_for_few_tokens_is_refused(processor):
     """Not even its tokens are known before it is read to its end, and that takes 400 MB."""
-    assert ids_of(processor, Text("z" * MAX_READ_CHARACTERS)) == [CLS, 1, SEP]
+    most = "z" * tokenizer_module.MAX_READ_CHARACTERS
+    assert ids_of(processor, Text(most)) == [CLS, 1, SEP]
+    inputs = [Text("cat"), Text(f"{most}z")]
     for truncate in (True, False):
         with pytest.raises(InvalidInput, match="first 524288 do not determine its first") as raised:
-            processor.encode(
-                [Text("cat"), Text("z" * (MAX_READ_CHARACTERS + 1))],
-                tokenization(truncate=truncate),
-            )
+            processor.encode(inputs, tokenization(truncate=truncate))
         assert raised.value.index == 1
 
 
@@ -403,6 +371,17 @@ def _kinds(tmp_path_factory, plain) -> dict[str, Tokenizer]:
     return opened
 
 
+def assert_enough(tokenizer: Tokenizer, text: str, most: int, side) -> None:
+    """Of a text all tokens are read, or those that are left of the whole."""
+    wanted = np.array(tokenizer.file.encode(text, add_special_tokens=False).ids)
+    ((ids, whole),) = tokenizer.rows([text], most, side)
+    if whole:
+        assert ids.tolist() == wanted.tolist()
+    else:
+        assert len(wanted) > most
+        assert cut_tokens(ids, most, side).tolist() == cut_tokens(wanted, most, side).tolist()
+
+
 @pytest.mark.parametrize("kind", ["WordPiece", "BPE", "Unigram"])
 @given(
     text=st.lists(pieces_of_text, min_size=1, max_size=40).map("".join).filter(bool),
@@ -413,17 +392,7 @@ def _kinds(tmp_path_factory, plain) -> dict[str, Tokenizer]:
 @example(text=STRADDLING[::-1].replace("tac", "cat"), max_tokens=LIMIT, side="left")
 @settings(max_examples=25, deadline=None)
 def test_enough_of_a_text_has_the_ids_of_the_whole(kinds, kind, text, max_tokens, side):
-    tokenizer = kinds[kind]
-    wanted = np.array(tokenizer.file.encode(text, add_special_tokens=False).ids)
-    ((ids, whole),) = tokenizer.rows([text], max_tokens, side)
-    if whole:
-        assert ids.tolist() == wanted.tolist()
-    else:
-        assert len(wanted) > max_tokens
-        assert (
-            cut_tokens(ids, max_tokens, side).tolist()
-            == cut_tokens(wanted, max_tokens, side).tolist()
-        )
+    assert_enough(kinds[kind], text, max_tokens, side)
 
 
 def test_offsets_are_bytes_of_the_prompted_text(processor):
@@ -450,10 +419,10 @@ def test_pieces_are_uncut_and_without_special_tokens_where_not_asked_for(process
         processor.pieces(["cat", ""], special=True, prompt="")
 
 
-def test_a_limit_without_room_for_text_is_refused(make):
-    assert ids_of(make(limit=3), Text("cat dog")) == [CLS, ID["cat"], SEP]
+def test_a_limit_without_room_for_text_is_refused(make_processor):
+    assert ids_of(make_processor(limit=3), Text("cat dog")) == [CLS, ID["cat"], SEP]
     with pytest.raises(ConfigError, match=r"-length is 2, .* no room.* special tokens \(2\)"):
-        make(limit=2)
+        make_processor(limit=2)
 
 
 def test_the_estimate_is_a_guess_within_the_limit(processor):
@@ -484,17 +453,16 @@ def test_many_threads_share_one_processor(wide):
 def test_an_error_says_which_input_it_is_about(processor, wrong):
     inputs = [Text("cat"), Tokens([5]), Pair("cat", "dog")]
     for place in (0, 2, 3):
+        given = [*inputs[:place], wrong, *inputs[place:]]
         with pytest.raises(InvalidInput) as raised:
-            processor.encode(
-                [*inputs[:place], wrong, *inputs[place:]], tokenization(truncate=False)
-            )
+            processor.encode(given, tokenization(truncate=False))
         assert raised.value.index == place
 
 
 @given(sizes=st.lists(st.integers(0, 2 * JOB_CHARACTERS), max_size=200))
 @settings(max_examples=50, deadline=None)
 def test_chunks_are_bounded_in_number_and_characters_and_keep_all_in_order(sizes):
-    parts = list(chunks(sizes, lambda size: size))
+    parts = list(tokenizer_module.chunks(sizes, lambda size: size))
     assert [size for part in parts for size in part] == sizes
     assert all(len(part) == 1 or sum(part) <= JOB_CHARACTERS for part in parts)
     assert all(0 < len(part) <= INPUTS_A_JOB for part in parts)

@@ -88,12 +88,11 @@ def test_a_window_has_the_tokens_of_its_characters_as_a_document(make, post_proc
     assert tokenized.windows is not None
     assert tokenized.windows.counts.tolist() == [len(tokenized.work)] != [1]
     assert tokenized.truncated == 0
-    for one, (start, end) in zip(
-        tokenized.work.encodings, tokenized.windows.bounds.tolist(), strict=True
-    ):
+    bounds = tokenized.windows.bounds.tolist()
+    for one, (start, end) in zip(tokenized.work.encodings, bounds, strict=True):
         assert [one.ids.tolist()] == ids_of(processor, long[start:end])
         assert one.length <= LIMIT
-    assert tokenized.windows.bounds[-1, 1] == len(long)
+    assert bounds[-1][1] == len(long)
 
 
 def test_windows_beyond_the_most_are_cut(make, monkeypatch):
@@ -105,14 +104,11 @@ def test_windows_beyond_the_most_are_cut(make, monkeypatch):
     cut = processor.encode_pairs_of_query(row, [long, "cat"], tokenization(max_windows=2))
     assert cut.windows.counts.tolist() == [2, 1]
     assert cut.truncated == 1
-    kept = processor.encode_pairs_of_query(
-        row, [long], tokenization(max_windows=64, max_second_tokens=130)
-    )
+    asked = {"max_windows": 64, "max_second_tokens": 130}
+    kept = processor.encode_pairs_of_query(row, [long], tokenization(**asked))
     assert kept.windows.counts.tolist() == [2]
     assert kept.windows.bounds[-1, 1] == len(" ".join(long.split()[:130]))
-    unread = TokenizationOptions(
-        "", truncate=False, side="right", max_windows=64, max_second_tokens=130
-    )
+    unread = TokenizationOptions("", truncate=False, side="right", **asked)
     assert processor.encode_pairs_of_query(row, [long], unread).truncated == 1  # as asked: no error
     strict = TokenizationOptions("", truncate=False, side="right", max_windows=2)
     with pytest.raises(InputTooLong):
@@ -136,13 +132,11 @@ def test_the_best_window_counts_and_is_named(reranker):
     documents = [prose(300, 1), "a cat", prose(500, 2), prose(300, 1)]
     ranked = reranker.rerank(QUERY, documents, raw_scores=True, max_chunks=64)
     assert sorted(one.index for one in ranked) == [0, 1, 2, 3]
-    rules_ = tokenization(max_windows=64)
-    row = reranker.model.main.processor.tokenize_query(QUERY, rules_)
+    rules, processor = tokenization(max_windows=64), reranker.model.main.processor
+    row = processor.tokenize_query(QUERY, rules)
     for one in ranked:
         text = documents[one.index]
-        bounds = reranker.model.main.processor.encode_pairs_of_query(
-            row, [text], rules_
-        ).windows.bounds.tolist()
+        bounds = processor.encode_pairs_of_query(row, [text], rules).windows.bounds.tolist()
         parts = [text[start:end] for start, end in bounds]
         alone = reranker.rerank(QUERY, parts, raw_scores=True)
         assert one.score == pytest.approx(alone[0].score, abs=1e-5)
@@ -178,9 +172,8 @@ def test_every_route_that_reranks_takes_and_names_chunks(reranker, path, field):
                 assert one["chunk"] == {"index": best.index, "start": best.start, "end": best.end}
         assert "x-truncated-inputs" not in response.headers
         assert int(response.headers["x-compute-tokens"]) > 300
-    response, answer = ask(
-        body | {"long_documents": "truncate"}, path=path, embedder=reranker.model
-    )
+    cut = body | {"long_documents": "truncate"}
+    response, answer = ask(cut, path=path, embedder=reranker.model)
     assert response.headers["x-truncated-inputs"] == "1"
 
 
@@ -208,9 +201,8 @@ def test_each_window_is_admitted(reranker):
     with pytest.raises(InvalidInput, match="only `rerank` divides"):
         reranker.model.tasks.score([Text("a cat")], ScoreOptions(max_chunks=2))
     request = reranker.model.tasks.rerank(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    sequences, tokens = reranker.model.main.processor.estimate(
-        request.inputs(), request.tokenization
-    )
+    processor = reranker.model.main.processor
+    sequences, tokens = processor.estimate(request.inputs(), request.tokenization)
     assert sequences == tokens // LIMIT > 10
     told = []
     asyncio.run(reranker.model.runner.run_async(request, lambda cost: told.append(cost[:2])))

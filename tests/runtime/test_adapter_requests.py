@@ -94,9 +94,7 @@ def test_the_default_prompt_brings_its_adapter(model, tmp_path):
         ("/embed", {"model": "tiny:sql"}, "sql", None),
     ],
 )
-def test_a_task_a_purpose_a_prompt_or_the_model_chooses_the_adapter(
-    path, fields, adapter, named, model, models
-):
+def test_each_of_these_fields_chooses_the_adapter(path, fields, adapter, named, model, models):
     text = {"inputs" if path == "/embed" else "input": "cat"}
     response, body = ask(text | fields, path=path, models=models)
     vector = body[0] if path == "/embed" else body["data"][0]["embedding"]
@@ -135,9 +133,7 @@ def test_adapters_are_listed(models):
 
 
 def test_no_long_purpose_is_kept(model):
-    requested = RequestedOptions(
-        EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),)
-    )
+    asked = RequestedOptions(EncodeOptions(), purposes=(("input_type", "x" * 10_000 + ".query"),))
     kept = model.model.tasks._cached_intent.cache_info().currsize
-    assert model.model.tasks.intent(requested).prompt_name == "retrieval.query"
+    assert model.model.tasks.intent(asked).prompt_name == "retrieval.query"
     assert model.model.tasks._cached_intent.cache_info().currsize == kept

@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from colqwen_sources import (
-    IMAGE_ID,
-    IMAGES,
-    SIDE,
-    SPACE,
-    TEXT,
-    VISION,
-    qwen_words,
-    write_colqwen,
-)
+from colqwen_sources import IMAGE_ID, IMAGES, SIDE, SPACE, TEXT, VISION, qwen_words, write_colqwen
 from dual_sources import picture
 from sources import change_json, write_json
 from test_field_types import assert_described_or_refused
@@ -53,7 +44,6 @@ def test_what_the_checkpoint_says(tmp_path, kind):
     assert spec.config["rope_sections"] == [4, 6, 6]
     assert spec.config["causal"]
     rules = spec.image
-    assert rules is not None
     assert (rules.token_id, rules.merge, rules.place_numbers) == (IMAGE_ID, 2, 3)
     assert rules.area == (784, 40 * 784)
     tokenizer = qwen_words()
@@ -198,11 +188,9 @@ def test_old_files_mean_the_same(tmp_path):
 def test_texts_of_the_processor_are_used(tmp_path):
     folder = write_colqwen(tmp_path)
     page = "<|vision_start|><|image_pad|><|vision_end|>!"
-    write_json(
-        folder / "processor_config.json", {"visual_prompt_prefix": page, "query_prefix": "Find: "}
-    )
+    prefixes = {"visual_prompt_prefix": page, "query_prefix": "Find: "}
+    write_json(folder / "processor_config.json", prefixes)
     spec = outline(folder).spec
-    assert spec.image is not None
     ids = qwen_words().encode(page).ids
     assert [*spec.image.before, IMAGE_ID, *spec.image.after] == ids
     assert spec.prompts == {"query": "Find: "}
@@ -239,7 +227,6 @@ def test_no_page_has_more_tokens_than_the_limit(tmp_path, least, most):
     change_json(folder / "preprocessor_config.json", size={}, min_pixels=least, max_pixels=most)
     spec = outline(folder).spec
     rules = spec.image
-    assert rules is not None
     sides = [
         (high, wide) for high in (1, 7, 28, 99, 400, 3000) for wide in (1, 40, 200, 1400, 2900)
     ]

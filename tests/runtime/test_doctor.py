@@ -58,13 +58,8 @@ def idle() -> Facts:
         model="test/model",
         task="embed",
         device=DeviceFacts(
-            name="cpu",
-            platform="cpu",
-            count=1,
-            dtype="bfloat16",
-            dtype_reason="the device multiplies bfloat16 natively",
-            dtype_asked=False,
-            multiplies_bfloat16=True,
+            name="cpu", platform="cpu", count=1, dtype="bfloat16", dtype_asked=False,
+            dtype_reason="the device multiplies bfloat16 natively", multiplies_bfloat16=True,
         ),
         kernels=KernelFacts("auto", {"16": "native", "256": "native"}, {}),
         machine=MachineFacts(4, 4, None, 2**33, None, "madvise"),
@@ -75,35 +70,17 @@ def idle() -> Facts:
             inputs=LimitFacts(8192, 0, 0),
             tokens=LimitFacts(262_144, 0, 0),
             bytes=LimitFacts(2**30, 0, 0),
-            tokens_asked=False,
-            max_batch_tokens=4096,
-            batch_tokens_asked=False,
-            batch_target_ms=150.0,
-            least_batch_tokens=16,
-            buckets_asked=False,
-            max_input_tokens=256,
-            model_input_tokens=256,
-            tokenization_workers=4,
+            tokens_asked=False, max_batch_tokens=4096, batch_tokens_asked=False,
+            batch_target_ms=150.0, least_batch_tokens=16, buckets_asked=False,
+            max_input_tokens=256, model_input_tokens=256, tokenization_workers=4,
         ),
         window=WindowFacts(
-            seconds=60.0,
-            requests=0,
-            inputs=0,
-            refused=0,
-            truncated=0,
-            failed_batches=0,
-            split_batches=0,
-            not_finite=0,
-            stages={name: StageFacts(0, 0.0) for name in STAGE_NAMES},
-            device_share=0.0,
-            device_share_of_all=0.0,
-            loop_share=0.001,
-            loop_delay_ms=0.2,
-            cpu_cores=0.01,
-            other_cores=0.05,
-            throttled_share=0.0,
+            seconds=60.0, requests=0, inputs=0, refused=0, truncated=0, failed_batches=0,
+            split_batches=0, not_finite=0, stages={n: StageFacts(0, 0.0) for n in STAGE_NAMES},
+            device_share=0.0, device_share_of_all=0.0, loop_share=0.001, loop_delay_ms=0.2,
+            cpu_cores=0.01, other_cores=0.05, throttled_share=0.0,
         ),
-    )
+    )  # fmt: skip
 
 
 def asked() -> Facts:
@@ -200,24 +177,24 @@ def changed_kernels(**device) -> Facts:
 
 SICK = {  # by the cause that is found: what helps, and the facts
     "a device does not return from a call": [
-        ("end the process", changed(flooded, "device", stuck=1, longest_call_s=75.0)),
+        ("end the process", changed(flooded, "device", stuck=1, longest_call_s=75.0))
     ],
     "batches fail on the device": [
         ("log", changed(asked, "window", failed_batches=3)),
         ("log", changed(asked, "device", failing=1)),
     ],
     "batches do not fit in the device's memory": [
-        ("--max-batch-tokens", changed(flooded, "window", split_batches=2)),
+        ("--max-batch-tokens", changed(flooded, "window", split_batches=2))
     ],
     "results are not finite and are computed again": [
         ("--dtype bfloat16", with_float16(not_finite=40)),
         ("jaxembed verify", changed(asked, "window", not_finite=40)),
     ],
     "not every bucket is compiled": [
-        ("--cache-dir", changed(idle, "programs", compiled=2, ready=False)),
+        ("--cache-dir", changed(idle, "programs", compiled=2, ready=False))
     ],
     "the CPU quota stops the process": [
-        ("CPU limit", changed(flooded, "window", throttled_share=0.4)),
+        ("CPU limit", changed(flooded, "window", throttled_share=0.4))
     ],
     "something else uses the machine": [
         ("nice", changed(idle, "window", other_cores=2.0)),
@@ -230,10 +207,10 @@ SICK = {  # by the cause that is found: what helps, and the facts
     ],
     "bfloat16 would be faster": [("leave out --dtype float32", changed(idle, "device", **FLOAT32))],
     "freed memory is not kept for the next batch": [
-        ("GLIBC_TUNABLES", changed(idle, "machine", not_kept="GLIBC_TUNABLES sets glibc.malloc")),
+        ("GLIBC_TUNABLES", changed(idle, "machine", not_kept="GLIBC_TUNABLES sets glibc.malloc"))
     ],
     "huge pages are off": [
-        ("transparent_hugepage/enabled", changed(idle, "machine", huge_pages="never")),
+        ("transparent_hugepage/enabled", changed(idle, "machine", huge_pages="never"))
     ],
     "the buckets do not fit the traffic": [
         (
@@ -251,18 +228,18 @@ SICK = {  # by the cause that is found: what helps, and the facts
     ],
     "batches may hold few tokens": [("leave out --max-batch-tokens", small_batches())],
     "the queue holds too few tokens": [
-        ("leave out --max-queue-tokens", refusing("tokens", 8000, 7900)),
+        ("leave out --max-queue-tokens", refusing("tokens", 8000, 7900))
     ],
     "more work arrives than the server can do": [
         ("add servers", refusing("tokens", 262_144, 262_000)),
         ("--max-concurrent-requests", refusing("inputs", 8192, 8192)),
     ],
     "requests hold all the memory that they may use": [
-        ("--max-queue-bytes", refusing("bytes", 2**20, 2**20)),
+        ("--max-queue-bytes", refusing("bytes", 2**20, 2**20))
     ],
     "interactive requests wait": [("x-priority", waiting(9.0))],
     "tokenizing takes longer than the model": [
-        ("leave out --tokenization-workers 1", changed_workers(1)),
+        ("leave out --tokenization-workers 1", changed_workers(1))
     ],
     "the event loop is busy": [("base64", changed(asked, "window", loop_share=0.9))],
     "texts are truncated": [('"truncate": false', changed(asked, "window", truncated=200))],
@@ -298,9 +275,7 @@ WELL = {
     "a neighbour that takes little": changed(idle, "window", other_cores=1.1),
     "neighbours of whom nothing is known": changed(idle, "window", other_cores=None),
     "long texts, which move the drift": changed(flooded, "programs", drift=3.0),
-    "few batches in a large bucket": with_buckets(
-        BucketFacts(1, 256, True, 9.0, "timed", 9, 81, 81.0)
-    ),
+    "few batches, large bucket": with_buckets(BucketFacts(1, 256, True, 9.0, "timed", 9, 81, 81.0)),
     "two-token queries in the smallest bucket": with_buckets(
         BucketFacts(1, 16, True, 2.5, "timed", 600, 1200, 1500.0)
     ),
@@ -317,9 +292,7 @@ WELL = {
     "slow tokenizing, and a slower model": changed(
         asked, "window", stages=stages_of(tokenization=80.0, inference=90.0)
     ),
-    "quick tokenizing, and a quicker model": changed(
-        asked, "window", stages=stages_of(tokenization=3.0)
-    ),
+    "quick tokenizing, quicker model": changed(asked, "window", stages=stages_of(tokenization=3.0)),
     "interactive work that waits for a batch": waiting(1.2),
 }
 
@@ -368,7 +341,10 @@ def examined(facts: Facts) -> Examination:
 
 
 @pytest.mark.parametrize(
-    "facts", [*[make() for make in HEALTHY.values()], *[facts for _, _, facts in EACH_SICK]]
+    "facts",
+    [make() for make in HEALTHY.values()]
+    + [changed(idle, "device", estimated=True)]  # about right, so that it is no finding
+    + [facts for _, _, facts in EACH_SICK],
 )
 def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
     examination = examined(facts)
@@ -382,18 +358,9 @@ def test_a_page_answers_ten_questions_and_shows_every_finding(facts):
         found = f"{finding.cause} evidence: {finding.evidence} remedy: {finding.remedy}"
         assert found in words
     assert ("Nothing is wrong with this server." in text) == (not examination.findings)
+    estimated = "its speed is estimated, because other programs used it when it was measured"
+    assert (estimated in words) == facts.device.estimated
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_a_page_says_of_a_speed_that_it_is_estimated():
-    """Which is no finding: the speed is about right."""
-    facts = changed(idle, "device", estimated=True)
-    text = " ".join(model_page("http://here", examined(facts)).split())
-    assert "its speed is estimated, because other programs used it when it was measured" in text
-    assert "Nothing is wrong with this server." in text
-
-
-# where facts come from
 
 
 def moment(at: float, inputs: float = 0.0, runs: int = 0, **machine) -> Sample:
@@ -411,10 +378,8 @@ def test_a_window_has_what_was_counted_between_its_ends():
     assert window.device_s == {"a": 5.0}
     assert (window.machine("cpu"), window.machine("busy")) == (2.5, None)
     assert window.delay_s == 0.02
-
-
-def test_a_bucket_that_first_ran_of_late_counts_whole():
-    assert Window([moment(0.0), moment(1.0, runs=3)]).ran("a")[Bucket(1, 16)].runs == 3
+    late = Window([moment(0.0), moment(1.0, runs=3)])  # its bucket had not run before
+    assert late.ran("a")[Bucket(1, 16)].runs == 3
 
 
 def test_a_history_forgets_what_is_older_than_its_window(monkeypatch):
@@ -454,9 +419,7 @@ def _system(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.name == "nt", reason="no /proc on Windows")
 @pytest.mark.parametrize(("own_niceness", "ticks"), [(0, 1360), (10, 1860)])
-def test_programs_of_lower_priority_do_not_keep_a_core_busy(
-    system, monkeypatch, own_niceness, ticks
-):
+def test_programs_of_lower_priority_keep_no_core_busy(system, monkeypatch, own_niceness, ticks):
     system("stat", STAT)
     monkeypatch.setattr(machine.os, "getpriority", lambda which, who: own_niceness)
     busy_s = machine.machine_counts()["busy"]
@@ -482,25 +445,25 @@ def test_the_quota_is_that_of_the_control_group(system):
         ("", "", None),
     ],
 )
-def test_huge_pages_are_told_of_the_system_and_the_process(
-    system, monkeypatch, tmp_path, status, enabled, huge_pages
-):
+def test_huge_pages_of_system_and_self(system, monkeypatch, tmp_path, status, enabled, huge_pages):
     system("self/status", status)
     system("enabled", enabled)
     monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path / "enabled")
     assert machine.machine_facts().huge_pages == huge_pages
 
 
-def test_a_model_that_is_served_is_examined(embedder):
+def test_a_model_that_is_served_is_examined(embedder, monkeypatch):
     models = {"tiny": embedder.model}
     some = History()
     some.note(models)
+    monkeypatch.setitem(embedder.model.admission.capacity.refused, "tokens", 3)
     embedder.encode(["the cat sat"])
     examination = examine(models, some.window(models))["tiny"]
     facts = examination.facts
     assert (facts.window.inputs, facts.task) == (1, "embed")
     assert (facts.device.dtype, facts.device.dtype_asked) == ("float32", True)
     assert facts.admission.buckets_asked
+    assert (facts.admission.tokens.refused, facts.admission.max_batch_tokens) == (3, 128)
     assert (facts.programs.compiled, facts.programs.buckets) == (3, 3)
     (ran,) = [bucket for bucket in facts.buckets if bucket.runs]
     assert (ran.runs, ran.useful_tokens, ran.cost_from) == (1, 5, "timed")
@@ -531,9 +494,6 @@ def test_info_tells_it_behind_the_key_alone(embedder):
     models = Models([embedder.model])
     assert verbose(models, "?verbose", config)[0] == 401
     assert verbose(models, "?verbose", config, Authorization="Bearer secret")[0] == 200
-
-
-# the command
 
 
 @contextmanager
@@ -588,36 +548,31 @@ def test_the_status_says_whether_something_was_found(facts, status):
     assert seen == [("/info?verbose", "Bearer secret")]
 
 
-def test_of_several_models_each_has_its_page():
+def test_of_several_models_each_has_its_page_and_json_is_what_the_server_said():
     other = flooded()
     other.model = "other"
     with answering(told(asked(), other)) as (url, _):
-        done = doctor(url)
+        done, as_json = doctor(url), doctor(url, "--json")
     assert "serves test/model" in done.output
     assert "serves other" in done.output
-
-
-def test_json_is_what_the_server_said():
-    with answering(told(asked())) as (url, _):
-        done = doctor(url, "--json")
-    said = json.loads(done.output)["models"]["test/model"]
+    said = json.loads(as_json.output)["models"]["test/model"]
     assert msgspec.convert(said, Examination) == examined(asked())
 
 
-def test_a_probe_times_lone_queries():
-    with answering(told(asked()), (200, b"[[0.0]]")) as (url, seen):
-        done = doctor(url, "--probe")
-    assert done.exit_code == 0, done.output
-    assert f"Probe: {PROBES} single queries were answered, p50 " in done.output
-    assert [path for path, _ in seen].count("/embed") == PROBES
-
-
-def test_a_probe_that_is_refused_says_so():
-    with answering(told(asked()), (429, b"{}")) as (url, _):
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (200, b"[[0.0]]", f"Probe: {PROBES} single queries were answered, p50 "),
+        (429, b"{}", f"Probe: 0 single queries were answered; {PROBES} failed: cannot read"),
+    ],
+)
+def test_a_probe_times_lone_queries(status, body, words):
+    with answering(told(asked()), (status, body)) as (url, seen):
         done = doctor(url, "--probe")
     said = " ".join(done.output.split())
-    assert f"Probe: 0 single queries were answered; {PROBES} failed: cannot read" in said
-    assert "HTTP 429" in said
+    assert words in said
+    assert ("HTTP 429" in said) == (status == 429)
+    assert [path for path, _ in seen].count("/embed") == PROBES
 
 
 @pytest.mark.parametrize(
@@ -652,9 +607,7 @@ def test_a_model_or_a_server_is_examined_and_not_both():
 
 
 def test_without_a_server_it_says_what_this_machine_has(tiny_checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jaxembed.cli.doctor.configure_jax", lambda *_: None
-    )  # it would hold for other tests
+    monkeypatch.setattr("jaxembed.cli.doctor.configure_jax", lambda *_: None)
     flags = ["--model", str(tiny_checkpoint), "--cache-dir", str(tmp_path / "cache")]
     done = doctor(*flags, "--dtype", "float32", "--kernels", "xla", "--json")
     said = msgspec.json.decode(done.stdout, type=LocalExamination)

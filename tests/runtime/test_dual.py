@@ -8,15 +8,13 @@ import jax
 import numpy as np
 import pytest
 from dual_sources import (
-    CLIP_CONFIG,
+    CONFIGS,
     PATCH,
     PATCHES,
     POSITIONS,
     PROCESSORS,
     SIDE,
-    SIGLIP2_CONFIG,
     SIGLIP2_IMAGES,
-    SIGLIP_CONFIG,
     SPACE,
     dual_tensors,
     expected_image,
@@ -27,6 +25,7 @@ from dual_sources import (
     write_dual,
 )
 from fake_embedder import FakeEmbedder
+from representatives import each
 from sources import change_json, write_json, write_modules
 from test_field_types import assert_described_or_refused
 from tokenizers import Tokenizer, processors
@@ -68,9 +67,7 @@ pytest.importorskip("PIL")
 KINDS = ["clip", "siglip", "siglip2"]
 TEXTS = ["w1 w2 w3", "w5", "w1 w2 w3 w4", " ".join(f"w{k}" for k in range(20))]
 
-each_kind = pytest.mark.parametrize(
-    "kind", ["clip", pytest.param("siglip", marks=pytest.mark.numerics), "siglip2"]
-)
+each_kind = pytest.mark.parametrize("kind", each(KINDS, "clip", "siglip2"))
 
 
 def _packing(length, budget, shards, unit):
@@ -80,7 +77,6 @@ def _packing(length, budget, shards, unit):
 
 @pytest.fixture(name="converted", scope="module")
 def _converted(tmp_path_factory):
-    """A checkpoint of each kind."""
     made = {}
     for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
@@ -136,8 +132,6 @@ def test_what_the_checkpoint_says(converted, kind):
     assert spec == routes.of_texts.main
     image = routes.image
     assert image is routes.specs[IMAGE_ROUTE]
-    assert image is not None
-    assert image.image is not None
     if kind == "siglip2":
         assert (image.image.most_patches, image.image.place_numbers) == (PATCHES, 4)
     else:
@@ -163,7 +157,6 @@ def shaped_pictures():
 
 def test_images_of_several_shapes_in_one_row_equal_each_alone(converted):
     spec = load_routes(converted["siglip2"]).image
-    assert spec is not None
     processor = ImageProcessor(spec, 1)
     tokenization = TokenizationOptions("", truncate=True, side="right")
     images = [Image(one) for one in shaped_pictures()]
@@ -275,9 +268,7 @@ def test_a_limit_of_texts_that_are_filled_up_is_refused(converted, tmp_path):
         Embedder(str(converted["siglip"]), cache_dir=tmp_path, config=config)
 
 
-def test_without_pillow_the_extra_is_named_before_anything_is_served(
-    converted, tmp_path, monkeypatch
-):
+def test_without_pillow_the_extra_is_named_before_it_serves(converted, tmp_path, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxembed\[images\]'"):
         Embedder(str(converted["clip"]), cache_dir=tmp_path)
@@ -286,7 +277,8 @@ def test_without_pillow_the_extra_is_named_before_anything_is_served(
 def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
     folder = tmp_path / "st"
     write_dual(folder / "0_CLIPModel")
-    write_modules(folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"))
+    clip = "sentence_transformers.models.CLIPModel", "0_CLIPModel"
+    write_modules(folder, clip)
     routes, default = outline_routes(folder)
     assert default == TEXT_ROUTE
     assert {model.spec.dim for model in routes.values()} == {SPACE}
@@ -295,35 +287,33 @@ def test_modules_json_says_whether_vectors_are_normalised(tmp_path):
     assert folders_read(folder) == []
     assert not routes[IMAGE_ROUTE].spec.heads["dense"].normalize
     kind = "sentence_transformers.models.Pooling"
-    write_modules(
-        folder, ("sentence_transformers.models.CLIPModel", "0_CLIPModel"), (kind, "1_Pooling")
-    )
+    write_modules(folder, clip, (kind, "1_Pooling"))
     with pytest.raises(UnsupportedModel, match="Pooling"):
         outline_routes(folder)
 
 
-def of_text(config, **changes):
-    return {"text_config": config["text_config"] | changes}
+def of_text(kind, **changes):
+    return {"text_config": CONFIGS[kind]["text_config"] | changes}
 
 
-def of_images(config, **changes):
-    return {"vision_config": config["vision_config"] | changes}
+def of_images(kind, **changes):
+    return {"vision_config": CONFIGS[kind]["vision_config"] | changes}
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
         ("clip", {"architectures": ["CLIPTextModelWithProjection"]}, "CLIPTextModelWithProjection"),
-        ("clip", of_text(CLIP_CONFIG, eos_token_id=3), "ends texts"),
-        ("clip", of_images(CLIP_CONFIG, num_channels=1), "channels"),
-        ("clip", of_images(CLIP_CONFIG, image_size=64), "64, 64"),
-        ("clip", of_images(CLIP_CONFIG, patch_size=5), "patches of"),
-        ("siglip", of_images(SIGLIP_CONFIG, vision_use_head=False), "vision_use_head"),
-        ("siglip2", of_images(SIGLIP2_CONFIG, num_patches=15), "num_patches 15"),
-        ("siglip2", of_images(SIGLIP2_CONFIG, patch_size=4), "patch_size 8"),
+        ("clip", of_text("clip", eos_token_id=3), "ends texts"),
+        ("clip", of_images("clip", num_channels=1), "channels"),
+        ("clip", of_images("clip", image_size=64), "64, 64"),
+        ("clip", of_images("clip", patch_size=5), "patches of"),
+        ("siglip", of_images("siglip", vision_use_head=False), "vision_use_head"),
+        ("siglip2", of_images("siglip2", num_patches=15), "num_patches 15"),
+        ("siglip2", of_images("siglip2", patch_size=4), "patch_size 8"),
         ("siglip2", {"architectures": ["Siglip2ForImageClassification"]}, "Siglip2ForImage"),
-        ("siglip", of_text(SIGLIP_CONFIG, hidden_act="x"), "hidden_a"),
-        ("clip", of_text(CLIP_CONFIG, hidden_size=33), "split into"),
+        ("siglip", of_text("siglip", hidden_act="x"), "hidden_a"),
+        ("clip", of_text("clip", hidden_size=33), "split into"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path, kind, changes, message):
@@ -350,9 +340,7 @@ def test_the_tokenizer_of_siglip_ends_texts_and_makes_letters_small(tmp_path):
     stored = outline_routes(folder)[0][TEXT_ROUTE].tokenizer
     assert Tokenizer.from_str(stored.decode()).encode("W1").ids == [4, 1]
     change_json(folder / "tokenizer_config.json", eos_token="<end>")
-    with pytest.raises(
-        CheckpointError, match=r"ends texts with the ids \[1\], and the model needs 24"
-    ):
+    with pytest.raises(CheckpointError, match=r"ends texts with the ids \[1\].*needs 24"):
         outline_routes(folder)
 
 
@@ -405,7 +393,6 @@ def test_old_and_new_forms_of_sizes(config, wanted):
 
 def test_rows_hold_one_image_in_its_own_shape(converted, tmp_path):
     spec = load_routes(converted["siglip2"]).image
-    assert spec is not None
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=1024, kernels="xla")
     grid = make_plan(spec, program(spec), config, tmp_path).grid
     assert {bucket.length for bucket in grid.buckets} == {PATCHES}
@@ -418,26 +405,18 @@ OF_CLIP = {"image_processor_type": "CLIPImageProcessor"}
     ("of_kind", "changes"),
     [
         (OF_CLIP, {"image_processor_type": "ViTImageProcessor"}),
-        (OF_CLIP, {"resample": 7}),
-        (OF_CLIP, {"do_rescale": False}),
-        (OF_CLIP, {"do_normalize": False}),
-        (OF_CLIP, {"do_pad": True}),
-        (OF_CLIP, {"do_center_crop": False}),
-        (OF_CLIP, {"size": {"shortest_edge": 100}}),
+        (OF_CLIP, {"resample": 7}), (OF_CLIP, {"do_rescale": False}),
+        (OF_CLIP, {"do_normalize": False}), (OF_CLIP, {"do_pad": True}),
+        (OF_CLIP, {"do_center_crop": False}), (OF_CLIP, {"size": {"shortest_edge": 100}}),
         (OF_CLIP, {"size": {"shortest_edge": 224, "longest_edge": 300}}),
-        (OF_CLIP, {"size": {"height": 0, "width": 224}}),
-        (OF_CLIP, {"image_mean": [0.5]}),
-        (OF_CLIP, {"image_std": [0.5, 0.0, 0.5]}),
-        (OF_CLIP, {"rescale_factor": "x"}),
-        (SIGLIP2_IMAGES, {"patch_size": 14}),
-        (SIGLIP2_IMAGES, {"max_num_patches": 0}),
-        (SIGLIP2_IMAGES, {"max_num_patches": "256"}),
-        (SIGLIP2_IMAGES, {"max_num_patches": 10**6}),
+        (OF_CLIP, {"size": {"height": 0, "width": 224}}), (OF_CLIP, {"image_mean": [0.5]}),
+        (OF_CLIP, {"image_std": [0.5, 0.0, 0.5]}), (OF_CLIP, {"rescale_factor": "x"}),
+        (SIGLIP2_IMAGES, {"patch_size": 14}), (SIGLIP2_IMAGES, {"max_num_patches": 0}),
+        (SIGLIP2_IMAGES, {"max_num_patches": "256"}), (SIGLIP2_IMAGES, {"max_num_patches": 10**6}),
         (SIGLIP2_IMAGES, {"size": {"height": 224, "width": 224}}),
-        (SIGLIP2_IMAGES, {"do_center_crop": True}),
-        (SIGLIP2_IMAGES, {"do_resize": False}),
+        (SIGLIP2_IMAGES, {"do_center_crop": True}), (SIGLIP2_IMAGES, {"do_resize": False}),
     ],
-)
+)  # fmt: skip
 def test_preparation_that_is_not_done_is_refused(of_kind, changes):
     own_shapes = of_kind is SIGLIP2_IMAGES
     with pytest.raises(CheckpointError, match="|".join(changes) if own_shapes else None):

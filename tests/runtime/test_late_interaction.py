@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import TOWERS, WORDS, save_tiny, tiny_spec
 from fakes import future_of
+from msgspec.structs import replace
 from representatives import each
 
 from jaxembed import Embedder, EngineConfig
@@ -54,9 +55,6 @@ def late(**changes) -> dict[str, Any]:
     }
 
 
-# -- tokens --------------------------------------------------------------------------------------
-
-
 @pytest.fixture(name="make", scope="module")
 def _make(make_processor):
     def make(limit: int = LENGTH, **changes) -> TextProcessor:
@@ -66,10 +64,7 @@ def _make(make_processor):
 
 
 def encoded(processor: TextProcessor, text: str, role=None, **changes) -> Encoding:
-    tokenization = TokenizationOptions("", True, "right", role=role)
-    tokenization = TokenizationOptions(
-        **{name: getattr(tokenization, name) for name in tokenization.__struct_fields__} | changes
-    )
+    tokenization = replace(TokenizationOptions("", True, "right", role=role), **changes)
     return processor.encode([Text(text)], tokenization).work.encodings[0]
 
 
@@ -96,9 +91,7 @@ LONGER, LOWER = {"length": 6, "query_length": 9}, {"limit": 7, "length": 6}
     ],
     ids=str,
 )
-def test_a_text_has_its_marker_and_a_query_is_filled_up(
-    make, changes, text, role, words, augmentation_tokens
-):
+def test_a_text_has_its_marker_and_fillers(make, changes, text, role, words, augmentation_tokens):
     encoding = encoded(make(**changes), text, role)
     wanted = [CLS, *(ID[word] for word in words.split()), SEP, *[MASK] * augmentation_tokens]
     assert encoding.ids.tolist() == wanted
@@ -168,9 +161,6 @@ def test_fillers_are_estimated(make):
     assert make().estimate([Text("cat")], TokenizationOptions("", True, "right")) == (1, 2)
 
 
-# -- the engine ----------------------------------------------------------------------------------
-
-
 def test_a_typed_mask_is_no_filler():
     """Two sequences of the same ids, of which one hides its last."""
     ids = np.array([CLS, QUERY, MASK, MASK], np.int32)
@@ -182,9 +172,7 @@ def test_a_typed_mask_is_no_filler():
 
 @pytest.mark.parametrize("attended", [False, True])
 def test_fillers_have_no_segment_as_keys(attended):
-    entries = future_of(
-        [Encoding(np.arange(5, 9, dtype=np.int32), augmentation_tokens=3)]
-    ).sequences
+    entries = future_of([Encoding(np.arange(5, 9, dtype="i4"), augmentation_tokens=3)]).sequences
     entries += future_of([Encoding(np.arange(5, 8, dtype=np.int32))]).sequences
     planes = pack(place(Bucket(1, 8), entries))
     tokens = PackedTokens.unstack(planes, 2, Expansion(MASK, 4, attended))
@@ -205,21 +193,16 @@ def test_calls_say_whether_they_hide_keys(backbone, attended):
 def test_native_attention_is_not_chosen_where_keys_are_hidden(monkeypatch, tmp_path):
     """The other native kernels are, whatever this CPU runs."""
     monkeypatch.setattr(kernels.native, "load_library", lambda cache_dir: None)
-    results = {"linear": faster(), "attention": faster()}
+    results = dict.fromkeys(("linear", "attention"), TrialResult(times_xla=0.5))
     device = jax.local_devices()[0]
     for attended in (False, True):
         spec = tiny_spec(**late(attended=attended))
         choice = kernels.choose_native(
             program(spec), device, "bfloat16", "auto", tmp_path, lambda: results
         )
-        assert choice.native is not None
         assert ("attention" in choice.native.without) is not attended
         assert ("native attention" in choice.describe()["not_used"]) is not attended
         assert not (choice.joins and not attended)
-
-
-def faster() -> TrialResult:
-    return TrialResult(times_xla=0.5)
 
 
 def test_a_trial_hides_keys_for_calls_that_do(monkeypatch):
@@ -239,9 +222,6 @@ def test_a_trial_hides_keys_for_calls_that_do(monkeypatch):
 
 def without_slots(*operands, slots, **options):
     return attention.by_xla(*operands, **options)
-
-
-# -- vectors -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(name="embedder_of", scope="module")

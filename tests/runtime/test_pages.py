@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dual_sources import picture
 from page_sources import CONFIG, IMAGE_ID, PAGE, words, write_pages
-from sources import change_json
+from sources import change_json, write_json
 
 from converters import convert, outline_routes
 from jaxembed import Embedder, EngineConfig
@@ -30,7 +30,6 @@ def _embedder(source, load_model):
 
 
 def vectors(embedder, ids) -> np.ndarray:
-    """The vectors of token ids as they are."""
     options = EncodeOptions(outputs=frozenset({"multi_vector"}))
     return embedder.model.run(embedder.model.tasks.embed([Tokens(ids)], options)).multi_vector[0]
 
@@ -51,24 +50,19 @@ def test_pages_are_ranked_by_the_best_product_of_each_vector_of_the_query(embedd
     np.testing.assert_allclose([one.score for one in ranked], np.sort(wanted)[::-1], rtol=1e-5)
 
 
-def test_texts_are_no_documents(embedder):
-    with pytest.raises(InvalidInput, match="takes images as documents"):
-        embedder.rerank("w1", ["a text"])
-    with pytest.raises(InvalidInput, match="takes images as documents"):
-        embedder.encode_multi(["a text"], role="document")
-
-
-def test_a_text_with_the_token_of_images_is_refused(embedder):
-    message = "'<image>', the token that stands for a part"
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.rerank("w1", ["a text"]), "takes images as documents"),
+        (lambda model: model.encode_multi(["a"], role="document"), "takes images as documents"),
+        (lambda model: model.encode_multi(["w1 <image>"]), "'<image>', the token that stands for"),
+        (lambda model: vectors(model, [2, IMAGE_ID]), "'<image>', the token that stands for"),
+        (lambda model: model.rerank("w1", images=PICTURES, max_chunks=2), "_doc` is for texts"),
+    ],
+)
+def test_what_pages_are_not_asked_for_is_refused(embedder, call, message):
     with pytest.raises(InvalidInput, match=message):
-        embedder.encode_multi(["w1 <image>"])
-    with pytest.raises(InvalidInput, match=message):
-        vectors(embedder, [2, IMAGE_ID])
-
-
-def test_divided_pages_are_refused(embedder):
-    with pytest.raises(InvalidInput, match="`max_chunks_per_doc` is for texts"):
-        embedder.rerank("w1", images=PICTURES, max_chunks=2)
+        call(embedder)
 
 
 def test_a_limit_below_a_page_is_refused(source, tmp_path):
@@ -82,7 +76,6 @@ def test_the_checkpoint_holds_one_set_of_parameters(source, tmp_path):
     routes = load_routes(tmp_path / "out")
     assert list(routes.specs) == [""]
     spec = routes.main
-    assert spec.image is not None
     assert (spec.image.token_id, len(spec.image.after)) == (IMAGE_ID, 6)
     assert spec.prompts == {"query": "Question: "}
     assert spec.max_input_tokens == PAGE
@@ -90,12 +83,10 @@ def test_the_checkpoint_holds_one_set_of_parameters(source, tmp_path):
 
 def test_the_words_around_inputs_are_read(source, tmp_path):
     changed = write_pages(tmp_path / "changed")
-    (changed / "processor_config.json").write_text(
-        '{"query_prefix": "the ", "visual_prompt_prefix": "w1 w2"}'
-    )
+    texts = {"query_prefix": "the ", "visual_prompt_prefix": "w1 w2"}
+    write_json(changed / "processor_config.json", texts)
     spec = outline_routes(changed)[0][""].spec
     assert spec.prompts == {"query": "the "}
-    assert spec.image is not None
     assert spec.image.after == tuple(words().encode("<bos>w1 w2\n").ids)
 
 

@@ -67,7 +67,6 @@ def spec_of(vocab_size: int = 50, width: int = WIDTH, modules=(), **changes) -> 
 
 @pytest.fixture(name="load")
 def _load(tmp_path) -> Iterator[Callable[..., Embedder]]:
-    """Load directories; what was loaded is closed at the end."""
     loaded: list[Embedder] = []
 
     def load(source: Path, config: EngineConfig | None = None) -> Embedder:
@@ -83,7 +82,9 @@ def _load(tmp_path) -> Iterator[Callable[..., Embedder]]:
 def _start() -> Iterator[Callable[..., HostEngine]]:
     engines: list[HostEngine] = []
 
-    def start(model) -> HostEngine:
+    def start(parameters=None) -> HostEngine:
+        spec = spec_of()
+        model = StaticEmbeddings(spec, parameters or random_parameters(spec))
         engines.append(HostEngine(model, Telemetry()))
         engines[-1].start()
         return engines[-1]
@@ -119,9 +120,8 @@ def test_with_modules_json_unknown_tokens_count_and_nothing_is_cut(tmp_path, loa
 
 def test_without_modules_json_unknown_tokens_are_dropped(tmp_path, load):
     embedder = load(write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False))
-    np.testing.assert_allclose(
-        embedder.encode("hello ☃ world"), mean_of(ids_of("hello world")), rtol=1e-6
-    )
+    wanted = mean_of(ids_of("hello world"))
+    np.testing.assert_allclose(embedder.encode("hello ☃ world"), wanted, rtol=1e-6)
     assert not embedder.encode("☃ ☃").any()
     ids = embedder.model.tasks.embed([Tokens([UNKNOWN, 4])], EncodeOptions())
     np.testing.assert_array_equal(embedder.model.run(ids).dense[0], TABLE[4])
@@ -144,9 +144,7 @@ def test_without_modules_json_texts_are_cut_by_tokens_and_by_characters(tmp_path
 
 
 @pytest.mark.parametrize(("asked", "limit"), [({}, 512), ({"max_length": None}, NO_LIMIT)])
-def test_the_limit_of_model2vec_is_512_tokens_unless_config_json_says_otherwise(
-    asked, limit, tmp_path
-):
+def test_the_limit_of_model2vec_is_512_tokens_unless_config_json_has_one(asked, limit, tmp_path):
     source = write_static(tmp_path / "source", OF_MODEL2VEC, normalize=False, **asked)
     assert convert(source, tmp_path / "out").max_input_tokens == limit
 
@@ -298,8 +296,7 @@ def test_parameters_of_another_model_are_refused():
 
 
 def test_a_closed_engine_computes_no_more(start):
-    spec = spec_of()
-    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
+    engine = start()
     assert engine.compute(work_from_encodings(batch_of(30)))["dense"].shape == (30, WIDTH)
     assert engine.tokens_per_s > 0
     assert engine.temporary_bytes == 0
@@ -310,10 +307,9 @@ def test_a_closed_engine_computes_no_more(start):
 
 
 def test_a_failure_fails_only_its_request(start, caplog):
-    spec = spec_of()
-    parameters = random_parameters(spec)
+    parameters = random_parameters(spec_of())
     parameters["table"][7] = np.inf
-    engine = start(StaticEmbeddings(spec, parameters))
+    engine = start(parameters)
     with pytest.raises(NotFinite, match="not finite"):
         engine.compute(work_from_encodings([Encoding(np.array([7], np.int32))]))
     assert engine.snapshot().failures == (1,)
@@ -323,8 +319,7 @@ def test_a_failure_fails_only_its_request(start, caplog):
 
 
 def test_an_internal_error_is_told_in_the_log_alone(start, caplog, monkeypatch):
-    spec = spec_of()
-    engine = start(StaticEmbeddings(spec, random_parameters(spec)))
+    engine = start()
     monkeypatch.setattr(engine._model, "compute", lambda work: 1 / 0)
     with pytest.raises(BackendError, match="an internal error"):
         engine.compute(work_from_encodings(batch_of(100)))

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 from conftest import TOWERS, tiny_spec
+from representatives import each
 
 from benchmarks.parameters import random_parameters
 from jaxembed.config import EngineConfig
@@ -16,15 +17,7 @@ from jaxembed.models import program
 from jaxembed.runtime.summary import summary
 
 
-@pytest.mark.parametrize(
-    "backbone",
-    [
-        pytest.param(
-            backbone, marks=[] if backbone in ("bert", "deberta") else [pytest.mark.numerics]
-        )
-        for backbone in TOWERS
-    ],
-)
+@pytest.mark.parametrize("backbone", each(TOWERS, "bert", "deberta"))
 def test_the_bytes_are_those_that_a_replica_places(backbone):
     spec = tiny_spec(**TOWERS[backbone], modules=(DenseLayer(32, 7), DenseLayer(7, 3)))
     made, parameters, facts = program(spec), random_parameters(spec), summary(spec)

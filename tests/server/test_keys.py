@@ -4,17 +4,22 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
+from conftest import save_tiny
 from fake_embedder import M3, RERANKER, ROUTES, FakeEmbedder
 from fakes import until
+from live_server import WAIT_S, served
 from test_quota import Clock
 from test_server_app import is_error
 
 from jaxembed.config import ServerConfig
+from jaxembed.engine.quota import Limits
 from jaxembed.errors import CheckpointError, ConfigError, Overloaded
 from jaxembed.server.access import format_duration
 from jaxembed.server.app import create_app, create_metrics_app
@@ -40,27 +45,16 @@ def file_of(folder: Path, *tables: str) -> Path:
     return path
 
 
-# The file
-
-
 def test_a_key_has_what_its_table_says(tmp_path):
-    text = table(
-        models=["a", "a:fr"],
-        routes=["/v1/*", "/embed"],
-        requests_per_minute=60,
-        tokens_per_minute=1000,
-        max_inputs_waiting=5,
-    )
+    limits = {"requests_per_minute": 60, "tokens_per_minute": 1000, "max_inputs_waiting": 5}
+    text = table(models=["a", "a:fr"], routes=["/v1/*", "/embed"], **limits)
     keys = read_key_file(file_of(tmp_path, text, table("two", "other")), {})
     one, two = keys[digest_of(b"secret")], keys[digest_of(b"other")]
     assert one.models == {"a", "a:fr"}
-    assert (one.limits.requests_per_minute, one.limits.tokens_per_minute) == (60, 1000)
-    assert one.limits.max_inputs_waiting == 5
+    assert one.limits == Limits(60, 1000, 5)
     assert two.models is two.routes is two.expires is None
-    taken = ("/v1/models", "/v1/", "/embed")
-    assert [
-        path for path in (*taken, "/embed_all", "/v2/embed", "/") if one.may_use_route(path)
-    ] == [*taken]
+    paths = ("/v1/models", "/v1/", "/embed", "/embed_all", "/v2/embed", "/")
+    assert tuple(filter(one.may_use_route, paths)) == paths[:3]
     assert two.may_use_route("/anything")
 
 
@@ -109,25 +103,21 @@ def test_all_problems_are_listed_up_to_ten():
 
 
 def test_what_is_no_file_of_text_is_refused(tmp_path):
-    fifo = tmp_path / "fifo"
+    fifo, latin, huge = (tmp_path / name for name in ("fifo", "latin", "huge"))
     os.mkfifo(fifo)
+    latin.write_bytes(b"\xff\xfe")
+    with huge.open("wb") as file:
+        file.truncate(17 * 2**20)
     for path, words in (
         (tmp_path / "nowhere", "No such file"),
         (tmp_path, "cannot read|not a regular file"),
         (fifo, "is not a regular file"),
         (Path("/dev/null"), "is not a regular file"),
+        (latin, "not UTF-8 text"),
+        (huge, "a key file can have"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_key_file(path, {})
-    latin = tmp_path / "latin"
-    latin.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="not UTF-8 text"):
-        read_key_file(latin, {})
-    huge = tmp_path / "huge"
-    with huge.open("wb") as file:
-        file.truncate(17 * 2**20)
-    with pytest.raises(ConfigError, match="a key file can have"):
-        read_key_file(huge, {})
 
 
 @pytest.mark.parametrize(
@@ -143,9 +133,6 @@ def test_a_key_is_valid_to_the_end_of_a_date_or_to_a_moment(expires, last):
     (key,) = parse_keys(f"{table()}expires = {expires}", "keys.toml", {}).values()
     assert not key.is_expired(last)
     assert key.is_expired(last + timedelta(seconds=1))
-
-
-# Reading it again
 
 
 def ring(folder: Path, *tables: str, **options) -> Keyring:
@@ -235,8 +222,6 @@ def test_a_file_that_is_still_written_is_not_read(tmp_path, monkeypatch):
     assert done[:9] == [0] * 7 + [1] * 2  # read at the seventh look, and once
 
 
-# Over HTTP
-
 EMBED = {"/v1/embeddings": "input", "/embed": "inputs", "/v2/embed": "texts"}
 
 
@@ -248,9 +233,9 @@ class Site:
         self.now = datetime(2027, 1, 1, tzinfo=UTC)
         self.keys = ring(folder, *tables, clock=self.clock, now=lambda: self.now)
         self.embedder = FakeEmbedder()
-        self.models = models or Models([self.embedder])
+        models = models or Models([self.embedder])
         config = ServerConfig(**options)
-        self.app = create_app(self.models, config, ModelPool(self.models), keyring=self.keys)
+        self.app = create_app(models, config, ModelPool(models), keyring=self.keys)
         self.client = self.app.test_client()
 
     async def get(self, path: str, key: str = "secret", status: int | None = None):
@@ -268,13 +253,9 @@ class Site:
         assert response.status_code < 400 or is_error(path, answer)
         return response, answer
 
-    async def embed(
-        self, inputs="the cat", path="/v1/embeddings", key="secret", status=None, **fields
-    ):
-        body = {EMBED[path]: inputs} | fields
-        if path == "/v2/embed":
-            body |= {"input_type": "search_query"}
-        return await self.post(path, body, key, status)
+    async def embed(self, inputs=("x",), path="/v1/embeddings", key="secret", status=None, **more):
+        purpose = {"input_type": "search_query"} if path == "/v2/embed" else {}
+        return await self.post(path, {EMBED[path]: inputs} | purpose | more, key, status)
 
 
 def said(body: dict) -> str:
@@ -286,47 +267,42 @@ def said(body: dict) -> str:
 async def test_a_key_of_the_file_opens_and_another_does_not(path, tmp_path):
     site = Site(tmp_path, table(), api_keys=("flag",))
     for key, status in (("secret", 200), ("flag", 200), ("wrong", 401), ("", 401)):
-        response, _ = await site.embed(["x"], path, key, status=status)
+        response, _ = await site.embed(path=path, key=key, status=status)
         assert not [name for name, _ in response.headers if "ratelimit" in name.lower()]
     await site.get("/health", "wrong", status=200)
     assert site.keys.unknown == 2
 
 
 @pytest.mark.parametrize("path", EMBED)
-async def test_an_expired_key_is_refused_by_its_name(path, tmp_path):
-    site = Site(tmp_path, table("late") + "expires = 2027-01-01T00:00:01Z")
-    await site.embed(["x"], path, status=200)
+async def test_a_key_that_has_expired_or_is_for_other_routes_is_refused_by_its_name(path, tmp_path):
+    late = table("late") + "expires = 2027-01-01T00:00:01Z"
+    site = Site(tmp_path, late, table("narrow", "other", routes=["/rerank", "/v9/*"]))
+    await site.embed(path=path, status=200)
     site.now += timedelta(seconds=1)
-    response, body = await site.embed(["x"], path, status=401)
+    response, body = await site.embed(path=path, status=401)
     assert response.headers["www-authenticate"] == "Bearer"
     assert said(body).startswith("the key `late` has expired: it was valid until 2027-01-01 00:0")
-
-
-@pytest.mark.parametrize("path", EMBED)
-async def test_a_route_that_the_key_may_not_use_is_forbidden(path, tmp_path):
-    site = Site(tmp_path, table("narrow", routes=["/rerank", "/v9/*"]))
-    _, body = await site.embed(["x"], path, status=403)
+    _, body = await site.embed(path=path, key="other", status=403)
     assert said(body) == f"the key `narrow` may not use {path}; it may use /rerank, /v9/*"
 
 
 def three() -> Models:
     """An embedder under two names, another, and a reranker."""
-    embedder, other, reranker = FakeEmbedder(), FakeEmbedder(spec=M3), FakeEmbedder(spec=RERANKER)
-    other.name, reranker.name = "test/other", "test/reranker"
+    other = FakeEmbedder(spec=M3, name="test/other")
+    reranker = FakeEmbedder(spec=RERANKER, name="test/reranker")
     aliases = {"test/fake": ["e", "live"], "test/other": ["o"], "test/reranker": ["r"]}
-    return Models([embedder, other, reranker], aliases)
+    return Models([FakeEmbedder(), other, reranker], aliases)
 
 
 @pytest.mark.parametrize("path", EMBED)
 async def test_a_model_that_the_key_may_not_use_is_forbidden_served_or_not(path, tmp_path):
     site = Site(tmp_path, table("narrow", models=["live", "r"]), models=three())
-    await site.embed(["x"], path, model="live", status=200)
+    for named in ({"model": "live"}, {}):  # without a name the only one that the key may use
+        await site.embed(path=path, status=200, **named)
     for model in ("e", "o", "nobody", "live:fr"):
-        _, body = await site.embed(["x"], path, model=model, status=403)
+        _, body = await site.embed(path=path, model=model, status=403)
         words = f"the key `narrow` may not use the model `{model}`; it may use live, r"
         assert said(body) == words
-    # without a name it is the only one that the key may use
-    await site.embed(["x"], path, status=200)
     assert site.keys.quota(site.keys.find(b"secret")).refused["model"] == 4
 
 
@@ -346,14 +322,10 @@ async def test_a_key_sees_the_models_that_it_may_use_and_no_others(tmp_path):
         assert [one["id"] for one in json.loads(body)["data"]] == ["o", "r"]
         _, body = await site.get(path, "other")
         assert len(json.loads(body)["data"]) == 4
-    for path, status in (
-        ("/v1/models/o", 200),
-        ("/v1/models/e", 403),
-        ("/v1/models/nobody", 403),
-        ("/info?model=e", 403),
-        ("/info?model=r", 200),
-    ):
-        await site.get(path, status=status)
+    for path in ("/v1/models/o", "/info?model=r"):
+        await site.get(path, status=200)
+    for path in ("/v1/models/e", "/v1/models/nobody", "/info?model=e"):
+        await site.get(path, status=403)
     _, body = await site.get("/info")
     info = json.loads(body)
     assert info["served_model_name"] == "o"
@@ -370,27 +342,23 @@ async def test_names_that_are_not_served_are_told_only_those_of_the_key(tmp_path
         _, body = await site.get(path, status=404)
         assert said(json.loads(body)) == "the model `gone` does not exist; this server has o"
     site = Site(tmp_path, table("stale", models=["gone"]), models=three())
-    _, body = await site.embed(status=403)
-    assert "none of the models that the API key may use" in said(body)
-    _, body = await site.get("/info", status=403)
-    assert "none of the models that the API key may use" in said(json.loads(body))
+    words = "none of the models that the API key may use"
+    assert words in said((await site.embed(status=403))[1])
+    assert words in said(json.loads((await site.get("/info", status=403))[1]))
 
 
 def loading(folder: Path, load, *names: str, **aliases: str):
     """A client of a server that loads these models, and whose key may use the last of all names."""
-    models = Models(
-        capacity=FakeEmbedder().admission.capacity,
-        loadable=lambda: {name: f"/models/{name}" for name in names},
-    )
+    catalog = {name: f"/models/{name}" for name in names}
+    models = Models(capacity=FakeEmbedder().admission.capacity, loadable=lambda: catalog)
     for alias, name in aliases.items():
         models.name_alias(alias, name)
     keys = ring(folder, table(models=[[*names, *aliases][-1]]))
     app = create_app(models, ServerConfig(), ModelPool(models, load), keyring=keys)
-    client = app.test_client()
+    headers = {"authorization": "Bearer secret"}
 
     async def post(path, body):
-        headers = {"authorization": "Bearer secret"}
-        response = await client.post(path, json=body, headers=headers)
+        response = await app.test_client().post(path, json=body, headers=headers)
         return response.status_code, await response.get_json()
 
     return post
@@ -401,9 +369,7 @@ async def test_a_model_that_the_key_may_not_use_is_never_loaded(tmp_path):
 
     def load(model, reserve):
         asked.append(model)
-        embedder = FakeEmbedder()
-        embedder.name = model
-        return embedder
+        return FakeEmbedder()
 
     post = loading(tmp_path, load, "a", "b")
     for path, body in (
@@ -449,8 +415,8 @@ async def test_answers_and_refusals_tell_what_is_left(path, tmp_path):
         "reset-tokens": "400ms",
     }
     await site.embed(["a"], path, status=200)
-    response, body = await site.embed(["a"], path)
-    assert (response.status_code, response.headers["retry-after"]) == (429, "30")
+    response, body = await site.embed(["a"], path, status=429)
+    assert response.headers["retry-after"] == "30"
     assert said(body) == "the key `batch` has used its 2 requests per minute; try again in 30 s"
     assert rates(response)["remaining-requests"] == "0"
     assert rates(response)["reset-requests"] == "1m0s"
@@ -478,8 +444,8 @@ async def test_inputs_that_wait_are_limited_and_given_back_whatever_ends_the_req
     embedder.gate = asyncio.Event()
     waiting = asyncio.create_task(site.embed(["a", "b"]))
     await embedder.entered.wait()
-    response, body = await site.embed(["c", "d"])
-    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    response, body = await site.embed(["c", "d"], status=429)
+    assert response.headers["retry-after"] == "1"
     assert "the key `batch` has 2 waiting inputs, and" in said(body)
     _, body = await site.embed(["a"] * 4, status=400)
     assert "the limit of the key `batch` is 3" in said(body)
@@ -506,7 +472,7 @@ async def test_no_message_metric_or_log_line_has_a_key_or_its_digest(tmp_path, c
     seen = [await (await site.client.get("/metrics")).get_data()]
     for path in EMBED:
         for key in ("secret", "wrong"):
-            response, body = await site.embed(["x"], path, key, model="e")
+            response, body = await site.embed(path=path, key=key, model="e")
             seen += [json.dumps(body).encode(), str(response.headers).encode()]
     site.keys.read_again()
     client = create_metrics_app(site.app.service).test_client()  # a port of its own
@@ -529,16 +495,40 @@ async def test_without_a_key_file_nothing_of_keys_is_shown_or_done():
     assert b"jaxembed_audit" not in metrics
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0ms"),
-        (0.12, "120ms"),
-        (8.64, "8.64s"),
-        (59.9999, "1m0s"),
-        (60, "1m0s"),
-        (61.5, "1m1.5s"),
-    ],
-)
-def test_a_duration_is_written_as_openai_writes_it(seconds, text):
-    assert format_duration(float(seconds)) == text
+def test_a_duration_is_written_as_openai_writes_it():
+    texts = map(format_duration, (0.0, 0.12, 8.64, 59.9999, 60.0, 61.5))
+    assert list(texts) == ["0ms", "120ms", "8.64s", "1m0s", "1m0s", "1m1.5s"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="no SIGHUP on Windows")
+def test_at_sighup_keys_are_read_again_and_the_audit_log_moves_on(tmp_path):
+    keys, log, moved = (tmp_path / name for name in ("keys.toml", "audit.jsonl", "audit.1"))
+    keys.write_text(table("first", "first"))
+    flags = ("--api-key-file", str(keys), "--audit-log", str(log))
+    flags += ("--cache-dir", str(tmp_path / "cache"))
+    model = str(save_tiny(tmp_path / "model"))
+    with served(model, *flags) as (url, pid), httpx.Client(base_url=url, timeout=WAIT_S) as client:
+
+        def ask(key: str) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"input": "a secret text"}
+            return client.post("/v1/embeddings", json=body, headers=headers).status_code
+
+        def lines() -> list[dict]:
+            return [json.loads(line) for line in log.read_text().splitlines()]
+
+        assert (ask("first"), ask("nobody")) == (200, 401)
+        until(lambda: len(lines()) == 2)
+        line, refused = lines()
+        assert (line["key"], line["status"], line["inputs"], line["tokens"]) == ("first", 200, 1, 5)
+        assert (refused["key"], refused["status"]) == (None, 401)
+        log.rename(moved)
+        os.kill(pid, signal.SIGHUP)  # the file of keys is as it was, and is read all the same
+        until(log.exists)
+        until(lambda: 'key_file_reads{result="done"} 1.0' in client.get("/metrics").text)
+        keys.write_text(table("second", "second"))
+        until(lambda: ask("second") == 200)
+        assert ask("first") == 401
+        until(lambda: lines()[-1]["status"] == 401)
+        assert "secret" not in moved.read_text() + log.read_text()

@@ -24,12 +24,8 @@ EMBEDDER = msgspec.structs.replace(
     prompts={"query": "query: ", "passage": "passage: "},
 )
 ALL_OUTPUTS = msgspec.structs.replace(M3, hidden_size=WIDTH, prompts=EMBEDDER.prompts)
-SPECS = {  # by the end of the route
-    "rerank": RERANKER,
-    "classify": CLASSIFIER,
-    "embed_sparse": ALL_OUTPUTS,
-    "multi-vector": ALL_OUTPUTS,
-}
+SPECS = {"rerank": RERANKER, "classify": CLASSIFIER}  # by the end of the route
+SPECS |= dict.fromkeys(("embed_sparse", "multi-vector"), ALL_OUTPUTS)
 RECORDED = json.loads((Path(__file__).parents[1] / "clients" / "requests.json").read_text())
 
 # What is refused because it is not served, and what the client is told.
@@ -42,14 +38,9 @@ REFUSED = {
     "ll_voyage": (415, "Content-Type: application/json"),  # it says nothing of what it sends
 }
 
-PROMPTS = {  # of EMBEDDER, by what a client says its texts are for
-    "query": "query",
-    "retrieval.query": "query",
-    "retrieval.passage": "passage",
-    "search_query": "query",
-    "document": "passage",
-    "search_document": "passage",
-}
+# of EMBEDDER, by what a client says its texts are for
+PROMPTS = dict.fromkeys(("query", "retrieval.query", "search_query"), "query")
+PROMPTS |= dict.fromkeys(("retrieval.passage", "document", "search_document"), "passage")
 
 # LiteLLM reads a string here for Infinity and an object for vLLM, from the same request.
 OBJECT_FOR_A_STRING = ("ll_infinity_rerank", "ll_infinity_rerank_v1")
@@ -87,32 +78,20 @@ def by_name(one):
     return f"{one['client'].split()[0]}-{one['call']}"
 
 
-def is_served(one):
-    return one["call"] not in REFUSED
-
-
 def is_of_images(one):
     return "data:image/" in json.dumps(one.get("body"))
 
 
-SERVED = list(filter(is_served, RECORDED))
-TEXTS = [one for one in SERVED if not is_of_images(one)]
-IMAGES = [one for one in SERVED if is_of_images(one)]
+SERVED = [one for one in RECORDED if one["call"] not in REFUSED]
 
 
-@pytest.mark.parametrize("one", TEXTS, ids=by_name)
-def test_the_client_gets_what_it_reads(one, monkeypatch):
-    monkeypatch.setattr("fake_embedder.DIM", WIDTH)
-    check(one, *replay(one))
-
-
-@pytest.mark.parametrize("one", IMAGES, ids=by_name)
-def test_the_client_of_images_gets_what_it_reads(one, clip):
-    check(one, *replay(one, clip.model))
-
-
-def check(one, response, data):
-    """Fail unless the answer has what the client of a recorded request reads."""
+@pytest.mark.parametrize("one", SERVED, ids=by_name)
+def test_the_client_gets_what_it_reads(one, monkeypatch, request):
+    if is_of_images(one):
+        response, data = replay(one, request.getfixturevalue("clip").model)
+    else:
+        monkeypatch.setattr("fake_embedder.DIM", WIDTH)
+        response, data = replay(one)
     assert response.status_code == 200, data
     answer = None if response.mimetype == "text/plain" else json.loads(data)
     for place in one.get("reads", ()):
@@ -134,10 +113,11 @@ def test_the_client_is_told_why_it_is_refused(one, embedder):
 
 
 def test_the_prompt_follows_what_the_client_says_its_texts_are_for():
-    for one in TEXTS:
-        purpose = (one.get("body") or {}).get("input_type") or (one.get("body") or {}).get("task")
-        if purpose and one["request"].endswith(("embeddings", "embed")):
+    for one in SERVED:
+        body = one.get("body") or {}
+        purpose = body.get("input_type") or body.get("task")
+        embeds = one["request"].endswith(("embeddings", "embed")) and not is_of_images(one)
+        if purpose and embeds:
             embedder = FakeEmbedder(spec=msgspec.structs.replace(spec_of(one), hidden_size=8))
-            body = {**one, "body": one["body"] | {"dimensions": 0}}
-            response, _ = replay(body, embedder)
+            response, _ = replay(one | {"body": body | {"dimensions": 0}}, embedder)
             assert response.headers["x-prompt-name"] == PROMPTS.get(purpose, "")

@@ -1,12 +1,14 @@
-"""/v1/rerank and /v2/rerank: one body, two answers."""
+"""/v1/rerank and /v2/rerank, one body and two answers, and /classify in Infinity's words."""
 
 import numpy as np
 import pytest
-from fake_embedder import GENERATOR, RERANKER, FakeEmbedder
+from fake_embedder import CLASSIFIER, GENERATOR, RERANKER, FakeEmbedder, logits
 from test_server_app import fetch_json
 from test_server_openai import ask
 
+from jaxembed.data.inputs import Pair, Text
 from jaxembed.errors import BackendError, Overloaded
+from jaxembed.runtime.postprocess import scores
 
 PATHS = ["/v1/rerank", "/v2/rerank"]
 QUERY = "a b c"
@@ -37,8 +39,7 @@ def test_documents_come_best_first_and_equals_in_their_order(path):
 
 def test_the_answer_of_jina():
     response, body = rerank(model="test/fake")
-    assert body["object"] == "rerank"
-    assert body["model"] == "test/fake"
+    assert (body["object"], body["model"]) == ("rerank", "test/fake")
     assert body["id"] == f"rerank-{response.headers['x-request-id']}"
     assert isinstance(body["created"], int)
     assert body["usage"] == {"prompt_tokens": 23, "total_tokens": 23}  # 5 queries of 3, 8 words
@@ -100,12 +101,12 @@ def test_documents_come_back_as_objects_when_asked_for(path):
 @pytest.mark.parametrize("path", [*PATHS, "/rerank"])
 def test_documents_whose_scores_are_all_1_are_still_ranked(path, monkeypatch):
     monkeypatch.setattr("fake_embedder.logits", lambda item, _: np.float32([len(item.second)]))
-    embedder = FakeEmbedder(spec=RERANKER)
     texts = ["a" * 40, "a" * 60, "a" * 50]
-    _, body = ask({"query": "q", "documents": texts}, path=path, embedder=embedder)
+    _, body = rerank(path, query="q", documents=texts)
     assert indices(body) == [1, 2, 0]
     assert [item["relevance_score"] for item in body["results"]] == [1, 1, 1]
-    _, body = ask({"query": "q", "texts": texts}, path="/rerank", embedder=embedder)
+    asked = {"query": "q", "texts": texts}
+    _, body = ask(asked, path="/rerank", embedder=FakeEmbedder(spec=RERANKER))
     assert [item["index"] for item in body] == [1, 2, 0]
 
 
@@ -129,6 +130,7 @@ def test_options_reach_the_embedder(given, limit, path):
         ({"documents": []}, "documents"),
         ({"documents": ["a", 1]}, "documents[1]"),
         ({"documents": [{"title": "u"}]}, "documents[0]"),
+        ({"documents": ["a", {"image": "data:image/png;base64,aaaa"}]}, "takes texts and no"),
         ({"top_n": -1}, "top_n"),
         ({"overlap_tokens": -1}, "overlap_tokens"),
         ({"rank_fields": ["title", "text"]}, "rank_fields"),
@@ -139,17 +141,11 @@ def test_options_reach_the_embedder(given, limit, path):
 )
 def test_a_bad_value_is_a_400_that_names_the_field(fields, param, path):
     _, body = rerank(path, **fields, status=400)
-    if path == "/v1/rerank":
+    if path == "/v1/rerank" and " " not in param:
         assert body["error"]["param"] == param
     else:
-        assert list(body) == ["message"]
-        assert param in body["message"]
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_images_for_a_reranker_of_texts_are_refused(path):
-    _, body = rerank(path, documents=["a", {"image": "data:image/png;base64,aaaa"}], status=400)
-    assert "takes texts and no images" in str(body)
+        assert param in str(body)
+    assert path == "/v1/rerank" or list(body) == ["message"]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +164,67 @@ def test_failures_in_the_dialect_of_cohere(failure, status):
     assert ("retry-after" in response.headers) == isinstance(failure, Overloaded)
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [
-    ("POST", "/v2/nothing", 404), ("GET", "/v2/rerank", 405),
-])  # fmt: skip
-def test_what_is_not_there_is_said_in_words_of_cohere_under_v2(method, path, status):
-    assert list(fetch_json(path, method, status=status)[1]) == ["message"]
+@pytest.mark.parametrize(("path", "status"), [("/v2/nothing", 404), ("/v2/rerank", 405)])
+def test_what_is_not_there_is_said_in_words_of_cohere_under_v2(path, status):
+    assert list(fetch_json(path, status=status)[1]) == ["message"]
+
+
+LABELLED = ["/classify", "/v1/classify"]
+
+
+def classify(body, spec=CLASSIFIER, path="/classify", status=200):
+    return ask(body, path=path, embedder=FakeEmbedder(spec=spec), status=status)
+
+
+@pytest.mark.parametrize("path", LABELLED)
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("a", [Text("a")]),
+        (["a", "b"], [Text("a"), Text("b")]),
+        ([["a", "b"], "c"], [Pair("a", "b"), Text("c")]),
+    ],
+)
+def test_each_input_gets_every_label_best_first(given, wanted, path):
+    response, body = classify({"input": given, "model": "test/fake"}, path=path)
+    assert (body["object"], body["model"]) == ("classify", "test/fake")
+    tokens = sum(2 if isinstance(item, Pair) else 1 for item in wanted)
+    assert body["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert body["id"] == f"classify-{response.headers['x-request-id']}"
+    assert isinstance(body["created"], int)
+    found = scores(np.stack([logits(item, 3) for item in wanted]), "softmax")
+    for row, labels in zip(found, body["data"], strict=True):
+        order = np.argsort(-row)
+        assert [item["label"] for item in labels] == [CLASSIFIER.labels[k] for k in order]
+        np.testing.assert_allclose([item["score"] for item in labels], row[order], rtol=1e-6)
+    assert response.headers["x-compute-tokens"] == str(tokens)
+
+
+def test_a_reranker_has_one_label():
+    _, body = classify({"input": [["a", "a"]]}, spec=RERANKER)
+    assert body["data"] == [[{"score": 0.5, "label": "LABEL_0"}]]
+
+
+@pytest.mark.parametrize("path", LABELLED)
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"input": ""}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [["", ""]]}, 400, "input[0]"),
+        ({"input": [["a", "b", "c"]]}, 400, "input[0]"),
+        ({"input": [1]}, 400, "input[0]"),
+        ({"input": "a", "model": "x"}, 404, "model"),
+    ],
+)
+def test_errors_are_those_of_openai(body, status, param, path):
+    _, answer = classify(body, path=path, status=status)
+    assert answer["detail"] == answer["error"]["message"]
+    assert answer["error"]["param"] == param
+
+
+def test_a_failed_batch_is_a_503_and_a_wrong_model_a_400():
+    failing = FakeEmbedder(BackendError("the batch failed"), CLASSIFIER)
+    ask({"input": "a"}, path="/classify", embedder=failing, status=503)
+    _, answer = ask({"input": "a"}, path="/classify", status=400)
+    assert "`test/fake` is an embedding model" in answer["error"]["message"]

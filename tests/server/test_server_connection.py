@@ -21,6 +21,7 @@ from hypercorn.config import Config
 from hypercorn.events import RawData
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.typing import ConnectionState
+from test_server_pool import until
 
 from jaxembed.memory import KIB
 from jaxembed.server import run
@@ -40,8 +41,8 @@ def _warnings_alone(caplog) -> None:
 async def serving(embedder=None, *, send_buffer: int | None = None):
     """A server on a free port, and its host and port. `send_buffer` is how many bytes the system
     keeps for a client that does not read."""
-    async with test_server_run.serving(embedder or FakeEmbedder(), send_buffer=send_buffer) as made:
-        client, _, _ = made
+    made = test_server_run.serving(embedder or FakeEmbedder(), send_buffer=send_buffer)
+    async with made as (client, _, _):
         yield client.base_url.host, client.base_url.port
 
 
@@ -59,6 +60,10 @@ async def embed(reader, writer, texts: list[str]) -> bytes:
     head = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return (await answer(reader))[1]
+
+
+async def status(reader) -> int:
+    return (await answer(reader))[0]
 
 
 async def answer(reader) -> tuple[int, bytes]:
@@ -95,10 +100,6 @@ async def test_a_connection_that_waits_for_an_answer_is_not_idle(monkeypatch):
             assert await reader.read() == b""
         embedder.gate.set()
         assert await asking
-
-
-async def status(reader) -> int:
-    return (await answer(reader))[0]
 
 
 @pytest.mark.parametrize(
@@ -172,40 +173,30 @@ async def test_pieces_leave_together_and_neither_empty_nor_many_ones_keep_the_ne
     assert [len(piece) for piece in written[1:]] == [MAX_HELD] * 10
 
 
-async def test_a_connection_ends_though_more_of_a_body_comes_than_is_discarded(monkeypatch):
+async def test_a_connection_ends_though_more_comes_than_is_discarded(monkeypatch, running):
     monkeypatch.setattr("jaxembed.server.http.connection.MAX_DISCARDED", 256 * KIB)
-    run_connection = Connection.run
-    ended = asyncio.Event()
-
-    async def watched(one):
-        await run_connection(one)
-        ended.set()
-
-    monkeypatch.setattr(Connection, "run", watched)
     async with serving() as address, connected(address) as (_, writer):
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n")
         with contextlib.suppress(OSError):
-            while not ended.is_set():
+            while not running.one_has_ended:
                 writer.write(bytes(64 * KIB))
                 await writer.drain()
-        await ended.wait()
+        await until(lambda: running.one_has_ended)
         assert not [one for one in asyncio.all_tasks() if "BoundedBody" in repr(one.get_coro())]
 
 
 def h2_client(*, validates: bool = True) -> h2.connection.H2Connection:
     """A client of HTTP/2. Without validation it also sends what is not well-formed."""
-    settings = h2.config.H2Configuration(
-        client_side=True,
-        validate_outbound_headers=validates,
-        normalize_outbound_headers=validates,
-        header_encoding=None,
-    )
+    names = ("validate_outbound_headers", "normalize_outbound_headers")
+    checks = dict.fromkeys(names, validates)
+    settings = h2.config.H2Configuration(client_side=True, header_encoding=None, **checks)
     client = h2.connection.H2Connection(settings)
     client.initiate_connection()
     return client
 
 
 HEAD = {":method": "GET", ":path": "/livez", ":scheme": "http", ":authority": "x"}
+POST = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
 
 
 async def h2_events(streams, client, stream_id: int, last: type) -> list:
@@ -255,9 +246,7 @@ async def test_a_body_that_goes_on_after_its_answer_is_stopped_and_the_connectio
         {":method": "CONNECT", ":path": None, ":scheme": None},
     ],
 )
-async def test_a_head_that_is_not_well_formed_is_refused_and_the_connection_goes_on(
-    change, ends, caplog
-):
+async def test_a_head_that_is_not_well_formed_ends_no_connection(change, ends, caplog):
     head = {name: value for name, value in (HEAD | change).items() if value is not None}
     pseudo = {":protocol": head.pop(":protocol")} if ":protocol" in head else {}
     async with serving() as address, connected(address) as streams:
@@ -292,20 +281,18 @@ async def test_a_frame_longer_than_allowed_ends_its_connection_before_it_has_com
     async with serving() as address, connected(address) as (reader, writer):
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + head + bytes(2**20))
         with contextlib.suppress(ConnectionError):
-            while await reader.read(65536):
-                pass
+            await reader.read()
 
 
 async def test_the_longest_frames_that_are_allowed_may_come_in_any_pieces(monkeypatch):
     """Between two pieces all of a frame but its last byte may be there, with the frame's head."""
     monkeypatch.setattr("jaxembed.server.http.connection.SLICE_BYTES", 5)
-    head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
     client = h2_client()
     async with serving() as address, connected(address) as (reader, writer):
         writer.write(client.data_to_send())
         client.receive_data(await reader.read(65536))
         body = b'{"inputs": "a"}'.ljust(client.max_outbound_frame_size)
-        client.send_headers(1, list(head.items()))
+        client.send_headers(1, list(POST.items()))
         client.send_data(1, body, end_stream=True)
         events = await h2_events((reader, writer), client, 1, h2.events.ResponseReceived)
     (answered,) = [one for one in events if isinstance(one, h2.events.ResponseReceived)]
@@ -327,8 +314,7 @@ async def test_an_http2_connection_that_asks_nothing_is_idle(monkeypatch):
     monkeypatch.setattr(run, "KEEP_ALIVE_S", 0.05)
     async with serving() as address, connected(address) as (reader, writer):
         writer.write(h2_client().data_to_send() + b"\0\0\6")  # half a frame's head
-        while await reader.read(65536):
-            pass
+        await reader.read()
 
 
 async def test_floods_of_small_http2_frames_are_read_by_and_by(monkeypatch):
@@ -382,18 +368,9 @@ async def deaf(address):
         client.close()
 
 
-async def until(condition) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def waiting(connection: Connection) -> int:
+def has_unread(connection: Connection) -> int:
+    """The bytes that its client does not take."""
     return connection.writer.transport.get_write_buffer_size()
-
-
-async def until_it_waits(running: Running) -> None:
-    """Until a connection has bytes that its client does not take, or has ended for that."""
-    await until(lambda: running.one_has_ended or any(map(waiting, running)))
 
 
 SMALL = 4096  # bytes that the system keeps of what is sent
@@ -440,7 +417,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_leaves_nothing_be
         async with deaf(address) as client:
             with contextlib.suppress(ConnectionError):
                 await asyncio.get_running_loop().sock_sendall(client, sent())
-            await until_it_waits(running)
+            await until(lambda: running.one_has_ended or any(map(has_unread, running)))
             if then == "is done":
                 client.shutdown(socket.SHUT_WR)
             if then != "leaves":
@@ -463,14 +440,12 @@ async def test_an_unforeseen_error_ends_its_connection_in_one_line(monkeypatch, 
     embedder.gate = asyncio.Event()
     async with serving(embedder) as address, connected(address) as (reader, writer):
         client = h2_client()
-        head = HEAD | {":method": "POST", ":path": "/embed", "content-type": "application/json"}
-        client.send_headers(1, list(head.items()))
+        client.send_headers(1, list(POST.items()))
         client.send_data(1, b'{"inputs": "a"}', end_stream=True)
         writer.write(client.data_to_send())
         await embedder.entered.wait()
         writer.write(b"unforeseen")
-        while await reader.read(65536):
-            pass
+        await reader.read()
         await until(lambda: not running)
     (record,) = caplog.records
     assert "LookupError('a bug')" in record.getMessage()
@@ -491,8 +466,8 @@ async def test_a_request_to_a_server_that_closes_may_be_sent_to_another():
     await protocol.initiate()
     await context.terminated.set()
     client = h2_client()
-    client.send_headers(1, list(HEAD.items()), end_stream=True)
-    client.send_headers(3, list(HEAD.items()), end_stream=True)
+    for stream in (1, 3):
+        client.send_headers(stream, list(HEAD.items()), end_stream=True)
     client.reset_stream(3)
     await protocol.handle(RawData(client.data_to_send()))
     answer = client.receive_data(b"".join(sent))

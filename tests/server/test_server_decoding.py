@@ -17,6 +17,7 @@ from test_server_openai import ask
 from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import Admission, Capacity
 from jaxembed.errors import InvalidInput
+from jaxembed.memory import MIB
 from jaxembed.server.errors import BadField, BadJson
 from jaxembed.server.pipeline import decoding
 from jaxembed.server.pipeline.decoding import AT_ONCE, WINDOW, decode
@@ -34,41 +35,23 @@ from jaxembed.server.routes.tei import (
     TokenizeRequest,
 )
 
-KINDS = [
-    EmbeddingsRequest,
-    CohereEmbedRequest,
-    ClassifyRequest,
-    EmbedRequest,
-    EmbedAllRequest,
-    SimilarityRequest,
-    TokenizeRequest,
-    DecodeRequest,
-    PredictRequest,
-    RerankRequest,
-    DocumentsRequest,
-    VertexRequest,
-    RouteFields,
-]
-MIB = 1024 * 1024
+KINDS = [EmbeddingsRequest, CohereEmbedRequest, ClassifyRequest, DocumentsRequest, VertexRequest]
+KINDS += [EmbedRequest, EmbedAllRequest, SimilarityRequest, TokenizeRequest, DecodeRequest]
+KINDS += [PredictRequest, RerankRequest, RouteFields]
 
 
-def any_count(place, count):
-    """No list is too long."""
-
-
-def run(data, kind, check=any_count, at_once=0, decode=decode):
+def run(data, kind, max_count=2**40, at_once=0, decode=decode):
     bodies = []  # not what the task returns: asyncio would make a text of it
+
+    def check(place, count):
+        if count > max_count:
+            raise InvalidInput("too many")
 
     async def go():
         bodies.append(await decode(data, kind, check, at_once))
 
     asyncio.run(go())
     return bodies[0]
-
-
-def encoded(body):
-    """The body as JSON again, in which an array of token ids is a list."""
-    return msgspec.json.encode(body, enc_hook=list)
 
 
 def filled(unit, opening, closing, size=8 * MIB):
@@ -117,7 +100,7 @@ def outcome(make):
     """What `make` returns, as JSON, or the class of its error; JSON may also be of another shape
     where it breaks."""
     try:
-        return encoded(make())
+        return msgspec.json.encode(make(), enc_hook=list)  # arrays of token ids as lists
     except InvalidInput as error:
         return type(error)
 
@@ -213,6 +196,7 @@ def test_the_collector_is_left_as_it_was(data, enabled):
         (gc.enable if was_enabled else gc.disable)()
 
 
+COMPARED = '{"source_sentence": "a", "sentences": [%s]}'
 FAULTS = [
     (EmbedRequest, '"inputs": 3'),
     (EmbedRequest, '"inputs": [%s, 1.5]'),
@@ -225,11 +209,7 @@ FAULTS = [
     (EmbeddingsRequest, '"input": [%s], "encoding_format": "hex"'),
     (SimilarityRequest, '"inputs": {"sentences": [%s]}'),
     (SimilarityRequest, '"inputs": {"source_sentence": "a", "sentences": [%s, 3]}'),
-    (
-        SimilarityRequest,
-        '"inputs": {"source_sentence": "a", "sentences": [%s]},'
-        '"parameters": {"truncation_direction": "up"}',
-    ),
+    (SimilarityRequest, f'"inputs": {COMPARED}, "parameters": {{"truncation_direction": "up"}}'),
     (TokenizeRequest, '"inputs": [%s, 3]'),
     (DecodeRequest, '"ids": ["a"]'),
     (DecodeRequest, '"ids": [1, 4294967296]'),
@@ -330,15 +310,15 @@ class Loop:
 
         monkeypatch.setattr(msgspec.json, "decode", decode_noted)
 
-    def run(self, data, kind, check):
-        async def checked_decode(*args):
-            ticker = asyncio.create_task(self._count())
-            try:
-                return await decode(*args)
-            finally:
-                ticker.cancel()
+    def run(self, *arguments):
+        return run(*arguments, decode=self._decode)
 
-        return run(data, kind, check, decode=checked_decode)
+    async def _decode(self, *arguments):
+        ticker = asyncio.create_task(self._count())
+        try:
+            return await decode(*arguments)
+        finally:
+            ticker.cancel()
 
     async def _count(self):
         while True:
@@ -362,21 +342,19 @@ def max_allocated(count):
         tracemalloc.stop()
 
 
-def few(place, count):
-    """At most 2048 items."""
-    if count > 2048:
-        raise InvalidInput("too many")
-
-
 @pytest.mark.parametrize(("kind", "data"), HOSTILE)
 def test_what_is_refused_is_not_built(loop, kind, data):
     """At once 8 MiB of `[],` are 2,800,000 lists."""
     with max_allocated(1 * MIB), pytest.raises(InvalidInput):
-        loop.run(data, kind, few)
+        loop.run(data, kind, 2048)
     assert sum(loop.slices) < 4 * WINDOW
 
 
-def test_a_list_among_token_ids_is_not_built():
+def test_token_ids_take_four_bytes_each_while_they_are_read_and_no_list_among_them_is_built():
+    data = filled(b"1,", b'{"inputs": [', b"1]}")
+    with max_allocated(20 * MIB):  # a list would take 32
+        body = run(data, EmbedRequest)
+    assert len(body.inputs) == 4 * MIB + 1
     data = filled(b"[],", b'{"inputs": [1, [', b"1]]}")
     refusal = "a token id like the items before it, got `array`"
     with max_allocated(len(data) + 1 * MIB), pytest.raises(BadField, match=refusal):
@@ -386,25 +364,18 @@ def test_a_list_among_token_ids_is_not_built():
 @pytest.mark.parametrize("unit", [b"[],", b'"",', b"1,", b"[1,2],", b'"a\\"b",'])
 def test_what_is_accepted_is_built_in_slices_with_turns_of_the_loop_between(loop, unit):
     data = filled(unit, b'{"inputs": [', unit.removesuffix(b",") + b"]}", MIB)
-    body = loop.run(data, EmbedRequest, any_count)
+    body = loop.run(data, EmbedRequest)
     assert len(body.inputs) == data.count(unit) + 1
     assert max(loop.slices) <= 2 * WINDOW + 2
     assert loop.turns >= len(loop.slices) >= len(data) // (2 * WINDOW)
 
 
-def test_token_ids_take_four_bytes_each_while_they_are_read():
-    data = filled(b"1,", b'{"inputs": [', b"1]}")
-    with max_allocated(20 * MIB):  # a list would take 32
-        body = run(data, EmbedRequest)
-    assert len(body.inputs) == 4 * MIB + 1
-
-
 def test_a_pair_of_millions_of_texts_is_refused_by_its_place():
     raw = filled(b'"",', b'{"inputs": [["a"], [', b'""]]}')
     for limit in (2048, 0):
+        asked = {"embedder": FakeEmbedder(spec=CLASSIFIER), "raw": raw}
         config = ServerConfig(max_client_batch_size=limit)
-        embedder = FakeEmbedder(spec=CLASSIFIER)
-        _, body = ask(None, path="/predict", embedder=embedder, raw=raw, config=config, status=422)
+        _, body = ask(None, path="/predict", config=config, status=422, **asked)
         assert "one text or a pair, got more than two texts - at `$.inputs[1]`" in body["error"]
 
 
@@ -422,13 +393,14 @@ def test_any_number_of_inputs_ends_where_their_memory_could_never_be_had():
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_large_body_is_answered_as_a_small_one(path):
     body, spec = ROUTES[path]
-    raw = json.dumps(body).encode() + b" " * AT_ONCE
-    small = ask(body, path=path, embedder=FakeEmbedder(spec=spec))
-    large = ask(None, path=path, embedder=FakeEmbedder(spec=spec), raw=raw)
-    assert large[0].status_code == small[0].status_code == 200
-    if isinstance(small[1], dict):  # what is of one request
-        large[1].update({name: small[1][name] for name in ("id", "created") if name in small[1]})
-    assert large[1] == small[1]
+    raw = json.dumps(body).encode()
+    (_, small), (_, large) = (
+        ask(None, path=path, embedder=FakeEmbedder(spec=spec), raw=raw + blanks, status=200)
+        for blanks in (b"", b" " * AT_ONCE)
+    )
+    if isinstance(small, dict):  # what is of one request
+        large.update({name: small[name] for name in ("id", "created") if name in small})
+    assert large == small
 
 
 def test_a_long_object_holds_no_more_than_a_short_one():

@@ -1,4 +1,5 @@
-"""Images over HTTP: every form that clients send them in, and what is refused."""
+"""Images over HTTP, every form that clients send them in and what is refused; pages ranked by a
+query, and their vectors beside those of queries."""
 
 import base64
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from dual_sources import picture, png
+from page_sources import PAGE, SPACE, write_pages
 from test_server_app import fetch_json
 from test_server_openai import ask
 
+from jaxembed import Embedder, EngineConfig
 from jaxembed.config import ServerConfig
 from jaxembed.server.pipeline import body as bodies
 from jaxembed.server.registry.models import Models
@@ -36,6 +39,10 @@ def post(clip, body, path="/v1/embeddings", status=200, **config: Any) -> Any:
     return ask(body, path=path, models=Models([clip.model]), config=config, status=status)[1]
 
 
+def close(got, wanted) -> None:
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+
+
 def message(content) -> dict:
     """A body as chat clients send it."""
     return {"messages": [{"role": "user", "content": content}]}
@@ -52,29 +59,24 @@ def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
 
 
 def test_typed_inputs_of_tei(clip, vectors):
-    inputs = [
-        {"type": "image", "url": URIS[0]},
-        {"type": "image", "url": URIS[1].replace("data:", "DATA:")},
-    ]
-    np.testing.assert_allclose(post(clip, {"inputs": inputs}, "/embed"), vectors, atol=2e-6)
-    got = post(clip, {"inputs": inputs[0]}, "/embed")
-    np.testing.assert_allclose(got, vectors[:1], atol=2e-6)
+    urls = URIS[0], URIS[1].replace("data:", "DATA:")
+    inputs = [{"type": "image", "url": url} for url in urls]
+    close(post(clip, {"inputs": inputs}, "/embed"), vectors)
+    close(post(clip, {"inputs": inputs[0]}, "/embed"), vectors[:1])
     for wrong in ({"value": "a"}, {}, {"url": URIS[0], "other": 1}):
         post(clip, {"inputs": [{"type": "image"} | wrong]}, "/embed", status=422)
-    for wrong in ({"type": "text", "url": URIS[0]}, {"type": "audio", "url": "a"}):
-        post(clip, {"inputs": [wrong]}, "/embed", status=422)
+    for kind in ("text", "audio"):
+        post(clip, {"inputs": [{"type": kind, "url": URIS[0]}]}, "/embed", status=422)
+    inputs[1] = {"type": "image", "url": "data:image/png;base64,AA"}
+    assert "`inputs[1]`: " in post(clip, {"inputs": inputs}, "/embed", status=422)["error"]
 
 
 def test_texts_and_images_in_one_request_keep_their_order(clip, vectors):
-    inputs = [
-        {"type": "text", "value": "w1 w2"},
-        {"type": "image", "url": URIS[1]},
-        "w3",
-        {"type": "image", "url": URIS[0]},
-    ]
+    first, second = ({"type": "image", "url": url} for url in URIS)
+    inputs = [{"type": "text", "value": "w1 w2"}, second, "w3", first]
     texts = clip.encode(["w1 w2", "w3"])
     wanted = [texts[0], vectors[1], texts[1], vectors[0]]
-    np.testing.assert_allclose(post(clip, {"inputs": inputs}, "/embed"), wanted, atol=2e-6)
+    close(post(clip, {"inputs": inputs}, "/embed"), wanted)
 
 
 @pytest.mark.parametrize("given", [BARE, URIS])
@@ -82,16 +84,16 @@ def test_objects_of_jina(clip, vectors, given):
     body = {"input": [{"image": given[0]}, {"text": "w1"}, {"image": given[1]}]}
     wanted = [vectors[0], clip.encode("w1"), vectors[1]]
     answer = post(clip, body)
-    np.testing.assert_allclose(openai_vectors(answer), wanted, atol=2e-6)
+    close(openai_vectors(answer), wanted)
     assert answer["usage"] == {"prompt_tokens": 17 + 3 + 17, "total_tokens": 37}
 
 
 def test_the_modality_of_infinity(clip, vectors):
     answer = post(clip, {"input": URIS, "modality": "image"}, "/embeddings")
-    np.testing.assert_allclose(openai_vectors(answer), vectors, atol=2e-6)
+    close(openai_vectors(answer), vectors)
     answer = post(clip, {"input": URIS[0], "modality": "image", "encoding_format": "base64"})
     got = np.frombuffer(base64.b64decode(openai_vectors(answer)[0]), "<f4")
-    np.testing.assert_allclose(got, vectors[0], atol=2e-6)
+    close(got, vectors[0])
     refused = post(clip, {"input": ["a"], "modality": "audio"}, status=400)
     assert "send text or image" in refused["error"]["message"]
 
@@ -107,21 +109,18 @@ def test_the_modality_of_infinity(clip, vectors):
 )
 def test_messages_of_vllm(clip, vectors, content):
     answer = post(clip, message(content))
-    np.testing.assert_allclose(openai_vectors(answer), vectors[:1], atol=2e-6)
+    close(openai_vectors(answer), vectors[:1])
     texts = [{"type": "text", "text": "w1"}, {"type": "text", "text": "w2"}]
     for one in (texts, "w1\nw2"):
         answer = post(clip, message(one))
-        np.testing.assert_allclose(openai_vectors(answer), [clip.encode("w1 w2")], atol=2e-6)
+        close(openai_vectors(answer), [clip.encode("w1 w2")])
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
         ({}, "`input` (or `messages`)"),
-        (
-            {"input": ["w1"], "messages": [{"role": "user", "content": "w1"}]},
-            "has `input` and `messages`",
-        ),
+        ({"input": ["w1"]} | message("w1"), "has `input` and `messages`"),
         ({"messages": [{"role": "system", "content": "w1"}]}, "one message of the role `user`"),
         (message([{"type": "text", "text": "w1"}, IMAGE]), "either one image or only texts"),
         (message([{"type": "video_url"}]), "video_url"),
@@ -141,18 +140,10 @@ def test_what_is_wrong_is_named(clip, body, words):
     assert words in post(clip, body, status=400)["error"]["message"]
 
 
-def test_the_image_at_fault_is_named_by_its_place(clip):
-    urls = URIS[0], "data:image/png;base64,AA"
-    typed = [{"type": "image", "url": url} for url in urls]
-    answer = post(clip, {"inputs": typed}, "/embed", status=422)
-    assert "`inputs[1]`: " in answer["error"]
-
-
-def test_a_model_of_texts_refuses_images_by_name_and_fetches_nothing(embedder, monkeypatch):
-    config: Any = {"media_hosts": ("example.com",)}
+def test_a_model_of_texts_refuses_images_by_name_and_fetches_nothing(embedder):
     for image in (BARE[0], "http://example.com/a.png"):
         body = {"input": [{"image": image}]}
-        answer = post(embedder, body, status=400, **config)
+        answer = post(embedder, body, status=400, media_hosts=("example.com",))
         assert "takes texts and no images" in answer["error"]["message"]
     post(embedder, {"images": URIS}, "/v2/embed", status=400)
     inputs = {"type": "image", "url": URIS[0]}
@@ -160,9 +151,10 @@ def test_a_model_of_texts_refuses_images_by_name_and_fetches_nothing(embedder, m
 
 
 def test_urls_of_other_hosts_and_of_private_addresses_are_refused(clip):
-    config: Any = {"media_hosts": ("example.com", "localhost")}
+    hosts = ("example.com", "localhost")
     for url in ("http://127.0.0.1/a.png", "http://localhost/a.png", "gopher://example.com/"):
-        answer = post(clip, {"input": [url], "modality": "image"}, status=400, **config)
+        asked = {"input": [url], "modality": "image"}
+        answer = post(clip, asked, status=400, media_hosts=hosts)
         assert answer["error"]["code"] == "invalid_media_url"
 
 
@@ -181,9 +173,8 @@ def test_the_image_of_a_host_in_a_named_network_is_fetched(clip, vectors):
         host = f"localhost:{store.server_port}"
         body = {"input": [f"http://{host}/a.png"], "modality": "image"}
         networks = (ip_network("127.0.0.0/8"), ip_network("::1"))
-        config: Any = {"media_hosts": (host,), "media_networks": networks}
-        answer = post(clip, body, **config)
-        np.testing.assert_allclose(answer["data"][0]["embedding"], vectors[0], atol=2e-6)
+        answer = post(clip, body, media_hosts=(host,), media_networks=networks)
+        close(answer["data"][0]["embedding"], vectors[0])
         answer = post(clip, body, status=400, media_hosts=(host,))
         assert "--allow-media-network" in answer["error"]["message"]
         store.shutdown()
@@ -193,12 +184,11 @@ def test_the_image_of_a_host_in_a_named_network_is_fetched(clip, vectors):
 def test_images_of_cohere(clip, vectors, path):
     body = {"images": URIS, "input_type": "image", "embedding_types": ["float"]}
     answer = post(clip, body, path)
-    np.testing.assert_allclose(answer["embeddings"]["float"], vectors, atol=2e-6)
+    close(answer["embeddings"]["float"], vectors)
     assert answer["texts"] == []
-    assert answer["images"] == [
-        {"width": 32, "height": 32, "format": "png", "bit_depth": 24},
-        {"width": 60, "height": 40, "format": "png", "bit_depth": 24},
-    ]
+    facts = {"format": "png", "bit_depth": 24}
+    sizes = {"width": 32, "height": 32}, {"width": 60, "height": 40}
+    assert answer["images"] == [size | facts for size in sizes]
 
 
 @COHERE
@@ -210,7 +200,7 @@ def test_inputs_of_cohere(clip, vectors, path, url):
     ]
     answer = post(clip, {"inputs": inputs, "embedding_types": ["float"]}, path)
     wanted = [clip.encode("w1 w2"), vectors[0]]
-    np.testing.assert_allclose(answer["embeddings"]["float"], wanted, atol=2e-6)
+    close(answer["embeddings"]["float"], wanted)
     assert answer["texts"] == ["w1\nw2"]
     both = [{"content": inputs[0]["content"] + inputs[1]["content"]}]
     assert "has its own vector" in post(clip, {"inputs": both}, path, status=400)["message"]
@@ -225,19 +215,14 @@ def test_inputs_of_voyage(clip, vectors):
     body = {"inputs": inputs, "model": None, "input_type": None, "truncation": True}
     answer = post(clip, body, "/v1/multimodalembeddings")
     wanted = [clip.encode("w1"), *vectors]
-    np.testing.assert_allclose(openai_vectors(answer), wanted, atol=2e-6)
+    close(openai_vectors(answer), wanted)
     assert [item["index"] for item in answer["data"]] == [0, 1, 2]
-    pixels = 32 * 32 + 40 * 60
-    assert answer["usage"] == {
-        "text_tokens": 3,
-        "image_pixels": pixels,
-        "video_pixels": 0,
-        "total_tokens": 3 + 2 * 17,
-    }
+    usage = {"text_tokens": 3, "image_pixels": 32 * 32 + 40 * 60, "video_pixels": 0}
+    assert answer["usage"] == usage | {"total_tokens": 3 + 2 * 17}
     for name in ("output_encoding", "encoding_format"):
         answer = post(clip, body | {name: "base64"}, "/v1/multimodalembeddings")
         got = np.frombuffer(base64.b64decode(openai_vectors(answer)[1]), "<f4")
-        np.testing.assert_allclose(got, vectors[0], atol=2e-6)
+        close(got, vectors[0])
     both = [{"content": inputs[0]["content"] + inputs[1]["content"]}]
     refused = post(clip, {"inputs": both}, "/v1/multimodalembeddings", status=400)
     assert "inputs[0].content" in refused["error"]["message"]
@@ -247,7 +232,7 @@ def test_a_large_image_is_decoded_and_a_body_over_the_limit_is_refused(clip):
     data = png(picture(9, 300, 300))
     uri = "data:;base64," + base64.b64encode(data).decode()
     answer = post(clip, {"input": [uri], "modality": "image"})
-    np.testing.assert_allclose(openai_vectors(answer), clip.encode(images=[data]), atol=2e-6)
+    close(openai_vectors(answer), clip.encode(images=[data]))
     post(clip, {"input": [uri], "modality": "image"}, status=413, payload_limit=1000)
 
 
@@ -259,3 +244,88 @@ def test_the_list_of_models_says_which_take_images(clip, embedder):
         capabilities = {one["id"]: one["capabilities"] for one in body["data"]}
         assert capabilities == {"clip": ["embed", "image_embed"], "texts": ["embed"]}
         models["clip"].instance = None
+
+
+PAGES = [*FILES, png(picture(3, 9, 20))]
+PAGE_URIS = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in PAGES]
+RERANKS = pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+
+
+@pytest.fixture(name="colpali", scope="module")
+def _colpali(tmp_path_factory):
+    folder = write_pages(tmp_path_factory.mktemp("colpali"))
+    cache = tmp_path_factory.mktemp("cache")
+    config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
+    with Embedder(str(folder), cache_dir=cache, config=config) as embedder:
+        yield embedder
+
+
+def test_the_tokens_of_pages_are_named(colpali):
+    body = {"input": [{"image": URIS[0]}], "return_multivector": True, "return_tokens": True}
+    (found,) = post(colpali, body)["data"]
+    assert found["tokens"] == ["<image>"] * 16 + ["<bos>", "Describe", "the", "image", ".", "\n"]
+
+
+@RERANKS
+def test_pages_are_ranked_by_a_query(colpali, path):
+    body = {"query": "w1 w2", "documents": [{"image": uri} for uri in PAGE_URIS], "top_n": 2}
+    found = post(colpali, body, path)["results"]
+    wanted = colpali.rerank("w1 w2", images=PAGES, top_n=2)
+    assert [one["index"] for one in found] == [one.index for one in wanted]
+    close([one["relevance_score"] for one in found], [one.score for one in wanted])
+
+
+def test_documents_that_are_no_pages_are_refused(colpali):
+    answer = post(colpali, {"query": "w1", "documents": ["a text"]}, "/v1/rerank", 400)
+    assert "takes images as documents" in answer["error"]["message"]
+    body = {"query": "w1", "documents": [{"image": URIS[0]}], "return_documents": True}
+    answer = post(colpali, body, "/v1/rerank", 400)
+    assert "`return_documents` supports only texts" in answer["error"]["message"]
+    for document, words in (
+        ({}, "an object with either `text` or `image`"),
+        ({"text": "a", "image": URIS[0]}, "an object with either `text` or `image`"),
+        ({"image": "data:image/png;base64,aaaa"}, "documents[1]"),
+    ):
+        body = {"query": "w1", "documents": [{"image": URIS[0]}, document]}
+        assert words in post(colpali, body, "/v1/rerank", 400)["error"]["message"]
+
+
+def test_a_model_of_texts_and_images_ranks_both(clip):
+    documents = ["w1", {"image": URIS[0]}, "w2 w3", {"text": "w4"}]
+    found = post(clip, {"query": "w1 w2", "documents": documents}, "/v1/rerank")["results"]
+    vectors = clip.encode(["w1 w2", "w1", "w2 w3", "w4"], images=FILES[:1]).astype(float)
+    wanted = vectors[[1, 4, 2, 3]] @ vectors[0]
+    order = np.argsort(-wanted)
+    assert [one["index"] for one in found] == order.tolist()
+    close([one["relevance_score"] for one in found], wanted[order])
+    body = {"query": "w1", "documents": [URIS[0]]}
+    assert "send it as an image" in str(post(clip, body, "/v1/rerank", 400))
+
+
+def test_vectors_of_queries_and_pages_in_one_request(colpali):
+    wanted = colpali.encode_multi(["w1 w2"], images=FILES[:2])
+    inputs = ["w1 w2", *({"type": "image", "url": uri} for uri in URIS[:2])]
+    found = post(colpali, {"inputs": inputs}, "/embed_multi")
+    assert [np.shape(one) for one in found][1:] == [(PAGE, SPACE)] * 2
+    for got, want in zip(found, wanted, strict=True):
+        close(got, want)
+
+
+def test_voyages_route_says_that_it_answers_dense_vectors(colpali):
+    for part in ({"type": "text", "text": "a"}, {"type": "image_base64", "image_base64": URIS[0]}):
+        body = {"inputs": [{"content": [part]}]}
+        answer = post(colpali, body, "/v1/multimodalembeddings", 400)
+        assert "has no dense output" in str(answer)
+
+
+def test_an_image_that_comes_as_a_text_is_refused(colpali, clip):
+    for model, more in ((clip, {}), (colpali, {"return_multivector": True})):
+        answer = post(model, {"input": ["w1", URIS[0]]} | more, status=400)
+        assert "is a data URI of an image; send it as an image" in str(answer)
+        assert answer["error"]["param"] == "input[1]"
+
+
+def test_similarity_takes_no_text_for_a_page(colpali):
+    inputs = {"source_sentence": "w1", "sentences": ["w1 w2"]}
+    answer = post(colpali, {"inputs": inputs}, "/similarity", 422)
+    assert "takes images as documents" in str(answer)

@@ -1,7 +1,7 @@
-"""Several models in one server: which one a request means, and all of them together."""
+"""Several models in one server: which one a request means, all of them together, and GET /info."""
 
 import pytest
-from fake_embedder import CLASSIFIER, M3, RERANKER, SPEC, FakeEmbedder
+from fake_embedder import CLASSIFIER, M3, MAX_TOKENS, RERANKER, SPEC, FakeEmbedder
 from prometheus_client.parser import text_string_to_metric_families
 from test_server_app import fetch, fetch_json
 from test_server_openai import ask
@@ -23,9 +23,7 @@ SPECS = {"embed": SPEC, "rerank": RERANKER, "classify": CLASSIFIER}
 
 
 def fake(name: str, task: str = "embed", **attributes) -> FakeEmbedder:
-    embedder = FakeEmbedder()
-    vars(embedder).update({"name": name, "spec": SPECS[task], **attributes})
-    return embedder
+    return FakeEmbedder(**({"name": name, "spec": SPECS[task]} | attributes))
 
 
 def models(**tasks: str) -> Models:
@@ -59,11 +57,6 @@ def test_a_model_that_is_made_to_rerank_comes_first(specs, chosen):
     assert served.find("e", "rerank").loaded.name == "e"
 
 
-def test_what_a_dense_embedder_is_listed_for_does_not_change():
-    _, body = fetch_json("/v1/models", models=models(e="embed"))
-    assert body["data"][0]["capabilities"] == ["embed"]
-
-
 @pytest.mark.parametrize(
     ("specs", "path", "body", "chosen"),
     [
@@ -92,10 +85,8 @@ def test_without_a_name_a_model_is_meant_that_gives_what_is_asked_for(specs, pat
 
 def test_no_model_that_gives_what_is_asked_for():
     served = Models([fake("a"), fake("b")])
-    body = {"input": "x", "outputs": ["sparse"]}
-    _, answer = ask(body, models=served, status=400)
-    words = "`model` must name one of a, b; none of them supports sparse"
-    assert answer["error"]["message"] == words
+    _, answer = ask({"input": "x", "outputs": ["sparse"]}, models=served, status=400)
+    assert answer["detail"] == "`model` must name one of a, b; none of them supports sparse"
 
 
 @pytest.mark.parametrize(
@@ -159,46 +150,33 @@ def test_two_models_of_one_name_are_refused(ids, aliases, clash):
 def test_models_lists_every_name_with_its_task_and_limit():
     served = models(e="embed", r="rerank")
     _, body = fetch_json("/v1/models", models=served)
-    assert [(m["id"], m["task"], m["max_model_len"]) for m in body["data"]] == [
-        ("e", "embed", 16),
-        ("r", "rerank", 16),
-    ]
+    listed = [(one["id"], one["task"], one["max_model_len"]) for one in body["data"]]
+    assert listed == [("e", "embed", 16), ("r", "rerank", 16)]
     _, body = ask({"query": "x", "documents": ["y"]}, path="/v1/rerank", models=served)
     assert body["model"] == "r"
 
 
 def test_ready_and_healthy_mean_all_of_them():
     for change in ({"ready": False}, {"healthy": False}, {"draining": True}):
-        served = Models([fake("a"), fake("b", **change)])
-        assert fetch("/ready", models=served)[0].status_code == 503
-    assert (
-        fetch("/health", models=Models([fake("a"), fake("b", healthy=False)]))[0].status_code == 503
-    )
-    assert fetch("/ready", models=models(a="embed", b="rerank"))[0].status_code == 200
-
-
-def metric_families(served: Models) -> dict:
-    text = served.exposition().decode()
-    return {family.name: family for family in text_string_to_metric_families(text)}
+        fetch("/ready", models=Models([fake("a"), fake("b", **change)]), status=503)
+    fetch("/health", models=Models([fake("a"), fake("b", healthy=False)]), status=503)
+    fetch("/ready", models=models(a="embed", b="rerank"), status=200)
 
 
 def values(served: Models, name: str, **labels: str) -> dict[str, float]:
-    """The samples of one metric by model."""
-    family = metric_families(served)[name]
+    """The samples of one series by model."""
+    families = text_string_to_metric_families(served.exposition().decode())
     return {
         sample.labels["model"]: sample.value
+        for family in families
         for sample in family.samples
-        if labels.items() <= sample.labels.items()
+        if name in (family.name, sample.name) and labels.items() <= sample.labels.items()
     }
 
 
 def stage_count(served: Models, stage: str) -> dict[str, float]:
     """How often a stage was timed, by model."""
-    return {
-        sample.labels["model"]: sample.value
-        for sample in metric_families(served)["jaxembed_stage_seconds"].samples
-        if sample.name.endswith("_count") and sample.labels["stage"] == stage
-    }
+    return values(served, "jaxembed_stage_seconds_count", stage=stage)
 
 
 def test_requests_are_counted_for_the_model_they_were_for():
@@ -245,3 +223,46 @@ def test_models_share_their_device_and_their_limits(tiny_checkpoint, grid_file, 
             pytest.raises(Overloaded),
         ):
             one.admission.admit(Cost(17, 1))  # past the limit it has had its half
+
+
+KEYS = """
+model_id model_sha model_dtype served_model_name model_type max_concurrent_requests
+max_input_length max_batch_tokens max_batch_requests max_client_batch_size auto_truncate
+tokenization_workers version sha docker_label jaxembed
+"""
+
+
+def info(models, query="", status=200):
+    return fetch_json(f"/info{query}", models=models, status=status)[1]
+
+
+def test_info_has_the_keys_of_tei_in_their_order():
+    body = info(Models([FakeEmbedder()], {"test/fake": ("mine",)}))
+    assert list(body) == KEYS.split()
+    assert body["model_type"] == {"embedding": {"pooling": "last_token"}}
+    assert body["served_model_name"] == "mine"
+    assert body["max_input_length"] == MAX_TOKENS
+    assert "models" not in body["jaxembed"]
+
+
+def test_models_that_score_list_their_labels():
+    body = info(Models([FakeEmbedder(spec=RERANKER)]))
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    assert body["model_type"] == {"reranker": labels}
+    body = info(Models([FakeEmbedder(spec=CLASSIFIER)]))
+    labels = {"id2label": {"0": "bad", "1": "fair", "2": "good"}}
+    labels["label2id"] = {"bad": 0, "fair": 1, "good": 2}
+    assert body["model_type"] == {"classifier": labels}
+
+
+def test_of_several_models_the_first_is_shown_or_the_one_asked_for():
+    models = Models([FakeEmbedder(name="a"), FakeEmbedder(spec=RERANKER, name="b")])
+    body = info(models)
+    assert body["model_id"] == "a"
+    shown = body["jaxembed"]["models"]
+    assert [(one["name"], one["task"]) for one in shown] == [("a", "embed"), ("b", "rerank")]
+    assert shown[0]["max_input_length"] == MAX_TOKENS
+    body = info(models, "?model=b")
+    assert body["model_id"] == "b"
+    assert len(body["jaxembed"]["models"]) == 2
+    assert "this server has a, b" in info(models, "?model=c", 404)["error"]

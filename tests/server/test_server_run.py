@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -39,8 +41,7 @@ async def serving(embedder, config=None, tracer=None, send_buffer: int | None = 
     listener.listen()  # `serve` does too, but only in the task's first turn
     address = url(listener)
     shutdown = asyncio.Event()
-    models = Models([embedder])
-    app = create_app(models, config, tracer=tracer)
+    app = create_app(Models([embedder]), config, tracer=tracer)
     task = asyncio.create_task(serve(app, shutdown, listener))
     try:
         async with httpx.AsyncClient(base_url=address, timeout=WAIT_S, trust_env=False) as client:
@@ -50,14 +51,9 @@ async def serving(embedder, config=None, tracer=None, send_buffer: int | None = 
         await task
 
 
-def failures(embedder, err):
-    return count_of(embedder.telemetry.request_failure.labels(err))
-
-
 async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch):
     monkeypatch.setattr(server_run, "SAMPLE_S", 0.001)
-    models, shutdown = Models([FakeEmbedder()]), asyncio.Event()
-    app = create_app(models, ServerConfig())
+    shutdown, app = asyncio.Event(), create_app(Models([FakeEmbedder()]), ServerConfig())
     task = asyncio.create_task(serve(app, shutdown, listen("127.0.0.1", 0)))
     while len(app.service.history) < 2:
         await asyncio.sleep(0)
@@ -68,15 +64,16 @@ async def test_what_was_done_of_late_is_noted_while_the_server_runs(monkeypatch)
 async def test_work_of_a_vanished_client_is_cancelled():
     embedder = FakeEmbedder()
     embedder.gate = asyncio.Event()
+    dropped = embedder.telemetry.request_failure.labels("dropped")
     async with serving(embedder) as (client, _, _):
         work = asyncio.create_task(client.post("/embed", json=ASK))
         await embedder.entered.wait()
         work.cancel()
         await embedder.cancelled.wait()
-        assert failures(embedder, "dropped") == 1
+        assert count_of(dropped) == 1
         embedder.gate.set()
         assert (await client.post("/embed", json=ASK)).status_code == 200
-    assert failures(embedder, "dropped") == 1
+    assert count_of(dropped) == 1
 
 
 async def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
@@ -87,7 +84,8 @@ async def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
         work = asyncio.create_task(client.post("/embed", json=ASK))
         await embedder.entered.wait()
         shutdown.set()
-        await wait_until_draining(client)
+        while (await client.get("/ready")).status_code == 200:
+            pass
         refused = await client.post("/v1/embeddings", json={"input": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "5"
@@ -98,11 +96,6 @@ async def test_shutdown_answers_what_was_admitted_and_refuses_the_rest():
         await task
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
-
-
-async def wait_until_draining(client):
-    while (await client.get("/ready")).status_code == 200:
-        pass
 
 
 async def test_the_drain_ends_when_its_time_is_up(caplog):
@@ -122,22 +115,14 @@ async def test_the_drain_ends_when_its_time_is_up(caplog):
     assert "not answered within 0.05 s: 1; raise" in caplog.text
 
 
-async def test_an_idle_connection_does_not_hold_up_shutdown():
-    async with serving(FakeEmbedder()) as (client, shutdown, task):
-        await client.get("/health")
-        shutdown.set()
-        await task
-
-
 async def test_the_client_of_openai_is_at_home():
     async with serving(FakeEmbedder()) as (client, _, _):
         base_url = f"{str(client.base_url).rstrip('/')}/v1"
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         ai = AsyncOpenAI(api_key="x", base_url=base_url, http_client=http)
-        answer = await ai.embeddings.create(model="test/fake", input=["a", "b"])
-        plain = await ai.embeddings.create(
-            model="test/fake", input=["a", "b"], encoding_format="float"
-        )
+        asked = {"model": "test/fake", "input": ["a", "b"]}
+        answer = await ai.embeddings.create(**asked)
+        plain = await ai.embeddings.create(**asked, encoding_format="float")
         names = [model.id async for model in ai.models.list()]
         with pytest.raises(openai.NotFoundError, match="this server has test/fake"):
             await ai.embeddings.create(model="other", input="a")
@@ -192,7 +177,6 @@ async def test_a_chunked_body_is_limited_too():
         yield b'{"inputs": "'
         for _ in range(100):
             yield b"a" * 1000
-        yield b'"}'
 
     async with serving(FakeEmbedder(), ServerConfig(payload_limit=1000)) as (client, _, _):
         headers = {"content-type": "application/json"}
@@ -202,25 +186,19 @@ async def test_a_chunked_body_is_limited_too():
 
 async def test_metrics_have_a_port_of_their_own(caplog):
     caplog.set_level(logging.INFO)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    async with serving(FakeEmbedder(), ServerConfig(prometheus_port=port)) as (client, _, _):
-        response = await client.get(f"http://127.0.0.1:{port}/metrics")
-        assert "te_request_count" in response.text
-        assert (await client.get(f"http://127.0.0.1:{port}/info")).status_code == 404
-    assert f"listening on http://127.0.0.1:{port}/metrics" in caplog.text
+    async with serving(FakeEmbedder(), ServerConfig(prometheus_port=0)) as (client, _, _):
+        while not (told := re.search(r"listening on (\S+)/metrics", caplog.text)):
+            await asyncio.sleep(0)
+        assert "te_request_count" in (await client.get(f"{told[1]}/metrics")).text
+        assert (await client.get(f"{told[1]}/info")).status_code == 404
 
 
 def test_the_log_ends_with_what_is_ready_and_where_to_try_it():
-    embedder = FakeEmbedder()
-    models, ready = Models([embedder]), f"ready: {embedder.name} on cpu in float32"
-    address = "http://127.0.0.1:8080"
+    models, address = Models([FakeEmbedder()]), "http://127.0.0.1:8080"
     told = list(server_run._ready_lines(models, ServerConfig(), address))
-    docs = f"API documentation: {address}/docs"
-    assert told == [ready, docs, f"try it in a browser: {address}/playground"]
-    everywhere = ServerConfig(host="0.0.0.0")
-    assert list(server_run._ready_lines(models, everywhere, "http://0.0.0.0:8080")) == [ready, docs]
+    lines = ["ready: test/fake on cpu in float32", f"API documentation: {address}/docs"]
+    assert told == [*lines, f"try it in a browser: {address}/playground"]
+    assert list(server_run._ready_lines(models, ServerConfig(host="0.0.0.0"), address)) == lines
 
 
 def test_a_busy_port_is_a_config_error_that_names_the_flag():
@@ -250,19 +228,15 @@ run.run(Models([FakeEmbedder()]), ServerConfig(port=0, drain_timeout_s=0.1))
 """
 
 
-def start(program):
-    return subprocess.Popen(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}."},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
 def test_the_watchdog_ends_a_process_that_a_thread_holds_up():
-    with start(STUCK) as process:
+    here = Path(__file__).parents[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        env={**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         try:
             while "listening on" not in process.stdout.readline():
                 assert process.poll() is None
@@ -284,11 +258,7 @@ def _handlers_restored():
 
 @pytest.mark.usefixtures("handlers_restored")
 def test_a_model_that_does_not_compile_is_named_and_ends_the_server():
-    class Broken(FakeEmbedder):
-        def wait_ready(self, timeout_s=None):
-            raise RuntimeError("no such op\nand a long story")
-
-    broken = Broken()
-    broken.name = "broken"
+    fault = Mock(side_effect=RuntimeError("no such op\nand a long story"))
+    broken = FakeEmbedder(name="broken", wait_ready=fault)
     with pytest.raises(BackendError, match=r"^broken could not be compiled: no such op$"):
         run(Models([FakeEmbedder(), broken]), ServerConfig(port=0))

@@ -1,18 +1,18 @@
 """POST /similarity of models without a dense output, by the formulas."""
 
-import json
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
 import pytest
 import sources
-from conftest import save_tiny
+from conftest import open_tiny, save_tiny
 from sparse_matrix import as_dense
 from test_late_interaction import HEAD, ID, LENGTH, late
 from test_server_openai import ask
 from test_splade import weights_of_terms
 
-from jaxembed import Embedder, EngineConfig
+from jaxembed import Embedder
 
 SENTENCES = ["world a", "hello hello", "unhappy ab world", "a"]
 SOURCE = "hello a"
@@ -22,19 +22,9 @@ CAT, TEXTS = "what is a cat", ["cat", "a cat sat on mat", "dog " * 30, "red dog 
 @pytest.fixture(name="opened", scope="module")
 def _opened(tmp_path_factory):
     """Embedder(path) in float32 with one bucket."""
-    folder = tmp_path_factory.mktemp("similarity")
-    grid = folder / "grid.json"
-    grid.write_text(json.dumps({"buckets": [[2, 24]]}))
-    config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=48)
-    made: list[Embedder] = []
-
-    def opened(path) -> Embedder:
-        made.append(Embedder(str(path), cache_dir=folder / "cache", config=config))
-        return made[-1]
-
-    yield opened
-    for embedder in made:
-        embedder.close()
+    with ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("similarity")
+        yield lambda path: stack.enter_context(open_tiny(path, folder, (2, 24)))
 
 
 @pytest.fixture(name="splade", scope="module")

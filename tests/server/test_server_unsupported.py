@@ -92,22 +92,17 @@ def test_what_asks_for_nothing_is_taken(kind):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("images", ["https://example.org/cat.png"]),
+        ("images", ["https://example.org/cat.png" + "x" * 1000]),
         ("return_multivector", True),
         ("output_dtype", "int8"),
         ("instruction", "Find cats"),
         ("prompt", "Find cats: "),
     ],
 )
-def test_a_vector_other_than_the_one_asked_for_is_refused(field, value):
-    body = {"input": ["https://example.org/cat.png"], field: value}
-    _, answer = ask(body, status=400)
+def test_another_vector_is_refused_without_repeating_a_long_value(field, value):
+    _, answer = ask({"input": ["https://example.org/cat.png"], field: value}, status=400)
     assert answer["error"]["param"] == field
-
-
-def test_a_long_value_is_not_repeated_in_full():
-    _, answer = ask({"input": "a", "images": ["x" * 1000]})
-    assert len(answer["detail"]) < 200
+    assert field != "images" or len(answer["detail"]) < 200
 
 
 @pytest.mark.parametrize(
@@ -137,8 +132,7 @@ def test_other_clients_names_of_our_fields_are_served(fields, option, value):
 def test_two_names_that_contradict_each_other_are_refused(fields):
     response, answer, _ = send("/v1/embeddings", **fields)
     assert response.status_code == 400
-    assert "contradict each other" in answer["detail"]
-    assert all(f"`{name}`" in answer["detail"] for name in fields)
+    assert all(word in answer["detail"] for word in ("contradict each other", *fields))
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

@@ -45,7 +45,6 @@ def _fake_reference():
 
 @pytest.fixture(name="grid", scope="module")
 def _grid(tmp_path_factory) -> Path:
-    """A single bucket: one program to compile for each dtype."""
     path: Path = tmp_path_factory.mktemp("grid") / "buckets.json"
     path.write_text('{"buckets": [[4, 64]]}')
     return path
@@ -53,7 +52,6 @@ def _grid(tmp_path_factory) -> Path:
 
 @pytest.fixture(name="source", scope="module")
 def _source(tmp_path_factory) -> Path:
-    """An embedder that takes 16 tokens."""
     return sources.write_sentence_bert(tmp_path_factory.mktemp("embedder") / "source")
 
 
@@ -126,9 +124,7 @@ def test_an_embedder_agrees_in_both_dtypes_and_its_row_fits_the_header(agreed):
         ("FAKE_LIMIT", "12", "reference:  12 tokens", True),
     ],
 )
-def test_what_differs_disagrees_and_is_named(
-    verify, source, monkeypatch, setting, value, words, in_tokens
-):
+def test_what_differs_is_named(verify, source, monkeypatch, setting, value, words, in_tokens):
     monkeypatch.setenv(setting, value)
     found = verify(source)
     assert not found.agrees
@@ -179,9 +175,7 @@ def test_a_classifier_agrees_on_texts_and_on_pairs(verify, tmp_path):
     assert "same best label" in text_of(found)
 
 
-def test_a_package_that_is_not_installed_is_told_with_the_command_that_installs_it(
-    verify, source, monkeypatch
-):
+def test_a_package_that_is_missing_is_told_with_the_command_for_it(verify, source, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match=r"pip install 'sentence-transformers>=6\.2'"):
         verify(source)
@@ -211,14 +205,10 @@ def run_cli(*arguments: str):
 
 
 @pytest.mark.slow
-def test_the_command_runs_the_reference_apart_and_says_by_its_status_what_came_of_it(
-    source, grid, monkeypatch
-):
+def test_the_command_runs_the_reference_apart_and_tells_by_its_status(source, grid, monkeypatch):
     flags = [str(source), "--dtype", "float32", "--devices", "1", "--buckets", str(grid)]
     flags += ["--max-batch-tokens", "256", "--cache-dir", str(grid.parent / "cache")]
-    monkeypatch.setattr(
-        "jaxembed.cli.verify.configure_jax", lambda *_: None
-    )  # the tests' own stays
+    monkeypatch.setattr("jaxembed.cli.verify.configure_jax", lambda *_: None)
     result = run_cli(*flags)
     assert result.exit_code == 0, result.output
     assert "source agrees" in result.stdout
