@@ -54,11 +54,13 @@ def examples(first: str) -> list[tuple[str, list[str]]]:
 def test_a_command_of_a_page_has_flags_and_values_that_jaxembed_takes(page, words):
     if words == ["--version"]:
         return
-    context = Context(cli, info_name="jaxembed")
+    # a command keeps the names of its help option, which it has from the context above it
+    context = Context(cli, info_name="jaxembed", **cli.context_settings)
     name, command, rest = cli.resolve_command(context, list(words))
     while isinstance(command, Group):
-        name, command, rest = command.resolve_command(Context(command), rest)
-    with Context(command, info_name=name) as context:
+        context = Context(command, parent=context)
+        name, command, rest = command.resolve_command(context, rest)
+    with Context(command, parent=context, info_name=name) as context:
         values, _, _ = command.make_parser(context).parse_args(rest)
         for parameter in command.params:
             if isinstance(value := values.get(parameter.name), str):

@@ -827,7 +827,7 @@ def test_an_odd_window_of_gemma3_may_be_one_that_was_halved_before(caplog):
     assert not caplog.messages
     gemma3.config(config_of("gemma3_mean") | {"sliding_window": 257})
     assert "sliding_window 257 is odd" in caplog.text
-    assert "published is 512" in caplog.text
+    assert "published value is 512" in caplog.text
 
 
 def test_an_adapter_of_one_run_of_alberts_layer_is_refused(tmp_path):

@@ -188,7 +188,9 @@ def test_each_kernel_says_which_calls_it_does_not_take(kernel):
     call, fits = Call(12, 12, 64, "bfloat16", EVERYTHING), 514 // 128 * 128
     assert kernel.refuses(call, fits) is None
     assert "no bias" in kernel.refuses(replace(call, has_bias=True), fits)
-    assert "no soft cap" in kernel.refuses(replace(call, attention_mask=AttentionMask(cap=5)), fits)
+    assert "no soft cap" in kernel.refuses(
+        replace(call, attention_mask=AttentionMask(cap=5.0)), fits
+    )
     if kernel.name == "splash":
         assert "514 tokens are not a multiple of 128" in kernel.refuses(call, 514)
         assert "float16" in kernel.refuses(replace(call, dtype="float16"), fits)
