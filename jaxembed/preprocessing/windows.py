@@ -374,8 +374,8 @@ def _places(text: ChunkedText, tokens: TokenizedText) -> ChunkPlaces:
         if not 0 <= start < end <= size:
             raise InvalidChunk(
                 chunk,
-                f"of [{start}, {end}] is not a range of its text, which has {size} {unit}: "
-                "expected 0 <= start < end",
+                f"of [{start}, {end}] is not a range of its text: expected 0 <= start < end <= "
+                f"{size}, in {unit}",
             )
         if start < previous:
             raise InvalidChunk(

@@ -393,8 +393,8 @@ def test_places_are_counted_in_the_unit_asked_for(make_reader, unit, places):
 @pytest.mark.parametrize(
     ("chunks", "unit", "chunk", "words"),
     [
-        ([(0, 3), (4, 4)], "code-points", 1, "of \\[4, 4\\] is not a range of its text, which"),
-        ([(0, 11)], "code-points", 0, "which has 10 code-points"),
+        ([(0, 3), (4, 4)], "code-points", 1, "of \\[4, 4\\] is not a range of its text: "),
+        ([(0, 11)], "code-points", 0, "end <= 10, in code-points"),
         ([(-1, 3)], "code-points", 0, "expected 0 <= start < end"),
         ([(0, 10**30)], "code-points", 0, "is not a range"),
         ([(0, 3), (4, 8), (3, 9)], "utf-16", 2, "the previous chunk, which starts at 4"),

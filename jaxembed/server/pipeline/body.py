@@ -126,7 +126,7 @@ class ContentItem(msgspec.Struct):
         needed = {"text": "text", "image_base64": "image_base64"}.get(self.type, "image_url")
         if self.type == "image" or not getattr(self, needed):
             raise ValueError(
-                f"a part of type `{self.type}` is not supported, or its content is missing; "
+                f"a part of type `{self.type}` is not supported, or its content is empty; "
                 "expected type `text` with `text`, type `image_url` with `image_url`, or type "
                 "`image_base64` with `image_base64`"
             )
