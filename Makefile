@@ -50,6 +50,7 @@ WORDS = git ls-files -z -- . ':!tests' ':!*.svg' ':!*.json' ':!constraints' ':!C
 
 check: $(VENV)/dev.stamp  ## lint, types, spelling, import layers
 	$(WORDS) | xargs -0 $(BIN)/codespell --dictionary - --dictionary .ci/withdrawn.txt
+	! git grep -nE '\{len\([^{}]*\)\} [a-z]+s\b' -- jaxembed converters  # `counted` says "1 text", "2 texts"
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -3,7 +3,7 @@
 import click
 
 from jaxembed.cli.options import Command, echo_json
-from jaxembed.errors import ConfigError
+from jaxembed.errors import ConfigError, counted
 from jaxembed.tools.known_models import VERIFIED, KnownModel, KnownModels, known_models
 
 HEAD = ("model", "parameters", "dimensions", "tokens", "languages", "licence")
@@ -47,7 +47,7 @@ def _lines(models: list[KnownModel], table: KnownModels) -> list[str]:
             str(model.max_tokens or ""),
             ", ".join(languages)
             if len(languages) <= MAX_LANGUAGES
-            else f"{len(languages)} languages",
+            else counted(len(languages), "language"),
             model.licence or "",
         )
     widths = [max(map(len, column)) for column in zip(HEAD, *rows.values(), strict=True)]

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 
 from jaxembed.data.inputs import OffsetUnit
-from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError
+from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError, counted
 from jaxembed.memory import KIB
 from jaxembed.preprocessing.job_threads import restart_if_small
 
@@ -143,8 +143,9 @@ class Tokenizer:
             if cut >= max_read_characters(max_tokens):
                 end = "first" if side == "right" else "last"
                 raise InvalidInput(
-                    f"the text has {len(text)} characters, and its {end} {cut} do not determine "
-                    f"its {end} {max_tokens} tokens: its words are too long; send it in parts"
+                    f"the text has {counted(len(text), 'character')}, and its {end} {cut} do not "
+                    f"determine its {end} {max_tokens} tokens: its words are too long; send it in "
+                    "parts"
                 )
             cut = min(2 * cut, max_read_characters(max_tokens))
             encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]

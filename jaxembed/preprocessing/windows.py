@@ -11,7 +11,7 @@ import numpy as np
 from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import DenseLayer, Head
 from jaxembed.data.work import Encoding, Span
-from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidChunk, InvalidInput, counted
 from jaxembed.preprocessing.tokenizer import MAX_READ_CHARACTERS, Tokenizer, character_offsets
 
 MAX_WINDOWS = 64  # maximum windows of a document
@@ -321,8 +321,8 @@ def _tokenize(text: ChunkedText, late: ChunkingSetup) -> TokenizedText:
     whole = late.prompt + text.text
     if len(whole) > MAX_READ_CHARACTERS:
         raise InvalidInput(
-            f"the text has {len(whole)} characters, and the limit for a text with chunks is "
-            f"{MAX_READ_CHARACTERS}; send it in parts"
+            f"the text has {counted(len(whole), 'character')}, and the limit for a text with "
+            f"chunks is {MAX_READ_CHARACTERS}; send it in parts"
         )
     (encoding,) = late.tokenizer.encode([whole], fast=False)
     rows = [encoding.ids, encoding.type_ids] if late.has_types else [encoding.ids]

@@ -55,7 +55,7 @@ def openai_vectors(answer):
 def test_too_many_pixels_in_one_request_are_refused(clip, monkeypatch):
     monkeypatch.setattr(bodies, "MAX_PIXELS_A_REQUEST", 3000)
     refused = post(clip, {"input": URIS, "modality": "image"}, status=400)
-    assert "the 2 images have 3424 pixels in total; a request can have at most 3000" in str(refused)
+    assert "2 in number, have 3424 pixels in total; a request can have at most 3000" in str(refused)
 
 
 def test_typed_inputs_of_tei(clip, vectors):

@@ -132,7 +132,11 @@ DIVIDED = {"inputs": [["a", "b"]], "enable_auto_chunking": True}
         ({"input": TEXT, "chunks": [[[0, 1], 2]]}, "chunks[0][1]", "two integers"),
         ({"input": [TEXT, "a"], "chunks": [PLACES, []]}, "chunks[1]", "each text needs one"),
         ({"input": TEXT, "chunks": [[0, 11], [12, 12]]}, "chunks[1]", "is not a range of its text"),
-        ({"input": TEXT, "chunks": [[0, 11], [12, 10**20]]}, "chunks[1]", "end <= 41, in code-points"),
+        (
+            {"input": TEXT, "chunks": [[0, 11], [12, 10**20]]},
+            "chunks[1]",
+            "end <= 41, in code-points",
+        ),
         ({"input": TEXT, "chunks": [[12, 22], [0, 11]]}, "chunks[1]", "starts before the previous"),
         ({"inputs": []}, "inputs", "`inputs` cannot be empty"),
         ({"inputs": [["a"], []]}, "inputs[1]", "cannot be empty"),

@@ -58,7 +58,9 @@ class NativeMeans:
         models/static.py, which describes the arguments, bit for bit. Raises ValueError if a slot
         ends after the last of the `ids`."""
         if len(bounds) and not 0 <= bounds.min() <= bounds.max() <= len(ids):
-            raise ValueError(f"a slot lies beyond the {len(ids)} ids: a bug in jaxembed")
+            raise ValueError(
+                f"a slot lies beyond the ids, of which there are {len(ids)}: a bug in jaxembed"
+            )
         table = np.ascontiguousarray(table, np.float32)
         ids, bounds = np.ascontiguousarray(ids, np.int32), np.ascontiguousarray(bounds, np.int64)
         means = np.empty((len(bounds), table.shape[1]), np.float32)

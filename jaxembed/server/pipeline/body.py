@@ -196,8 +196,9 @@ async def read_images(
         total = await asyncio.to_thread(lambda: sum(map(_pixels, images)))
         if total > MAX_PIXELS_A_REQUEST:
             raise InvalidInput(
-                f"the {len(images)} images have {total} pixels in total; a request can have at "
-                f"most {MAX_PIXELS_A_REQUEST}, so send them in several requests"
+                f"the images of the request, {len(images)} in number, have {total} pixels in "
+                f"total; a request can have at most {MAX_PIXELS_A_REQUEST}, so send them in "
+                "several requests"
             )
     return inputs
 

@@ -16,7 +16,7 @@ from quart import Blueprint, Response
 
 from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
-from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask
+from jaxembed.errors import EmptyInput, InvalidInput, NoInputs, WrongTask, counted
 from jaxembed.quantise import EmbeddingDtype
 from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, ScoreOptions
 from jaxembed.runtime.tasks import Intent
@@ -552,8 +552,9 @@ async def _matrices(answer: Embeddings, *, raw_bytes: bool) -> Response:
     counts = ",".join(map(str, np.diff(vectors.offsets).tolist()))
     if len(counts) > MAX_SHAPE_CHARACTERS:
         raise InvalidInput(
-            f"raw bytes of {len(vectors)} inputs need a header of {len(counts)} characters; the "
-            f"maximum is {MAX_SHAPE_CHARACTERS}, so send fewer inputs or accept JSON",
+            f"raw bytes of so many inputs ({len(vectors)}) need a header of "
+            f"{counted(len(counts), 'character')}; the maximum is {MAX_SHAPE_CHARACTERS}, "
+            "so send fewer inputs or accept JSON",
             field="inputs",
         )
     return await octet_response(vectors.values, f"{counts};{vectors.values.shape[1]}")

@@ -16,7 +16,7 @@ from quart import Blueprint, Response
 
 from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import IMAGE_ROUTE
-from jaxembed.errors import EmptyInput, InvalidInput
+from jaxembed.errors import EmptyInput, InvalidInput, counted
 from jaxembed.preprocessing.prompts import role_of
 from jaxembed.preprocessing.windows import NO_CHUNKS, join_texts
 from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions
@@ -255,8 +255,8 @@ def _chunks(body: ContextualizedRequest, index: int) -> list[str]:
         raise EmptyInput(place, chunks.index(""))
     if body.enable_auto_chunking and len(chunks) > 1:
         raise InvalidInput(
-            f"`{place}` has {len(chunks)} chunks; with `enable_auto_chunking` a document must be "
-            "one string",
+            f"`{place}` has {counted(len(chunks), 'chunk')}; with `enable_auto_chunking` a "
+            "document must be one string",
             field=place,
         )
     return chunks
