@@ -13,7 +13,7 @@ from test_pairs import TEMPLATE, bare, bert, template
 from test_server_openai import ask
 
 from jaxembed.data.inputs import Text
-from jaxembed.errors import InputTooLong, InvalidInput
+from jaxembed.errors import EmptyInput, InputTooLong, InvalidInput
 from jaxembed.preprocessing import text as text_module
 from jaxembed.preprocessing.text import TextProcessor, TokenizationOptions
 from jaxembed.preprocessing.windows import MIN_WINDOW_TOKENS, overlap_of, windows
@@ -209,3 +209,9 @@ def test_each_window_is_admitted(reranker):
     ((sequences, tokens),) = told
     assert sequences == len(windows(2000, ROOM, overlap_of(ROOM, None)))
     assert tokens > 2000
+
+
+def test_a_document_without_tokens_is_named_by_its_index(make):
+    with pytest.raises(EmptyInput) as raised:
+        make(bare).encode_documents([Text("cat"), Text(" ")], tokenization(max_windows=2))
+    assert raised.value.index == 1
