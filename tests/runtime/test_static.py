@@ -273,7 +273,7 @@ def test_the_library_takes_views_and_refuses_slots_beyond_the_ids(native_means):
     np.testing.assert_array_equal(got, numpy_means(TABLE[:, ::2], ids, bounds, 4))
     assert native_means(TABLE, ids, bounds[:0], 4).shape == (0, WIDTH)
     for beyond in ([-1, 2], [3, 11]):
-        with pytest.raises(ValueError, match="beyond the 10 ids"):
+        with pytest.raises(ValueError, match="beyond the ids, of which there are 10"):
             native_means(TABLE, ids, np.array([beyond]), 4)
 
 
