@@ -51,7 +51,7 @@ def test_nomics_scaling_factor_raises_the_base_of_each_text_over_the_trained_len
     factor, trained = 2.0, 2048
     pair = pair_of("nomic_bert", rotary_scaling_factor=factor, max_trained_positions=trained)
     inputs = drawn(pair.torch.config.vocab_size, LENGTHS)
-    got = run(pair.embedder, inputs, "tokens")["tokens"]
+    got = list(run(pair.embedder, inputs, "tokens")["tokens"])
     apart = []
     for one, states in zip(inputs, got, strict=True):
         growth = max(factor * one.length / trained - (factor - 1), 1)
