@@ -123,24 +123,27 @@ def build_all() -> str:
     """Compile all libraries into the package, and return the tag of wheels for this platform.
 
     Raises UnsupportedPlatform if the kernels do not support this platform, and NativeUnavailable or
-    OSError if a library cannot be built. After an error the package holds no library.
+    OSError if a library cannot be built. After an error the package holds no library. Processes
+    that use the package meanwhile load the old libraries until all new ones are there.
     """
-    shutil.rmtree(LIBRARIES, ignore_errors=True)
-    libc = platform.libc_ver()[0]
-    if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
-        raise UnsupportedPlatform(
-            "the native kernels need Linux x86_64 with glibc, and this is "
-            f"{sys.platform} {platform.machine()} {libc}".rstrip()
-        )
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
-    partial.mkdir()
     try:
+        libc = platform.libc_ver()[0]
+        if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
+            raise UnsupportedPlatform(
+                "the native kernels need Linux x86_64 with glibc, and this is "
+                f"{sys.platform} {platform.machine()} {libc}".rstrip()
+            )
+        partial.mkdir()
         for build in BUILDS:
             compile_library(build, partial / build.built.name)
         newest = max(newest_glibc(library.read_bytes()) for library in partial.iterdir())
-        partial.replace(LIBRARIES)
-    finally:
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(LIBRARIES, ignore_errors=True)
+    partial.replace(LIBRARIES)
     return f"py3-none-manylinux_2_{newest}_x86_64"
 
 
