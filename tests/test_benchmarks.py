@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -374,8 +375,15 @@ def test_bench_images_gives_each_peer_the_batch_that_is_fastest_for_it(
 
 
 @pytest.mark.slow
-def test_bench_images_runs(capsys):
+def test_bench_images_runs(capsys, monkeypatch, tmp_path):
     pytest.importorskip("PIL")
+    folders = [str(Path(__file__).parent), str(bench_images.WORKER.parent)]
+    quickly = tmp_path / "quickly.py"
+    quickly.write_text(
+        f"import runpy, sys; sys.path += {folders}; import quick\n"
+        f"runpy.run_path({str(bench_images.WORKER)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(bench_images, "WORKER", quickly)
     bench_images.main(IMAGES)
     (ours,) = last_line(capsys)["results"]
     assert ours["cosine"] == pytest.approx(1)

@@ -55,7 +55,7 @@ def start(machine, out: Path, *arguments: str) -> subprocess.Popen:
     command = [str(ROOT / "benchmarks" / "first_card.sh"), *arguments, "--tiny"]
     command += ["--carried", str(carried)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"PYTHON": str(python), "OUT": str(out)}
+    environment |= {"PYTHON": str(python), "OUT": str(out), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -92,7 +92,7 @@ def test_a_call_records_every_step_and_one_that_fails(machine, tmp_path):
 
 @pytest.mark.slow
 def test_what_was_found_is_readable_after_a_kill_at_any_moment(machine, tmp_path):
-    for lines in random.Random(7).sample(range(1, 23), 10):
+    for lines in random.Random(7).sample(range(1, 23), 4):
         out = tmp_path / str(lines)
         process = start(machine, out, "1", "--only", "ceilings,copies")
         assert process.stdout is not None
