@@ -15,6 +15,8 @@ ROOT = Path(__file__).parent.parent
 BASE = ROOT / ".ci" / "base"
 PRODUCT = ("jaxembed/**", "converters/**", "deploy/**", "examples/**")
 TARGETS = ("numerics", "slow", "wheel", "parity", "eval", "deploy", "stores", "ray", "page")
+# what a file of tests has if some of its tests are of a suite
+MARKS = {"numerics": r"mark\.numerics|import each", "slow": r"mark\.slow"}
 # one model of each backbone, for what all of them share
 BACKBONES = "minilm distilbert modernbert deberta qwen3 t5 clip static"
 
@@ -39,8 +41,13 @@ TABLE: dict[str, list[str]] = {
     "tests/chaos/**": ["slow"],
     "benchmarks/**": ["slow"],
     # numerics
-    "jaxembed/engine/**": ["numerics", "slow", "eval", f"parity {BACKBONES}"],
-    "jaxembed/models/**": ["numerics", "slow", "eval", f"parity {BACKBONES}"],
+    "jaxembed/engine/**": ["slow", "parity minilm"],  # which batch runs when, and what is kept
+    "jaxembed/engine/autotune/**": ["numerics", "slow", "parity minilm"],
+    **{
+        f"jaxembed/engine/{name}.py": ["numerics", "eval", f"parity {BACKBONES}"]
+        for name in ("batch", "bucket", "build", "compiles", "placement", "replica", "sparse")
+    },
+    "jaxembed/models/**": ["numerics", "eval", f"parity {BACKBONES}"],
     "jaxembed/models/native/**": ["numerics", "slow", "wheel", "eval"],
     "jaxembed/models/clip.py": ["numerics", "parity dual"],
     "jaxembed/models/deberta.py": ["numerics", "parity deberta"],
@@ -176,7 +183,12 @@ def _targets_of(file: str) -> list[str] | None:
     if file.startswith("tests/parity/test_"):
         return [f"parity {Path(file).stem.removeprefix('test_')}"]
     fitting = [one for one in TABLE if _fits(file, one)]
-    return TABLE[max(fitting, key=len)] if fitting else None
+    if fitting:
+        return TABLE[max(fitting, key=len)]
+    if re.fullmatch(r"tests/.*test_\w+\.py", file) and (ROOT / file).is_file():
+        text = (ROOT / file).read_text()
+        return [suite for suite, mark in MARKS.items() if re.search(mark, text)]
+    return None
 
 
 def _fits(file: str, path: str) -> bool:

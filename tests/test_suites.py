@@ -34,6 +34,8 @@ def test_a_family_needs_its_own_parity_and_documents_need_nothing(suites):
         "parity",
     ]
     assert suites.needed(["pyproject.toml"]) == list(suites.TARGETS)
+    of_tests = ["tests/test_chaos.py", "tests/test_golden.py", "tests/test_deleted.py"]
+    assert suites.needed(of_tests) == ["numerics", "slow"]
 
 
 def test_a_file_of_the_product_without_a_line_is_found(suites):
