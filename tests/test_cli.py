@@ -514,12 +514,17 @@ def test_embed_writes_vectors_and_bytes_by_ranges(embedder, grid_file, tmp_path,
     flags += ["--model", str(path), "-o", str(tmp_path / "out.npy")]
     done = run("embed", str(texts), *flags)
     assert done.returncode == 0, done.stderr
+    assert "truncated" not in done.stderr
     floats = embedder.encode(texts.read_text().splitlines())
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), floats, atol=1e-5)
+    texts.write_text(texts.read_text() + "the " * 100 + "\n")
     done = run("embed", str(texts), "--dimensions", "8", "--output-dtype", "uint8", *flags)
     assert done.returncode == 0, done.stderr
+    assert "truncated 1 text that had more tokens than allowed (the limit of the model is 64)" in (
+        done.stderr
+    )
     vectors = np.load(tmp_path / "out.npy")
-    assert (vectors.dtype, vectors.shape) == (np.uint8, (3, 8))
+    assert (vectors.dtype, vectors.shape) == (np.uint8, (4, 8))
     assert (vectors.min(axis=0) == 0).all()
     assert (vectors.max(axis=0) >= 254).all()
 

@@ -16,6 +16,7 @@ from jaxembed.cli.loading import (
     folder_options,
     load_for_outputs,
     run_folder_job,
+    warn_of_truncation,
 )
 from jaxembed.cli.options import (
     ENGINE_OPTIONS,
@@ -267,3 +268,4 @@ def _write_file(
         seconds,
         count / seconds,
     )
+    warn_of_truncation(embedder)

@@ -310,3 +310,15 @@ def run_folder_job(
         if summary.skipped
         else "",
     )
+    warn_of_truncation(embedder)
+
+
+def warn_of_truncation(embedder: "Embedder") -> None:
+    """Log a warning if the model has truncated texts."""
+    if truncated := int(embedder.model.telemetry.truncated_inputs.value):
+        logger.warning(
+            "truncated %s that had more tokens than allowed (the limit of the model is %d); "
+            "--auto-truncate false refuses such texts",
+            counted(truncated, "text"),
+            embedder.max_input_tokens,
+        )

@@ -221,7 +221,8 @@ class Admission:
                 raise Overloaded(
                     f"Model is overloaded: {capacity.inputs} inputs and about {capacity.tokens} "
                     f"tokens wait, and the limits are {capacity.max_inputs} "
-                    f"(--max-concurrent-requests) and {capacity.max_tokens} (--max-queue-tokens)",
+                    f"(--max-concurrent-requests) and {capacity.max_tokens} (--max-queue-tokens); "
+                    "send the request again later",
                     capacity.retry_after_s,
                 )
             reservation.charge(cost.bytes)

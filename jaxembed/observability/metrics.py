@@ -71,10 +71,15 @@ class Counter(Collector):
         """Show what `read` returns, instead of the sum of what `inc` adds."""
         self._read = read
 
+    @property
+    def value(self) -> float:
+        """The current value."""
+        return float(self._read())
+
     def collect(self) -> Iterable[Metric]:
         """Return the counter with its current value."""
         family = CounterMetricFamily(self.name, self._text)
-        family.samples.append(Sample(self.name, {}, float(self._read())))
+        family.samples.append(Sample(self.name, {}, self.value))
         return [family]
 
 

@@ -377,8 +377,8 @@ async def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
     assert (await use(pool, "live")).name == "a"
     with pytest.raises(InvalidInput, match="cannot be an alias"):
         await pool.move("b", "a")  # a loadable model's own name
-    for alias in ("x:y", " ", "x\ny", "x" * 201, "default/not-specified"):
-        with pytest.raises(InvalidInput, match="and no colon"):
+    for alias in ("x:y", " ", "x\ny", "x" * 201, "default/not-specified", "..", "a/.", "\ufffd"):
+        with pytest.raises(InvalidInput, match="has no colon and no part"):
             await pool.move(alias, "a")
     with pytest.raises(UnknownModel):
         await pool.move("live", "nothing")

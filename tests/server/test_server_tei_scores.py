@@ -41,6 +41,12 @@ def test_rerank_gives_as_many_as_asked_for(field):
     assert "contradict each other" in rerank(422, top_n=2, top_k=3)[1]["error"]
 
 
+def test_rerank_refuses_texts_and_documents_at_once():
+    _, body = rerank(422, texts=["a"], documents=["b"])
+    assert "send either `texts` or `documents`" in body["error"]
+    assert rerank(texts=["a"], documents=None)[1][0]["index"] == 0
+
+
 def test_rerank_cuts_texts_to_the_tokens_asked_for():
     embedder = FakeEmbedder(spec=RERANKER)
     for given, wanted in ((3, 3), (0, None), (None, None)):

@@ -184,15 +184,19 @@ class Models:
         it.
 
         Raises UnknownModel, and InvalidInput for an alias that is the name of a loadable model, is
-        empty, reserved or too long, or has a colon (a colon precedes the name of an adapter).
+        empty, reserved or too long, has a colon (a colon precedes the name of an adapter), is not
+        UTF-8, or could not be part of a URL.
         """
         known = self[name]
-        is_valid = alias.strip() and alias.isprintable() and len(alias) <= LONGEST_ALIAS
-        if not is_valid or ":" in alias or alias in self._own or alias == UNSPECIFIED:
+        is_text = alias.strip() and alias.isprintable() and "\N{REPLACEMENT CHARACTER}" not in alias
+        is_segment = ":" not in alias and not {".", ".."} & {*alias.split("/")}
+        is_free = alias not in self._own and alias != UNSPECIFIED
+        if not (is_text and is_segment and is_free and len(alias) <= LONGEST_ALIAS):
             raise InvalidInput(
                 f"{alias[:LONGEST_ALIAS]!r} cannot be an alias: an alias has at most "
-                f"{LONGEST_ALIAS} printable characters, at least one of them not blank, and no "
-                "colon, and is neither reserved nor the name of a loadable model",
+                f"{LONGEST_ALIAS} printable characters in UTF-8, at least one of them not blank, "
+                "has no colon and no part `.` or `..`, and is neither reserved nor the name of a "
+                "loadable model",
                 field="alias",
             )
         # Add the alias as the last name, because responses show the first name of a model.

@@ -88,6 +88,7 @@ ROUTES_BY_OUTPUT: dict[OutputName, str] = {  # for models without a dense output
 }
 
 _RETURN_TEXT = Unserved("send `return_text`, or the texts as `documents`", (False,))
+_DOCUMENTS = Unserved("send either `texts` or `documents`", ([],))
 SLICE_TERMS = 2048  # terms that are encoded before the event loop runs other tasks
 MAX_SHAPE_CHARACTERS = 4096  # of the shape header; clients and proxies refuse long headers
 
@@ -185,6 +186,7 @@ class RerankRequest(RankingRequest, kw_only=True):
     optional fields: `truncate`, `truncation_direction`, `raw_scores` and `return_text`."""
 
     texts: list[str]
+    documents: Annotated[Any, _DOCUMENTS] = None
     return_documents: Annotated[Any, _RETURN_TEXT] = None
     truncation_direction: Direction | None = None
     return_text: bool | None = None
