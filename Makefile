@@ -93,8 +93,7 @@ stores: $(VENV)/stores.stamp  ## fill Qdrant, LanceDB and pgvector from Parquet 
 	$(BIN)/pytest tests/test_stores.py tests/test_hybrid_search.py $(ARGS)
 
 ray: $(VENV)/ray.stamp  ## models in the actors of a Ray cluster of this machine (600 MB more)
-	set -e; for test in $$($(BIN)/pytest tests/test_ray_cluster.py --collect-only --quiet | grep ::); do \
-		$(BIN)/pytest "$$test" $(ARGS); done
+	$(BIN)/pytest tests/test_ray_cluster.py $(ARGS)
 
 eval: $(VENV)/dev.stamp  ## STS-B of the default model
 	$(BIN)/python -m benchmarks.eval_sts $(ARGS)

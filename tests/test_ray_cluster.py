@@ -1,5 +1,5 @@
-"""Models in the actors of a Ray cluster of real processes. `make ray` runs each test in a process
-of its own, which starts Ray before JAX: no process may be forked beside JAX's threads."""
+"""Models in the actors of a Ray cluster of real processes, which starts before JAX does: no process
+may be forked beside JAX's threads."""
 
 import os
 import shutil

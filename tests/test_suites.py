@@ -1,10 +1,7 @@
 """Which suites a change needs."""
 
 import importlib.util
-import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,21 +62,3 @@ def test_a_change_is_what_differs_from_a_base_that_is_known(suites, tmp_path, mo
     git("commit", "--quiet", "--all", "--message", "second")
     (tmp_path / "b").write_text("2")
     assert set(suites.changed()) == {"a", "b", "c", "base"}
-
-
-def test_a_step_that_fails_stops_the_steps_beside_it(tmp_path):
-    make = tmp_path / "make"
-    make.write_text(
-        '#!/bin/sh\necho "of $1"\n'
-        'case "$1" in check) echo "0.50s call of check"; exit 3;; test) exec sleep 600;; esac\n'
-    )
-    make.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    run = [sys.executable, FILE.with_name("run")]
-    found = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stderr) == (1, "\nfailed: check\n")
-    assert "\n== check\nof check\n" in found.stdout
-    assert "== docs" not in found.stdout
-    assert re.search(r"\n== test \(stopped\)\n(of test\n)?", found.stdout)
-    assert re.search(r"\n== seconds by step\n( +\d+  (check|test)\n){1,2}", found.stdout)
-    assert found.stdout.endswith("\n== slowest tests\n0.50s call of check\n")
