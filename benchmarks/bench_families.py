@@ -35,7 +35,7 @@ BASELINE = "bert-base"
 FAMILIES = tuple(
     name
     for name in subject.SIZES
-    if name not in ("tiny", "minilm", "bge-large", "gemma2-9b", "qwen3-8b", BASELINE)
+    if name not in ("tiny", "minilm", "bge-large", "xlm-r-large", "gemma2-9b", "qwen3-8b", BASELINE)
 )
 VOCABULARY = 1024  # the rows of the table are gathered: their number does not count
 BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers

@@ -54,6 +54,11 @@ MPNET_BASE = _BASE | {
     "pad_id": 1,
     "bias_reach": 128,
 }
+XLM_R_LARGE = _bert(250002, 1024, 24, 16, 4096, 514) | {
+    "type_vocab_size": 1,
+    "norm_eps": 1e-5,
+    "pad_id": 1,
+}
 NOMIC_BASE = _BASE | {
     "max_positions": 8192,
     "activation": "silu",
@@ -203,6 +208,7 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
     "minilm": ("bert", _bert(30522, 384, 6, 12, 1536, 512), "mean"),
     "bert-base": ("bert", _bert(30522, 768, 12, 12, 3072, 512), "mean"),
     "bge-large": ("bert", _bert(30522, 1024, 24, 16, 4096, 512), "cls"),
+    "xlm-r-large": ("bert", XLM_R_LARGE, "cls"),
     "mpnet-base": ("bert", MPNET_BASE, "mean"),
     "nomic-base": ("bert", NOMIC_BASE, "mean"),
     "gte-base": ("bert", GTE_BASE, "cls"),
@@ -347,10 +353,16 @@ def useful_flops(spec: ModelSpec, model: Program, lengths: Sequence[int] | np.nd
     """
     tokens = np.asarray(lengths, np.float64)
     products = 2.0 * sum(rows * columns for rows, columns in kernels(model))
+    return float(products * tokens.sum()) + attention_flops(spec, lengths)
+
+
+def attention_flops(spec: ModelSpec, lengths: Sequence[int] | np.ndarray) -> float:
+    """The floating-point operations of attention's two products, over all layers, for sequences of
+    these lengths."""
     config = spec.config
     heads = config["num_heads"]
     width = heads * config.get("head_width", config["hidden_size"] // heads)
-    return float(products * tokens.sum() + 4.0 * width * _pairs(config, tokens).sum())
+    return float(4.0 * width * _pairs(config, np.asarray(lengths, np.float64)).sum())
 
 
 def _pairs(config: dict[str, Any], tokens: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxembed import memory
 from jaxembed.data.outputs import OUTPUTS, OutputName
@@ -56,7 +56,7 @@ class Replica:
         self.primary: OutputName = program.primary
         self.outputs = program.outputs
         self.planes = program.planes
-        self._forward = program.forward
+        self._program = program
         self._mesh = mesh_of(devices)
         self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
         self.native_layout = native_layout
@@ -65,8 +65,7 @@ class Replica:
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
-        # divides the rows of a batch among the devices
-        self._by_rows = NamedSharding(self._mesh, PartitionSpec(None, "data"))
+        self._by_rows = _by_rows(self._mesh)
 
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
@@ -143,38 +142,61 @@ class Replica:
     def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
         """Compile and return the program of a bucket in `dtype`. Raises ConfigError if the rows
         cannot be divided equally among the devices, and the errors of XLA."""
-        if bucket.rows % len(self.devices):
-            raise ConfigError(
-                f"the rows of bucket {bucket} cannot be divided equally among "
-                f"{counted(len(self.devices), 'device')}"
-            )
-
-        def forward(parameters, planes):
-            if dtype == FLOAT32:
-                parameters = [leaf.astype(jnp.float32) for leaf in parameters]
-            computed = self._forward(parameters, planes, bucket.slots, self.outputs)
-            if self.devices[0].platform == "cpu":  # the outputs are in the memory of the host
-                return computed
-            return {
-                name: gather_nonzero(value, planes[0].size) if OUTPUTS[name].sparse else value
-                for name, value in computed.items()
-            }
-
-        sharded = jax.shard_map(
-            forward,
-            mesh=self._mesh,
-            # every device has all parameters, and some rows
-            in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
-            out_specs={name: PartitionSpec("data") for name in self.outputs},
-            check_vma=False,
-        )
-        shape = (self.planes, bucket.rows, bucket.length)
-        planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._by_rows)
-        # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
-        precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
-        with precision, using(self._attention(bucket) if dtype == self.dtype else by_xla):
-            lowered = jax.jit(sharded).lower(self._parameters, planes)
+        attend = self._attention(bucket) if dtype == self.dtype else by_xla
+        lowered = lower(self._program, self._parameters, self._mesh, bucket, dtype, attend)
         return compile_lowered(lowered, compiler_options(self.devices[0].platform))
+
+
+def lower(
+    program: Program,
+    parameters: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    mesh: Mesh,
+    bucket: Bucket,
+    dtype: DType,
+    attend: Attend,
+) -> jax.stages.Lowered:
+    """Lower the program of a bucket for the devices of a mesh, which may be devices that are only
+    described.
+
+    `parameters` are arrays or their shapes, in the order of `program.shapes`; every device has all
+    of them, and some rows of a batch. With the dtype float32, parameters of another dtype are
+    converted. Raises ConfigError if the rows cannot be divided equally among the devices.
+    """
+    if bucket.rows % mesh.size:
+        raise ConfigError(
+            f"the rows of bucket {bucket} cannot be divided equally among "
+            f"{counted(mesh.size, 'device')}"
+        )
+
+    def forward(parameters, planes):
+        if dtype == FLOAT32:
+            parameters = [leaf.astype(jnp.float32) for leaf in parameters]
+        computed = program.forward(parameters, planes, bucket.slots, program.outputs)
+        if mesh.devices.flat[0].platform == "cpu":  # the outputs are in the memory of the host
+            return computed
+        return {
+            name: gather_nonzero(value, planes[0].size) if OUTPUTS[name].sparse else value
+            for name, value in computed.items()
+        }
+
+    sharded = jax.shard_map(
+        forward,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+        out_specs={name: PartitionSpec("data") for name in program.outputs},
+        check_vma=False,
+    )
+    shape = (program.planes, bucket.rows, bucket.length)
+    planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_by_rows(mesh))
+    # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
+    precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
+    with precision, using(attend):
+        return jax.jit(sharded).lower(parameters, planes)
+
+
+def _by_rows(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of the planes of a batch, whose rows are divided among the devices."""
+    return NamedSharding(mesh, PartitionSpec(None, "data"))
 
 
 class NullReplica:

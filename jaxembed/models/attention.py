@@ -231,6 +231,32 @@ class ByNative:
 
 by_native = ByNative()
 
+
+@dataclass(frozen=True)
+class ByKernel:
+    """An implementation that uses an attention kernel of an accelerator.
+
+    `kernel` computes attention as `attend` does, and is also given `slots`, the maximum number of
+    segments in a row. If `separate`, layers compute queries, keys and values in products of their
+    own, so that XLA writes each in the order of axes in which the kernel reads it.
+    """
+
+    kernel: Callable[..., Array]
+    slots: int
+    separate: bool = False
+
+    def __call__(self, *arguments: Any, **optional: Any) -> Heads:
+        """Compute attention as `attend` does."""
+        return self.kernel(*arguments, slots=self.slots, **optional)
+
+
+def is_separate() -> bool:
+    """Whether the program that this thread is tracing computes queries, keys and values in products
+    of their own."""
+    implementation = _IMPLEMENTATION.get()
+    return isinstance(implementation, ByKernel) and implementation.separate
+
+
 _IMPLEMENTATION: ContextVar[Attend] = ContextVar("attention", default=by_xla)
 
 

@@ -5,7 +5,8 @@ are declared as zeros of the right shape, but the arrays of zeros are never allo
 come from a checkpoint. The weight of a Linear is the parameter `kernel`, as checkpoints name it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -19,8 +20,10 @@ from jaxembed.models.attention import (
     EVERYTHING,
     AttentionMask,
     Bias,
+    attend,
     attend_joint,
     is_native,
+    is_separate,
     takes_joint,
 )
 from jaxembed.models.rope import Rotation
@@ -72,6 +75,34 @@ class Linear(nnx.Module):
         )
         y = y if bias is None else y + bias[None, None]
         return y if self.adapter is None else y + self.adapter(x)
+
+    def heads(
+        self, x: Float[Array, "rows length in"], counts: Sequence[int], width: int
+    ) -> list[Float[Array, "rows length heads width"]]:
+        """Return the result in parts, as `counts[k]` heads of `width` dimensions, in float32.
+
+        Each part is a product of its own if `is_separate`, unless the layer has an adapter.
+        """
+        rows, length, _ = x.shape
+        ends = list(accumulate(counts))
+        if not is_separate() or self.adapter is not None:
+            joint = self(x).reshape(rows, length, ends[-1], width)
+            return jnp.split(joint, ends[:-1], axis=2)
+        kernel, bias = self.parameters
+        parts = []
+        for count, end in zip(counts, ends, strict=True):
+            columns = slice((end - count) * width, end * width)
+            y = jnp.einsum(
+                "bsd,dhk->bshk",
+                x.astype(kernel.dtype),
+                kernel[:, columns].reshape(-1, count, width),
+                precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
+                preferred_element_type=jnp.float32,
+            )
+            if bias is not None:
+                y = y + bias[columns].reshape(1, 1, count, width)
+            parts.append(y)
+        return parts
 
     @property
     def native_adapters(self) -> native.AdapterOperands | None:
@@ -285,6 +316,13 @@ def attend_hidden(
             angles=angles,
             adapters=qkv.native_adapters,
         )
+    if is_separate():
+        query, key, value = qkv.heads(hidden, [heads] * 3, width)
+        if rotation is not None:
+            query, key = rotation(query), rotation(key)
+        query, key, value = (x.astype(kernel.dtype) for x in (query, key, value))
+        mixed = attend(query, key, value, segments, attention_mask, bias, key_segments)
+        return mixed.reshape(rows, length, inner)
     rotates_natively = key_segments is None and takes_joint(length, width, kernel.dtype)
     may_round = rotation is None or rotates_natively
     joint = (qkv.apply_rounded if may_round else qkv)(hidden).reshape(rows, length, 3, heads, width)

@@ -177,9 +177,8 @@ class Qwen3Attention(nnx.Module):
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:
         rows, length, _ = hidden.shape
-        heads = self.qkv(hidden).reshape(rows, length, -1, self.head_width)
-        split_points = (self.num_heads, self.num_heads + self.num_key_heads)
-        query, key, value = jnp.split(heads, split_points, axis=2)
+        counts = self.num_heads, self.num_key_heads, self.num_key_heads
+        query, key, value = self.qkv.heads(hidden, counts, self.head_width)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         rotate_query, rotate_key = rotations

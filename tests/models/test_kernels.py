@@ -137,8 +137,7 @@ def test_bfloat16_stays_near_the_same_operands_in_float64(kernel):
 
 
 @pytest.mark.numerics
-# BERT is as ModernBERT's global layers
-@pytest.mark.parametrize("backbone", ["modernbert", "qwen3"])
+@pytest.mark.parametrize("backbone", ["bert", "modernbert", "qwen3"])
 def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, backbone):
     spec = tiny_spec(**TOWERS[backbone])
     parameters, devices = poisoned_parameters(spec), jax.local_devices()[:1]
@@ -149,7 +148,7 @@ def test_a_text_has_one_vector_wherever_it_lies_and_the_one_of_xla(kernel, backb
         parameters,
         devices,
         "float32",
-        attention=lambda bucket: partial(kernel.attend, slots=bucket.slots),
+        attention=lambda bucket: kernel.implementation(bucket.slots),
     )
     xla.compile(short)
     ours.compile(bucket)

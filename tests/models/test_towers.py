@@ -21,7 +21,7 @@ from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
 from jaxembed.models import ModelSpec, deberta, program
-from jaxembed.models.attention import AttentionMask
+from jaxembed.models.attention import AttentionMask, ByKernel, by_xla, using
 from jaxembed.models.bert import alibi, alibi_slopes, positions_after_pad
 from jaxembed.models.deberta import Convolution, DebertaConfig, DistanceBuckets, attend_disentangled
 from jaxembed.models.layers import LayerNorm, Linear
@@ -291,3 +291,19 @@ def test_scores_are_those_of_the_definition_in_every_tiling(terms, length, longe
     given = [None if x is None else x.astype(np.float32) for x in given]
     got = jax.jit(lambda *x: attend_disentangled(*x, distances))(*given, segments)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_heads_from_products_of_their_own_are_those_of_one_product(adapts):
+    layer = Linear(8, 4 * 6, bias=True)
+    rng = np.random.default_rng(3)
+    layer.kernel[...] = jnp.asarray(rng.normal(size=(8, 24)), jnp.float32)
+    layer.bias[...] = jnp.asarray(rng.normal(size=24), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(2, 5, 8)), jnp.float32)
+    if adapts:  # one that adds the first column
+        layer.adapter = lambda x: jnp.broadcast_to(x[:, :, :1], (2, 5, 24))
+    joint = layer(x).reshape(2, 5, 4, 6)
+    with using(ByKernel(by_xla, 1, separate=True)):
+        parts = layer.heads(x, [2, 1, 1], 6)
+    assert [part.shape[2] for part in parts] == [2, 1, 1]
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=2), joint, rtol=1e-6, atol=1e-6)

@@ -77,7 +77,7 @@ class Choice:
         if self.native is not None:
             return self.native
         kernel = self.taken.get(bucket.length)
-        return partial(kernel.attend, slots=bucket.slots) if kernel else by_xla
+        return kernel.implementation(bucket.slots) if kernel else by_xla
 
     def name_of(self, length: int) -> str:
         """Return the name of the kernel that rows of `length` tokens use."""
@@ -305,7 +305,7 @@ class KernelTrial:
         for call, layers in self._call_counts.items():
             if reason := kernel.refuses(call, self._bucket.length):
                 raise NotRight(reason)
-            output, ms = self._run(partial(kernel.attend, slots=self._bucket.slots), call)
+            output, ms = self._run(kernel.implementation(self._bucket.slots), call)
             total_ms += ms * layers
             # compare with attention in float32, except in padding; NaN is an infinite difference
             exact, allowed = self._exact[call], TOLERANCE[self._dtype]

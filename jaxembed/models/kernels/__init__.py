@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxembed.models.attention import AttentionMask
+from jaxembed.models.attention import AttentionMask, ByKernel
 
 KERNELS = {
     "cpu": {},
@@ -65,11 +65,17 @@ class Kernel:
     `slots` is the maximum number of segments in a row. If some tokens are hidden as keys, it is
     also given `key_segments`. `refuses(call, length)` returns the reason if the kernel does not
     support attention with the properties `call` in rows of `length` tokens, or None if it does.
+    `separate` is that of ByKernel.
     """
 
     name: str
     attend: Callable
     refuses: Callable[[Call, int], str | None]
+    separate: bool = False
+
+    def implementation(self, slots: int) -> ByKernel:
+        """Return the attention implementation for rows with at most so many segments."""
+        return ByKernel(self.attend, slots, self.separate)
 
 
 def refuses_changed_scores(call: Call) -> str | None:

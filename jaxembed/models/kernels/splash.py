@@ -88,4 +88,4 @@ def _padded_heads(x: Heads) -> Float[Array, "rows length heads filled"]:
     return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padded_width - width)))
 
 
-KERNEL = Kernel("splash", attend, refuses)
+KERNEL = Kernel("splash", attend, refuses, separate=True)
