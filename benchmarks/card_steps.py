@@ -184,10 +184,10 @@ def buckets(args: Namespace, size: str, kernel: str) -> Rows:
     from jaxembed.models.attention import by_xla
 
     configure_jax(args.work / "cache", None)
-    attend = None
+    found = None
     if kernel != "xla":
         (path,) = (paths[kernel] for paths in kernels.KERNELS.values() if kernel in paths)
-        attend = kernels.kernel(path).attend
+        found = kernels.kernel(path)
     size = size_of(args, size)
     started_at = time.perf_counter()
     model = subject.random_subject(size, dtype="bfloat16" if size == "qwen3-8b" else "float32")
@@ -196,7 +196,7 @@ def buckets(args: Namespace, size: str, kernel: str) -> Rows:
         model.parameters,
         jax.local_devices()[:1],
         "bfloat16",
-        attention=lambda bucket: partial(attend, slots=bucket.slots) if attend else by_xla,
+        attention=lambda bucket: found.implementation(bucket.slots) if found else by_xla,
     )
     yield {"model": size, "kernel": kernel, "weights_s": time.perf_counter() - started_at}
     reference = carried_reference(args.carried, model, size)
