@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import msgspec
 import numpy as np
 
 from benchmarks import bench_model, report, subject
@@ -38,7 +37,6 @@ FAMILIES = tuple(
     if name not in ("tiny", "minilm", "bge-large", "xlm-r-large", "gemma2-9b", "qwen3-8b", BASELINE)
 )
 VOCABULARY = 1024  # the rows of the table are gathered: their number does not count
-BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,7 @@ def rows_of(contestants: Sequence[Contestant], bucket: Bucket, rounds: int) -> l
 
 def _small(name: str, layers: int) -> Subject:
     """A model of SIZES with so many layers, and a small vocabulary."""
-    spec = subject.spec_of(name)
-    config: dict[str, Any] = {**spec.config, "num_layers": layers, "vocab_size": VOCABULARY}
-    for field in BY_LAYER & config.keys():
-        config[field] = [number for number in config[field] if number < layers]
-    spec = msgspec.structs.replace(spec, config=config)
+    spec = subject.spec_of(name, layers, vocab_size=VOCABULARY)
     return Subject(name, spec, program(spec), random_parameters(spec, 0), None)
 
 

@@ -16,7 +16,6 @@ import os
 import re
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -37,12 +35,12 @@ from jaxembed.models import kernels, program
 from jaxembed.models.attention import Attend, by_xla
 
 DTYPE: DType = "bfloat16"
-MOVES = {  # instructions that compute nothing
+# Instructions that compute nothing. Operations of JAX have the same names.
+MOVES = {
     *("bitcast", "broadcast", "concatenate", "constant", "convert", "copy", "dynamic-slice"),
     *("get-tuple-element", "iota", "pad", "parameter", "reshape", "slice", "transpose", "tuple"),
-}  # and operations of JAX of the same names
+}
 PRODUCTS = {"convolution", "dot"}
-COLLECTIVES = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}
 KERNEL = 'custom_call_target="tpu_custom_call"'
 SIDE = 8192  # of the matrices of `product_mfu`
 
@@ -139,9 +137,9 @@ def row_of(
 ) -> dict[str, Any]:
     """What the compiler says of the program of a bucket such as "32x512", or its error."""
     rows, length = map(int, bucket.split("x"))
-    spec = spec_of(size, layers)
-    layers = spec.config["num_layers"]
-    row: dict[str, Any] = {"size": f"{size}, {layers} layers", "kernel": kernel, "bucket": bucket}
+    spec = subject.spec_of(size, layers)
+    name = f"{size}, {spec.config['num_layers']} layers"
+    row: dict[str, Any] = {"size": name, "kernel": kernel, "bucket": bucket}
     start = time.perf_counter()
     try:
         compiled = compile_bucket(device, spec, Bucket(rows, length), kernel)
@@ -152,9 +150,8 @@ def row_of(
         kind: sum(one.cycles for one in found if one.kind == kind)
         for kind in ("product", "move", "other")
     }
-    opcodes = Counter(opcode for one in found for opcode in one.opcodes)
     calls = sum(one.is_kernel for one in found)
-    attention = attention_cycles(spec, chip, rows, length) * layers if calls else 0.0
+    attention = attention_cycles(spec, chip, rows, length) if calls else 0.0
     total = sum(cycles.values()) + attention
     memory: Any = compiled.memory_analysis()
     made = program(spec)
@@ -168,25 +165,12 @@ def row_of(
         "attention": attention / total,
         "mfu": useful / chip.flops_per_cycle / total,
         "kernel_calls": calls,
-        "collectives": sum(opcodes[name] for name in COLLECTIVES),
         "temporary_mb": memory.temp_size_in_bytes / 1e6,
         "output_mb": memory.output_size_in_bytes / 1e6,
         "parameter_mb": parameters / 1e6,
         "fits": bool(taken <= chip.memory_bytes),
         "compile_s": time.perf_counter() - start,
     }
-
-
-def spec_of(size: str, layers: int) -> ModelSpec:
-    """The spec of a model of SIZES with so many layers; all of them for 0."""
-    spec = subject.spec_of(size)
-    if not layers:
-        return spec
-    config: dict[str, Any] = spec.config | {"num_layers": layers}
-    for name in ("global_layers", "local_layers"):  # which list numbers of layers
-        if name in config:
-            config[name] = [number for number in config[name] if number < layers]
-    return msgspec.structs.replace(spec, config=config)
 
 
 def compile_bucket(
@@ -209,15 +193,16 @@ def compile_bucket(
 
 
 def attention_cycles(spec: ModelSpec, chip: Chip, rows: int, length: int) -> float:
-    """The fewest cycles for the attention of one layer: for its products, or for reading queries,
-    keys and values and writing the result, whichever takes longer."""
+    """The fewest cycles for attention in all layers: for its products, or for reading queries, keys
+    and values and writing the result, whichever takes longer."""
     config = spec.config
     heads = config["num_heads"]
     width = config.get("head_width", config["hidden_size"] // heads)
-    flops = subject.attention_flops(spec, [length] * rows) / config["num_layers"]
+    flops = subject.attention_flops(spec, [length] * rows)
     moved = 2 * heads + 2 * config.get("num_key_heads", heads)  # heads read and written a token
-    read = moved * width * rows * length * jnp.dtype(DTYPE).itemsize
-    seconds = max(flops / chip.flops, read / chip.bytes_per_s)
+    moved *= width * rows * length * config["num_layers"]
+    bytes_moved = moved * jnp.dtype(DTYPE).itemsize
+    seconds = max(flops / chip.flops, bytes_moved / chip.bytes_per_s)
     return seconds * chip.flops / chip.flops_per_cycle
 
 

@@ -225,6 +225,9 @@ SIZES: dict[str, tuple[str, dict[str, Any], Pooling]] = {
 }
 
 
+BY_LAYER = {"global_layers", "local_layers"}  # fields that list numbers of layers
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model and its parameters, on the host."""
@@ -324,9 +327,17 @@ def native_choice_of(subject: Subject, args: Namespace, dtype: DType) -> Choice:
     return choose_native(subject.program, jax.local_devices()[0], dtype, args.kernels, folder)
 
 
-def spec_of(size: str) -> ModelSpec:
-    """The spec of an embedding model of SIZES, with normalised output."""
+def spec_of(size: str, layers: int = 0, **changes: Any) -> ModelSpec:
+    """The spec of an embedding model of SIZES, with normalised output.
+
+    `layers` is the number of layers, 0 for all of them; `changes` are fields of the config.
+    """
     architecture, config, pooling = SIZES[size]
+    config = config | changes
+    if layers:
+        config["num_layers"] = layers
+        for field in BY_LAYER & config.keys():
+            config[field] = [number for number in config[field] if number < layers]
     return ModelSpec(
         architecture=architecture,
         config=config,

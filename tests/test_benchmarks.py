@@ -423,14 +423,15 @@ def test_what_instructions_of_a_program_for_a_tpu_do():
 
 
 def test_attention_is_charged_at_the_peak_of_products_or_of_memory():
-    spec, chip = compile_for.spec_of("bert-base", 2), compile_for.CHIPS["v5e"]
+    spec, chip = subject.spec_of("bert-base", 2), compile_for.CHIPS["v5e"]
     assert spec.config["num_layers"] == 2
     long = compile_for.attention_cycles(spec, chip, rows=1, length=8192)
-    assert long == pytest.approx(4 * 768 * 8192**2 / chip.flops_per_cycle)
+    assert long == pytest.approx(2 * 4 * 768 * 8192**2 / chip.flops_per_cycle)
     short = compile_for.attention_cycles(spec, chip, rows=64, length=128)
-    seconds = 4 * 768 * 64 * 128 * 2 / chip.bytes_per_s  # four heads a token and head, in bfloat16
+    # two layers read queries, keys and values, and write as much as one of these, in two bytes
+    seconds = 2 * 4 * 768 * 64 * 128 * 2 / chip.bytes_per_s
     assert short == pytest.approx(seconds * chip.flops / chip.flops_per_cycle)
-    local = compile_for.spec_of("modernbert-base", 4)
+    local = subject.spec_of("modernbert-base", 4)
     assert local.config["global_layers"] == [0, 3]
 
 

@@ -236,18 +236,19 @@ by_native = ByNative()
 class ByKernel:
     """An implementation that uses an attention kernel of an accelerator.
 
-    `kernel` computes attention as `attend` does, and is also given `slots`, the maximum number of
-    segments in a row. If `separate`, layers compute queries, keys and values in products of their
-    own, so that XLA writes each in the order of axes in which the kernel reads it.
+    `attend` computes attention as the function of this name does, and is also given `slots`, the
+    maximum number of segments in a row. If `separate`, layers compute queries, keys and values in
+    products of their own, so that XLA writes each in the order of axes in which the kernel reads
+    it.
     """
 
-    kernel: Callable[..., Array]
+    attend: Callable[..., Array]
     slots: int
     separate: bool = False
 
     def __call__(self, *arguments: Any, **optional: Any) -> Heads:
-        """Compute attention as `attend` does."""
-        return self.kernel(*arguments, slots=self.slots, **optional)
+        """Compute attention with the kernel."""
+        return self.attend(*arguments, slots=self.slots, **optional)
 
 
 def is_separate() -> bool:

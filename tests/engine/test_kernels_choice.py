@@ -65,7 +65,7 @@ def _times(monkeypatch) -> dict:
 
     def run(self, attend, call):
         mixed, _ = usual(self, attend, call)
-        return mixed, found[getattr(attend, "kernel", attend)]
+        return mixed, found[getattr(attend, "attend", attend)]
 
     monkeypatch.setattr(KernelTrial, "_run", run)
     return found
@@ -94,7 +94,7 @@ def test_a_kernel_that_is_right_and_faster_is_taken_in_all_but_short_rows(times,
     assert choice.describe()["used"] == {"16": "xla", "128": "mine"}
     assert choice.implementation(Bucket(1, 16)) is by_xla
     taken = choice.implementation(Bucket(1, 128))
-    assert (taken.kernel, taken.slots) == (right, 32)
+    assert (taken.attend, taken.slots) == (right, 32)
 
 
 def test_a_kernel_that_is_slower_is_not_taken_unless_it_is_asked_for(times):
