@@ -132,6 +132,9 @@ class Recorder:
             self.runner.compile(bucket)
             self.compiled.add(bucket)
 
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
+        self.runner.prepare(bucket, outputs)
+
     def run(
         self,
         bucket: Bucket,

@@ -30,7 +30,7 @@ from benchmarks import report, subject
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.placement import Device, mesh_of, placed_bytes, placed_dtype
-from jaxembed.engine.replica import lower
+from jaxembed.engine.replica import lower, output_variants
 from jaxembed.models import kernels, program
 from jaxembed.models.attention import Attend, by_xla
 
@@ -189,7 +189,9 @@ def compile_bucket(
     if kernel != "xla" and bucket.length >= kernels.SHORTEST_PROBED_ROW:
         found = kernels.kernel(kernels.KERNELS["tpu"][kernel])
         attend = found.implementation(bucket.slots)
-    return lower(made, shapes, mesh, bucket, DTYPE, attend).compile()
+    return lower(
+        made, shapes, mesh, bucket, DTYPE, attend, output_variants(made, device)[0]
+    ).compile()
 
 
 def attention_cycles(spec: ModelSpec, chip: Chip, rows: int, length: int) -> float:

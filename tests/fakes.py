@@ -74,6 +74,9 @@ class SumRunner:
             raise RuntimeError(f"XLA cannot compile {bucket}")
         self.compiled.append(bucket)
 
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
+        assert bucket in self.compiled
+
     def run(
         self,
         bucket: Bucket,

@@ -1,17 +1,21 @@
 """Compiles XLA programs in threads of low priority, counts them, and sets up a compile cache."""
 
+import atexit
 import logging
 import os
 import sys
 import threading
 import warnings
 import zlib
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import jax.monitoring
@@ -35,6 +39,8 @@ SAFE_FUSION: dict[str, str | bool] = {
 }
 
 _starting = threading.Lock()  # makes sure that the threads are started only once
+_counter = count()
+_later: WeakSet[Future] = WeakSet()  # the programs of `compile_later`
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -44,22 +50,43 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
     priority; the threads that XLA:CPU starts at its first compilation inherit this priority. Raises
     the errors of XLA.
     """
+    return _enqueue(lambda: lowered, options).result()
+
+
+def compile_later(
+    lower: Callable[[], jax.stages.Lowered], options: dict[str, Any]
+) -> "Future[jax.stages.Compiled]":
+    """Lower and compile a program after all programs of `compile_lowered`, without waiting.
+
+    The future gets the program, or the errors of `lower` and XLA. It is cancelled when the
+    interpreter ends before a thread has begun.
+    """
+    return _enqueue(lower, options, is_later=True)
+
+
+def _enqueue(
+    lower: Callable[[], jax.stages.Lowered], options: dict[str, Any], is_later: bool = False
+) -> "Future[jax.stages.Compiled]":
+    """Put a program into the queue of the compiling threads, and return its future."""
     with _starting:
         queue = _queue()
     compiled: Future[jax.stages.Compiled] = Future()
-    queue.put((compiled, lowered, options))
-    return compiled.result()
+    if is_later:
+        _later.add(compiled)
+    queue.put((is_later, next(_counter), compiled, lower, options))
+    return compiled
 
 
 @cache
-def _queue() -> SimpleQueue:
+def _queue() -> PriorityQueue:
     """Return the queue of the compiling threads; the first call starts the threads.
 
-    An item of the queue is a tuple of a future, a lowered program and compiler options. This is not
-    an executor, because an executor refuses work while the interpreter ends, when the threads of an
-    engine may still compile.
+    An item of the queue is a tuple: whether the program is needed only later, the item's number, a
+    future, a function that lowers the program, and compiler options. This is not an executor,
+    because an executor refuses work while the interpreter ends, when the threads of an engine may
+    still compile.
     """
-    queue: SimpleQueue = SimpleQueue()
+    queue: PriorityQueue = PriorityQueue()
     usual = threading.stack_size(STACK_BYTES)
     try:
         for k in range(WORKERS):
@@ -68,10 +95,17 @@ def _queue() -> SimpleQueue:
             ).start()
     finally:
         threading.stack_size(usual)
+    atexit.register(_end_later)
     return queue
 
 
-def _work(queue: SimpleQueue) -> None:
+def _end_later() -> None:
+    """Cancel the programs of `compile_later`, and wait for those that a thread has begun: the
+    interpreter aborts if it ends while a thread is inside XLA."""
+    wait([compiled for compiled in list(_later) if not compiled.cancel()])
+
+
+def _work(queue: PriorityQueue) -> None:
     """Compile the programs of the queue forever, at a low priority; runs in a thread."""
     if sys.platform == "linux":  # on other systems all threads have the priority of the process
         thread = threading.get_native_id()
@@ -79,12 +113,13 @@ def _work(queue: SimpleQueue) -> None:
         with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
-        compiled, lowered, options = queue.get()
-        try:
-            compiled.set_result(lowered.compile(compiler_options=options))
-        except BaseException as error:  # any error is raised in the thread that waits
-            compiled.set_exception(error)
-        del compiled, lowered  # or the program would stay in memory until the next one
+        *_, compiled, lower, options = queue.get()
+        if compiled.set_running_or_notify_cancel():
+            try:
+                compiled.set_result(lower().compile(compiler_options=options))
+            except BaseException as error:  # any error is raised in the thread that waits
+                compiled.set_exception(error)
+        del compiled, lower  # or the program would stay in memory until the next one
 
 
 def keep_programs(cache_dir: Path) -> None:

@@ -451,6 +451,7 @@ class Engine:
                 if batch is None:
                     return
                 worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                worker.runner.prepare(batch.bucket, batch.outputs)
                 started_at = time.monotonic()
                 with self._watchdog.watch(waiter, batch.bucket, batch) as call:
                     results = Recovery(

@@ -4,7 +4,9 @@ NullReplica stands in for a replica without a device, to measure the work of the
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,9 +19,9 @@ from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import DType
 from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_lowered, compiler_options
+from jaxembed.engine.compiles import compile_later, compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
-from jaxembed.engine.sparse import fetch_rows, gather_nonzero
+from jaxembed.engine.transfer import UsedSlots, fetch, gather, is_remote, start_copies
 from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
@@ -58,26 +60,41 @@ class Replica:
         self.planes = program.planes
         self._program = program
         self._mesh = mesh_of(devices)
-        self._programs: dict[tuple[Bucket, DType], jax.stages.Compiled] = {}
+        # by bucket, dtype and outputs; a future for a program that nothing has needed yet
+        self._programs: dict[
+            tuple[Bucket, DType, tuple[OutputName, ...]],
+            jax.stages.Compiled | Future[jax.stages.Compiled],
+        ] = {}
+        self._is_remote = is_remote(devices[0])
+        self._variants = output_variants(program, devices[0])
         self.native_layout = native_layout
         self._float32_bucket = float32_bucket
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)
         (placed,) = place_parameters(named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
-        self._by_rows = _by_rows(self._mesh)
+        self._by_rows, self._by_places = _by_rows(self._mesh), _by_places(self._mesh)
 
     def compile(self, bucket: Bucket) -> None:
         """Compile the program of a bucket, so that `run` can use it.
 
         If the bucket is the replica's `float32_bucket`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
-        float16. Raises ConfigError if the rows of the bucket cannot be divided equally among the
-        devices, and the errors of XLA.
+        float16. On a device with its own memory, a program computes outputs per token only if the
+        model is served for one; a second program that computes all outputs is compiled later, in
+        the background. Raises ConfigError if the rows of the bucket cannot be divided equally among
+        the devices, and the errors of XLA.
         """
-        self._programs[bucket, self.dtype] = self._compile(bucket, self.dtype)
+        usual, *others = self._variants
+        options = compiler_options(self.devices[0].platform)
+        needed: list[tuple[Bucket, DType, tuple[OutputName, ...]]] = [(bucket, self.dtype, usual)]
         if bucket == self._float32_bucket:
-            self._programs[bucket, FLOAT32] = self._compile(bucket, FLOAT32)
+            needed.append((bucket, FLOAT32, self.outputs))
+        for key in needed:
+            self._programs[key] = compile_lowered(self._lower(*key), options)
+        for outputs in others:
+            key = (bucket, self.dtype, outputs)
+            self._programs[key] = compile_later(partial(self._lower, *key), options)
         memory.trim()
 
     def run(
@@ -90,61 +107,131 @@ class Replica:
     ) -> Outputs:
         """Run the program of a bucket on a batch, and return the named `outputs` on the host.
 
-        `planes` is the packed batch, int32 `[planes, rows, length]`. This method releases the GIL
-        while it waits for the device. With `in_float32` it runs the program in float32, which only
-        the `float32_bucket` has. Raises KeyError if the bucket has no such program, and the errors
-        of XLA.
+        `planes` is the packed batch, int32 `[planes, rows, length]`. Empty slots are zero. This
+        method releases the GIL while it waits for the device; it also waits for a program that
+        `prepare` would wait for. With `in_float32` it runs the
+        program in float32, which only the `float32_bucket` has. Raises KeyError if the bucket has
+        no such program, and the errors of XLA.
         """
-        computed = self.launch(bucket, planes, FLOAT32 if in_float32 else self.dtype)
-        return {
-            name: fetch_rows(computed[name]) if OUTPUTS[name].sparse else np.asarray(computed[name])
-            for name in outputs
-        }
+        used = self._used_slots(bucket, planes)
+        wanted = tuple(outputs)
+        computed = self._launch(bucket, planes, used, FLOAT32 if in_float32 else self.dtype, wanted)
+        needed: Outputs = {name: computed[name] for name in wanted}
+        if used is not None:
+            start_copies(needed, used)
+        return {name: fetch(output, name, used) for name, output in needed.items()}
 
-    def launch(
-        self, bucket: Bucket, planes: np.ndarray, dtype: DType | None = None
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
+        """Wait until a compiled bucket has a program that computes these outputs.
+
+        If it cannot be compiled, `run` raises the error."""
+        with suppress(jax.errors.JaxRuntimeError, CancelledError):
+            self._program_for(bucket, self.dtype, outputs)
+
+    def launch(self, bucket: Bucket, planes: np.ndarray) -> dict[OutputName, Any]:
+        """Start the program of a bucket on a batch, and return its usual outputs without waiting.
+
+        The outputs are arrays on the device by name, as `transfer.gather` returns them if the
+        device has its own memory; they may not be computed yet. Raises KeyError if the bucket has
+        no program, and the errors of XLA.
+        """
+        used = self._used_slots(bucket, planes)
+        return self._launch(bucket, planes, used, self.dtype, self._variants[0])
+
+    def _used_slots(self, bucket: Bucket, planes: np.ndarray) -> UsedSlots | None:
+        """Return which slots of a batch a device has to gather; None if none, in memory of the
+        host."""
+        return UsedSlots.of(bucket, planes, self._mesh.size) if self._is_remote else None
+
+    def _launch(
+        self,
+        bucket: Bucket,
+        planes: np.ndarray,
+        used: UsedSlots | None,
+        dtype: DType,
+        wanted: Iterable[OutputName],
     ) -> dict[OutputName, Any]:
-        """Start the program of a bucket on a batch, and return all its outputs without waiting.
+        """Start the smallest program of a bucket that computes the `wanted` outputs."""
+        program = self._program_for(bucket, dtype, wanted)
+        if used is None:
+            return program(self._parameters, jax.device_put(planes, self._by_rows))
+        placed = jax.device_put((planes, used.order), (self._by_rows, self._by_places))
+        return program(self._parameters, *placed)
 
-        The outputs are arrays on the device by name; they may not be computed yet. `dtype` chooses
-        between the bucket's programs, by default the one in the replica's dtype. Raises KeyError if
-        the bucket has no such program, and the errors of XLA.
-        """
-        program = self._programs[bucket, dtype or self.dtype]
-        return program(self._parameters, jax.device_put(planes, self._by_rows))
+    def _program_for(
+        self, bucket: Bucket, dtype: DType, wanted: Iterable[OutputName]
+    ) -> jax.stages.Compiled:
+        """Return the smallest program of a bucket that computes the `wanted` outputs.
+
+        A program that no thread has begun to compile is compiled before all others. Raises KeyError
+        if the bucket has no such program, and the errors of XLA."""
+        variants = self._variants if dtype == self.dtype else [self.outputs]
+        outputs = next(variant for variant in variants if set(wanted) <= set(variant))
+        key = (bucket, dtype, outputs)
+        program = self._programs[key]
+        if isinstance(program, Future):
+            if program.cancel():
+                options = compiler_options(self.devices[0].platform)
+                program = compile_lowered(self._lower(*key), options)
+            else:
+                program = program.result()
+            self._programs[key] = program
+        return program
 
     @property
     def float32_bucket(self) -> Bucket | None:
         """The bucket that also has a program in float32; None if there is none."""
         bucket = self._float32_bucket
-        return bucket if bucket is not None and (bucket, FLOAT32) in self._programs else None
+        is_compiled = bucket is not None and (bucket, FLOAT32, self.outputs) in self._programs
+        return bucket if is_compiled else None
 
     def free(self) -> None:
         """Free the memory of the parameters and programs, even while the replica is referenced."""
+        for program in self._programs.values():
+            if isinstance(program, Future):
+                program.cancel()
         self._programs.clear()
         for leaf in self._parameters:
             leaf.delete()
 
     def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
-        """Return the program of a compiled bucket, for its HLO and its use of memory."""
-        return self._programs[bucket, self.dtype]
+        """Return the usual program of a compiled bucket, for its HLO and its use of memory."""
+        program = self._programs[bucket, self.dtype, self._variants[0]]
+        assert not isinstance(program, Future)
+        return program
 
     def temporary_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of device memory that a run of the bucket needs besides parameters.
+        """Return the bytes of device memory that a run of the bucket's usual program needs besides
+        parameters.
 
         It is 0 after `free`."""
-        program = self._programs.get((bucket, self.dtype))
-        if program is None:
+        if (bucket, self.dtype, self._variants[0]) not in self._programs:
             return 0
-        usage: Any = program.memory_analysis()  # never None on a supported platform
+        usage: Any = self.compiled(bucket).memory_analysis()  # never None on a supported platform
         return usage.temp_size_in_bytes + usage.output_size_in_bytes
 
-    def _compile(self, bucket: Bucket, dtype: DType) -> jax.stages.Compiled:
-        """Compile and return the program of a bucket in `dtype`. Raises ConfigError if the rows
-        cannot be divided equally among the devices, and the errors of XLA."""
+    def _lower(
+        self, bucket: Bucket, dtype: DType, outputs: tuple[OutputName, ...]
+    ) -> jax.stages.Lowered:
+        """Lower a program of a bucket. Raises ConfigError if the rows cannot be divided equally
+        among the devices."""
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
-        lowered = lower(self._program, self._parameters, self._mesh, bucket, dtype, attend)
-        return compile_lowered(lowered, compiler_options(self.devices[0].platform))
+        return lower(self._program, self._parameters, self._mesh, bucket, dtype, attend, outputs)
+
+
+def output_variants(program: Program, device: Device) -> list[tuple[OutputName, ...]]:
+    """Return the sets of outputs that programs of a model compute on a device, the usual one first.
+
+    The last set has all outputs. If the device has its own memory and the model is served for an
+    output per slot, the usual set has only those: outputs per token take up to a hundred times
+    their memory.
+    """
+    by_slot: tuple[OutputName, ...] = tuple(
+        name for name in program.outputs if OUTPUTS[name].per == "slot"
+    )
+    if is_remote(device) and program.primary in by_slot and by_slot != program.outputs:
+        return [by_slot, program.outputs]
+    return [program.outputs]
 
 
 def lower(
@@ -154,13 +241,16 @@ def lower(
     bucket: Bucket,
     dtype: DType,
     attend: Attend,
+    outputs: tuple[OutputName, ...],
 ) -> jax.stages.Lowered:
-    """Lower the program of a bucket for the devices of a mesh, which may be devices that are only
+    """Lower a program of a bucket for the devices of a mesh, which may be devices that are only
     described.
 
     `parameters` are arrays or their shapes, in the order of `program.shapes`; every device has all
-    of them, and some rows of a batch. With the dtype float32, parameters of another dtype are
-    converted. Raises ConfigError if the rows cannot be divided equally among the devices.
+    of them, and some rows of a batch. The program takes them, the planes of a batch and, on devices
+    with their own memory, `UsedSlots.order`; it computes the named `outputs`. With the dtype
+    float32, parameters of another dtype are converted. Raises ConfigError if the rows cannot be
+    divided equally among the devices.
     """
     if bucket.rows % mesh.size:
         raise ConfigError(
@@ -168,35 +258,38 @@ def lower(
             f"{counted(mesh.size, 'device')}"
         )
 
-    def forward(parameters, planes):
+    def forward(parameters, planes, order=None):
         if dtype == FLOAT32:
             parameters = [leaf.astype(jnp.float32) for leaf in parameters]
-        computed = program.forward(parameters, planes, bucket.slots, program.outputs)
-        if mesh.devices.flat[0].platform == "cpu":  # the outputs are in the memory of the host
-            return computed
-        return {
-            name: gather_nonzero(value, planes[0].size) if OUTPUTS[name].sparse else value
-            for name, value in computed.items()
-        }
+        computed = program.forward(parameters, planes, bucket.slots, outputs)
+        return computed if order is None else gather(computed, order, planes[0].size)
 
+    shape = (program.planes, bucket.rows, bucket.length)
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_by_rows(mesh))]
+    if is_remote(mesh.devices.flat[0]):
+        places = (bucket.rows * bucket.slots,)
+        inputs.append(jax.ShapeDtypeStruct(places, jnp.int32, sharding=_by_places(mesh)))
     sharded = jax.shard_map(
         forward,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
-        out_specs={name: PartitionSpec("data") for name in program.outputs},
+        in_specs=(PartitionSpec(), *(leaf.sharding.spec for leaf in inputs)),
+        out_specs=dict.fromkeys(outputs, PartitionSpec("data")),
         check_vma=False,
     )
-    shape = (program.planes, bucket.rows, bucket.length)
-    planes = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_by_rows(mesh))
     # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
     precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
     with precision, using(attend):
-        return jax.jit(sharded).lower(parameters, planes)
+        return jax.jit(sharded).lower(parameters, *inputs)
 
 
 def _by_rows(mesh: Mesh) -> NamedSharding:
     """Return the sharding of the planes of a batch, whose rows are divided among the devices."""
     return NamedSharding(mesh, PartitionSpec(None, "data"))
+
+
+def _by_places(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of `UsedSlots.order`, of which each device has the part of its rows."""
+    return NamedSharding(mesh, PartitionSpec("data"))
 
 
 class NullReplica:
@@ -211,6 +304,9 @@ class NullReplica:
         self._widths = widths
 
     def compile(self, bucket: Bucket) -> None:
+        """Do nothing."""
+
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
         """Do nothing."""
 
     def temporary_bytes(self, bucket: Bucket) -> int:

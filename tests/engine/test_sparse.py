@@ -9,8 +9,8 @@ from test_pooling import packed
 
 from jaxembed.data.spec import Vocabulary
 from jaxembed.data.work import SparseRows, to_sparse_rows
-from jaxembed.engine import sparse
-from jaxembed.engine.sparse import fetch_rows, gather_nonzero
+from jaxembed.engine import transfer
+from jaxembed.engine.transfer import fetch_rows, gather_nonzero
 from jaxembed.models.heads import BLOCK_TOKENS, VocabularyHead, padded_terms
 
 TERMS, FEATURES = 37, 8
@@ -44,10 +44,10 @@ def test_csr_has_the_rows_one_after_the_other():
 @pytest.mark.parametrize(("shards", "room"), [(1, 8), (3, 1), (3, 1000)])
 def test_a_device_gives_all_that_is_not_zero(monkeypatch, shards, room):
     """`room` of 1 is less than there is: then everything is copied."""
-    monkeypatch.setattr(sparse, "VALUES_A_TOKEN", room)
+    monkeypatch.setattr(transfer, "VALUES_A_TOKEN", room)
     dense = mostly_zero(6 * 4, 50, 0.05).reshape(6, 4, 50)
     parts = [jax.jit(lambda x: gather_nonzero(x, 3))(part) for part in np.split(dense, shards)]
-    whole = sparse.Gathered(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+    whole = transfer.Gathered(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
     np.testing.assert_array_equal(as_dense(fetch_rows(whole)), dense.reshape(24, 50))
 
 

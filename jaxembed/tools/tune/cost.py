@@ -72,6 +72,10 @@ class Workbench:
         ms = self._time(bucket)
         self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
+        """Wait as `Replica.prepare` does."""
+        self._replica.prepare(bucket, outputs)
+
     def run(
         self,
         bucket: Bucket,
