@@ -80,10 +80,9 @@ class Plan:
 def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir: Path) -> Plan:
     """Choose devices, dtype, limits, bucket grid and kernels for a model that is not loaded yet.
 
-    On a CPU, it measures the speed of the CPU and tries the native kernels, unless `cache_dir` has
-    the results of an earlier run; new results are saved there. On other devices, it tries the
-    attention kernels each time, because their results are not saved. Raises ConfigError, which
-    names the flag, if a setting cannot be used.
+    It tries the kernels, and on a CPU measures the speed of the CPU, unless `cache_dir` has the
+    results of an earlier run; new results are saved there. Raises ConfigError, which names the
+    flag, if a setting cannot be used.
     """
     devices: tuple[Device, ...] = ()
     if not config.null_model:
@@ -146,7 +145,13 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     if calibration is None:
         return plan
     kernels = choose_kernels(
-        program, devices[0], dtype, grid, config.kernels, native_choice=native_choice
+        program,
+        devices[0],
+        dtype,
+        grid,
+        config.kernels,
+        native_choice=native_choice,
+        saved=SavedFile(cache_dir, identity, what="attention", suffix="-attention"),
     )
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
     return replace(

@@ -1,7 +1,9 @@
 """Which attention is taken: a kernel that is right and faster; no failure stops a start."""
 
+import time
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from conftest import TOWERS, WIDER_TOWERS, tiny_spec
 from representatives import each
 
 from jaxembed.engine.autotune import kernels, native_trial
+from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.autotune.kernels import (
     Choice,
     KernelTrial,
@@ -157,6 +160,48 @@ def test_probing_ends(monkeypatch):
     choice = chosen(kernel(right))
     assert not choice.taken
     assert "not tried within" in choice.refused["mine"]
+
+
+def test_long_rows_are_tried_first_and_results_are_kept(monkeypatch, tmp_path, times):
+    """A start with too little time is followed by one that tries the rest, and what failed."""
+    times |= {right: 1.0, broken: 0.1, failing: 0.1}
+    model, device = program(tiny_spec()), jax.local_devices()[0]
+    grid = BucketGrid((Bucket(1, 128), Bucket(1, 256)))
+    known = kernel(right, "fast") | kernel(broken, "wrong") | kernel(failing, "failing")
+    seconds, tried = [0.0], []
+    clock = SimpleNamespace(monotonic=lambda: seconds[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(kernels, "time", clock)
+    usual = KernelTrial.milliseconds_if_right
+
+    def milliseconds(self, kernel):
+        tried.append((self._bucket.length, kernel.name))
+        seconds[0] = 1e6
+        return usual(self, kernel)
+
+    monkeypatch.setattr(KernelTrial, "milliseconds_if_right", milliseconds)
+
+    def start() -> Choice:
+        seconds[0] = 0.0
+        tried.clear()
+        saved = SavedFile(tmp_path, {"device": "a"}, "attention")
+        return choose_kernels(model, device, "float32", grid, "auto", known, saved=saved)
+
+    first = start()
+    assert tried == [(256, "fast"), (256, "wrong"), (256, "failing")]
+    assert first.describe()["used"] == {"128": "xla", "256": "fast"}
+    assert "rows of 128: not tried within 60 s" in first.refused["fast"]
+    start()
+    assert tried == [(256, "failing")]
+    monkeypatch.setitem(times, failing, 0.1)
+    monkeypatch.setattr(kernels, "PROBE_S", 2e6)
+    third = start()
+    assert tried == [(256, "failing"), *((128, name) for name in known)]
+    assert third.describe()["used"] == {"128": "fast", "256": "fast"}
+    assert "off by" in third.refused["wrong"]
+    (path,) = (tmp_path / "costs").iterdir()
+    path.write_text(path.read_text().replace('"xla": 4.0', '"xla": "soon"'))
+    assert start().describe()["used"] == {"128": "fast", "256": "fast"}
+    assert len(tried) == 6  # of a damaged file nothing is used
 
 
 def test_a_kernel_of_another_platform_is_refused_by_name():

@@ -9,11 +9,13 @@ native kernel.
 """
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxembed.data.spec import DType
+from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.autotune.native_trial import (
     NEEDED,
     TrialResults,
@@ -43,7 +46,9 @@ logger = logging.getLogger(__name__)
 AUTO, XLA, NATIVE = "auto", "xla", "native"
 HIDING = "cannot hide keys, and the queries of this model have hidden keys"  # a reason: see Choice
 UNSUITED = f"supports only sizes that are multiples of {native.PANEL}, and this model has none"
-PROBE_S = 20.0  # time limit of all trials; row lengths that are not tried by then use XLA
+# The time limit of all trials at a start. Row lengths that are not tried by then use XLA; they are
+# tried at the next start, because results are saved.
+PROBE_S = 60.0
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
 HIDDEN_EVERY = 8  # trials for a model that hides keys hide every eighth key
 PROBE_RUNS = 10  # consecutive runs that are timed together
@@ -54,6 +59,9 @@ PROBE_RUNS = 10  # consecutive runs that are timed together
 TOLERANCE: dict[DType, float] = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-4}
 
 Kernels = Mapping[str, Callable[[], Kernel]]
+LengthResults = dict[int, dict[str, float | str]]
+"""The results of trials: by row length and the name of the kernel, the milliseconds for all layers,
+or the reason why the kernel cannot be used. XLA always has milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -103,9 +111,12 @@ def choose_kernels(
     option: str = AUTO,
     candidates: Kernels | None = None,
     native_choice: Choice = Choice(),
+    saved: SavedFile | None = None,
 ) -> Choice:
     """Choose the attention kernel for each row length of the grid, by trials of the attention calls
     of the model.
+
+    Results in the file `saved` are used, and new results are added to it.
 
     `option` is the value of --kernels: "auto", "xla", or the name of a kernel that is used wherever
     its results are right, even if it is slower than XLA. `candidates` are functions that make the
@@ -130,7 +141,7 @@ def choose_kernels(
         taken, refused = {}, {}
         if candidates:
             taken, refused = _try_each(
-                program, device, dtype, lengths, candidates, faster=option == AUTO
+                program, device, dtype, lengths, candidates, option == AUTO, saved
             )
         choice = Choice(lengths, taken, {**native_choice.refused, **refused})
     if option not in (AUTO, XLA) and not choice.taken and choice.native is None:
@@ -233,45 +244,92 @@ def _try_each(
     lengths: tuple[int, ...],
     candidates: Kernels,
     faster: bool,
+    saved: SavedFile | None,
 ) -> tuple[dict[int, Kernel], dict[str, str]]:
-    """Try each kernel in each row length.
+    """Try each kernel in each row length, unless `saved` has the result.
 
     Returns the fastest kernel with right results by row length, and for each refused kernel, by
-    name, the last reason. With `faster`, a kernel that is not faster than XLA is refused.
+    name, a reason. With `faster`, a kernel that is not faster than XLA is refused.
+    """
+    refused: dict[str, str] = {}
+    usable: dict[str, Kernel] = {}
+    for name, make in candidates.items():
+        try:
+            usable[name] = make()
+        except Exception as error:  # not installed, or not for this machine
+            refused[name] = _line(error)
+    results: LengthResults = (saved and saved.load(_decode_results)) or {}
+    known = {length: set(found) for length, found in results.items()}
+    # long rows first: what attention costs, and what a kernel saves, grows with the length
+    longest_first = [n for n in sorted(lengths, reverse=True) if n >= SHORTEST_PROBED_ROW]
+    failed = _try_lengths(program, device, dtype, longest_first, usable, results)
+    if saved is not None and known != {length: set(found) for length, found in results.items()}:
+        saved.save(results)
+    taken: dict[int, Kernel] = {}
+    for length, name in product(longest_first, usable):
+        found = results.get(length, {})
+        result = found.get(name, failed.get((length, name), ""))
+        best = found.get(taken[length].name if length in taken else XLA, math.inf)
+        if length not in taken and not faster:
+            best = math.inf
+        if isinstance(result, str):
+            refused[name] = f"rows of {length}: {result}"
+        elif result < float(best):
+            taken[length] = usable[name]
+        else:
+            refused[name] = f"rows of {length}: {result:.3f} ms, not faster than {best:.3f} ms"
+    return taken, refused
+
+
+def _try_lengths(
+    program: Program,
+    device: Device,
+    dtype: DType,
+    lengths: Sequence[int],
+    usable: Mapping[str, Kernel],
+    results: LengthResults,
+) -> dict[tuple[int, str], str]:
+    """Try the kernels that have no result yet, and add the results to `results`.
+
+    Returns the reason for each length and kernel that got no result, because the time was over or
+    because of an error, which may be another one at the next start.
     """
     call_counts = calls(program, dtype)
     stop_at = time.monotonic() + PROBE_S
-    refused: dict[str, str] = {}
-    usable: list[Kernel] = []
-    for name, make in candidates.items():
-        try:
-            usable.append(make())
-        except Exception as error:  # not installed, or not for this machine
-            refused[name] = _line(error)
-    taken: dict[int, Kernel] = {}
-    for length in (n for n in lengths if n >= SHORTEST_PROBED_ROW and usable):
-        try:
-            trial = KernelTrial(device, dtype, call_counts, length)
-            best = trial.xla_ms if faster else float("inf")
-        except Exception as error:  # XLA itself cannot compute these rows
-            refused |= {kernel.name: f"rows of {length}: XLA: {_line(error)}" for kernel in usable}
+    failed: dict[tuple[int, str], str] = {}
+    for length in lengths:
+        untried = [name for name in usable if name not in results.get(length, {})]
+        if not untried:
             continue
-        for kernel in usable:
+        try:
             if time.monotonic() > stop_at:
-                refused[kernel.name] = f"rows of {length}: not tried within {PROBE_S:.0f} s"
-                continue
+                raise NotRight(f"not tried within {PROBE_S:.0f} s; tried at the next start")
+            trial = KernelTrial(device, dtype, call_counts, length)
+        except Exception as error:  # XLA itself cannot compute these rows
+            reason = _line(error) if isinstance(error, NotRight) else f"XLA: {_line(error)}"
+            failed |= {(length, name): reason for name in untried}
+            continue
+        results.setdefault(length, {})[XLA] = trial.xla_ms
+        for name in untried:
             try:
-                ms = trial.milliseconds_if_right(kernel)
+                results[length][name] = trial.milliseconds_if_right(usable[name])
+            except NotRight as error:
+                results[length][name] = _line(error)
             except Exception as error:
-                refused[kernel.name] = f"rows of {length}: {_line(error)}"
-                continue
-            if ms < best:
-                taken[length], best = kernel, ms
-            else:
-                refused[kernel.name] = (
-                    f"rows of {length}: {ms:.3f} ms, not faster than {best:.3f} ms"
-                )
-    return taken, refused
+                failed[length, name] = _line(error)
+    return failed
+
+
+def _decode_results(content: Any) -> LengthResults:
+    """Convert what a file holds to results. Raises ValueError, TypeError or AttributeError for
+    content of another form."""
+    results: LengthResults = {}
+    for length, found in content.items():
+        for name, result in found.items():
+            if type(result) not in (float, str) or isinstance(found.get(XLA, ""), str):
+                raise ValueError(f"{name!r} has the result {result!r}")
+        results[int(length)] = dict(found)
+    return results
 
 
 class NotRight(Exception):
