@@ -29,8 +29,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from benchmarks import report, subject
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.placement import Device, mesh_of, placed_bytes, placed_dtype
-from jaxembed.engine.replica import lower, output_variants
+from jaxembed.engine.placement import Device, mesh_of, placed_bytes
+from jaxembed.engine.replica import compile_described
 from jaxembed.models import kernels, program
 from jaxembed.models.attention import Attend, by_xla
 
@@ -177,21 +177,11 @@ def compile_bucket(
     device: Device, spec: ModelSpec, bucket: Bucket, kernel: str
 ) -> jax.stages.Compiled:
     """Compile the program of a bucket as an engine does. Raises the errors of XLA."""
-    made, mesh = program(spec), mesh_of([device])
-    placed = NamedSharding(mesh, PartitionSpec())
-    shapes = [
-        jax.ShapeDtypeStruct(
-            shape.shape, jnp.dtype(placed_dtype(name, len(shape.shape), DTYPE)), sharding=placed
-        )
-        for name, shape in made.shapes.items()
-    ]
     attend: Attend = by_xla
     if kernel != "xla" and bucket.length >= kernels.SHORTEST_PROBED_ROW:
         found = kernels.kernel(kernels.KERNELS["tpu"][kernel])
         attend = found.implementation(bucket.slots)
-    return lower(
-        made, shapes, mesh, bucket, DTYPE, attend, output_variants(made, device)[0]
-    ).compile()
+    return compile_described(program(spec), [device], bucket, DTYPE, attend)
 
 
 def attention_cycles(spec: ModelSpec, chip: Chip, rows: int, length: int) -> float:

@@ -20,6 +20,7 @@ from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, 
 from jaxembed.engine.autotune.cost_file import CostFile, SavedFile
 from jaxembed.engine.autotune.costs import BucketCosts, Timings, repeat_timings
 from jaxembed.engine.autotune.kernels import Choice, choose_kernels, choose_native
+from jaxembed.engine.autotune.memory_plan import memory_plan
 from jaxembed.engine.autotune.native_trial import TrialResult, TrialResults, try_native
 from jaxembed.engine.bucket import (
     LONGEST_DEFAULT_ROW,
@@ -32,9 +33,10 @@ from jaxembed.engine.bucket import (
     read_grid,
 )
 from jaxembed.engine.engine import Engine, Worker
-from jaxembed.engine.placement import Device, place_parameters
+from jaxembed.engine.placement import Device, place_parameters, room_for_models
 from jaxembed.engine.replica import NullReplica, Replica
 from jaxembed.engine.scheduler import DeviceScheduler
+from jaxembed.engine.transfer import is_remote
 from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program, native, position_limit
 from jaxembed.observability.metrics import Telemetry
@@ -56,7 +58,7 @@ class Plan:
     max_batch_tokens: int
     grid: BucketGrid  # a grid without buckets for static models
     shards: int  # devices that share each batch
-    full_warmup: bool
+    full_warmup: bool = False
     kernels: Choice = field(default_factory=Choice)
     # estimated milliseconds per token of a full bucket, for use until buckets are timed
     token_ms: float = NULL_TOKEN_MS
@@ -125,43 +127,81 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     )
     limit, budget = _limits(spec, config, budget)
     platform = devices[0].platform if devices else None
+    grid_of, fixed_by = partial(_grid_of, spec, limit, shards, platform, native_choice), None
+    if config.max_batch_tokens is not None:
+        fixed_by = f"--max-batch-tokens {config.max_batch_tokens}"
     if grid_file is not None:
         grid = grid_file.grid(limit, budget, shards)
+        grid_of, fixed_by = lambda budget: grid, f"--buckets {grid_file.path}"
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
-    else:
-        tile = TPU_TILE if platform == "tpu" else 1
-        if not spec.takes_texts or spec.filled is not None:
-            # All sequences have nearly the same length. Texts that are filled with augmentation
-            # tokens have exactly the same. Images that keep their aspect ratio have 225 to 256
-            # tokens, unless one side is over three times the other. XLA on a CPU takes rows of any
-            # length, and is slower if a row has padding or several sequences.
-            by_xla = platform == "cpu" and not native_choice.native
-            grid = one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
-        else:
-            grid = default_grid(limit, budget, shards, tile, join=native_choice.joins)
+    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards)
     full_warmup = config.warmup == "full" or (config.warmup is None and platform == "gpu")
-    plan = Plan(devices, dtype, limit, budget, grid, shards, full_warmup)
+    plan = replace(plan, full_warmup=full_warmup)
     if calibration is None:
         return plan
     kernels = choose_kernels(
         program,
         devices[0],
         dtype,
-        grid,
+        plan.grid,
         config.kernels,
         native_choice=native_choice,
         saved=SavedFile(cache_dir, identity, what="attention", suffix="-attention"),
     )
+    saved = SavedFile(cache_dir, identity, what="run_bytes", suffix="-memory")
+    plan = _fit_to_memory(replace(plan, kernels=kernels), program, grid_of, fixed_by, saved)
     file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
     return replace(
         plan,
-        kernels=kernels,
         token_ms=calibration.token_ms(program, dtype, native_choice.joins),
         cost_file=file,
         timings=file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {}),
         estimated=not calibration.sure,
     )
+
+
+def _grid_of(
+    spec: ModelSpec,
+    limit: int,
+    shards: int,
+    platform: str | None,
+    native_choice: Choice,
+    budget: int,
+) -> BucketGrid:
+    """Return the default grid of a model for inputs of up to `limit` tokens, with `budget` tokens
+    in a batch of a device."""
+    tile = TPU_TILE if platform == "tpu" else 1
+    if not spec.takes_texts or spec.filled is not None:
+        # All sequences have nearly the same length. Texts that are filled with augmentation tokens
+        # have exactly the same. Images that keep their aspect ratio have 225 to 256 tokens, unless
+        # one side is over three times the other. XLA on a CPU takes rows of any length, and is
+        # slower if a row has padding or several sequences.
+        by_xla = platform == "cpu" and not native_choice.native
+        return one_length_grid(limit, budget, shards, 1 if by_xla else max(tile, SHORTEST_ROW))
+    return default_grid(limit, budget, shards, tile, join=native_choice.joins)
+
+
+def _fit_to_memory(
+    plan: Plan,
+    program: Program,
+    grid_of: Callable[[int], BucketGrid],
+    fixed_by: str | None,
+    saved: SavedFile,
+) -> Plan:
+    """Return the plan with the largest token budget with which the model fits into the memory of a
+    device, if the device says how much it has.
+
+    See MemoryPlan.fit for `grid_of` and `fixed_by`. Raises ConfigError if the model does not fit.
+    """
+    devices = plan.devices[: plan.shards]
+    room = room_for_models(devices[0]) if is_remote(devices[0]) else None
+    if room is None:
+        return plan
+    permits = scheduler_of(devices[0]).permits
+    memory = memory_plan(program, devices, plan.dtype, plan.kernels, room, permits, saved)
+    budget, grid = memory.fit(grid_of, plan.max_batch_tokens, fixed_by)
+    return replace(plan, max_batch_tokens=budget, grid=grid)
 
 
 def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:

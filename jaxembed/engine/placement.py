@@ -44,6 +44,20 @@ def place_parameters(
     return placed
 
 
+def described_parameters(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh, dtype: DType
+) -> list[jax.ShapeDtypeStruct]:
+    """Describe the parameters as `place_parameters` places them on each device of a mesh, without
+    making any."""
+    placed = NamedSharding(mesh, PartitionSpec())
+    return [
+        jax.ShapeDtypeStruct(
+            leaf.shape, jnp.dtype(placed_dtype(name, len(leaf.shape), dtype)), sharding=placed
+        )
+        for name, leaf in shapes.items()
+    ]
+
+
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """Return a mesh with one axis, `data`, which divides the rows of a batch among the devices."""
     return Mesh(np.array(devices), ("data",))

@@ -20,7 +20,13 @@ from jaxembed.data.spec import DType
 from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_later, compile_lowered, compiler_options
-from jaxembed.engine.placement import FLOAT32, Device, mesh_of, place_parameters
+from jaxembed.engine.placement import (
+    FLOAT32,
+    Device,
+    described_parameters,
+    mesh_of,
+    place_parameters,
+)
 from jaxembed.engine.transfer import UsedSlots, fetch, gather, is_remote, start_copies
 from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program
@@ -280,6 +286,18 @@ def lower(
     precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
     with precision, using(attend):
         return jax.jit(sharded).lower(parameters, *inputs)
+
+
+def compile_described(
+    program: Program, devices: Sequence[Device], bucket: Bucket, dtype: DType, attend: Attend
+) -> jax.stages.Compiled:
+    """Compile the usual program of a bucket without parameters, for devices that share a batch and
+    may be devices that are only described. Raises the errors of `lower` and XLA."""
+    mesh = mesh_of(devices)
+    parameters = described_parameters(program.shapes, mesh, dtype)
+    outputs = output_variants(program, devices[0])[0]
+    lowered = lower(program, parameters, mesh, bucket, dtype, attend, outputs)
+    return compile_lowered(lowered, compiler_options(devices[0].platform))
 
 
 def _by_rows(mesh: Mesh) -> NamedSharding:
