@@ -126,10 +126,10 @@ class Recorder:
     def planes(self) -> int:
         return self.runner.planes
 
-    def compile(self, bucket: Bucket) -> None:
+    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
         """Compile a bucket, unless it is compiled."""
         if bucket not in self.compiled:
-            self.runner.compile(bucket)
+            self.runner.compile(bucket, others)
             self.compiled.add(bucket)
 
     def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:

@@ -67,7 +67,9 @@ class SumRunner:
         self.inside = self.max_inside = 0
         self._lock = threading.Lock()
 
-    def compile(self, bucket: Bucket) -> None:
+    def compile(self, bucket: Bucket, others: Sequence["SumRunner"] = ()) -> None:
+        for other in others:
+            other.compile(bucket)
         if bucket in self.slow_to_compile:
             assert self.slow_to_compile[bucket].wait(WAIT_S)
         if bucket in self.cannot_compile:

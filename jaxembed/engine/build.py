@@ -195,7 +195,7 @@ def _fit_to_memory(
     See MemoryPlan.fit for `grid_of` and `fixed_by`. Raises ConfigError if the model does not fit.
     """
     devices = plan.devices[: plan.shards]
-    room = room_for_models(devices[0]) if is_remote(devices[0]) else None
+    room = room_for_models(devices[0]) if is_remote(devices[0].platform) else None
     if room is None:
         return plan
     permits = scheduler_of(devices[0]).permits

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache
@@ -23,11 +23,13 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxembed.platform.cache_folder import make_private, refuse_shared
-from jaxembed.platform.cores import host_id
+from jaxembed.platform.cores import core_count, host_id
 
 logger = logging.getLogger(__name__)
 
-WORKERS = 2  # number of compiling threads
+# The number of compiling threads: XLA uses several cores for a program. With several devices, every
+# program is compiled for each of them at once.
+WORKERS = max(2, int(core_count()) // 4)
 NICENESS = 10  # a ninth of the CPU share of a serving thread, if both want the same core
 STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 MiB of a thread
 UNREADABLE_PROGRAM = "Error reading persistent compilation cache entry"  # start of JAX's warning
@@ -40,7 +42,7 @@ SAFE_FUSION: dict[str, str | bool] = {
 
 _starting = threading.Lock()  # makes sure that the threads are started only once
 _counter = count()
-_later: WeakSet[Future] = WeakSet()  # the programs of `compile_later`
+_later: WeakSet[Future] = WeakSet()  # the programs that are needed only later
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -50,31 +52,45 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
     priority; the threads that XLA:CPU starts at its first compilation inherit this priority. Raises
     the errors of XLA.
     """
-    return _enqueue(lambda: lowered, options).result()
+    return start_compiling(lambda: lowered, options).result()
 
 
-def compile_later(
-    lower: Callable[[], jax.stages.Lowered], options: dict[str, Any]
+def start_compiling(
+    lower: Callable[[], jax.stages.Lowered],
+    options: dict[str, Any],
+    devices: Sequence[Any] = (),
+    *,
+    is_later: bool = False,
 ) -> "Future[jax.stages.Compiled]":
-    """Lower and compile a program after all programs of `compile_lowered`, without waiting.
+    """Lower and compile a program as `compile_lowered` does, without waiting for the result.
 
-    The future gets the program, or the errors of `lower` and XLA. It is cancelled when the
-    interpreter ends before a thread has begun.
+    `devices` are those that run the program, if it was lowered without devices. With `is_later`, it
+    is compiled after all other programs, and cancelled when the interpreter ends before a thread
+    has begun. The future gets the program, or the errors of `lower` and XLA.
     """
-    return _enqueue(lower, options, is_later=True)
-
-
-def _enqueue(
-    lower: Callable[[], jax.stages.Lowered], options: dict[str, Any], is_later: bool = False
-) -> "Future[jax.stages.Compiled]":
-    """Put a program into the queue of the compiling threads, and return its future."""
     with _starting:
         queue = _queue()
     compiled: Future[jax.stages.Compiled] = Future()
     if is_later:
         _later.add(compiled)
+    options = {"compiler_options": options}
+    if devices:
+        options["device_assignment"] = tuple(devices)
     queue.put((is_later, next(_counter), compiled, lower, options))
     return compiled
+
+
+def once(lower: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Lowered]:
+    """Return a function for several threads that calls `lower` once and returns its result."""
+    lock, lowered = threading.Lock(), []
+
+    def lower_once() -> jax.stages.Lowered:
+        with lock:
+            if not lowered:
+                lowered.append(lower())
+            return lowered[0]
+
+    return lower_once
 
 
 @cache
@@ -82,9 +98,9 @@ def _queue() -> PriorityQueue:
     """Return the queue of the compiling threads; the first call starts the threads.
 
     An item of the queue is a tuple: whether the program is needed only later, the item's number, a
-    future, a function that lowers the program, and compiler options. This is not an executor,
-    because an executor refuses work while the interpreter ends, when the threads of an engine may
-    still compile.
+    future, a function that lowers the program, and the arguments of `Lowered.compile`. This is not
+    an executor, because an executor refuses work while the interpreter ends, when the threads of an
+    engine may still compile.
     """
     queue: PriorityQueue = PriorityQueue()
     usual = threading.stack_size(STACK_BYTES)
@@ -100,8 +116,9 @@ def _queue() -> PriorityQueue:
 
 
 def _end_later() -> None:
-    """Cancel the programs of `compile_later`, and wait for those that a thread has begun: the
-    interpreter aborts if it ends while a thread is inside XLA."""
+    """Cancel the programs that are needed only later, and wait for those that a thread has begun.
+
+    The interpreter aborts if it ends while a thread is inside XLA."""
     wait([compiled for compiled in list(_later) if not compiled.cancel()])
 
 
@@ -116,7 +133,7 @@ def _work(queue: PriorityQueue) -> None:
         *_, compiled, lower, options = queue.get()
         if compiled.set_running_or_notify_cancel():
             try:
-                compiled.set_result(lower().compile(compiler_options=options))
+                compiled.set_result(lower().compile(**options))
             except BaseException as error:  # any error is raised in the thread that waits
                 compiled.set_exception(error)
         del compiled, lower  # or the program would stay in memory until the next one

@@ -605,8 +605,8 @@ class Engine:
         The threads of Warmup call this method. If the compiler raises an error, this method raises
         it, and no batch uses the bucket.
         """
-        for worker in self.workers:
-            worker.runner.compile(bucket)
+        first, *others = [worker.runner for worker in self.workers]
+        first.compile(bucket, others)
         with self._lock:
             self._costs.add(bucket)
             self._queue.set_longest_row(max(bucket.length for bucket in self._costs.usable))

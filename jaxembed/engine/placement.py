@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxembed.data.spec import DType
 from jaxembed.memory import available_bytes
@@ -61,6 +61,11 @@ def described_parameters(
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """Return a mesh with one axis, `data`, which divides the rows of a batch among the devices."""
     return Mesh(np.array(devices), ("data",))
+
+
+def any_mesh(devices: Sequence[Device]) -> AbstractMesh:
+    """Return a mesh as `mesh_of` does, for any as many devices."""
+    return AbstractMesh((len(devices),), ("data",))
 
 
 def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:

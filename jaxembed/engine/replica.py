@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxembed import memory
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import DType
 from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_later, compile_lowered, compiler_options
+from jaxembed.engine.compiles import compile_lowered, compiler_options, once, start_compiling
 from jaxembed.engine.placement import (
     FLOAT32,
     Device,
+    any_mesh,
     described_parameters,
     mesh_of,
     place_parameters,
@@ -36,6 +37,9 @@ from jaxembed.models.tokens import PackedTokens
 Outputs = dict[OutputName, Any]
 """Outputs by name: an output per slot is float32 `[rows, slots, width]`, an output per token is
 float32 `[rows, length, width]`, and a sparse output is SparseRows `[rows * slots, width]`."""
+
+ProgramKey = tuple[Bucket, DType, tuple[OutputName, ...]]
+"""A program's bucket, its dtype, and the outputs that it computes."""
 
 
 class Replica:
@@ -66,13 +70,11 @@ class Replica:
         self.planes = program.planes
         self._program = program
         self._mesh = mesh_of(devices)
-        # by bucket, dtype and outputs; a future for a program that nothing has needed yet
-        self._programs: dict[
-            tuple[Bucket, DType, tuple[OutputName, ...]],
-            jax.stages.Compiled | Future[jax.stages.Compiled],
-        ] = {}
-        self._is_remote = is_remote(devices[0])
-        self._variants = output_variants(program, devices[0])
+        # a future for a program that nobody has waited for
+        self._programs: dict[ProgramKey, jax.stages.Compiled | Future[jax.stages.Compiled]] = {}
+        self._later: dict[ProgramKey, Future[jax.stages.Compiled]] = {}  # that nothing has needed
+        self._is_remote = is_remote(devices[0].platform)
+        self._variants = output_variants(program, devices[0].platform)
         self.native_layout = native_layout
         self._float32_bucket = float32_bucket
         self._attention = attention
@@ -81,27 +83,68 @@ class Replica:
         self._parameters = [placed[name] for name in program.shapes]
         self._by_rows, self._by_places = _by_rows(self._mesh), _by_places(self._mesh)
 
-    def compile(self, bucket: Bucket) -> None:
+    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
         """Compile the program of a bucket, so that `run` can use it.
 
         If the bucket is the replica's `float32_bucket`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
         float16. On a device with its own memory, a program computes outputs per token only if the
         model is served for one; a second program that computes all outputs is compiled later, in
-        the background. Raises ConfigError if the rows of the bucket cannot be divided equally among
-        the devices, and the errors of XLA.
+        the background. All this is also done for the `others`, replicas of the same model on
+        devices of the same kind: a program is lowered once, and compiled for all replicas at the
+        same time. Raises ConfigError if the rows of the bucket cannot be divided equally among the
+        devices of a replica, and the errors of XLA.
         """
-        usual, *others = self._variants
-        options = compiler_options(self.devices[0].platform)
-        needed: list[tuple[Bucket, DType, tuple[OutputName, ...]]] = [(bucket, self.dtype, usual)]
+        usual, *rest = self._variants
+        replicas, for_any = [self, *others], bool(others)
+        needed: list[ProgramKey] = [(bucket, self.dtype, usual)]
         if bucket == self._float32_bucket:
             needed.append((bucket, FLOAT32, self.outputs))
         for key in needed:
-            self._programs[key] = compile_lowered(self._lower(*key), options)
-        for outputs in others:
+            lower = once(partial(self._lower, key, for_any))
+            for replica in replicas:
+                replica.start(key, lower, for_any)
+            for replica in replicas:
+                replica.finish(key)
+        for outputs in rest:
             key = (bucket, self.dtype, outputs)
-            self._programs[key] = compile_later(partial(self._lower, *key), options)
+            lower = once(partial(self._lower, key, for_any))
+            for replica in replicas:
+                replica.start(key, lower, for_any, is_later=True)
         memory.trim()
+
+    def start(
+        self,
+        key: ProgramKey,
+        lower: Callable[[], jax.stages.Lowered],
+        for_any: bool = False,
+        is_later: bool = False,
+    ) -> None:
+        """Start to compile a program for the replica's devices, without waiting for it.
+
+        `for_any` says that it is lowered for any devices of their kind. See `start_compiling` for
+        `is_later`."""
+        devices = self.devices if for_any else ()
+        options = compiler_options(self.devices[0].platform)
+        compiled = start_compiling(lower, options, devices, is_later=is_later)
+        (self._later if is_later else self._programs)[key] = compiled
+
+    def finish(self, key: ProgramKey) -> jax.stages.Compiled:
+        """Wait for a program that was started, and return it.
+
+        A program for later that no thread has begun to compile is compiled now. Raises KeyError if
+        no such program was started, and the errors of XLA."""
+        later = self._later.get(key)
+        if later is not None:
+            if later.cancel():
+                self.start(key, partial(self._lower, key))
+            else:
+                self._programs[key] = later
+            self._later.pop(key, None)  # only now, or another thread would find no program
+        program = self._programs[key]
+        if isinstance(program, Future):
+            program = self._programs[key] = program.result()
+        return program
 
     def run(
         self,
@@ -167,22 +210,11 @@ class Replica:
     def _program_for(
         self, bucket: Bucket, dtype: DType, wanted: Iterable[OutputName]
     ) -> jax.stages.Compiled:
-        """Return the smallest program of a bucket that computes the `wanted` outputs.
-
-        A program that no thread has begun to compile is compiled before all others. Raises KeyError
-        if the bucket has no such program, and the errors of XLA."""
+        """Return the smallest program of a bucket that computes the `wanted` outputs. Raises the
+        errors of `finish`."""
         variants = self._variants if dtype == self.dtype else [self.outputs]
         outputs = next(variant for variant in variants if set(wanted) <= set(variant))
-        key = (bucket, dtype, outputs)
-        program = self._programs[key]
-        if isinstance(program, Future):
-            if program.cancel():
-                options = compiler_options(self.devices[0].platform)
-                program = compile_lowered(self._lower(*key), options)
-            else:
-                program = program.result()
-            self._programs[key] = program
-        return program
+        return self.finish((bucket, dtype, outputs))
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -193,9 +225,9 @@ class Replica:
 
     def free(self) -> None:
         """Free the memory of the parameters and programs, even while the replica is referenced."""
-        for program in self._programs.values():
-            if isinstance(program, Future):
-                program.cancel()
+        for program in self._later.values():
+            program.cancel()
+        self._later.clear()
         self._programs.clear()
         for leaf in self._parameters:
             leaf.delete()
@@ -216,47 +248,55 @@ class Replica:
         usage: Any = self.compiled(bucket).memory_analysis()  # never None on a supported platform
         return usage.temp_size_in_bytes + usage.output_size_in_bytes
 
-    def _lower(
-        self, bucket: Bucket, dtype: DType, outputs: tuple[OutputName, ...]
-    ) -> jax.stages.Lowered:
-        """Lower a program of a bucket. Raises ConfigError if the rows cannot be divided equally
-        among the devices."""
+    def _lower(self, key: ProgramKey, for_any: bool = False) -> jax.stages.Lowered:
+        """Lower a program for the replica's devices, or with `for_any` for any as many devices of
+        their kind. Raises ConfigError if the rows cannot be divided equally among the devices."""
+        bucket, dtype, outputs = key
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
-        return lower(self._program, self._parameters, self._mesh, bucket, dtype, attend, outputs)
+        mesh = any_mesh(self.devices) if for_any else self._mesh
+        parameters = [
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+            )
+            for leaf in self._parameters
+        ]
+        platform = self.devices[0].platform
+        return lower(self._program, parameters, mesh, platform, bucket, dtype, attend, outputs)
 
 
-def output_variants(program: Program, device: Device) -> list[tuple[OutputName, ...]]:
-    """Return the sets of outputs that programs of a model compute on a device, the usual one first.
+def output_variants(program: Program, platform: str) -> list[tuple[OutputName, ...]]:
+    """Return the sets of outputs that programs of a model compute, the usual one first.
 
-    The last set has all outputs. If the device has its own memory and the model is served for an
-    output per slot, the usual set has only those: outputs per token take up to a hundred times
-    their memory.
+    The last set has all outputs. If the devices of the platform have their own memory and the model
+    is served for an output per slot, the usual set has only those: outputs per token take up to a
+    hundred times their memory.
     """
     by_slot: tuple[OutputName, ...] = tuple(
         name for name in program.outputs if OUTPUTS[name].per == "slot"
     )
-    if is_remote(device) and program.primary in by_slot and by_slot != program.outputs:
+    if is_remote(platform) and program.primary in by_slot and by_slot != program.outputs:
         return [by_slot, program.outputs]
     return [program.outputs]
 
 
 def lower(
     program: Program,
-    parameters: Sequence[jax.Array | jax.ShapeDtypeStruct],
-    mesh: Mesh,
+    parameters: Sequence[jax.ShapeDtypeStruct],
+    mesh: Mesh | AbstractMesh,
+    platform: str,
     bucket: Bucket,
     dtype: DType,
     attend: Attend,
     outputs: tuple[OutputName, ...],
 ) -> jax.stages.Lowered:
-    """Lower a program of a bucket for the devices of a mesh, which may be devices that are only
-    described.
+    """Lower a program of a bucket for the devices of a mesh.
 
-    `parameters` are arrays or their shapes, in the order of `program.shapes`; every device has all
-    of them, and some rows of a batch. The program takes them, the planes of a batch and, on devices
-    with their own memory, `UsedSlots.order`; it computes the named `outputs`. With the dtype
-    float32, parameters of another dtype are converted. Raises ConfigError if the rows cannot be
-    divided equally among the devices.
+    The devices may be only described; an abstract mesh stands for any devices of the `platform`.
+    `parameters` are the shapes of the parameters, in the order of `program.shapes`; every device
+    has all of them, and some rows of a batch. The program takes them, the planes of a batch and, on
+    devices with their own memory, `UsedSlots.order`; it computes the named `outputs`. With the
+    dtype float32, parameters of another dtype are converted. Raises ConfigError if the rows cannot
+    be divided equally among the devices.
     """
     if bucket.rows % mesh.size:
         raise ConfigError(
@@ -272,7 +312,7 @@ def lower(
 
     shape = (program.planes, bucket.rows, bucket.length)
     inputs = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_by_rows(mesh))]
-    if is_remote(mesh.devices.flat[0]):
+    if is_remote(platform):
         places = (bucket.rows * bucket.slots,)
         inputs.append(jax.ShapeDtypeStruct(places, jnp.int32, sharding=_by_places(mesh)))
     sharded = jax.shard_map(
@@ -285,7 +325,10 @@ def lower(
     # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
     precision = jax.default_matmul_precision("highest") if dtype == FLOAT32 else nullcontext()
     with precision, using(attend):
-        return jax.jit(sharded).lower(parameters, *inputs)
+        traced = jax.jit(sharded).trace(parameters, *inputs)
+        if isinstance(mesh, Mesh):
+            return traced.lower()
+        return traced.lower(lowering_platforms=(platform,))
 
 
 def compile_described(
@@ -295,17 +338,18 @@ def compile_described(
     may be devices that are only described. Raises the errors of `lower` and XLA."""
     mesh = mesh_of(devices)
     parameters = described_parameters(program.shapes, mesh, dtype)
-    outputs = output_variants(program, devices[0])[0]
-    lowered = lower(program, parameters, mesh, bucket, dtype, attend, outputs)
-    return compile_lowered(lowered, compiler_options(devices[0].platform))
+    outputs = output_variants(program, devices[0].platform)[0]
+    platform = devices[0].platform
+    lowered = lower(program, parameters, mesh, platform, bucket, dtype, attend, outputs)
+    return compile_lowered(lowered, compiler_options(platform))
 
 
-def _by_rows(mesh: Mesh) -> NamedSharding:
+def _by_rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of the planes of a batch, whose rows are divided among the devices."""
     return NamedSharding(mesh, PartitionSpec(None, "data"))
 
 
-def _by_places(mesh: Mesh) -> NamedSharding:
+def _by_places(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of `UsedSlots.order`, of which each device has the part of its rows."""
     return NamedSharding(mesh, PartitionSpec("data"))
 
@@ -321,7 +365,7 @@ class NullReplica:
         self.planes = PackedTokens.PLANES
         self._widths = widths
 
-    def compile(self, bucket: Bucket) -> None:
+    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
         """Do nothing."""
 
     def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.work import SparseRows, to_sparse_rows
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.placement import Device
 from jaxembed.models.tokens import PackedTokens
 
 # The number of nonzero values that a device gathers, for each token of a bucket. If a batch has
@@ -28,9 +27,10 @@ VALUES_A_TOKEN = 8
 SMALLEST_PART = 1 / 8
 
 
-def is_remote(device: Device) -> bool:
-    """Return whether a device's outputs must be copied: those of a CPU are in the host's memory."""
-    return device.platform != "cpu"
+def is_remote(platform: str) -> bool:
+    """Return whether the outputs of a platform's devices must be copied to the host: those of a CPU
+    are in the host's memory."""
+    return platform != "cpu"
 
 
 class Gathered(NamedTuple):

@@ -17,8 +17,8 @@ from jaxembed.engine.compiles import (
     WORKERS,
     _queue,
     _work,
-    compile_later,
     compile_lowered,
+    start_compiling,
 )
 
 
@@ -46,7 +46,7 @@ def test_in_a_process_of_lower_priority_threads_keep_that():
     """Only root may raise it: for others no program was compiled."""
     queue: PriorityQueue = PriorityQueue()
     compiled: Future = Future()
-    queue.put((False, 0, compiled, Lowered, {}))
+    queue.put((False, 0, compiled, Lowered, {"compiler_options": {}}))
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -83,7 +83,7 @@ def test_threads_are_started_once_and_compile_until_the_interpreter_has_ended():
 
 LATER = """
 import threading
-from jaxembed.engine.compiles import WORKERS, compile_later
+from jaxembed.engine.compiles import WORKERS, start_compiling
 
 ends = threading.Event()
 class Lowered:
@@ -95,8 +95,8 @@ def end(future):
     print("cancelled", future.cancelled())
     ends.set()
 begun = threading.Semaphore(0)
-running = [compile_later(Lowered, {}) for _ in range(WORKERS)]
-waiting = compile_later(Lowered, {})
+running = [start_compiling(Lowered, {}, is_later=True) for _ in range(WORKERS)]
+waiting = start_compiling(Lowered, {}, is_later=True)
 waiting.add_done_callback(end)
 for _ in running: begun.acquire()
 """
@@ -129,7 +129,7 @@ def test_programs_for_later_come_after_the_others():
         thread.start()
     for _ in range(WORKERS):
         assert begun.acquire(timeout=WAIT_S)
-    later = compile_later(lambda: Named("later"), {})
+    later = start_compiling(lambda: Named("later"), {}, is_later=True)
     for thread in asking[WORKERS:]:
         thread.start()
     until(lambda: _queue().qsize() == 3)

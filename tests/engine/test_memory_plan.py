@@ -132,7 +132,7 @@ def test_the_compiler_is_asked_once(monkeypatch, tmp_path):
 
 
 def test_a_model_is_planned_for_the_memory_of_its_device(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "is_remote", lambda device: True)
+    monkeypatch.setattr(build, "is_remote", lambda platform: True)
     room = [None]
     monkeypatch.setattr(build, "room_for_models", lambda device: room[0])
     spec = tiny_spec()

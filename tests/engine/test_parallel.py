@@ -6,14 +6,17 @@ from itertools import islice, product
 import jax
 import numpy as np
 import pytest
-from conftest import WORDS, open_tiny, tiny_spec
+from conftest import WIDER_TOWERS, WORDS, open_tiny, tiny_spec
 
 from benchmarks.parameters import random_parameters
 from jaxembed import Embedder
+from jaxembed.engine import replica as replicas
+from jaxembed.engine.autotune.timing import full_planes
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.errors import ConfigError
 from jaxembed.models import program
+from jaxembed.models.attention import by_native, by_xla
 
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter")
 TEXTS = ["the cat", "a dog sat", "how is the blue sky", "where", "what is tiny red"] * 20
@@ -54,6 +57,39 @@ def test_replicas_give_one_devices_vectors_and_all_work(open_embedder, embedder,
     monkeypatch.undo()
     assert ran == {(device,) for device in jax.local_devices()[:3]}
     np.testing.assert_allclose(vectors, embedder.encode(texts), atol=1e-5)
+
+
+@pytest.mark.usefixtures("native_kernels")
+@pytest.mark.parametrize("native", [False, True])
+def test_a_program_is_lowered_once_and_compiled_for_all_replicas(monkeypatch, native):
+    spec, bucket = tiny_spec(**WIDER_TOWERS["bert"]), Bucket(2, 32)
+    lowered, usual = [], replicas.lower
+
+    def lower(*arguments):
+        lowered.append(arguments[4])
+        return usual(*arguments)
+
+    monkeypatch.setattr(replicas, "lower", lower)
+    parameters, dtype = random_parameters(spec), "bfloat16" if native else "float32"
+    groups = [[device] for device in jax.local_devices()]
+    every = [
+        Replica(
+            program(spec),
+            parameters,
+            devices,
+            dtype,
+            attention=lambda bucket: by_native if native else by_xla,
+            native_layout=native,
+        )
+        for devices in groups
+    ]
+    every[0].compile(bucket, every[1:])
+    assert lowered == [bucket]
+    planes = full_planes(bucket, 8)
+    found = [replica.run(bucket, planes, ("dense",))["dense"] for replica in every]
+    assert ("jaxembed_" in every[-1].compiled(bucket).as_text()) == native
+    for vectors in found:
+        np.testing.assert_array_equal(vectors, found[0])
 
 
 def test_one_program_over_eight_devices_gives_one_devices_vectors(open_embedder, embedder):

@@ -80,7 +80,7 @@ def test_full_batches_copy_at_most_a_third_more_than_they_use(bucket, mean):
 
 @pytest.fixture(name="remote")
 def _remote(monkeypatch) -> None:
-    monkeypatch.setattr(replicas, "is_remote", lambda device: True)
+    monkeypatch.setattr(replicas, "is_remote", lambda platform: True)
 
 
 def replica_on(devices: int) -> Replica:
@@ -96,7 +96,7 @@ def replica_on(devices: int) -> Replica:
 def test_outputs_are_those_in_the_memory_of_the_host(monkeypatch, devices):
     planes = pack(batch_of(BUCKET, [3, 9, 2, 4, 16, 5, 2, 2]))
     near = replica_on(devices)
-    monkeypatch.setattr(replicas, "is_remote", lambda device: True)
+    monkeypatch.setattr(replicas, "is_remote", lambda platform: True)
     far = replica_on(devices)
     for outputs in (("dense",), ("tokens",), ("dense", "tokens")):
         wanted, found = (one.run(BUCKET, planes, outputs) for one in (near, far))
@@ -122,8 +122,15 @@ def test_a_program_computes_outputs_per_token_only_if_they_are_asked_for():
 
 @pytest.mark.usefixtures("remote")
 def test_a_program_that_waits_for_its_compilation_is_compiled_when_it_is_needed(monkeypatch):
-    later = []
-    monkeypatch.setattr(replicas, "compile_later", lambda *_: later.append(Future()) or later[-1])
+    later, usual = [], replicas.start_compiling
+
+    def start_compiling(*arguments, is_later: bool):
+        if not is_later:
+            return usual(*arguments)
+        later.append(Future())
+        return later[-1]
+
+    monkeypatch.setattr(replicas, "start_compiling", start_compiling)
     replica = replica_on(1)
     replica.prepare(BUCKET, ("dense",))
     assert not later[0].cancelled()
@@ -154,6 +161,6 @@ def test_an_embedder_answers_with_vectors_of_texts_and_of_tokens(
 
 @pytest.mark.usefixtures("remote")
 def test_a_model_that_is_served_for_an_output_per_token_has_one_program():
-    model, device = program(tiny_spec()), jax.local_devices()[0]
-    assert output_variants(model, device) == [("dense",), ("dense", "tokens")]
-    assert output_variants(replace(model, primary="tokens"), device) == [("dense", "tokens")]
+    model = program(tiny_spec())
+    assert output_variants(model, "tpu") == [("dense",), ("dense", "tokens")]
+    assert output_variants(replace(model, primary="tokens"), "tpu") == [("dense", "tokens")]

@@ -44,9 +44,9 @@ SERVE_COLD = (
     "import threading\n"
     "from jaxembed.engine.replica import Replica\n"
     "usual = Replica.compile\n"
-    "def compile(self, bucket):\n"
+    "def compile(self, bucket, others):\n"
     "    if bucket.rows > 1: threading.Event().wait()\n"
-    "    usual(self, bucket)\n"
+    "    usual(self, bucket, others)\n"
     f"Replica.compile = compile\n{SERVE}"
 )
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Workbench:
         """The bucket that has a second program in float32; None if there is none."""
         return self._replica.float32_bucket
 
-    def compile(self, bucket: Bucket) -> None:
+    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
         """Compile and time a bucket, unless that was done before. Raises the errors of XLA."""
         if bucket in self.costs:
             return
