@@ -47,6 +47,8 @@ COMMANDS = {  # and the sections with the flags that they share with others
     "doctor": (MODEL, ENGINE),
     "verify": (MODEL, ENGINE),
     "key new": (),
+    "cache pack": (),
+    "cache unpack": (),
 }
 HEADING = re.compile(r"^(\w[\w ]*):$", re.MULTILINE)
 OPTION = re.compile(r"^  (-\S.*?)(?:\s{2,}|$)", re.MULTILINE)

@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from jaxembed import __version__
+from jaxembed.cli.cache import cache_command
 from jaxembed.cli.calibrate import calibrate_command
 from jaxembed.cli.convert import convert_command
 from jaxembed.cli.doctor import doctor_command
@@ -55,6 +56,7 @@ for _command in (
     doctor_command,
     tune_command,
     key_command,
+    cache_command,
 ):
     cli.add_command(_command)
 

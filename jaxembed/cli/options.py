@@ -250,6 +250,17 @@ SPLADE_FLAG = tei_option(
     help="Turn a masked language model that has no modules.json into a sparse encoder.",
 )
 
+CACHE_DIR = click.option(
+    "--cache-dir",
+    envvar="JAXEMBED_CACHE",
+    show_envvar=True,
+    type=click.Path(path_type=Path),
+    default=default_cache_dir,
+    show_default="~/.cache/jaxembed",
+    help="Directory for converted models and compiled programs. It must not be writable by "
+    "other users.",
+)
+
 MODEL_OPTIONS = section(
     "Model",
     tei_option(
@@ -274,16 +285,7 @@ MODEL_OPTIONS = section(
         help="Low-rank adapter in PEFT's format to load with the model; requests choose it by its "
         "NAME. Repeat for several.",
     ),
-    click.option(
-        "--cache-dir",
-        envvar="JAXEMBED_CACHE",
-        show_envvar=True,
-        type=click.Path(path_type=Path),
-        default=default_cache_dir,
-        show_default="~/.cache/jaxembed",
-        help="Directory for converted models and compiled programs. It must not be writable by "
-        "other users.",
-    ),
+    CACHE_DIR,
     tei_option(
         "--huggingface-hub-cache",
         type=click.Path(path_type=Path),

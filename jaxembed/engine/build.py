@@ -32,6 +32,7 @@ from jaxembed.engine.bucket import (
     one_length_grid,
     read_grid,
 )
+from jaxembed.engine.compiles import keep_programs_of
 from jaxembed.engine.engine import Engine, Worker
 from jaxembed.engine.placement import Device, place_parameters, room_for_models
 from jaxembed.engine.replica import NullReplica, Replica
@@ -86,15 +87,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     results of an earlier run; new results are saved there. Raises ConfigError, which names the
     flag, if a setting cannot be used.
     """
-    devices: tuple[Device, ...] = ()
-    if not config.null_model:
-        # jax.devices() would also return the devices of other hosts, where a program would hang
-        local = jax.local_devices()
-        if config.devices is not None and not 0 < config.devices <= len(local):
-            raise ConfigError(
-                f"--devices {config.devices}: this machine has {counted(len(local), 'device')}"
-            )
-        devices = tuple(local[: config.devices])
+    devices: tuple[Device, ...] = () if config.null_model else _devices_of(config)
     if config.dtype == "float16" and spec.config.get("overflows_float16"):
         raise ConfigError(
             "--dtype float16: hidden states of this model exceed the range of float16; use "
@@ -159,6 +152,18 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         timings=file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {}),
         estimated=not calibration.sure,
     )
+
+
+def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
+    """Return the devices that --devices chooses. Raises ConfigError if there are fewer."""
+    # jax.devices() would also return the devices of other hosts, where a program would hang
+    local = jax.local_devices()
+    if config.devices is not None and not 0 < config.devices <= len(local):
+        raise ConfigError(
+            f"--devices {config.devices}: this machine has {counted(len(local), 'device')}"
+        )
+    keep_programs_of(local[0])
+    return tuple(local[: config.devices])
 
 
 def _grid_of(

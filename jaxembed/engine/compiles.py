@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
 import warnings
@@ -149,13 +150,31 @@ def keep_programs(cache_dir: Path) -> None:
     config: Any = jax.config  # Any, because JAX makes the attributes at run time
     if config.jax_compilation_cache_dir is not None:
         return
-    programs = cache_dir / "programs" / host_id()
-    for folder in (cache_dir, programs.parent, programs):
-        make_private(folder)
-        refuse_shared(folder)
-    config.update("jax_compilation_cache_dir", str(programs))
+    _keep_in(cache_dir / "programs" / host_id())
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_programs_of(device: Any) -> None:
+    """Keep the programs of an accelerator apart from those of the host's CPU.
+
+    Hosts with different CPUs then share programs, if they share the cache directory or
+    `jaxembed cache` copies it. Nothing changes for a CPU, or if `keep_programs` was not called.
+    Raises OSError and ConfigError as `keep_programs` does.
+    """
+    config: Any = jax.config
+    folder = Path(config.jax_compilation_cache_dir or "")
+    if device.platform != "cpu" and folder.name == host_id():
+        _keep_in(folder.with_name(re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower())))
+
+
+def _keep_in(programs: Path) -> None:
+    """Let JAX keep compiled programs in this folder of the cache directory."""
+    for folder in (programs.parent.parent, programs.parent, programs):
+        make_private(folder)
+        refuse_shared(folder)
+    config: Any = jax.config
+    config.update("jax_compilation_cache_dir", str(programs))
     compilation_cache.reset_cache()  # or JAX would use no cache if it has compiled a program before
     replace_unreadable_programs(programs)
 

@@ -1,11 +1,13 @@
 """Examines how this machine would serve a model. It plans the model without loading it."""
 
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from jaxembed.config import EngineConfig
 from jaxembed.data.spec import ModelSpec
 from jaxembed.models import native
-from jaxembed.platform.cores import host_id
 from jaxembed.runtime.diagnostics.examine import device_facts, kernel_facts
 from jaxembed.runtime.diagnostics.facts import LocalExamination, LocalFacts
 from jaxembed.runtime.diagnostics.findings import findings_without_traffic
@@ -22,7 +24,8 @@ def examine_here(
     CheckpointError for a damaged spec.
     """
     plan = plan_engine(spec, config, cache_dir).plan
-    programs = (cache_dir / "programs" / host_id()).glob("*-cache")
+    kept: Any = jax.config  # Any, because JAX makes the attributes at run time
+    programs = Path(kept.jax_compilation_cache_dir or cache_dir / "programs").glob("*-cache")
     facts = LocalFacts(
         model=name,
         device=device_facts(plan, config),
