@@ -153,6 +153,9 @@ def keep_programs(cache_dir: Path) -> None:
     _keep_in(cache_dir / "programs" / host_id())
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # otherwise the key of a program depends on the path of the cache, and no other directory could
+    # use the program
+    config.update("jax_persistent_cache_enable_xla_caches", "none")
 
 
 def keep_programs_of(device: Any) -> None:

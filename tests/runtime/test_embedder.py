@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -191,6 +193,24 @@ def test_programs_are_kept_unless_told_otherwise(tiny_checkpoint, config, tmp_pa
     arguments["cache_dir"] = tmp_path / "other"
     Embedder(str(tiny_checkpoint), **arguments).close()
     assert jax.config.jax_compilation_cache_dir == chosen
+
+
+def test_programs_have_the_same_names_in_every_directory_and_kind_of_device(tmp_path, new_process):
+    """So machines can share them; those of accelerators lie apart from those of the CPU."""
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    names = []
+    for folder in ("a", "b"):
+        jax.config.update("jax_compilation_cache_dir", None)
+        compiles.keep_programs(tmp_path / folder)
+        compiles.keep_programs_of(jax.local_devices()[0])
+        lowered = jax.jit(lambda x: 2 * x).lower(np.ones(7, np.float32))
+        compiles.compile_lowered(lowered, {})
+        (kept,) = (tmp_path / folder / "programs").glob("*/*-cache")
+        names.append(kept.name)
+        compiles.keep_programs_of(device)
+        apart = Path(jax.config.jax_compilation_cache_dir)
+        assert apart == tmp_path / folder / "programs" / "nvidia-h100-80gb-hbm3"
+    assert names[0] == names[1]
 
 
 def test_a_cache_that_is_not_written_stops_nothing(open_embedder, new_process, monkeypatch, caplog):
@@ -621,9 +641,9 @@ def test_text_settings_are_the_defaults_of_a_request(open_embedder, embedder):
 def test_what_is_asked_while_buckets_compile_waits(tiny_checkpoint, config, tmp_path, monkeypatch):
     gate, usual, steps = threading.Event(), Replica.compile, []
 
-    def compile(replica, bucket):
+    def compile(replica, bucket, others):
         assert gate.wait(WAIT_S)
-        usual(replica, bucket)
+        usual(replica, bucket, others)
 
     monkeypatch.setattr(Replica, "compile", compile)
     options = {"wait": False, "on_progress": lambda *step: steps.append(step)}
