@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test numerics slow wheel page deploy stores ray check everything format docs docs-links parity golden chaos eval bench bench-peers \
-	compile-for card plots constraints clean
+	compile-for estimates card plots constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile
@@ -108,9 +108,15 @@ bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## comp
 	$(BIN)/python -m benchmarks.bench_libraries --torch $(VENV)-parity --onnx $(VENV)-peers $(ARGS)
 	$(BIN)/python -m benchmarks.bench_peers --infinity $(VENV)-peers $(ARGS)
 
-# Python 3.12: make compile-for PYTHON=python3.12
+# the compiler for TPUs needs Python 3.12; pyenv's is found, too
+TPU_PYTHON = $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12),\
+	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 compile-for: $(VENV)-tpu/stamp  ## what the compiler says of our programs on a TPU v5e, without one
 	$(VENV)-tpu/bin/python -m benchmarks.compile_for v5e $(ARGS)
+
+estimates:  ## compile twelve programs for a TPU v5e, and compare with what the compiler said before
+	$(if $(TPU_PYTHON),$(MAKE) compile-for ARGS="--check $(ESTIMATES)",@echo "there is no Python 3.12: estimates are not compared")
+ESTIMATES := benchmarks/results/tpu-v5e-estimated/programs.json
 
 card: $(VENV)/dev.stamp  ## pack .card, which benchmarks/first_card.sh needs on a machine without internet
 	$(BIN)/python -m benchmarks.first_card pack $(ARGS)
@@ -160,6 +166,7 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 	@touch $@
 
 $(VENV)-tpu/stamp: CONSTRAINTS =
+$(VENV)-tpu/stamp: PYTHON = $(or $(TPU_PYTHON),$(error the compiler for TPUs needs Python 3.12))
 $(VENV)-tpu/stamp: pyproject.toml
 	$(call INTO,$(VENV)-tpu) --requirements pyproject.toml "jax[tpu]==0.11.2"
 	@touch $@

@@ -14,7 +14,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / ".ci" / "base"
 PRODUCT = ("jaxembed/**", "converters/**", "deploy/**", "examples/**")
-TARGETS = ("numerics", "slow", "wheel", "parity", "eval", "deploy", "stores", "ray", "page")
+TARGETS = (
+    "numerics",
+    "slow",
+    "wheel",
+    "parity",
+    "eval",
+    "estimates",
+    "deploy",
+    "stores",
+    "ray",
+    "page",
+)
 # what a file of tests has if some of its tests are of a suite
 MARKS = {"numerics": r"mark\.numerics|import each", "slow": r"mark\.slow"}
 # one model of each backbone, for what all of them share
@@ -40,21 +51,24 @@ TABLE: dict[str, list[str]] = {
     "tests/page/**": ["page"],
     "tests/chaos/**": ["slow"],
     "benchmarks/**": ["slow"],
+    "benchmarks/compile_for.py": ["slow", "estimates"],
+    "benchmarks/subject.py": ["slow", "estimates"],
     # numerics
     "jaxembed/engine/**": ["slow", "parity minilm"],  # which batch runs when, and what is kept
     "jaxembed/engine/autotune/**": ["numerics", "slow", "parity minilm"],
     **{
-        f"jaxembed/engine/{name}.py": ["numerics", "eval", f"parity {BACKBONES}"]
-        for name in ("batch", "bucket", "build", "compiles", "placement", "replica", "sparse")
+        f"jaxembed/engine/{name}.py": ["numerics", "eval", "estimates", f"parity {BACKBONES}"]
+        for name in ("batch", "bucket", "build", "compiles", "placement", "replica", "transfer")
     },
-    "jaxembed/models/**": ["numerics", "eval", f"parity {BACKBONES}"],
+    "jaxembed/models/**": ["numerics", "eval", "estimates", f"parity {BACKBONES}"],
+    "jaxembed/models/kernels/**": ["numerics", "estimates"],
     "jaxembed/models/native/**": ["numerics", "slow", "wheel", "eval"],
     "jaxembed/models/clip.py": ["numerics", "parity dual"],
     "jaxembed/models/deberta.py": ["numerics", "parity deberta"],
-    "jaxembed/models/modernbert.py": ["numerics", "parity modernbert"],
+    "jaxembed/models/modernbert.py": ["numerics", "estimates", "parity modernbert"],
     "jaxembed/models/pages.py": ["numerics", "parity pages colqwen"],
     "jaxembed/models/qwen_vision.py": ["numerics", "parity colqwen"],
-    "jaxembed/models/rope.py": ["numerics", "parity rope rotary_encoders jina_v3"],
+    "jaxembed/models/rope.py": ["numerics", "estimates", "parity rope rotary_encoders jina_v3"],
     "jaxembed/models/t5.py": ["numerics", "parity t5"],
     "jaxembed/models/static.py": ["parity static router"],
     "jaxembed/models/adapters.py": ["numerics", "parity adapters jina_v3"],

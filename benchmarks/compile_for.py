@@ -7,18 +7,22 @@ multiply, or read and write, what attention needs.
 
     python -m benchmarks.compile_for v5e
     python -m benchmarks.compile_for v6e --sizes qwen3-0.6b --layers 0 --buckets 2x8192
+    python -m benchmarks.compile_for v5e --check programs.json  # or what has changed since then
 
 Needs `jax[tpu]`, but no TPU. Columns: `mcycles` is the estimate, attention included; `moves` and
 `products` are shares of it; `mfu` is the share of the chip's peak that useful operations reach.
 """
 
+import json
 import os
 import re
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,6 +47,11 @@ MOVES = {
 PRODUCTS = {"convolution", "dot"}
 KERNEL = 'custom_call_target="tpu_custom_call"'
 SIDE = 8192  # of the matrices of `product_mfu`
+# what --check compiles, which figures it compares, and by which share they may change
+CHECKED = {"sizes": "bert-base,xlm-r-large,modernbert-base,qwen3-0.6b", "kernels": "splash"}
+FIGURES = ("mcycles", "moves", "temporary_mb", "output_mb", "kernel_calls")
+TOLERANCE = 0.05
+WHAT_TO_DO = "if this is meant, remove the file, run `make estimates` and commit the new one"
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.show(rows, f"{device.device_kind}, compiled without one")
     facts = {"chip": args.chip, "product_mfu": product_mfu(device, chip), "results": rows}
     facts["compilers"] = report.versions(("libtpu", "jax", "jaxlib"))
+    if args.check is not None and args.check.exists():
+        before = json.loads(args.check.read_text())
+        if before["compilers"] == facts["compilers"]:
+            if lines := differences(before, facts):
+                sys.exit("\n".join(["the compiler says something else:", *lines, WHAT_TO_DO]))
+            return
     report.finish("compile_for", argv, facts, args.out)
 
 
@@ -119,8 +134,38 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--layers", default="2", help="with commas; 0: as many as the model has")
     parser.add_argument("--buckets", default="1x128,128x128,32x512")
     parser.add_argument("--kernels", default="xla,splash", help="of attention")
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="compile the programs of CHECKED, and fail if a figure differs from FILE's by more "
+        f"than {TOLERANCE:.0%}; write FILE if it is missing or of other compilers",
+    )
     report.add_arguments(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.check is not None:
+        parser.set_defaults(out=args.check, **CHECKED)
+        args = parser.parse_args(argv)
+    return args
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two results of the same compilers, a line for each program."""
+
+    def programs(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {" ".join((r["size"], r["kernel"], r["bucket"])): r for r in result["results"]}
+
+    old, new, lines = programs(before), programs(now), []
+    for name in sorted({*old, *new}):
+        changes = [
+            f"{figure} {found} (was {wanted})"
+            for figure in FIGURES
+            for found, wanted in [(new.get(name, {}).get(figure), old.get(name, {}).get(figure))]
+            if None in (found, wanted) or abs(found - wanted) > TOLERANCE * abs(wanted)
+        ]
+        if changes:
+            lines.append(f"{name}: {', '.join(changes)}")
+    return lines
 
 
 def product_mfu(device: Device, chip: Chip) -> float:

@@ -422,6 +422,20 @@ def test_what_instructions_of_a_program_for_a_tpu_do():
     assert found == [("product", 100), ("kernel", 0), ("move", 20), ("other", 4), ("move", 7)]
 
 
+def test_what_the_compiler_says_is_compared_program_by_program():
+    def result(**figures):
+        row = {"size": "bert-base", "kernel": "splash", "bucket": "1x128"}
+        return {"results": [row | dict.fromkeys(compile_for.FIGURES, 10.0) | figures]}
+
+    assert compile_for.differences(result(), result(mcycles=10.4, moves=9.6)) == []
+    assert compile_for.differences(result(), result(mcycles=11, kernel_calls=0)) == [
+        "bert-base splash 1x128: mcycles 11 (was 10.0), kernel_calls 0 (was 10.0)"
+    ]
+    failed = {"results": [{"size": "bert-base", "kernel": "splash", "bucket": "1x128"}]}
+    assert "mcycles None (was 10.0)" in compile_for.differences(result(), failed)[0]
+    assert len(compile_for.differences(result(), {"results": []})) == 1
+
+
 def test_attention_is_charged_at_the_peak_of_products_or_of_memory():
     spec, chip = subject.spec_of("bert-base", 2), compile_for.CHIPS["v5e"]
     assert spec.config["num_layers"] == 2
