@@ -62,7 +62,8 @@ def gather(
         elif OUTPUTS[name].per == "slot":
             rows, slots, width = output.shape
             ends = np.cumsum(part_sizes(rows, slots))[:-1].tolist()
-            gathered[name] = jnp.split(output.reshape(-1, width)[order], ends)
+            flat = output.reshape(-1, width)
+            gathered[name] = [flat[part] for part in jnp.split(order, ends)]
         else:
             gathered[name] = output
     return gathered

@@ -118,6 +118,12 @@ def attend_joint(
         return native.joint_attention(
             joint, segments, *mask_fields, distance_bias=bias, angles=angles
         )
+    implementation = _IMPLEMENTATION.get()
+    if rotation is None and isinstance(implementation, ByKernel) and implementation.attend_joint:
+        optional = {} if key_segments is None else {"key_segments": key_segments}
+        return implementation.attend_joint(
+            joint, segments, attention_mask, slots=implementation.slots, **optional
+        )
     query, key, value = joint[:, :, 0], joint[:, :, 1], joint[:, :, 2]
     if rotation is not None:
         query, key = rotation(query), rotation(key)
@@ -239,12 +245,14 @@ class ByKernel:
     `attend` computes attention as the function of this name does, and is also given `slots`, the
     maximum number of segments in a row. If `separate`, layers compute queries, keys and values in
     products of their own, so that XLA writes each in the order of axes in which the kernel reads
-    it.
+    it. `attend_joint(joint, segments, mask, slots)`, if there is one, reads queries, keys and
+    values of the same number of heads from one array.
     """
 
     attend: Callable[..., Array]
     slots: int
     separate: bool = False
+    attend_joint: Callable[..., Array] | None = None
 
     def __call__(self, *arguments: Any, **optional: Any) -> Heads:
         """Compute attention with the kernel."""

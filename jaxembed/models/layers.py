@@ -47,6 +47,19 @@ ACTIVATIONS: dict[str, Callable] = {
 }
 
 
+def rounded_on_gpu(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """Return the float32 result of a product, on a GPU rounded to `dtype`, for an activation.
+
+    A GPU writes the result of a product to memory before XLA's next kernel reads it; float32 would
+    be twice the bytes. torch rounds there too.
+    """
+
+    def rounded(x):
+        return x.astype(dtype).astype(jnp.float32)
+
+    return lax.platform_dependent(x, cuda=rounded, rocm=rounded, default=lambda x: x)
+
+
 class Linear(nnx.Module):
     """A linear layer: x @ weight + bias, with float32 sums for a weight of any dtype.
 
@@ -128,7 +141,8 @@ class Linear(nnx.Module):
                 dtype=str(kernel.dtype),
                 adapters=self.native_adapters,
             )
-        return ACTIVATIONS[activation](self(x)).astype(kernel.dtype)
+        y = self(x) if activation == "identity" else rounded_on_gpu(self(x), kernel.dtype)
+        return ACTIVATIONS[activation](y).astype(kernel.dtype)
 
     @property
     def parameters(self) -> tuple[Any, Any]:
@@ -275,7 +289,7 @@ class Mlp(nnx.Module):
                 dtype="bfloat16",
                 adapters=self.gate_up.native_adapters,
             )
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        gate, up = jnp.split(rounded_on_gpu(self.gate_up(x), kernel.dtype), 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
 
 

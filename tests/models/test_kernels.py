@@ -69,18 +69,21 @@ def _kernel(request) -> Kernel:
 
 
 def interpreted(module) -> Kernel:
-    return replace(module.KERNEL, attend=partial(module.attend, interpret=True))
+    found = {name: getattr(module.KERNEL, name) for name in ("attend", "attend_joint")}
+    return replace(
+        module.KERNEL,
+        **{name: partial(attend, interpret=True) for name, attend in found.items() if attend},
+    )
 
 
 def mixed_by(kernel: Kernel, operands, of_token, attention_mask, slots=SLOTS) -> np.ndarray:
     call = jax.jit(lambda q, k, v, s: kernel.attend(q, k, v, s, attention_mask, slots))
-    return np.asarray(call(*operands, jnp.asarray(of_token)))
+    return np.asarray(call(*operands, jnp.asarray(of_token)), np.float32)
 
 
 def assert_attends(kernel, operands, of_token, attention_mask=EVERYTHING, rtol=1e-4, atol=1e-5):
     """As the reference; rtol: float32, sums of hundreds of terms."""
     mixed = mixed_by(kernel, map(jnp.asarray, operands), of_token, attention_mask)
-    assert mixed.dtype == np.float32
     wanted, real = reference(*map(np.asarray, operands), of_token, attention_mask), of_token != 0
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=rtol, atol=atol)
 
@@ -105,6 +108,24 @@ def test_no_query_sees_a_key_that_is_hidden(module, attention_mask):
     real = wanted.any(axis=(2, 3))
     assert real.sum() > (SEGMENTS != 0).sum() / 2
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [32, 96])
+@pytest.mark.parametrize("hides_keys", [False, True])
+def test_a_joint_array_gives_what_its_parts_give(monkeypatch, width, hides_keys):
+    """Bit for bit, with heads and rows that are filled up, beside NaN in padding."""
+    monkeypatch.setattr(test_attention, "WIDTH", width)
+    of_token = ragged(200, [200], [90, 80])
+    padding = of_token[..., None, None] == 0
+    operands = [jnp.where(padding, jnp.float32(np.nan), x) for x in draw(of_token)]
+    optional = {"key_segments": jnp.asarray(last_hidden(of_token))} if hides_keys else {}
+    kernel, mask = interpreted(triton), AttentionMask(reach=70)
+    apart = kernel.attend(*operands, jnp.asarray(of_token), mask, SLOTS, **optional)
+    joint = jnp.stack(operands, axis=2)
+    found = kernel.attend_joint(joint, jnp.asarray(of_token), mask, SLOTS, **optional)
+    real = of_token != 0
+    np.testing.assert_array_equal(np.asarray(found)[real], np.asarray(apart)[real])
+    assert np.isfinite(np.asarray(found)[real]).all()
 
 
 @pytest.mark.numerics

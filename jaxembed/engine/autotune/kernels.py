@@ -38,7 +38,7 @@ from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
-from jaxembed.models.attention import Attend, AttentionMask, ByNative, by_xla, using
+from jaxembed.models.attention import Attend, AttentionMask, ByKernel, ByNative, by_xla, using
 from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
 
 logger = logging.getLogger(__name__)
@@ -363,15 +363,23 @@ class KernelTrial:
         for call, layers in self._call_counts.items():
             if reason := kernel.refuses(call, self._bucket.length):
                 raise NotRight(reason)
-            output, ms = self._run(kernel.implementation(self._bucket.slots), call)
+            attend = kernel.implementation(self._bucket.slots)
+            output, ms = self._run(attend, call)
+            self._check(output, call)
+            if attend.attend_joint is not None and call.heads == call.groups:
+                self._check(self._run(partial(_joined, attend), call)[0], call)
             total_ms += ms * layers
-            # compare with attention in float32, except in padding; NaN is an infinite difference
-            exact, allowed = self._exact[call], TOLERANCE[self._dtype]
-            difference = np.abs(output - exact) / (1 + np.abs(exact))
-            worst = np.where(np.isfinite(difference), difference, np.inf)[self._segments != 0].max()
-            if worst > allowed:
-                raise NotRight(f"{call}: off by {worst:.2g}; at most {allowed:.2g} is allowed")
         return total_ms
+
+    def _check(self, output: np.ndarray, call: Call) -> None:
+        """Compare the result of an attention call with attention in float32, except in padding.
+        Raises NotRight if it differs too much."""
+        exact, allowed = self._exact[call], TOLERANCE[self._dtype]
+        difference = np.abs(output.astype(np.float32) - exact) / (1 + np.abs(exact))
+        # NaN is an infinite difference
+        worst = np.where(np.isfinite(difference), difference, np.inf)[self._segments != 0].max()
+        if worst > allowed:
+            raise NotRight(f"{call}: off by {worst:.2g}; at most {allowed:.2g} is allowed")
 
     def _run(self, attend: Attend, call: Call) -> tuple[np.ndarray, float]:
         """Compile an attention call with the implementation `attend`, and run it several times.
@@ -429,6 +437,15 @@ class KernelTrial:
             x = np.where(padding, np.float32(np.nan), rng.standard_normal(shape, np.float32))
             operands.insert(0, x.astype(jnp.dtype(call.dtype)))
         return jax.device_put(operands, SingleDeviceSharding(self._device))
+
+
+def _joined(
+    attend: ByKernel, query, key, value, segments, attention_mask, **optional: Any
+) -> jax.Array:
+    """Compute attention with the kernel that reads queries, keys and values from one array."""
+    assert attend.attend_joint is not None
+    joint = jnp.stack([query, key, value], axis=2)
+    return attend.attend_joint(joint, segments, attention_mask, slots=attend.slots, **optional)
 
 
 def _line(error: Exception) -> str:

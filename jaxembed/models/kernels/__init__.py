@@ -65,17 +65,18 @@ class Kernel:
     `slots` is the maximum number of segments in a row. If some tokens are hidden as keys, it is
     also given `key_segments`. `refuses(call, length)` returns the reason if the kernel does not
     support attention with the properties `call` in rows of `length` tokens, or None if it does.
-    `separate` is that of ByKernel.
+    `separate` and `attend_joint` are those of ByKernel.
     """
 
     name: str
     attend: Callable
     refuses: Callable[[Call, int], str | None]
     separate: bool = False
+    attend_joint: Callable | None = None
 
     def implementation(self, slots: int) -> ByKernel:
         """Return the attention implementation for rows with at most so many segments."""
-        return ByKernel(self.attend, slots, self.separate)
+        return ByKernel(self.attend, slots, self.separate, self.attend_joint)
 
 
 def refuses_changed_scores(call: Call) -> str | None:

@@ -6,7 +6,9 @@ XLA. JAX 0.11 calls this backend of Pallas deprecated. If it is missing, importi
 fails, and XLA's attention is used.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Int
 
-from jaxembed.models.attention import MASKED, AttentionMask, Grouped, Heads
-from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, spans, without_padding
+from jaxembed.models.attention import MASKED, AttentionMask, Grouped, Heads, Joint
+from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, spans
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
@@ -49,36 +51,70 @@ def attend(
     segments: Segments,
     attention_mask: AttentionMask,
     slots: int,
+    **options: Any,
+) -> Heads:
+    """Compute attention as `attention.attend` does; queries of padding get arbitrary numbers.
+
+    `slots` is ignored. `options` are those of `_attend`. The result has the dtype of `value`."""
+    per_group = query.shape[2] // key.shape[2]
+
+    # i is the index of a block of queries, r of a row, and h of a head
+    def spec(part: int, tokens: int, width: int, block: Callable[[Any], Any]) -> pl.BlockSpec:
+        shared = per_group if part else 1  # query heads that share a head
+        return pl.BlockSpec(
+            (None, tokens, None, width), lambda i, r, h: (r, block(i), h // shared, 0)
+        )
+
+    return _attend((query, key, value), spec, query.shape, segments, attention_mask, **options)
+
+
+def attend_joint(
+    joint: Joint, segments: Segments, attention_mask: AttentionMask, slots: int, **options: Any
+) -> Heads:
+    """Compute attention as `attend` does, of queries, keys and values that lie in one array, from
+    which the kernel reads them without a copy."""
+    rows, length, _, heads, width = joint.shape
+
+    def spec(part: int, tokens: int, width: int, block: Callable[[Any], Any]) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (None, tokens, None, None, width), lambda i, r, h: (r, block(i), part, h, 0)
+        )
+
+    shape = (rows, length, heads, width)
+    return _attend((joint,) * 3, spec, shape, segments, attention_mask, **options)
+
+
+def _attend(
+    parts: Sequence[Array],
+    spec: Callable[[int, int, int, Callable[[Any], Any]], pl.BlockSpec],
+    shape: tuple[int, ...],
+    segments: Segments,
+    attention_mask: AttentionMask,
     interpret: bool = False,
     query_block: int | None = None,
     key_block: int = KEY_BLOCK,
     key_segments: Segments | None = None,
 ) -> Heads:
-    """Compute attention as `attention.attend` does; queries of padding get arbitrary numbers.
-    `query_block` and `key_block` are the tokens of a block. `slots` is ignored. `interpret` runs
-    the kernel in Pallas' interpreter, without a GPU."""
-    rows, length, heads, width = query.shape
-    per_group = heads // key.shape[2]
+    """Run the kernel on the arrays that hold queries, keys and values.
+
+    `spec(part, tokens, width, block)` returns where in its array a block of `tokens` tokens of a
+    part lies, if the block's index is `block(i)` for the queries' block i. `shape` is that of the
+    queries and the result. `query_block` and `key_block` are the tokens of a block. `interpret`
+    runs the kernel in Pallas' interpreter, without a GPU."""
+    rows, length, heads, width = shape
     is_wide = width > WIDE_HEAD
     query_block = query_block or (WIDE_QUERY_TILE if is_wide else NARROW_QUERY_TILE)
     scale = width**-0.5 * LOG2_E
-    value = without_padding(value, segments)
-    head_padding = max(TRITON_MIN_HEAD, pl.next_power_of_2(width)) - width
+    padded_width = max(TRITON_MIN_HEAD, pl.next_power_of_2(width))
     tail = -length % max(query_block, key_block)
-    padding = ((0, 0), (0, tail), (0, 0), (0, head_padding))
-    query, key, value = (jnp.pad(x, padding) for x in (query, key, value))
+    padded = [_padded(x, tail, padded_width - width) for x in parts[: len(set(map(id, parts)))]]
+    padded = padded * 3 if len(padded) == 1 else padded
     segments = jnp.pad(segments, ((0, 0), (0, tail)))
     segments_of_keys = segments
     if key_segments is not None:
         segments_of_keys = jnp.pad(key_segments, ((0, 0), (0, tail)))
     first, end = key_blocks(segments, attention_mask, query_block, key_block)
-    _, length, _, padded_width = query.shape
-
-    # In the functions below i is the index of a block of queries, r of a row, and h of a head.
-    query_spec = pl.BlockSpec((None, query_block, None, padded_width), lambda i, r, h: (r, i, h, 0))
-    key_spec = pl.BlockSpec(
-        (None, length, None, padded_width), lambda i, r, h: (r, 0, h // per_group, 0)
-    )
+    length += tail
     row_spec = pl.BlockSpec((None, length), lambda i, r, h: (r, 0))
     range_spec = pl.BlockSpec((None, length // query_block), lambda i, r, h: (r, 0))
     mixed = pl.pallas_call(
@@ -90,14 +126,29 @@ def attend(
             key_block=key_block,
         ),
         grid=(length // query_block, rows, heads),
-        in_specs=[range_spec, range_spec, query_spec, key_spec, key_spec, row_spec, row_spec],
-        out_specs=query_spec,
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
+        in_specs=[
+            range_spec,
+            range_spec,
+            spec(0, query_block, padded_width, lambda i: i),
+            spec(1, length, padded_width, lambda i: 0),
+            spec(2, length, padded_width, lambda i: 0),
+            row_spec,
+            row_spec,
+        ],
+        out_specs=pl.BlockSpec(
+            (None, query_block, None, padded_width), lambda i, r, h: (r, i, h, 0)
+        ),
+        out_shape=jax.ShapeDtypeStruct((rows, length, heads, padded_width), parts[2].dtype),
         compiler_params=pltriton.CompilerParams(num_warps=8 if is_wide else 4, num_stages=2),
         interpret=interpret,
         name="attention_of_segments",
-    )(first, end, query, key, value, segments, segments_of_keys)
-    return mixed[:, : mixed.shape[1] - tail, :, :width].astype(jnp.float32)
+    )(first, end, *padded, segments, segments_of_keys)
+    return mixed[:, : length - tail, :, :width]
+
+
+def _padded(x: Array, tail: int, width: int) -> Array:
+    """Append `tail` tokens of zeros to each row, and `width` zeros to each head."""
+    return jnp.pad(x, ((0, 0), (0, tail), *[(0, 0)] * (x.ndim - 3), (0, width)))
 
 
 def key_blocks(
@@ -167,7 +218,10 @@ def _kernel(
         # masked keys.
         weights = jnp.where(visible, jnp.exp2(scores - larger[:, None]), 0.0)
         rescale = jnp.exp2(largest - larger)
+        # values of padding may be NaN
+        is_token = segments_ref[keys][:, None] != 0
         value = value_ref[keys, :]
+        value = jnp.where(is_token, value, jnp.zeros_like(value))
         mixed = mixed * rescale[:, None] + _product(
             weights.astype(value.dtype), value, contracted=0
         )
@@ -188,4 +242,4 @@ def _product(a: Array, b: Array, contracted: int) -> Array:
     return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
-KERNEL = Kernel("triton", attend, refuses)
+KERNEL = Kernel("triton", attend, refuses, attend_joint=attend_joint)
