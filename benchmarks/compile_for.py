@@ -1,19 +1,25 @@
-"""Compiles the programs of published models for a TPU that is not there, and shows what the
-compiler says of them: estimated cycles, the share that only moves data, memory, kernels.
+"""Compiles the programs of published models for a TPU or GPU that is not there, and shows what the
+compiler says of them.
 
-The figures are estimates of a compiler, not measurements. The compiler counts a kernel, such as
-that of attention, as nothing: a kernel is charged the cycles in which the chip could at best
-multiply, or read and write, what attention needs.
+For a TPU these are estimated cycles, the share that only moves data, memory and kernels. They are
+estimates of a compiler, not measurements. The compiler counts a kernel, such as that of attention,
+as nothing: a kernel is charged the cycles in which the chip could at best multiply, or read and
+write, what attention needs. For a GPU they are kernels, memory, and the bytes that kernels read and
+write: of each kernel, its results and the different arrays that it is given.
 
     python -m benchmarks.compile_for v5e
+    python -m benchmarks.compile_for gpu --target h200.txtpb --kernels xla,triton
     python -m benchmarks.compile_for v6e --sizes qwen3-0.6b --layers 0 --buckets 2x8192
     python -m benchmarks.compile_for v5e --check programs.json  # or what has changed since then
 
-Needs `jax[tpu]`, but no TPU. Columns: `mcycles` is the estimate, attention included; `moves` and
-`products` are shares of it; `mfu` is the share of the chip's peak that useful operations reach.
+Needs `jax[tpu]` or `jax[cuda13]`, but no TPU or GPU. `--target` is XLA's description of a GPU, from
+xla/backends/gpu/target_config/specs of github.com/openxla/xla. Columns: `mcycles` is the estimate,
+attention included; `moves` and `products` are shares of it; `mfu` is the share of the chip's peak
+that useful operations reach; `traffic_gb` is what kernels read and write.
 """
 
 import json
+import math
 import os
 import re
 import sys
@@ -76,6 +82,11 @@ CHIPS = {
 }
 
 
+ITEM_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s8": 1, "u8": 1}
+# instructions of a GPU's program that start no kernel
+NO_KERNEL = {"parameter", "bitcast", "get-tuple-element", "tuple", "constant"}
+
+
 @dataclass(frozen=True)
 class Instruction:
     """An instruction of a program, or a fusion of several."""
@@ -100,13 +111,9 @@ class Instruction:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compile the programs, and print and write what the compiler says."""
     args = parse(argv)
-    chip = CHIPS[args.chip]
-    # libtpu would ask the metadata server of a TPU VM for these
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", chip.accelerator_type)
     jax.config.update("jax_platforms", "cpu")
-    device = topologies.get_topology_desc(chip.topology, platform="tpu").devices[0]
+    chip = CHIPS.get(args.chip)
+    device = gpu_device(args.target) if chip is None else tpu_device(chip)
     rows = []
     for size in args.sizes.split(","):
         for kernel in args.kernels.split(","):
@@ -115,8 +122,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     rows.append(row_of(device, chip, size, layers, kernel, bucket))
                     report.show([rows[-1]])
     report.show(rows, f"{device.device_kind}, compiled without one")
-    facts = {"chip": args.chip, "product_mfu": product_mfu(device, chip), "results": rows}
-    facts["compilers"] = report.versions(("libtpu", "jax", "jaxlib"))
+    facts = {"chip": args.chip, "results": rows}
+    if chip is not None:
+        facts["product_mfu"] = product_mfu(device, chip)
+    facts["compilers"] = report.versions(("libtpu", "jax-cuda13-plugin", "jax", "jaxlib"))
     if args.check is not None and args.check.exists():
         before = json.loads(args.check.read_text())
         if before["compilers"] == facts["compilers"]:
@@ -126,10 +135,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.finish("compile_for", argv, facts, args.out)
 
 
+def tpu_device(chip: Chip) -> Device:
+    """Describe a TPU."""
+    # libtpu would ask the metadata server of a TPU VM for these
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", chip.accelerator_type)
+    return topologies.get_topology_desc(chip.topology, platform="tpu").devices[0]
+
+
+def gpu_device(target: Path) -> Device:
+    """Describe the GPU of XLA's description `target`."""
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=target.read_text(), topology="1x1x1"
+    )
+    return described.devices[0]
+
+
 def parse(argv: Sequence[str] | None) -> Namespace:
     """Parse the command line; None means this program's own arguments."""
     parser = ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("chip", choices=CHIPS)
+    parser.add_argument("chip", choices=[*CHIPS, "gpu"])
+    parser.add_argument("--target", type=Path, metavar="FILE", help="XLA's description of the GPU")
     parser.add_argument("--sizes", default="bert-base", help="of SIZES, with commas")
     parser.add_argument("--layers", default="2", help="with commas; 0: as many as the model has")
     parser.add_argument("--buckets", default="1x128,128x128,32x512")
@@ -143,6 +170,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     )
     report.add_arguments(parser)
     args = parser.parse_args(argv)
+    if (args.chip == "gpu") != (args.target is not None):
+        parser.error("give --target with gpu, and only then")
     if args.check is not None:
         parser.set_defaults(out=args.check, **CHECKED)
         args = parser.parse_args(argv)
@@ -178,9 +207,10 @@ def product_mfu(device: Device, chip: Chip) -> float:
 
 
 def row_of(
-    device: Device, chip: Chip, size: str, layers: int, kernel: str, bucket: str
+    device: Device, chip: Chip | None, size: str, layers: int, kernel: str, bucket: str
 ) -> dict[str, Any]:
-    """What the compiler says of the program of a bucket such as "32x512", or its error."""
+    """What the compiler says of the program of a bucket such as "32x512", or its error. `chip` is
+    None for a GPU."""
     rows, length = map(int, bucket.split("x"))
     spec = subject.spec_of(size, layers)
     name = f"{size}, {spec.config['num_layers']} layers"
@@ -190,6 +220,29 @@ def row_of(
         compiled = compile_bucket(device, spec, Bucket(rows, length), kernel)
     except jax.errors.JaxRuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[0]}
+    if chip is None:
+        kernel_count, traffic = gpu_traffic(compiled.as_text() or "")
+        row |= {"kernels": kernel_count, "traffic_gb": traffic / 1e9}
+    else:
+        row |= cycles_of(compiled, chip, spec, rows, length)
+    memory: Any = compiled.memory_analysis()
+    shapes = {name: leaf.shape for name, leaf in program(spec).shapes.items()}
+    parameters = placed_bytes(shapes, DTYPE)
+    taken = parameters + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    if chip is not None:
+        row["fits"] = bool(taken <= chip.memory_bytes)
+    return row | {
+        "temporary_mb": memory.temp_size_in_bytes / 1e6,
+        "output_mb": memory.output_size_in_bytes / 1e6,
+        "parameter_mb": parameters / 1e6,
+        "compile_s": time.perf_counter() - start,
+    }
+
+
+def cycles_of(
+    compiled: jax.stages.Compiled, chip: Chip, spec: ModelSpec, rows: int, length: int
+) -> dict[str, Any]:
+    """The cycles of a program for a TPU, by what they are spent on."""
     found = list(instructions(compiled.as_text() or ""))
     cycles = {
         kind: sum(one.cycles for one in found if one.kind == kind)
@@ -198,24 +251,41 @@ def row_of(
     calls = sum(one.is_kernel for one in found)
     attention = attention_cycles(spec, chip, rows, length) if calls else 0.0
     total = sum(cycles.values()) + attention
-    memory: Any = compiled.memory_analysis()
-    made = program(spec)
-    parameters = placed_bytes({name: s.shape for name, s in made.shapes.items()}, DTYPE)
-    taken = parameters + memory.temp_size_in_bytes + memory.output_size_in_bytes
-    useful = subject.useful_flops(spec, made, [length] * rows)
-    return row | {
+    useful = subject.useful_flops(spec, program(spec), [length] * rows)
+    return {
         "mcycles": total / 1e6,
         "moves": cycles["move"] / total,
         "products": cycles["product"] / total,
         "attention": attention / total,
         "mfu": useful / chip.flops_per_cycle / total,
         "kernel_calls": calls,
-        "temporary_mb": memory.temp_size_in_bytes / 1e6,
-        "output_mb": memory.output_size_in_bytes / 1e6,
-        "parameter_mb": parameters / 1e6,
-        "fits": bool(taken <= chip.memory_bytes),
-        "compile_s": time.perf_counter() - start,
     }
+
+
+def gpu_traffic(text: str) -> tuple[int, int]:
+    """The number of kernels of a program for a GPU, and the bytes that they read and write."""
+    entry = text[text.index("\nENTRY") :].splitlines()
+    types = dict(re.findall(r"([\w.-]+): (\w+\[[\d,]*\])", entry[1]))
+    kernel_count, traffic = 0, 0
+    for line in entry[2:]:
+        match = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)", line)
+        if match is None:
+            continue
+        name, types[name], opcode, rest = match[1], match[2], match[3], match[4]
+        if opcode in NO_KERNEL:
+            continue
+        given = set(re.findall(r"%([\w.-]+)", rest.partition("), ")[0]))
+        kernel_count += 1
+        traffic += sum(type_bytes(types.get(one, "")) for one in [name, *given])
+    return kernel_count, traffic
+
+
+def type_bytes(kind: str) -> int:
+    """The bytes of an array, or of all arrays of a tuple, by its type in HLO."""
+    total = 0
+    for item, axes in re.findall(r"(\w+)\[([\d,]*)\]", kind):
+        total += ITEM_BYTES.get(item, 0) * math.prod(map(int, filter(None, axes.split(","))))
+    return total
 
 
 def compile_bucket(
@@ -224,7 +294,7 @@ def compile_bucket(
     """Compile the program of a bucket as an engine does. Raises the errors of XLA."""
     attend: Attend = by_xla
     if kernel != "xla" and bucket.length >= kernels.SHORTEST_PROBED_ROW:
-        found = kernels.kernel(kernels.KERNELS["tpu"][kernel])
+        found = kernels.kernel(kernels.KERNELS[device.platform][kernel])
         attend = found.implementation(bucket.slots)
     return compile_described(program(spec), [device], bucket, DTYPE, attend)
 

@@ -422,6 +422,30 @@ def test_what_instructions_of_a_program_for_a_tpu_do():
     assert found == [("product", 100), ("kernel", 0), ("move", 20), ("other", 4), ("move", 7)]
 
 
+COMPILED_FOR_GPU = """
+HloModule m
+
+%fused (p: bf16[4,8]) -> f32[4,8] {
+  ROOT %c = f32[4,8]{1,0} convert(%p)
+}
+
+ENTRY %main (x: bf16[4,8], y: f32[2,2]) -> (f32[4,8]) {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %y = f32[2,2]{1,0} parameter(1)
+  %b = bf16[32]{0} bitcast(%x)
+  %f = f32[4,8]{1,0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(forward)/%y"}
+  %k = (bf16[8]{0}, s32[]) custom-call(%b, %b, %y), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %r = (f32[4,8]{1,0}) tuple(%f)
+}
+"""
+
+
+def test_what_kernels_of_a_gpu_read_and_write():
+    """An array that a kernel is given twice is read once."""
+    fusion, call = 64 + 128, 64 + 16 + 16 + 4
+    assert compile_for.gpu_traffic(COMPILED_FOR_GPU) == (2, fusion + call)
+
+
 def test_what_the_compiler_says_is_compared_program_by_program():
     def result(**figures):
         row = {"size": "bert-base", "kernel": "splash", "bucket": "1x128"}
