@@ -132,6 +132,9 @@ class Recorder:
             self.runner.compile(bucket, others)
             self.compiled.add(bucket)
 
+    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
+        return self.runner.is_prepared(bucket, outputs)
+
     def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
         self.runner.prepare(bucket, outputs)
 

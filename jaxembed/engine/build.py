@@ -40,6 +40,7 @@ from jaxembed.engine.scheduler import DeviceScheduler
 from jaxembed.engine.transfer import is_remote
 from jaxembed.errors import ConfigError, counted
 from jaxembed.models import Program, native, position_limit
+from jaxembed.models import kernels as attention_kernels
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.platform.cores import MAX_WAITED, core_count
 
@@ -120,31 +121,39 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     )
     limit, budget = _limits(spec, config, budget)
     platform = devices[0].platform if devices else None
-    grid_of, fixed_by = partial(_grid_of, spec, limit, shards, platform, native_choice), None
-    if config.max_batch_tokens is not None:
-        fixed_by = f"--max-batch-tokens {config.max_batch_tokens}"
+    grid_of = partial(_grid_of, spec, limit, shards, platform, native_choice)
     if grid_file is not None:
         grid = grid_file.grid(limit, budget, shards)
-        grid_of, fixed_by = lambda budget: grid, f"--buckets {grid_file.path}"
+        grid_of = lambda budget: grid  # noqa: E731 - a def could not have another name
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
-    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards)
     full_warmup = config.warmup == "full" or (config.warmup is None and platform == "gpu")
-    plan = replace(plan, full_warmup=full_warmup)
+    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup)
     if calibration is None:
         return plan
-    kernels = choose_kernels(
-        program,
-        devices[0],
-        dtype,
-        plan.grid,
-        config.kernels,
-        native_choice=native_choice,
-        saved=SavedFile(cache_dir, identity, what="attention", suffix="-attention"),
-    )
+    identity |= {"kernels": attention_kernels.source_digest()}
+    trials = SavedFile(cache_dir, identity, what="attention", suffix="-attention")
+
+    def with_kernels(plan: Plan) -> Plan:
+        return replace(
+            plan,
+            kernels=choose_kernels(
+                program,
+                devices[0],
+                dtype,
+                plan.grid,
+                config.kernels,
+                native_choice=native_choice,
+                saved=trials,
+            ),
+        )
+
+    plan = with_kernels(plan)
     saved = SavedFile(cache_dir, identity, what="run_bytes", suffix="-memory")
-    plan = _fit_to_memory(replace(plan, kernels=kernels), program, grid_of, fixed_by, saved)
-    file = CostFile(cache_dir, identity, lambda bucket: kernels.name_of(bucket.length))
+    fitted = _fit_to_memory(plan, program, grid_of, _remedies(spec, config, limit), saved)
+    if fitted.grid != plan.grid:  # rows of images have other lengths then
+        plan = with_kernels(fitted)
+    file = CostFile(cache_dir, identity, lambda bucket: plan.kernels.name_of(bucket.length))
     return replace(
         plan,
         token_ms=calibration.token_ms(program, dtype, native_choice.joins),
@@ -162,7 +171,10 @@ def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
         raise ConfigError(
             f"--devices {config.devices}: this machine has {counted(len(local), 'device')}"
         )
-    keep_programs_of(local[0])
+    try:
+        keep_programs_of(local[0])
+    except OSError as error:
+        logger.warning("compiled programs are saved with those of the CPU: %s", error)
     return tuple(local[: config.devices])
 
 
@@ -187,17 +199,31 @@ def _grid_of(
     return default_grid(limit, budget, shards, tile, join=native_choice.joins)
 
 
+def _remedies(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[str, str | None]:
+    """Return what a user can do if a model does not fit into the memory of a device, and the
+    setting that fixes the token budget, if there is one."""
+    if config.buckets is not None:
+        return "remove its largest buckets", f"--buckets {config.buckets}"
+    if config.max_batch_tokens is not None:
+        return "lower it", f"--max-batch-tokens {config.max_batch_tokens}"
+    if not spec.takes_texts or spec.filled is not None:  # all inputs have one length
+        return "use a device with more memory", None
+    return f"set --max-input-length to less than {limit}", None
+
+
 def _fit_to_memory(
     plan: Plan,
     program: Program,
     grid_of: Callable[[int], BucketGrid],
-    fixed_by: str | None,
+    remedies: tuple[str, str | None],
     saved: SavedFile,
 ) -> Plan:
     """Return the plan with the largest token budget with which the model fits into the memory of a
     device, if the device says how much it has.
 
-    See MemoryPlan.fit for `grid_of` and `fixed_by`. Raises ConfigError if the model does not fit.
+    `grid_of` and `remedies` are arguments of MemoryPlan.fit. If a program cannot be compiled, this
+    is logged and the plan is not changed: the engine may do without it. Raises ConfigError if the
+    model does not fit.
     """
     devices = plan.devices[: plan.shards]
     room = room_for_models(devices[0]) if is_remote(devices[0].platform) else None
@@ -205,7 +231,11 @@ def _fit_to_memory(
         return plan
     permits = scheduler_of(devices[0]).permits
     memory = memory_plan(program, devices, plan.dtype, plan.kernels, room, permits, saved)
-    budget, grid = memory.fit(grid_of, plan.max_batch_tokens, fixed_by)
+    try:
+        budget, grid = memory.fit(grid_of, plan.max_batch_tokens, *remedies)
+    except jax.errors.JaxRuntimeError:
+        logger.warning("the memory that batches need is not known", exc_info=True)
+        return plan
     return replace(plan, max_batch_tokens=budget, grid=grid)
 
 

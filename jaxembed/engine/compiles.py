@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache
-from itertools import count
 from pathlib import Path
-from queue import PriorityQueue
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -42,8 +41,7 @@ SAFE_FUSION: dict[str, str | bool] = {
 }
 
 _starting = threading.Lock()  # makes sure that the threads are started only once
-_counter = count()
-_later: WeakSet[Future] = WeakSet()  # the programs that are needed only later
+_compiling: WeakSet[Future] = WeakSet()  # all programs that were not freed yet
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax.stages.Compiled:
@@ -60,24 +58,20 @@ def start_compiling(
     lower: Callable[[], jax.stages.Lowered],
     options: dict[str, Any],
     devices: Sequence[Any] = (),
-    *,
-    is_later: bool = False,
 ) -> "Future[jax.stages.Compiled]":
     """Lower and compile a program as `compile_lowered` does, without waiting for the result.
 
-    `devices` are those that run the program, if it was lowered without devices. With `is_later`, it
-    is compiled after all other programs, and cancelled when the interpreter ends before a thread
-    has begun. The future gets the program, or the errors of `lower` and XLA.
+    `devices` are those that run the program, if it was lowered without devices. The future gets the
+    program, or the errors of `lower` and XLA.
     """
     with _starting:
         queue = _queue()
     compiled: Future[jax.stages.Compiled] = Future()
-    if is_later:
-        _later.add(compiled)
+    _compiling.add(compiled)
     options = {"compiler_options": options}
     if devices:
         options["device_assignment"] = tuple(devices)
-    queue.put((is_later, next(_counter), compiled, lower, options))
+    queue.put((compiled, lower, options))
     return compiled
 
 
@@ -95,15 +89,14 @@ def once(lower: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Low
 
 
 @cache
-def _queue() -> PriorityQueue:
+def _queue() -> SimpleQueue:
     """Return the queue of the compiling threads; the first call starts the threads.
 
-    An item of the queue is a tuple: whether the program is needed only later, the item's number, a
-    future, a function that lowers the program, and the arguments of `Lowered.compile`. This is not
-    an executor, because an executor refuses work while the interpreter ends, when the threads of an
-    engine may still compile.
+    An item of the queue is a tuple of a future, a function that lowers the program, and the
+    arguments of `Lowered.compile`. This is not an executor, because an executor refuses work while
+    the interpreter ends, when the threads of an engine may still compile.
     """
-    queue: PriorityQueue = PriorityQueue()
+    queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
     try:
         for k in range(WORKERS):
@@ -112,18 +105,18 @@ def _queue() -> PriorityQueue:
             ).start()
     finally:
         threading.stack_size(usual)
-    atexit.register(_end_later)
+    atexit.register(_wait_for_all)
     return queue
 
 
-def _end_later() -> None:
-    """Cancel the programs that are needed only later, and wait for those that a thread has begun.
+def _wait_for_all() -> None:
+    """Cancel the programs that wait for a thread, and wait for the others.
 
     The interpreter aborts if it ends while a thread is inside XLA."""
-    wait([compiled for compiled in list(_later) if not compiled.cancel()])
+    wait([compiled for compiled in list(_compiling) if not compiled.cancel()])
 
 
-def _work(queue: PriorityQueue) -> None:
+def _work(queue: SimpleQueue) -> None:
     """Compile the programs of the queue forever, at a low priority; runs in a thread."""
     if sys.platform == "linux":  # on other systems all threads have the priority of the process
         thread = threading.get_native_id()
@@ -131,7 +124,7 @@ def _work(queue: PriorityQueue) -> None:
         with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
-        *_, compiled, lower, options = queue.get()
+        compiled, lower, options = queue.get()
         if compiled.set_running_or_notify_cancel():
             try:
                 compiled.set_result(lower().compile(**options))

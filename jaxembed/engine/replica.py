@@ -3,9 +3,9 @@
 NullReplica stands in for a replica without a device, to measure the work of the host.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -70,9 +70,8 @@ class Replica:
         self.planes = program.planes
         self._program = program
         self._mesh = mesh_of(devices)
-        # a future for a program that nobody has waited for
-        self._programs: dict[ProgramKey, jax.stages.Compiled | Future[jax.stages.Compiled]] = {}
-        self._later: dict[ProgramKey, Future[jax.stages.Compiled]] = {}  # that nothing has needed
+        self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
+        self._preparing = threading.Lock()
         self._is_remote = is_remote(devices[0].platform)
         self._variants = output_variants(program, devices[0].platform)
         self.native_layout = native_layout
@@ -89,62 +88,51 @@ class Replica:
         If the bucket is the replica's `float32_bucket`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
         float16. On a device with its own memory, a program computes outputs per token only if the
-        model is served for one; a second program that computes all outputs is compiled later, in
-        the background. All this is also done for the `others`, replicas of the same model on
-        devices of the same kind: a program is lowered once, and compiled for all replicas at the
-        same time. Raises ConfigError if the rows of the bucket cannot be divided equally among the
-        devices of a replica, and the errors of XLA.
+        model is served for one; see `prepare`. All this is also done for the `others`, replicas of
+        the same model on devices of the same kind: a program is lowered once, and compiled for all
+        replicas at the same time. Raises ConfigError if the rows of the bucket cannot be divided
+        equally among the devices of a replica, and the errors of XLA.
         """
-        usual, *rest = self._variants
         replicas, for_any = [self, *others], bool(others)
-        needed: list[ProgramKey] = [(bucket, self.dtype, usual)]
+        needed: list[ProgramKey] = [(bucket, self.dtype, self._variants[0])]
         if bucket == self._float32_bucket:
             needed.append((bucket, FLOAT32, self.outputs))
         for key in needed:
             lower = once(partial(self._lower, key, for_any))
-            for replica in replicas:
-                replica.start(key, lower, for_any)
-            for replica in replicas:
-                replica.finish(key)
-        for outputs in rest:
-            key = (bucket, self.dtype, outputs)
-            lower = once(partial(self._lower, key, for_any))
-            for replica in replicas:
-                replica.start(key, lower, for_any, is_later=True)
+            for finish in [replica.start(key, lower, for_any) for replica in replicas]:
+                finish()
         memory.trim()
 
     def start(
-        self,
-        key: ProgramKey,
-        lower: Callable[[], jax.stages.Lowered],
-        for_any: bool = False,
-        is_later: bool = False,
-    ) -> None:
-        """Start to compile a program for the replica's devices, without waiting for it.
+        self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], for_any: bool = False
+    ) -> Callable[[], None]:
+        """Start to compile a program for the replica's devices.
 
-        `for_any` says that it is lowered for any devices of their kind. See `start_compiling` for
-        `is_later`."""
+        `for_any` says that it is lowered for any devices of their kind. Returns a function that
+        waits for the program, after which `run` can use it; the function raises the errors of
+        `lower` and XLA."""
         devices = self.devices if for_any else ()
         options = compiler_options(self.devices[0].platform)
-        compiled = start_compiling(lower, options, devices, is_later=is_later)
-        (self._later if is_later else self._programs)[key] = compiled
+        compiled = start_compiling(lower, options, devices)
 
-    def finish(self, key: ProgramKey) -> jax.stages.Compiled:
-        """Wait for a program that was started, and return it.
+        def finish() -> None:
+            self._programs[key] = compiled.result()
 
-        A program for later that no thread has begun to compile is compiled now. Raises KeyError if
-        no such program was started, and the errors of XLA."""
-        later = self._later.get(key)
-        if later is not None:
-            if later.cancel():
-                self.start(key, partial(self._lower, key))
-            else:
-                self._programs[key] = later
-            self._later.pop(key, None)  # only now, or another thread would find no program
-        program = self._programs[key]
-        if isinstance(program, Future):
-            program = self._programs[key] = program.result()
-        return program
+        return finish
+
+    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
+        """Return whether a compiled bucket has a program that computes these outputs."""
+        return self._key(bucket, self.dtype, outputs) in self._programs
+
+    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
+        """Compile the program of a compiled bucket that computes these outputs, unless there is
+        one. Raises KeyError if the bucket is not compiled, and the errors of XLA."""
+        key = self._key(bucket, self.dtype, outputs)
+        if key not in self._programs:
+            self.compiled(bucket)  # raises KeyError
+            with self._preparing:
+                if key not in self._programs:
+                    self.start(key, partial(self._lower, key))()
 
     def run(
         self,
@@ -157,10 +145,9 @@ class Replica:
         """Run the program of a bucket on a batch, and return the named `outputs` on the host.
 
         `planes` is the packed batch, int32 `[planes, rows, length]`. Empty slots are zero. This
-        method releases the GIL while it waits for the device; it also waits for a program that
-        `prepare` would wait for. With `in_float32` it runs the
-        program in float32, which only the `float32_bucket` has. Raises KeyError if the bucket has
-        no such program, and the errors of XLA.
+        method releases the GIL while it waits for the device. With `in_float32` it runs the program
+        in float32, which only the `float32_bucket` has. Raises KeyError if the bucket has no
+        program for these outputs, and the errors of XLA.
         """
         used = self._used_slots(bucket, planes)
         wanted = tuple(outputs)
@@ -169,13 +156,6 @@ class Replica:
         if used is not None:
             start_copies(needed, used)
         return {name: fetch(output, name, used) for name, output in needed.items()}
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
-        """Wait until a compiled bucket has a program that computes these outputs.
-
-        If it cannot be compiled, `run` raises the error."""
-        with suppress(jax.errors.JaxRuntimeError, CancelledError):
-            self._program_for(bucket, self.dtype, outputs)
 
     def launch(self, bucket: Bucket, planes: np.ndarray) -> dict[OutputName, Any]:
         """Start the program of a bucket on a batch, and return its usual outputs without waiting.
@@ -201,20 +181,17 @@ class Replica:
         wanted: Iterable[OutputName],
     ) -> dict[OutputName, Any]:
         """Start the smallest program of a bucket that computes the `wanted` outputs."""
-        program = self._program_for(bucket, dtype, wanted)
+        program = self._programs[self._key(bucket, dtype, wanted)]
         if used is None:
             return program(self._parameters, jax.device_put(planes, self._by_rows))
         placed = jax.device_put((planes, used.order), (self._by_rows, self._by_places))
         return program(self._parameters, *placed)
 
-    def _program_for(
-        self, bucket: Bucket, dtype: DType, wanted: Iterable[OutputName]
-    ) -> jax.stages.Compiled:
-        """Return the smallest program of a bucket that computes the `wanted` outputs. Raises the
-        errors of `finish`."""
+    def _key(self, bucket: Bucket, dtype: DType, wanted: Iterable[OutputName]) -> ProgramKey:
+        """Return the key of the smallest program of a bucket that computes the `wanted` outputs."""
         variants = self._variants if dtype == self.dtype else [self.outputs]
         outputs = next(variant for variant in variants if set(wanted) <= set(variant))
-        return self.finish((bucket, dtype, outputs))
+        return bucket, dtype, outputs
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -225,18 +202,13 @@ class Replica:
 
     def free(self) -> None:
         """Free the memory of the parameters and programs, even while the replica is referenced."""
-        for program in self._later.values():
-            program.cancel()
-        self._later.clear()
         self._programs.clear()
         for leaf in self._parameters:
             leaf.delete()
 
     def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
         """Return the usual program of a compiled bucket, for its HLO and its use of memory."""
-        program = self._programs[bucket, self.dtype, self._variants[0]]
-        assert not isinstance(program, Future)
-        return program
+        return self._programs[bucket, self.dtype, self._variants[0]]
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of device memory that a run of the bucket's usual program needs besides
@@ -367,6 +339,10 @@ class NullReplica:
 
     def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
         """Do nothing."""
+
+    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
+        """Return True."""
+        return True
 
     def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
         """Do nothing."""

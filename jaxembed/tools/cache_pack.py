@@ -5,6 +5,7 @@ the process that loads it, so a pack is read only if it has the digest that the 
 """
 
 import hashlib
+import os
 import re
 import shutil
 import tarfile
@@ -36,20 +37,22 @@ def pack(cache_dir: Path, target: Path) -> Packed:
     A target that exists is replaced at the end. Raises ConfigError if other users can write to the
     cache directory or it has nothing to pack, and OSError if a file cannot be read or written.
     """
+    refuse_shared(cache_dir, *sorted(path for path in cache_dir.glob("*/**/") if path.is_dir()))
     paths = list(_packed_paths(cache_dir))
-    refuse_shared(cache_dir, *{path.parent for path in paths})
     if not paths:
         raise ConfigError(
             f"the cache directory {cache_dir} has no compiled programs; serve a model from it first"
         )
-    with replacing(target) as partial, tarfile.open(partial, "w") as archive:
-        for path in paths:
-            info = tarfile.TarInfo(path.relative_to(cache_dir).as_posix())
-            info.size = path.stat().st_size
-            with path.open("rb") as content:
-                archive.addfile(info, content)
-    with target.open("rb") as content:
-        return Packed(len(paths), hashlib.file_digest(content, "sha256").hexdigest())
+    with replacing(target) as partial, partial.open("w+b") as written:
+        with tarfile.open(fileobj=written, mode="w") as archive:
+            for path in paths:
+                with path.open("rb") as content:
+                    info = tarfile.TarInfo(path.relative_to(cache_dir).as_posix())
+                    info.size = os.fstat(content.fileno()).st_size
+                    archive.addfile(info, content)
+        written.seek(0)
+        digest = hashlib.file_digest(written, "sha256").hexdigest()
+    return Packed(len(paths), digest)
 
 
 def unpack(source: Path, cache_dir: Path, sha256: str) -> int:

@@ -459,3 +459,50 @@ def test_a_snapshot_has_what_ran_and_what_waits(start, runner):
     for figure in ("te_batch_next_size_count 2", "te_batch_next_tokens_sum 4", "te_queue_size 0"):
         assert f"\n{figure}.0\n" in text
     assert "\njaxembed_batch_fill_ratio_sum 0.25\n" in text
+
+
+TOKENS = frozenset({"tokens"})
+
+
+def test_others_use_the_device_while_a_program_is_compiled_for_more_outputs(start, runner):
+    engine = compiled(start(runner))
+    runner.to_prepare = {"tokens"}
+    of_tokens = engine.ask([encoding(5, 6, 7)], TOKENS)
+    until(lambda: engine._set_aside)
+    assert sums(engine.ask([encoding(10, 1)])) == [11]
+    assert engine._set_aside
+    runner.may_prepare.set()
+    (rows,) = of_tokens.result(WAIT_S)["tokens"]
+    assert rows[:, 0].tolist() == [5, 6, 7]
+    assert runner.to_prepare == set()
+    assert not engine._set_aside
+
+
+def test_what_waits_for_a_program_fails_with_the_queue(start, runner):
+    engine = compiled(start(runner))
+    runner.to_prepare = {"tokens"}
+    of_tokens = engine.ask([encoding(5, 6, 7)], TOKENS)
+    until(lambda: engine._set_aside)
+    engine.close(timeout_s=0.1)
+    with pytest.raises(BackendError, match="the engine is closed"):
+        of_tokens.result(WAIT_S)
+    runner.may_prepare.set()
+    for thread in engine._threads:
+        thread.join(WAIT_S)
+    assert runner.ran == []
+
+
+def test_a_program_that_cannot_be_compiled_is_the_error_of_its_requests(start, runner, monkeypatch):
+    engine = compiled(start(runner))
+
+    def fail(bucket, outputs):
+        raise RuntimeError("INTERNAL: XLA cannot compile it")
+
+    monkeypatch.setattr(runner, "prepare", fail)
+    runner.to_prepare = {"tokens"}
+    with pytest.raises(BackendError, match="the device failed on this batch"):
+        engine.ask([encoding(5, 6, 7)], TOKENS).result(WAIT_S)
+    assert sums(engine.ask([encoding(10, 1)])) == [11]
+    monkeypatch.undo()
+    runner.may_prepare.set()
+    assert engine.ask([encoding(5, 6)], TOKENS).result(WAIT_S)

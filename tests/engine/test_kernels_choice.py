@@ -286,3 +286,11 @@ def test_rows_may_be_long_where_all_attention_is_native(tmp_path):
     choice = choose_native(model, device, "bfloat16", "auto", tmp_path)
     assert choice.native is not None
     assert not choice.joins
+
+
+def test_a_model_with_attention_of_its_own_tries_nothing(tmp_path):
+    saved = SavedFile(tmp_path, {"device": "a"}, "attention")
+    model, device = program(tiny_spec(**TOWERS["deberta"])), jax.local_devices()[0]
+    choice = choose_kernels(model, device, "float32", GRID, "auto", kernel(right), saved=saved)
+    assert choice.refused == {"mine": f"rows of 128: {kernels.NO_CALLS}"}
+    assert not (tmp_path / "costs").exists()

@@ -49,6 +49,7 @@ UNSUITED = f"supports only sizes that are multiples of {native.PANEL}, and this 
 # The time limit of all trials at a start. Row lengths that are not tried by then use XLA; they are
 # tried at the next start, because results are saved.
 PROBE_S = 60.0
+NO_CALLS = "this model computes attention in a way of its own"
 PROBE_TOKENS = 16_384  # tokens of a timed batch, which has at least one row
 HIDDEN_EVERY = 8  # trials for a model that hides keys hide every eighth key
 PROBE_RUNS = 10  # consecutive runs that are timed together
@@ -295,6 +296,8 @@ def _try_lengths(
     because of an error, which may be another one at the next start.
     """
     call_counts = calls(program, dtype)
+    if not call_counts:  # a backbone with an attention of its own
+        return {(length, name): NO_CALLS for length in lengths for name in usable}
     stop_at = time.monotonic() + PROBE_S
     failed: dict[tuple[int, str], str] = {}
     for length in lengths:
@@ -326,7 +329,7 @@ def _decode_results(content: Any) -> LengthResults:
     results: LengthResults = {}
     for length, found in content.items():
         for name, result in found.items():
-            if type(result) not in (float, str) or isinstance(found.get(XLA, ""), str):
+            if type(result) not in (float, int, str) or isinstance(found.get(XLA, ""), str):
                 raise ValueError(f"{name!r} has the result {result!r}")
         results[int(length)] = dict(found)
     return results
@@ -351,7 +354,7 @@ class KernelTrial:
         self._segments = packed_segments(self._bucket)
         self._operands = {call: self._random_operands(call) for call in call_counts}
         self._exact = {call: self._in_float32(call) for call in call_counts}
-        self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
+        self.xla_ms = sum((self._run(by_xla, call)[1] * n for call, n in call_counts.items()), 0.0)
 
     def milliseconds_if_right(self, kernel: Kernel) -> float:
         """Run all attention calls with a kernel. Returns the milliseconds for all layers together.

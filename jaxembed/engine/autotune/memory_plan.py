@@ -24,7 +24,7 @@ from jaxembed.models.attention import Attend
 logger = logging.getLogger(__name__)
 
 MB = 1_000_000
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in XLA's error for a program that cannot fit
+OUT_OF_MEMORY = "memory space hbm"  # in the error of a TPU's compiler for a program that cannot fit
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,28 @@ class MemoryPlan:
     run_bytes: Callable[[Bucket], float]
 
     def fit(
-        self, grid_of: Callable[[int], BucketGrid], budget: int, fixed_by: str | None = None
+        self,
+        grid_of: Callable[[int], BucketGrid],
+        budget: int,
+        remedy: str,
+        fixed_by: str | None = None,
     ) -> tuple[int, BucketGrid]:
         """Return the largest token budget with which the model fits, and the grid with this budget.
 
         The result is `budget`, or `budget` halved as often as needed. `grid_of` makes the grid with
-        a budget. If `fixed_by` is not None, it names the setting that fixes the budget. Raises
-        ConfigError with the figures if the model does not fit.
+        a budget. `remedy` tells the user what to do if no budget is small enough. If `fixed_by` is
+        not None, it names the setting that fixes the budget. Raises ConfigError with the figures if
+        the model does not fit, and XLA's errors for programs that it cannot compile.
         """
         wanted, grid = budget, grid_of(budget)
         if self.parameters > self.room:
             raise ConfigError(self._refusal("", "use a device with more memory"))
-        while not self._fits(bucket := neediest(grid)):
+        while not self._fits(bucket := max(candidates(grid), key=self.run_bytes)):
             smaller = grid_of(budget // 2)
             runs = f", and {self.permits} runs of a batch of {bucket} tokens {self._runs(bucket)}"
             if fixed_by is not None:
-                raise ConfigError(f"{fixed_by}: {self._refusal(runs, 'lower it')}")
-            if neediest(smaller) == bucket:
-                remedy = f"set --max-input-length to less than {bucket.length}"
+                raise ConfigError(f"{fixed_by}: {self._refusal(runs, remedy)}")
+            if bucket in candidates(smaller):
                 raise ConfigError(self._refusal(runs, remedy))
             budget, grid = budget // 2, smaller
         if budget < wanted:
@@ -90,9 +94,15 @@ class MemoryPlan:
         )
 
 
-def neediest(grid: BucketGrid) -> Bucket:
-    """Return the bucket whose runs need the most memory: most tokens, and then longest rows."""
-    return max(grid.buckets, key=lambda bucket: (bucket.tokens, bucket.length))
+def candidates(grid: BucketGrid) -> set[Bucket]:
+    """Return the buckets of which one needs the most memory: the longest rows, and of the buckets
+    with most tokens those with the longest rows and with most slots, which sparse outputs have."""
+    buckets = grid.buckets
+    return {
+        max(buckets, key=lambda b: (b.length, b.tokens)),
+        max(buckets, key=lambda b: (b.tokens, b.length)),
+        max(buckets, key=lambda b: (b.tokens, b.rows * b.slots)),
+    }
 
 
 def memory_plan(

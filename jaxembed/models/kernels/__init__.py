@@ -6,8 +6,12 @@ one of these use XLA's attention in all layers. This module also has functions t
 where segments start and end.
 """
 
+import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 from pkgutil import resolve_name
 
 import jax.numpy as jnp
@@ -24,6 +28,8 @@ KERNELS = {
     },
     "tpu": {"splash": "jaxembed.models.kernels.splash:KERNEL"},
 }
+
+PACKAGES = ("dew-flash-attn",)  # that kernels call, besides JAX
 
 Places = Int[Array, "rows length"]
 
@@ -90,6 +96,18 @@ def refuses_changed_scores(call: Call) -> str | None:
 def kernel(path: str) -> Kernel:
     """Import a kernel. `path` is a value in KERNELS. Raises ImportError if a package is missing."""
     return resolve_name(path)
+
+
+def source_digest() -> str:
+    """Return a hash of the kernels' sources and of the packages that they call, on which results of
+    their trials depend."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            digest.update(f"{package} {metadata.version(package)}".encode())
+    return digest.hexdigest()[:16]
 
 
 def starts(segments: Places) -> Bool[Array, "rows length"]:
