@@ -131,7 +131,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup)
     if calibration is None:
         return plan
-    identity |= {"kernels": attention_kernels.source_digest()}
+    identity |= {"kernels": attention_kernels.source_digest(), "platform": _platform(devices[0])}
     trials = SavedFile(cache_dir, identity, what="attention", suffix="-attention")
 
     def with_kernels(plan: Plan) -> Plan:
@@ -176,6 +176,11 @@ def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
     except OSError as error:
         logger.warning("compiled programs are saved with those of the CPU: %s", error)
     return tuple(local[: config.devices])
+
+
+def _platform(device: Device) -> str:
+    """Return the version of a device's platform, such as that of CUDA; empty for a CPU."""
+    return device.client.platform_version if is_remote(device.platform) else ""
 
 
 def _grid_of(
