@@ -132,12 +132,6 @@ class Recorder:
             self.runner.compile(bucket, others)
             self.compiled.add(bucket)
 
-    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
-        return self.runner.is_prepared(bucket, outputs)
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
-        self.runner.prepare(bucket, outputs)
-
     def run(
         self,
         bucket: Bucket,

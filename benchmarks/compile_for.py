@@ -40,7 +40,7 @@ from benchmarks import report, subject
 from jaxembed.data.spec import DType, ModelSpec
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.placement import Device, mesh_of, placed_bytes
-from jaxembed.engine.replica import compile_described
+from jaxembed.engine.replica import compile_described, output_variants
 from jaxembed.models import kernels, program
 from jaxembed.models.attention import Attend, by_xla
 
@@ -186,11 +186,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
     old, new, lines = programs(before), programs(now), []
     for name in sorted({*old, *new}):
+        pairs = {f: (new.get(name, {}).get(f), old.get(name, {}).get(f)) for f in FIGURES}
         changes = [
             f"{figure} {found} (was {wanted})"
-            for figure in FIGURES
-            for found, wanted in [(new.get(name, {}).get(figure), old.get(name, {}).get(figure))]
-            if None in (found, wanted) or abs(found - wanted) > TOLERANCE * abs(wanted)
+            for figure, (found, wanted) in pairs.items()
+            if found is None or wanted is None or abs(found - wanted) > TOLERANCE * abs(wanted)
         ]
         if changes:
             lines.append(f"{name}: {', '.join(changes)}")
@@ -296,7 +296,9 @@ def compile_bucket(
     if kernel != "xla" and bucket.length >= kernels.SHORTEST_PROBED_ROW:
         found = kernels.kernel(kernels.KERNELS[device.platform][kernel])
         attend = found.implementation(bucket.slots)
-    return compile_described(program(spec), [device], bucket, DTYPE, attend)
+    made = program(spec)
+    outputs = output_variants(made, device.platform)[0]
+    return compile_described(made, [device], bucket, DTYPE, attend, outputs)
 
 
 def attention_cycles(spec: ModelSpec, chip: Chip, rows: int, length: int) -> float:

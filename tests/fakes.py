@@ -59,8 +59,6 @@ class SumRunner:
         self.on_run: Callable[[Bucket, np.ndarray], None] = lambda bucket, planes: None
         self.slow_to_compile: dict[Bucket, threading.Event] = {}
         self.cannot_compile: set[Bucket] = set()
-        self.to_prepare: set[OutputName] = set()  # outputs without a program
-        self.may_prepare = threading.Event()
         self.compiled: list[Bucket] = []
         self.ran: list[Bucket] = []
         self.timed: list[Bucket] = []
@@ -77,13 +75,6 @@ class SumRunner:
         if bucket in self.cannot_compile:
             raise RuntimeError(f"XLA cannot compile {bucket}")
         self.compiled.append(bucket)
-
-    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
-        return not self.to_prepare & set(outputs)
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
-        assert self.may_prepare.wait(WAIT_S)
-        self.to_prepare -= set(outputs)
 
     def run(
         self,

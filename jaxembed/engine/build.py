@@ -131,7 +131,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup)
     if calibration is None:
         return plan
-    identity |= {"kernels": attention_kernels.source_digest(), "platform": _platform(devices[0])}
+    identity |= _of_kernels(devices[0])
     trials = SavedFile(cache_dir, identity, what="attention", suffix="-attention")
 
     def with_kernels(plan: Plan) -> Plan:
@@ -178,9 +178,13 @@ def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
     return tuple(local[: config.devices])
 
 
-def _platform(device: Device) -> str:
-    """Return the version of a device's platform, such as that of CUDA; empty for a CPU."""
-    return device.client.platform_version if is_remote(device.platform) else ""
+def _of_kernels(device: Device) -> dict[str, str]:
+    """Return what results of attention kernels depend on besides the device, such as CUDA's
+    version; empty for a CPU, which has no such kernels."""
+    if not is_remote(device.platform):
+        return {}
+    digest, version = attention_kernels.source_digest(), device.client.platform_version
+    return {"kernels": digest, "platform": version}
 
 
 def _grid_of(

@@ -12,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -125,9 +124,8 @@ class Engine:
     A bucket is the shape of a batch; each worker has a compiled program for each bucket. A queued
     sequence may belong to several requests.
 
-    Any thread may call `submit`. Batches use a bucket once it is compiled, and a sequence that fits
-    in no compiled bucket waits. On a GPU or TPU, a request for outputs that the usual program of a
-    bucket does not compute waits until another program is compiled.
+    Any thread may call `submit`. No request starts a compilation: batches use a bucket once it is
+    compiled, and a sequence that fits in no compiled bucket waits.
 
     `widths` gives the number of columns of each output. `max_batch_requests` is the largest number
     of sequences in a batch. `cache_bytes` is the size of the AnswerCache; 0 means no cache.
@@ -166,8 +164,6 @@ class Engine:
         self._cache = AnswerCache(cache_bytes, telemetry) if cache_bytes else None
         self._probe_every_s = probe_every_s
         self._queue = RequestQueue(max(bucket.tokens for bucket in grid.buckets))
-        # batches whose program is being compiled, by id; a pop decides who answers one
-        self._set_aside: dict[int, Batch] = {}
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
@@ -446,7 +442,7 @@ class Engine:
         Returns early if the queue has no batch. Every sequence of the batch gets an answer or an
         error, even if an exception is raised.
         """
-        batch = run = None
+        batch = None
         try:
             with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
                 batch = None if self._is_unusable(worker) else self._take_batch()
@@ -454,16 +450,13 @@ class Engine:
                     batch = self._probe_batch(worker)
                 if batch is None:
                     return
-                if worker.runner.is_prepared(batch.bucket, batch.outputs):
-                    run = self._run(worker, batch, waiter)
-            if run is None:
-                self._prepare(worker, batch)
-                urgency = partial(self._urgency, worker, has_batch=True)
-                with worker.scheduler.hold(urgency, worker.share) as waiter:
-                    if self._set_aside.pop(id(batch), None) is None:
-                        return  # its sequences have failed meanwhile
-                    run = self._run(worker, batch, waiter)
-            results, started_at, seconds = run
+                worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                started_at = time.monotonic()
+                with self._watchdog.watch(waiter, batch.bucket, batch) as call:
+                    results = Recovery(
+                        worker.runner, lambda: self._costs.usable, self._telemetry, call.begin
+                    ).run(batch)
+                seconds = time.monotonic() - started_at
             if self._is_traced:
                 self._trace(worker, batch, results, started_at, seconds)
             if waiter.overdue:
@@ -480,33 +473,6 @@ class Engine:
                 raise
             logger.exception("a batch could not be answered. This is a bug in jaxembed")
             fail_sequences(batch.sequences, BackendError(INTERNAL))
-
-    def _prepare(self, worker: Worker, batch: Batch) -> None:
-        """Compile a program for the outputs of a batch, while other batches use the device.
-
-        The batch is in `_set_aside` then, so that its sequences fail with those that wait."""
-        self._set_aside[id(batch)] = batch
-        with suppress(Exception):  # the run has the same error
-            worker.runner.prepare(batch.bucket, batch.outputs)
-
-    def _run(
-        self, worker: Worker, batch: Batch, waiter: Waiter
-    ) -> tuple[list[Answers], float, float]:
-        """Run a batch on the device that `waiter` holds.
-
-        Returns the answers or errors of its sequences, the time.monotonic() at which the run
-        started, and its seconds."""
-        worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
-        started_at = time.monotonic()
-        with self._watchdog.watch(waiter, batch.bucket, batch) as call:
-            results = Recovery(
-                worker.runner,
-                lambda: self._costs.usable,
-                self._telemetry,
-                on_call=call.begin,
-                on_prepare=call.pause,
-            ).run(batch)
-        return results, started_at, time.monotonic() - started_at
 
     def _is_unusable(self, worker: Worker) -> bool:
         """Return whether a worker takes no batches: it is stuck, or sick while another is healthy.
@@ -534,10 +500,8 @@ class Engine:
         for idle in self._idle.values():
             idle.notify_all()
 
-    def _urgency(self, worker: Worker, has_batch: bool = False) -> float:
+    def _urgency(self, worker: Worker) -> float:
         """Return how urgently a worker wants its device: the scheduler serves the highest first.
-
-        With `has_batch` the worker has taken a batch already, which counts as work.
 
         For a worker with work, or with a probe to run, the urgency is minus the virtual time at
         which its next program begins, so that all models with work get equal device time.
@@ -546,7 +510,7 @@ class Engine:
         threads get the device at once and can end.
         """
         with self._lock:
-            if has_batch or self._queue.runnable or (worker.sick and not self._closing):
+            if self._queue.runnable or (worker.sick and not self._closing):
                 borrowed_s = BORROWED_S if self._queue.has_interactive else 0.0
                 return borrowed_s - worker.scheduler.begin(worker.share)
             return math.inf if self._closing else -math.inf
@@ -650,10 +614,7 @@ class Engine:
     def _fail_waiting(self, error: Exception) -> None:
         """Fail all waiting requests with `error`."""
         with self._lock:
-            waiting = list(self._queue.clear())
-        for key in list(self._set_aside):
-            batch = self._set_aside.pop(key, None)
-            waiting += batch.sequences if batch is not None else []
+            waiting = self._queue.clear()
         fail_sequences(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:

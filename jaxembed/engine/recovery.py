@@ -47,7 +47,6 @@ class Recovery:
     on_call: Callable[[Bucket], object] = lambda bucket: (
         None
     )  # called with the bucket before each run
-    on_prepare: Callable[[], object] = lambda: None  # called before a program is compiled
 
     def run(self, batch: Batch) -> list[Answers]:
         """Run a batch; then run each sequence whose result is not finite once more, alone.
@@ -77,9 +76,6 @@ class Recovery:
         """Run a batch once, and gather the values of each sequence from the outputs.
 
         With `in_float32`, run the bucket's program in float32. Raises the errors of the runner."""
-        if not self.runner.is_prepared(batch.bucket, batch.outputs):
-            self.on_prepare()
-            self.runner.prepare(batch.bucket, batch.outputs)
         planes = pack(batch, self.runner.planes)
         self.on_call(batch.bucket)
         output = self.runner.run(batch.bucket, planes, batch.outputs, in_float32=in_float32)

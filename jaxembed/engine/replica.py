@@ -3,7 +3,6 @@
 NullReplica stands in for a replica without a device, to measure the work of the host.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -71,7 +70,6 @@ class Replica:
         self._program = program
         self._mesh = mesh_of(devices)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
-        self._preparing = threading.Lock()
         self._is_remote = is_remote(devices[0].platform)
         self._variants = output_variants(program, devices[0].platform)
         self.native_layout = native_layout
@@ -87,24 +85,27 @@ class Replica:
 
         If the bucket is the replica's `float32_bucket`, also compile a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
-        float16. On a device with its own memory, a program computes outputs per token only if the
-        model is served for one; see `prepare`. All this is also done for the `others`, replicas of
-        the same model on devices of the same kind: a program is lowered once, and compiled for all
-        replicas at the same time. Raises ConfigError if the rows of the bucket cannot be divided
-        equally among the devices of a replica, and the errors of XLA.
+        float16. On a device with its own memory there is one program that computes outputs per slot
+        and one that computes all outputs, if the model is served for an output per slot. All this
+        is also done for the `others`, replicas of the same model on devices of the same kind: a
+        program is lowered once, and all are compiled at the same time. Raises ConfigError if the
+        rows of the bucket cannot be divided equally among the devices of a replica, and the errors
+        of XLA.
         """
         replicas, for_any = [self, *others], bool(others)
-        needed: list[ProgramKey] = [(bucket, self.dtype, self._variants[0])]
+        keys: list[ProgramKey] = [(bucket, self.dtype, outputs) for outputs in self._variants]
         if bucket == self._float32_bucket:
-            needed.append((bucket, FLOAT32, self.outputs))
-        for key in needed:
+            keys.append((bucket, FLOAT32, self.outputs))
+        waiting: list[Callable[[], None]] = []
+        for key in keys:
             lower = once(partial(self._lower, key, for_any))
-            for finish in [replica.start(key, lower, for_any) for replica in replicas]:
-                finish()
+            waiting += [replica.start(key, lower, for_any) for replica in replicas]
+        for finish in waiting:
+            finish()
         memory.trim()
 
     def start(
-        self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], for_any: bool = False
+        self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], for_any: bool
     ) -> Callable[[], None]:
         """Start to compile a program for the replica's devices.
 
@@ -119,20 +120,6 @@ class Replica:
             self._programs[key] = compiled.result()
 
         return finish
-
-    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
-        """Return whether a compiled bucket has a program that computes these outputs."""
-        return self._key(bucket, self.dtype, outputs) in self._programs
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
-        """Compile the program of a compiled bucket that computes these outputs, unless there is
-        one. Raises KeyError if the bucket is not compiled, and the errors of XLA."""
-        key = self._key(bucket, self.dtype, outputs)
-        if key not in self._programs:
-            self.compiled(bucket)  # raises KeyError
-            with self._preparing:
-                if key not in self._programs:
-                    self.start(key, partial(self._lower, key))()
 
     def run(
         self,
@@ -181,17 +168,13 @@ class Replica:
         wanted: Iterable[OutputName],
     ) -> dict[OutputName, Any]:
         """Start the smallest program of a bucket that computes the `wanted` outputs."""
-        program = self._programs[self._key(bucket, dtype, wanted)]
+        variants = self._variants if dtype == self.dtype else [self.outputs]
+        outputs = next(variant for variant in variants if set(wanted) <= set(variant))
+        program = self._programs[bucket, dtype, outputs]
         if used is None:
             return program(self._parameters, jax.device_put(planes, self._by_rows))
         placed = jax.device_put((planes, used.order), (self._by_rows, self._by_places))
         return program(self._parameters, *placed)
-
-    def _key(self, bucket: Bucket, dtype: DType, wanted: Iterable[OutputName]) -> ProgramKey:
-        """Return the key of the smallest program of a bucket that computes the `wanted` outputs."""
-        variants = self._variants if dtype == self.dtype else [self.outputs]
-        outputs = next(variant for variant in variants if set(wanted) <= set(variant))
-        return bucket, dtype, outputs
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -215,10 +198,8 @@ class Replica:
         parameters.
 
         It is 0 after `free`."""
-        if (bucket, self.dtype, self._variants[0]) not in self._programs:
-            return 0
-        usage: Any = self.compiled(bucket).memory_analysis()  # never None on a supported platform
-        return usage.temp_size_in_bytes + usage.output_size_in_bytes
+        program = self._programs.get((bucket, self.dtype, self._variants[0]))
+        return 0 if program is None else run_bytes(program)
 
     def _lower(self, key: ProgramKey, for_any: bool = False) -> jax.stages.Lowered:
         """Lower a program for the replica's devices, or with `for_any` for any as many devices of
@@ -303,15 +284,26 @@ def lower(
         return traced.lower(lowering_platforms=(platform,))
 
 
+def run_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes of memory that a run of a program needs on each device besides parameters.
+
+    They are its temporary arrays and its outputs."""
+    usage: Any = program.memory_analysis()  # never None on a supported platform
+    return usage.temp_size_in_bytes + usage.output_size_in_bytes
+
+
 def compile_described(
-    program: Program, devices: Sequence[Device], bucket: Bucket, dtype: DType, attend: Attend
+    program: Program,
+    devices: Sequence[Device],
+    bucket: Bucket,
+    dtype: DType,
+    attend: Attend,
+    outputs: tuple[OutputName, ...],
 ) -> jax.stages.Compiled:
-    """Compile the usual program of a bucket without parameters, for devices that share a batch and
-    may be devices that are only described. Raises the errors of `lower` and XLA."""
-    mesh = mesh_of(devices)
+    """Compile a program of a bucket without parameters, for devices that share a batch and may be
+    devices that are only described. Raises the errors of `lower` and XLA."""
+    mesh, platform = mesh_of(devices), devices[0].platform
     parameters = described_parameters(program.shapes, mesh, dtype)
-    outputs = output_variants(program, devices[0].platform)[0]
-    platform = devices[0].platform
     lowered = lower(program, parameters, mesh, platform, bucket, dtype, attend, outputs)
     return compile_lowered(lowered, compiler_options(platform))
 
@@ -338,13 +330,6 @@ class NullReplica:
         self._widths = widths
 
     def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
-        """Do nothing."""
-
-    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
-        """Return True."""
-        return True
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
         """Do nothing."""
 
     def temporary_bytes(self, bucket: Bucket) -> int:

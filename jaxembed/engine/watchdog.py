@@ -31,16 +31,10 @@ class WatchedCall:
     bucket: Bucket
     batch: Batch | None  # None if a bucket is timed
     age_s: float = 0.0
-    is_paused: bool = False
 
     def begin(self, bucket: Bucket) -> None:
         """Note that the next device call of the batch begins, on `bucket`; restart `age_s` at 0."""
-        self.bucket, self.age_s, self.is_paused = bucket, 0.0, False
-
-    def pause(self) -> None:
-        """Note that a program is compiled before the next device call of the batch: that takes
-        longer than a call and does not use the device."""
-        self.is_paused = True
+        self.bucket, self.age_s = bucket, 0.0
 
 
 class Watchdog:
@@ -110,8 +104,6 @@ class Watchdog:
     def _check(self, call: WatchedCall, passed_s: float) -> None:
         """Add `passed_s` seconds to the age of a device call. Mark the waiter and call `on_overdue`
         once the device call is overdue."""
-        if call.is_paused:
-            return
         call.age_s += passed_s
         allowed_s = max(OVERDUE_FACTOR * self._cost_s(call.bucket), self._overdue_s)
         if call.age_s > allowed_s and not call.waiter.overdue:

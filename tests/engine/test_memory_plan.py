@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from jaxembed.engine import build
 from jaxembed.engine.autotune import memory_plan as plans
 from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.autotune.kernels import Choice
-from jaxembed.engine.autotune.memory_plan import MemoryPlan, candidates, memory_plan
+from jaxembed.engine.autotune.memory_plan import MemoryPlan, memory_plan
 from jaxembed.engine.bucket import Bucket, BucketGrid, default_grid
 from jaxembed.engine.placement import room_for_models
 from jaxembed.errors import ConfigError
@@ -93,9 +94,11 @@ def test_a_program_that_the_compiler_refuses_does_not_fit():
 
 
 def test_the_longest_rows_and_the_most_slots_are_candidates():
-    grid = BucketGrid((Bucket(64, 16), Bucket(8, 128), Bucket(1, 512), Bucket(1, 1024)))
-    assert candidates(grid) == {Bucket(1, 1024), Bucket(64, 16)}
+    grid = BucketGrid((Bucket(64, 16), Bucket(4, 128), Bucket(1, 512), Bucket(1, 1024)))
     plan = MemoryPlan("a device", GB, 1, 2, lambda bucket: 10**6 * bucket.rows * bucket.slots)
+    assert plan.candidates(grid) == {Bucket(1, 1024), Bucket(64, 16)}
+    by_kernel = replace(plan, kernel_of=lambda length: "triton" if length > 512 else "xla")
+    assert by_kernel.candidates(grid) == {Bucket(1, 1024), Bucket(1, 512), Bucket(64, 16)}
     assert plan.fit(partial(default_grid, 512), 16_384, REMEDY)[0] == 1024
 
 

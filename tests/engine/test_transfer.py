@@ -98,7 +98,6 @@ def test_outputs_are_those_in_the_memory_of_the_host(monkeypatch, devices):
     monkeypatch.setattr(replicas, "is_remote", lambda platform: True)
     far = replica_on(devices)
     for outputs in (("dense",), ("tokens",), ("dense", "tokens")):
-        far.prepare(BUCKET, outputs)
         wanted, found = (one.run(BUCKET, planes, outputs) for one in (near, far))
         assert set(found) == set(outputs)
         for name in outputs:
@@ -112,36 +111,11 @@ def test_a_program_computes_outputs_per_token_only_if_they_are_asked_for():
     usage = replica.compiled(BUCKET).memory_analysis()
     assert slots * 32 * 4 <= usage.output_size_in_bytes < (slots + 20) * 32 * 4  # and pointers
     assert set(replica.launch(BUCKET, pack(batch_of(BUCKET, [3])))) == {"dense"}
-    replica.prepare(BUCKET, ("tokens",))
     found = replica.run(BUCKET, pack(batch_of(BUCKET, [3])), ("tokens",))["tokens"]
     assert found.shape == (BUCKET.rows, BUCKET.length, 32)
     assert tokens * 32 * 4 == found.nbytes
     replica.free()
     assert replica.temporary_bytes(BUCKET) == 0
-
-
-@pytest.mark.usefixtures("remote")
-def test_a_program_for_more_outputs_is_compiled_when_they_are_asked_for(monkeypatch):
-    replica = replica_on(1)
-    assert replica.is_prepared(BUCKET, ("dense",))
-    assert not replica.is_prepared(BUCKET, ("dense", "tokens"))
-    planes = pack(batch_of(BUCKET, [3]))
-    with pytest.raises(KeyError):
-        replica.run(BUCKET, planes, ("tokens",))
-    with pytest.raises(KeyError):
-        replica.prepare(Bucket(8, 16), ("tokens",))
-
-    def fail(*arguments):
-        raise RuntimeError("INTERNAL: once")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(replicas, "lower", fail)
-        with pytest.raises(RuntimeError, match="once"):
-            replica.prepare(BUCKET, ("tokens",))
-    replica.prepare(BUCKET, ("tokens",))
-    assert replica.is_prepared(BUCKET, ("dense", "tokens"))
-    found = replica.run(BUCKET, pack(batch_of(BUCKET, [3])), ("tokens",))["tokens"]
-    assert np.abs(found[0, :3]).min() > 0
 
 
 @pytest.mark.usefixtures("remote")

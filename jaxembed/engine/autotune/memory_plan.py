@@ -16,7 +16,7 @@ from jaxembed.engine.autotune.cost_file import SavedFile
 from jaxembed.engine.autotune.kernels import Choice
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.placement import Device, placed_bytes
-from jaxembed.engine.replica import compile_described
+from jaxembed.engine.replica import compile_described, output_variants, run_bytes
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend
@@ -33,7 +33,8 @@ class MemoryPlan:
 
     `room` is the bytes that models may take, `parameters` those of the model's parameters, and
     `permits` the number of programs that may be in flight. `run_bytes` returns the bytes of a run
-    of a bucket besides parameters, infinity if its program cannot fit.
+    of a bucket besides parameters, infinity if its program cannot fit. `kernel_of` returns the name
+    of the attention kernel for rows of a length.
     """
 
     device_name: str
@@ -41,6 +42,7 @@ class MemoryPlan:
     parameters: int
     permits: int
     run_bytes: Callable[[Bucket], float]
+    kernel_of: Callable[[int], str] = lambda length: ""
 
     def fit(
         self,
@@ -59,12 +61,12 @@ class MemoryPlan:
         wanted, grid = budget, grid_of(budget)
         if self.parameters > self.room:
             raise ConfigError(self._refusal("", "use a device with more memory"))
-        while not self._fits(bucket := max(candidates(grid), key=self.run_bytes)):
+        while not self._fits(bucket := max(self.candidates(grid), key=self.run_bytes)):
             smaller = grid_of(budget // 2)
             runs = f", and {self.permits} runs of a batch of {bucket} tokens {self._runs(bucket)}"
             if fixed_by is not None:
                 raise ConfigError(f"{fixed_by}: {self._refusal(runs, remedy)}")
-            if bucket in candidates(smaller):
+            if bucket in self.candidates(smaller):
                 raise ConfigError(self._refusal(runs, remedy))
             budget, grid = budget // 2, smaller
         if budget < wanted:
@@ -76,6 +78,21 @@ class MemoryPlan:
                 self.device_name,
             )
         return budget, grid
+
+    def candidates(self, grid: BucketGrid) -> set[Bucket]:
+        """Return the buckets of which one needs the most memory.
+
+        For each kernel they are the longest row, and of the buckets with most tokens those with the
+        longest rows and with most slots, which sparse outputs have."""
+        found: set[Bucket] = set()
+        for name in {self.kernel_of(bucket.length) for bucket in grid.buckets}:
+            buckets = [b for b in grid.buckets if self.kernel_of(b.length) == name]
+            found |= {
+                max(buckets, key=lambda b: (b.length, b.tokens)),
+                max(buckets, key=lambda b: (b.tokens, b.length)),
+                max(buckets, key=lambda b: (b.tokens, b.rows * b.slots)),
+            }
+        return found
 
     def _fits(self, bucket: Bucket) -> bool:
         """Return whether parameters and concurrent runs of the bucket fit into the memory."""
@@ -92,17 +109,6 @@ class MemoryPlan:
             f"the model does not fit into the memory of {self.device_name}: parameters take "
             f"{self.parameters / MB:.0f} MB{runs}, of {self.room / MB:.0f} MB; {remedy}"
         )
-
-
-def candidates(grid: BucketGrid) -> set[Bucket]:
-    """Return the buckets of which one needs the most memory: the longest rows, and of the buckets
-    with most tokens those with the longest rows and with most slots, which sparse outputs have."""
-    buckets = grid.buckets
-    return {
-        max(buckets, key=lambda b: (b.length, b.tokens)),
-        max(buckets, key=lambda b: (b.tokens, b.length)),
-        max(buckets, key=lambda b: (b.tokens, b.rows * b.slots)),
-    }
 
 
 def memory_plan(
@@ -122,7 +128,7 @@ def memory_plan(
     """
     known: dict[str, float] = saved.load(_decode) or {}
 
-    def run_bytes(bucket: Bucket) -> float:
+    def bytes_of(bucket: Bucket) -> float:
         key = f"{bucket} {kernels.name_of(bucket.length)}"
         if key not in known:
             attend = kernels.implementation(bucket)
@@ -132,7 +138,7 @@ def memory_plan(
 
     shapes = {name: leaf.shape for name, leaf in program.shapes.items()}
     name, parameters = devices[0].device_kind, placed_bytes(shapes, dtype)
-    return MemoryPlan(name, room, parameters, permits, run_bytes)
+    return MemoryPlan(name, room, parameters, permits, bytes_of, kernels.name_of)
 
 
 def _decode(content: Any) -> dict[str, float]:
@@ -144,15 +150,17 @@ def _decode(content: Any) -> dict[str, float]:
 def _compiled_bytes(
     program: Program, devices: Sequence[Device], bucket: Bucket, dtype: DType, attend: Attend
 ) -> float:
-    """Return the bytes that a run of a bucket needs on each device besides parameters.
+    """Return the bytes that a run of a bucket needs on each device besides parameters, by the
+    program that needs most.
 
-    Infinity if XLA finds that the program cannot fit. Raises XLA's other errors.
+    Infinity if XLA finds that a program cannot fit. Raises XLA's other errors.
     """
     try:
-        compiled = compile_described(program, devices, bucket, dtype, attend)
+        return max(
+            run_bytes(compile_described(program, devices, bucket, dtype, attend, outputs))
+            for outputs in output_variants(program, devices[0].platform)
+        )
     except jax.errors.JaxRuntimeError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
         return math.inf
-    usage: Any = compiled.memory_analysis()  # never None on a supported platform
-    return usage.temp_size_in_bytes + usage.output_size_in_bytes

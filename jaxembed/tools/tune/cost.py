@@ -72,14 +72,6 @@ class Workbench:
         ms = self._time(bucket)
         self.costs[bucket] = BucketCost(ms, seconds, self._replica.temporary_bytes(bucket))
 
-    def is_prepared(self, bucket: Bucket, outputs: Iterable[OutputName]) -> bool:
-        """Return what `Replica.is_prepared` returns."""
-        return self._replica.is_prepared(bucket, outputs)
-
-    def prepare(self, bucket: Bucket, outputs: Iterable[OutputName]) -> None:
-        """Compile as `Replica.prepare` does."""
-        self._replica.prepare(bucket, outputs)
-
     def run(
         self,
         bucket: Bucket,
