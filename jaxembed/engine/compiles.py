@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import cache
@@ -51,18 +51,16 @@ def compile_lowered(lowered: jax.stages.Lowered, options: dict[str, Any]) -> jax
     priority; the threads that XLA:CPU starts at its first compilation inherit this priority. Raises
     the errors of XLA.
     """
-    return start_compiling(lambda: lowered, options).result()
+    return start_compiling(lowered, options).result()
 
 
 def start_compiling(
-    lower: Callable[[], jax.stages.Lowered],
-    options: dict[str, Any],
-    devices: Sequence[Any] = (),
+    lowered: jax.stages.Lowered, options: dict[str, Any], devices: Sequence[Any] = ()
 ) -> "Future[jax.stages.Compiled]":
-    """Lower and compile a program as `compile_lowered` does, without waiting for the result.
+    """Compile a program as `compile_lowered` does, without waiting for the result.
 
     `devices` are those that run the program, if it was lowered without devices. The future gets the
-    program, or the errors of `lower` and XLA.
+    program, or the errors of XLA.
     """
     with _starting:
         queue = _queue()
@@ -71,30 +69,17 @@ def start_compiling(
     options = {"compiler_options": options}
     if devices:
         options["device_assignment"] = tuple(devices)
-    queue.put((compiled, lower, options))
+    queue.put((compiled, lowered, options))
     return compiled
-
-
-def once(lower: Callable[[], jax.stages.Lowered]) -> Callable[[], jax.stages.Lowered]:
-    """Return a function for several threads that calls `lower` once and returns its result."""
-    lock, lowered = threading.Lock(), []
-
-    def lower_once() -> jax.stages.Lowered:
-        with lock:
-            if not lowered:
-                lowered.append(lower())
-            return lowered[0]
-
-    return lower_once
 
 
 @cache
 def _queue() -> SimpleQueue:
     """Return the queue of the compiling threads; the first call starts the threads.
 
-    An item of the queue is a tuple of a future, a function that lowers the program, and the
-    arguments of `Lowered.compile`. This is not an executor, because an executor refuses work while
-    the interpreter ends, when the threads of an engine may still compile.
+    An item of the queue is a tuple of a future, a lowered program and the arguments of
+    `Lowered.compile`. This is not an executor, because an executor refuses work while the
+    interpreter ends, when the threads of an engine may still compile.
     """
     queue: SimpleQueue = SimpleQueue()
     usual = threading.stack_size(STACK_BYTES)
@@ -124,13 +109,13 @@ def _work(queue: SimpleQueue) -> None:
         with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
-        compiled, lower, options = queue.get()
+        compiled, lowered, options = queue.get()
         if compiled.set_running_or_notify_cancel():
             try:
-                compiled.set_result(lower().compile(**options))
+                compiled.set_result(lowered.compile(**options))
             except BaseException as error:  # any error is raised in the thread that waits
                 compiled.set_exception(error)
-        del compiled, lower  # or the program would stay in memory until the next one
+        del compiled, lowered  # or the program would stay in memory until the next one
 
 
 def keep_programs(cache_dir: Path) -> None:

@@ -5,7 +5,6 @@ NullReplica stands in for a replica without a device, to measure the work of the
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jaxembed.data.outputs import OUTPUTS, OutputName
 from jaxembed.data.spec import DType
 from jaxembed.data.work import SparseRows
 from jaxembed.engine.bucket import Bucket
-from jaxembed.engine.compiles import compile_lowered, compiler_options, once, start_compiling
+from jaxembed.engine.compiles import compile_lowered, compiler_options, start_compiling
 from jaxembed.engine.placement import (
     FLOAT32,
     Device,
@@ -98,23 +97,23 @@ class Replica:
             keys.append((bucket, FLOAT32, self.outputs))
         waiting: list[Callable[[], None]] = []
         for key in keys:
-            lower = once(partial(self._lower, key, for_any))
-            waiting += [replica.start(key, lower, for_any) for replica in replicas]
+            lowered = self._lower(key, for_any)
+            waiting += [replica.start(key, lowered, for_any) for replica in replicas]
         for finish in waiting:
             finish()
         memory.trim()
 
     def start(
-        self, key: ProgramKey, lower: Callable[[], jax.stages.Lowered], for_any: bool
+        self, key: ProgramKey, lowered: jax.stages.Lowered, for_any: bool
     ) -> Callable[[], None]:
         """Start to compile a program for the replica's devices.
 
-        `for_any` says that it is lowered for any devices of their kind. Returns a function that
+        `for_any` says that it was lowered for any devices of their kind. Returns a function that
         waits for the program, after which `run` can use it; the function raises the errors of
-        `lower` and XLA."""
+        XLA."""
         devices = self.devices if for_any else ()
         options = compiler_options(self.devices[0].platform)
-        compiled = start_compiling(lower, options, devices)
+        compiled = start_compiling(lowered, options, devices)
 
         def finish() -> None:
             self._programs[key] = compiled.result()
@@ -155,8 +154,8 @@ class Replica:
         return self._launch(bucket, planes, used, self.dtype, self._variants[0])
 
     def _used_slots(self, bucket: Bucket, planes: np.ndarray) -> UsedSlots | None:
-        """Return which slots of a batch a device has to gather; None if none, in memory of the
-        host."""
+        """Return which slots of a batch the device has to gather; None if its memory is the
+        host's."""
         return UsedSlots.of(bucket, planes, self._mesh.size) if self._is_remote else None
 
     def _launch(
@@ -201,7 +200,7 @@ class Replica:
         program = self._programs.get((bucket, self.dtype, self._variants[0]))
         return 0 if program is None else run_bytes(program)
 
-    def _lower(self, key: ProgramKey, for_any: bool = False) -> jax.stages.Lowered:
+    def _lower(self, key: ProgramKey, for_any: bool) -> jax.stages.Lowered:
         """Lower a program for the replica's devices, or with `for_any` for any as many devices of
         their kind. Raises ConfigError if the rows cannot be divided equally among the devices."""
         bucket, dtype, outputs = key

@@ -43,7 +43,7 @@ def test_in_a_process_of_lower_priority_threads_keep_that():
     """Only root may raise it: for others no program was compiled."""
     queue: SimpleQueue = SimpleQueue()
     compiled: Future = Future()
-    queue.put((compiled, Lowered, {"compiler_options": {}}))
+    queue.put((compiled, Lowered(), {"compiler_options": {}}))
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -92,8 +92,8 @@ def end(future):
     print("cancelled", future.cancelled())
     ends.set()
 begun = threading.Semaphore(0)
-running = [start_compiling(Lowered, {}) for _ in range(WORKERS)]
-waiting = start_compiling(Lowered, {})
+running = [start_compiling(Lowered(), {}) for _ in range(WORKERS)]
+waiting = start_compiling(Lowered(), {})
 waiting.add_done_callback(end)
 for _ in running: begun.acquire()
 """
