@@ -12,7 +12,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from jaxembed.data.outputs import OutputName
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import QueuedSequence, concatenated_ranges
 from jaxembed.models.tokens import PackedTokens
@@ -56,12 +55,6 @@ class Batch:
         counts = np.array([sequence.slots for sequence in self.sequences])
         rows, starts = np.repeat(self.rows, counts), np.repeat(self.starts, counts)
         return rows, concatenated_ranges(self.slots, counts), starts
-
-    @cached_property
-    def outputs(self) -> frozenset[OutputName]:
-        """The outputs that the requests of all sequences ask for."""
-        futures = (future for sequence in self.sequences for future in sequence.futures)
-        return frozenset().union(*(future.work.outputs for future in futures))
 
     @cached_property
     def useful_tokens(self) -> int:

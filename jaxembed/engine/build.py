@@ -60,7 +60,7 @@ class Plan:
     max_batch_tokens: int
     grid: BucketGrid  # a grid without buckets for static models
     shards: int  # devices that share each batch
-    full_warmup: bool = False
+    full_warmup: bool
     kernels: Choice = field(default_factory=Choice)
     # estimated milliseconds per token of a full bucket, for use until buckets are timed
     token_ms: float = NULL_TOKEN_MS

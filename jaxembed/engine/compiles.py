@@ -40,7 +40,7 @@ SAFE_FUSION: dict[str, str | bool] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 }
 
-_starting = threading.Lock()  # makes sure that the threads are started only once
+_starting = threading.Lock()  # held to start the threads, which is done once, and for `_compiling`
 _compiling: WeakSet[Future] = WeakSet()  # all programs that were not freed yet
 
 
@@ -64,12 +64,12 @@ def start_compiling(
     """
     with _starting:
         queue = _queue()
-    compiled: Future[jax.stages.Compiled] = Future()
-    _compiling.add(compiled)
-    options = {"compiler_options": options}
+        compiled: Future[jax.stages.Compiled] = Future()
+        _compiling.add(compiled)
+    arguments: dict[str, Any] = {"compiler_options": options}
     if devices:
-        options["device_assignment"] = tuple(devices)
-    queue.put((compiled, lowered, options))
+        arguments["device_assignment"] = tuple(devices)
+    queue.put((compiled, lowered, arguments))
     return compiled
 
 
@@ -98,7 +98,9 @@ def _wait_for_all() -> None:
     """Cancel the programs that wait for a thread, and wait for the others.
 
     The interpreter aborts if it ends while a thread is inside XLA."""
-    wait([compiled for compiled in list(_compiling) if not compiled.cancel()])
+    with _starting:
+        programs = list(_compiling)
+    wait([compiled for compiled in programs if not compiled.cancel()])
 
 
 def _work(queue: SimpleQueue) -> None:
@@ -109,10 +111,10 @@ def _work(queue: SimpleQueue) -> None:
         with suppress(OSError):  # a sandbox may forbid another priority
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
     while True:
-        compiled, lowered, options = queue.get()
+        compiled, lowered, arguments = queue.get()
         if compiled.set_running_or_notify_cancel():
             try:
-                compiled.set_result(lowered.compile(**options))
+                compiled.set_result(lowered.compile(**arguments))
             except BaseException as error:  # any error is raised in the thread that waits
                 compiled.set_exception(error)
         del compiled, lowered  # or the program would stay in memory until the next one

@@ -76,9 +76,13 @@ class Recovery:
         """Run a batch once, and gather the values of each sequence from the outputs.
 
         With `in_float32`, run the bucket's program in float32. Raises the errors of the runner."""
-        planes = pack(batch, self.runner.planes)
+        outputs = set().union(
+            *(future.work.outputs for sequence in batch.sequences for future in sequence.futures)
+        )
         self.on_call(batch.bucket)
-        output = self.runner.run(batch.bucket, planes, batch.outputs, in_float32=in_float32)
+        output = self.runner.run(
+            batch.bucket, pack(batch, self.runner.planes), outputs, in_float32=in_float32
+        )
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
         for name, array in output.items():

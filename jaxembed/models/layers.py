@@ -48,11 +48,13 @@ ACTIVATIONS: dict[str, Callable] = {
 
 
 def rounded_on_gpu(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Return the float32 result of a product, on a GPU rounded to `dtype`, for an activation.
+    """Return the float32 result of a product, rounded on a GPU if `dtype` is bfloat16.
 
-    A GPU writes the result of a product to memory before XLA's next kernel reads it; float32 would
-    be twice the bytes. torch rounds there too.
+    A GPU writes the result of a product to memory before XLA's next kernel, an activation, reads
+    it; float32 would be twice the bytes. torch rounds there too. float16 has too small a range.
     """
+    if dtype != jnp.bfloat16:
+        return x
 
     def rounded(x):
         return x.astype(dtype).astype(jnp.float32)

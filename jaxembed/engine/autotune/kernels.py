@@ -329,7 +329,7 @@ def _decode_results(content: Any) -> LengthResults:
     results: LengthResults = {}
     for length, found in content.items():
         for name, result in found.items():
-            if type(result) not in (float, int, str) or isinstance(found.get(XLA, ""), str):
+            if type(result) not in (float, str) or isinstance(found.get(XLA, ""), str):
                 raise ValueError(f"{name!r} has the result {result!r}")
         results[int(length)] = dict(found)
     return results
@@ -354,7 +354,7 @@ class KernelTrial:
         self._segments = packed_segments(self._bucket)
         self._operands = {call: self._random_operands(call) for call in call_counts}
         self._exact = {call: self._in_float32(call) for call in call_counts}
-        self.xla_ms = sum((self._run(by_xla, call)[1] * n for call, n in call_counts.items()), 0.0)
+        self.xla_ms = sum(self._run(by_xla, call)[1] * n for call, n in call_counts.items())
 
     def milliseconds_if_right(self, kernel: Kernel) -> float:
         """Run all attention calls with a kernel. Returns the milliseconds for all layers together.

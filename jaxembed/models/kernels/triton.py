@@ -107,8 +107,7 @@ def _attend(
     scale = width**-0.5 * LOG2_E
     padded_width = max(TRITON_MIN_HEAD, pl.next_power_of_2(width))
     tail = -length % max(query_block, key_block)
-    padded = [_padded(x, tail, padded_width - width) for x in parts[: len(set(map(id, parts)))]]
-    padded = padded * 3 if len(padded) == 1 else padded
+    padded = [_padded(x, tail, padded_width - width) for x in parts]  # XLA pads a joint array once
     segments = jnp.pad(segments, ((0, 0), (0, tail)))
     segments_of_keys = segments
     if key_segments is not None:

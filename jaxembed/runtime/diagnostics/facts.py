@@ -203,7 +203,7 @@ class LocalFacts(Setup):
 
     compiler: str | None  # the C compiler that would build the native kernels
     cache_dir: str
-    kept_programs: int  # compiled programs in the cache for this kind of CPU
+    kept_programs: int  # compiled programs in the cache for this kind of device
     max_input_tokens: int
     max_batch_tokens: int
     buckets: list[str]
