@@ -10,12 +10,14 @@ write: of each kernel, its results and the different arrays that it is given.
     python -m benchmarks.compile_for v5e
     python -m benchmarks.compile_for gpu --target h200.txtpb --kernels xla,triton
     python -m benchmarks.compile_for v6e --sizes qwen3-0.6b --layers 0 --buckets 2x8192
+    python -m benchmarks.compile_for v5e --sizes qwen3-8b --tensor-parallel 4 --buckets default
     python -m benchmarks.compile_for v5e --check programs.json  # or what has changed since then
 
 Needs `jax[tpu]` or `jax[cuda13]`, but no TPU or GPU. `--target` is XLA's description of a GPU, from
 xla/backends/gpu/target_config/specs of github.com/openxla/xla. Columns: `mcycles` is the estimate,
 attention included; `moves` and `products` are shares of it; `mfu` is the share of the chip's peak
-that useful operations reach; `traffic_gb` is what kernels read and write.
+that useful operations reach; `traffic_gb` is what kernels read and write; `sums` are all-reduces
+over the devices that hold a model together. All figures are those of one device.
 """
 
 import json
@@ -38,10 +40,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import report, subject
 from jaxembed.data.spec import DType, ModelSpec
-from jaxembed.engine.bucket import Bucket
+from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS
+from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
 from jaxembed.engine.placement import Device, mesh_of, placed_bytes
 from jaxembed.engine.replica import compile_described, output_variants
-from jaxembed.models import kernels, program
+from jaxembed.models import Program, kernels, program
 from jaxembed.models.attention import Attend, by_xla
 
 DTYPE: DType = "bfloat16"
@@ -51,6 +54,7 @@ MOVES = {
     *("get-tuple-element", "iota", "pad", "parameter", "reshape", "slice", "transpose", "tuple"),
 }
 PRODUCTS = {"convolution", "dot"}
+EXCHANGES = r" (?:all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 KERNEL = 'custom_call_target="tpu_custom_call"'
 SIDE = 8192  # of the matrices of `product_mfu`
 # what --check compiles, which figures it compares, and by which share they may change
@@ -113,13 +117,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     jax.config.update("jax_platforms", "cpu")
     chip = CHIPS.get(args.chip)
-    device = gpu_device(args.target) if chip is None else tpu_device(chip)
+    devices = gpu_devices(args.target) if chip is None else tpu_devices(chip)
+    device = devices[0]
     rows = []
     for size in args.sizes.split(","):
         for kernel in args.kernels.split(","):
-            for bucket in args.buckets.split(","):
+            for bucket in buckets_of(args.buckets, device, size):
                 for layers in map(int, args.layers.split(",")):
-                    rows.append(row_of(device, chip, size, layers, kernel, bucket))
+                    holding = devices[: args.tensor_parallel]
+                    rows.append(row_of(holding, chip, size, layers, kernel, bucket))
                     report.show([rows[-1]])
     report.show(rows, f"{device.device_kind}, compiled without one")
     facts = {"chip": args.chip, "results": rows}
@@ -135,21 +141,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.finish("compile_for", argv, facts, args.out)
 
 
-def tpu_device(chip: Chip) -> Device:
-    """Describe a TPU."""
+def buckets_of(names: str, device: Device, size: str) -> list[str]:
+    """The buckets that --buckets names."""
+    if names != "default":
+        return names.split(",")
+    tile = TPU_TILE if device.platform == "tpu" else 1
+    grid = default_grid(subject.spec_of(size).max_input_tokens, ACCELERATOR_TOKENS, 1, tile)
+    return [str(bucket) for bucket in grid.buckets]
+
+
+def tpu_devices(chip: Chip) -> Sequence[Device]:
+    """Describe four TPUs."""
     # libtpu would ask the metadata server of a TPU VM for these
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", chip.accelerator_type)
-    return topologies.get_topology_desc(chip.topology, platform="tpu").devices[0]
+    return topologies.get_topology_desc(chip.topology, platform="tpu").devices
 
 
-def gpu_device(target: Path) -> Device:
+def gpu_devices(target: Path) -> Sequence[Device]:
     """Describe the GPU of XLA's description `target`."""
     described = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=target.read_text(), topology="1x1x1"
     )
-    return described.devices[0]
+    return described.devices
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
@@ -159,7 +174,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--target", type=Path, metavar="FILE", help="XLA's description of the GPU")
     parser.add_argument("--sizes", default="bert-base", help="of SIZES, with commas")
     parser.add_argument("--layers", default="2", help="with commas; 0: as many as the model has")
-    parser.add_argument("--buckets", default="1x128,128x128,32x512")
+    parser.add_argument(
+        "--buckets", default="1x128,128x128,32x512", help="or default: those of the engine"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="TPUs that hold the model together"
+    )
     parser.add_argument("--kernels", default="xla,splash", help="of attention")
     parser.add_argument(
         "--check",
@@ -207,27 +227,35 @@ def product_mfu(device: Device, chip: Chip) -> float:
 
 
 def row_of(
-    device: Device, chip: Chip | None, size: str, layers: int, kernel: str, bucket: str
+    devices: Sequence[Device],
+    chip: Chip | None,
+    size: str,
+    layers: int,
+    kernel: str,
+    bucket: str,
 ) -> dict[str, Any]:
-    """What the compiler says of the program of a bucket such as "32x512", or its error. `chip` is
-    None for a GPU."""
+    """What the compiler says of the program of a bucket such as "32x512", or its error. `devices`
+    hold the model together; `chip` is None for a GPU."""
     rows, length = map(int, bucket.split("x"))
     spec = subject.spec_of(size, layers)
     name = f"{size}, {spec.config['num_layers']} layers"
     row: dict[str, Any] = {"size": name, "kernel": kernel, "bucket": bucket}
-    start = time.perf_counter()
+    start, made = time.perf_counter(), program(spec, len(devices))
     try:
-        compiled = compile_bucket(device, spec, Bucket(rows, length), kernel)
+        compiled = compile_bucket(devices, made, Bucket(rows, length), kernel)
     except jax.errors.JaxRuntimeError as error:
         return row | {"error": str(error).strip().splitlines()[0]}
     if chip is None:
         kernel_count, traffic = gpu_traffic(compiled.as_text() or "")
         row |= {"kernels": kernel_count, "traffic_gb": traffic / 1e9}
     else:
-        row |= cycles_of(compiled, chip, spec, rows, length)
+        row |= cycles_of(compiled, chip, spec, rows, length, len(devices))
+    if len(devices) > 1:
+        text = compiled.as_text() or ""
+        row["sums"] = len(re.findall(r" all-reduce(?:-start)?\(", text))
+        row["other_exchanges"] = len(re.findall(EXCHANGES, text))
     memory: Any = compiled.memory_analysis()
-    shapes = {name: leaf.shape for name, leaf in program(spec).shapes.items()}
-    parameters = placed_bytes(shapes, DTYPE)
+    parameters = placed_bytes({name: made.share_of(name) for name in made.shapes}, DTYPE)
     taken = parameters + memory.temp_size_in_bytes + memory.output_size_in_bytes
     if chip is not None:
         row["fits"] = bool(taken <= chip.memory_bytes)
@@ -240,18 +268,24 @@ def row_of(
 
 
 def cycles_of(
-    compiled: jax.stages.Compiled, chip: Chip, spec: ModelSpec, rows: int, length: int
+    compiled: jax.stages.Compiled,
+    chip: Chip,
+    spec: ModelSpec,
+    rows: int,
+    length: int,
+    degree: int,
 ) -> dict[str, Any]:
-    """The cycles of a program for a TPU, by what they are spent on."""
+    """The cycles of a program for a TPU, by what they are spent on. `degree` devices hold the model
+    together."""
     found = list(instructions(compiled.as_text() or ""))
     cycles = {
         kind: sum(one.cycles for one in found if one.kind == kind)
         for kind in ("product", "move", "other")
     }
     calls = sum(one.is_kernel for one in found)
-    attention = attention_cycles(spec, chip, rows, length) if calls else 0.0
+    attention = attention_cycles(spec, chip, rows, length) / degree if calls else 0.0
     total = sum(cycles.values()) + attention
-    useful = subject.useful_flops(spec, program(spec), [length] * rows)
+    useful = subject.useful_flops(spec, program(spec), [length] * rows) / degree
     return {
         "mcycles": total / 1e6,
         "moves": cycles["move"] / total,
@@ -289,16 +323,16 @@ def type_bytes(kind: str) -> int:
 
 
 def compile_bucket(
-    device: Device, spec: ModelSpec, bucket: Bucket, kernel: str
+    devices: Sequence[Device], made: Program, bucket: Bucket, kernel: str
 ) -> jax.stages.Compiled:
     """Compile the program of a bucket as an engine does. Raises the errors of XLA."""
+    platform = devices[0].platform
     attend: Attend = by_xla
     if kernel != "xla" and bucket.length >= kernels.SHORTEST_PROBED_ROW:
-        found = kernels.kernel(kernels.KERNELS[device.platform][kernel])
+        found = kernels.kernel(kernels.KERNELS[platform][kernel])
         attend = found.implementation(bucket.slots)
-    made = program(spec)
-    outputs = output_variants(made, device.platform)[0]
-    return compile_described(made, [device], bucket, DTYPE, attend, outputs)
+    outputs = output_variants(made, platform)[0]
+    return compile_described(made, devices, bucket, DTYPE, attend, outputs)
 
 
 def attention_cycles(spec: ModelSpec, chip: Chip, rows: int, length: int) -> float:

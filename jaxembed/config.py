@@ -16,6 +16,7 @@ class EngineConfig:
     dtype: DType | None = None  # None: bfloat16 if the device multiplies it fast, else float32
     devices: int | None = None  # number of local devices to use; None: all
     parallel: Literal["replicas", "sharded"] = "replicas"
+    tensor_parallel: int = 1  # number of devices that hold each replica of a model together
     warmup: Literal["minimal", "full"] | None = None  # None: full on a GPU, minimal elsewhere
     kernels: str = "auto"  # auto: the fastest correct ones; "xla", "native" or a GPU or TPU kernel
     max_batch_tokens: int | None = None  # tokens in a batch with padding; None: chosen by device

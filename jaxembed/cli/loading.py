@@ -72,6 +72,7 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
         dtype=flags["dtype"],
         devices=flags["devices"],
         parallel=flags["parallel"],
+        tensor_parallel=flags["tensor_parallel"],
         warmup=flags["warmup"],
         kernels=flags["kernels"],
         max_batch_tokens=flags["max_batch_tokens"],

@@ -319,6 +319,14 @@ ENGINE_OPTIONS = section(
         "divides each batch among all devices.",
     ),
     click.option(
+        "--tensor-parallel",
+        type=click.IntRange(1),
+        default=EngineConfig.tensor_parallel,
+        show_default=True,
+        help="Number of devices that hold a model together, for models that are too large for one "
+        "device: each holds its share of the weights.",
+    ),
+    click.option(
         "--warmup",
         type=click.Choice(["minimal", "full"]),
         help="Batch shapes to compile before the model is ready: minimal compiles the few most "

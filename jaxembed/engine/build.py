@@ -59,7 +59,7 @@ class Plan:
     # token budget of a batch on one device; a row longer than this is alone in its batch
     max_batch_tokens: int
     grid: BucketGrid  # a grid without buckets for static models
-    shards: int  # devices that share each batch
+    shards: int  # parts of each batch, computed by different devices
     full_warmup: bool
     kernels: Choice = field(default_factory=Choice)
     # estimated milliseconds per token of a full bucket, for use until buckets are timed
@@ -68,12 +68,24 @@ class Plan:
     timings: Timings = field(default_factory=dict)  # milliseconds of buckets in an earlier run
     without_device: Literal["null", "host"] = "null"  # what `platform` is if there are no devices
     estimated: bool = False  # whether the CPU's speed is an estimate, as in calibrate.Rate
+    degree: int = 1  # devices that hold the model together
 
     @property
     def platform(self) -> str:
         """JAX's name for the kind of device: "cpu", "gpu" or "tpu"; "null" for the null model,
         "host" for static models."""
         return self.devices[0].platform if self.devices else self.without_device
+
+    @property
+    def groups(self) -> list[tuple[Device, ...]]:
+        """The devices in groups, each of which has a replica of the model."""
+        size = self.shards * self.degree
+        return [self.devices[k : k + size] for k in range(0, len(self.devices), size)]
+
+    @property
+    def parts(self) -> int:
+        """The number of batches of `max_batch_tokens` that run at the same time."""
+        return max(len(self.devices) // self.degree, 1)
 
     @cached_property
     def device_name(self) -> str:
@@ -97,7 +109,13 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     calibration = Calibration(devices[0], cache_dir) if devices else None
     dtype: DType = config.dtype or (calibration.native_dtype() if calibration else "float32")
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
-    shards = len(devices) if config.parallel == "sharded" and devices else 1
+    degree = program.degree
+    if len(devices) % degree:
+        raise ConfigError(
+            f"--tensor-parallel {degree}: {counted(len(devices), 'device')} cannot be divided into "
+            f"groups of {degree}; set --devices"
+        )
+    shards = len(devices) // degree if config.parallel == "sharded" and devices else 1
     native_choice, identity = Choice(), {}
     if devices:
         # everything that the costs of buckets depend on, except the kernel of each bucket
@@ -105,6 +123,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             **tuned_for(spec, devices, dtype),
             "devices": len(devices),
             "shards": shards,
+            "degree": degree,
             "cores": core_count(),
             "native": native.source_digest(),
             "versions": package_versions(),
@@ -128,7 +147,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     full_warmup = config.warmup == "full" or (config.warmup is None and platform == "gpu")
-    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup)
+    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup, degree=degree)
     if calibration is None:
         return plan
     identity |= _of_kernels(devices[0])
@@ -216,7 +235,7 @@ def _remedies(spec: ModelSpec, config: EngineConfig, limit: int) -> tuple[str, s
     if config.max_batch_tokens is not None:
         return "lower it", f"--max-batch-tokens {config.max_batch_tokens}"
     if not spec.takes_texts or spec.filled is not None:  # all inputs have one length
-        return "use a device with more memory", None
+        return "use a device with more memory, or several with --tensor-parallel", None
     return f"set --max-input-length to less than {limit}", None
 
 
@@ -234,7 +253,7 @@ def _fit_to_memory(
     is logged and the plan is not changed: the engine may do without it. Raises ConfigError if the
     model does not fit.
     """
-    devices = plan.devices[: plan.shards]
+    devices = plan.groups[0]
     room = room_for_models(devices[0]) if is_remote(devices[0].platform) else None
     if room is None:
         return plan
@@ -264,7 +283,7 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
             f"--null-model replaces a device, and {spec.source} runs without one; leave out "
             "--null-model"
         )
-    names = ("dtype", "devices", "parallel", "warmup", "kernels")
+    names = ("dtype", "devices", "parallel", "tensor_parallel", "warmup", "kernels")
     unused = [
         "--" + name.replace("_", "-")
         for name in (*names, "max_batch_requests", "cache_bytes")
@@ -388,13 +407,10 @@ def _tuned_timings(grid_file: GridFile, file: CostFile) -> Timings:
 def workers_of(
     plan: Plan, program: Program, parameters: Iterable[tuple[str, np.ndarray]]
 ) -> list[Worker]:
-    """Make a worker with a replica for each device, or one for all devices if they share batches.
+    """Make a worker with a replica for each group of devices.
 
     `parameters` are pairs of name and array. Raises CheckpointError if they do not fit the program.
     """
-    groups: Sequence[Sequence[Device]] = (
-        [plan.devices] if plan.shards > 1 else [[device] for device in plan.devices]
-    )
     # the smallest bucket that holds even the longest sequence; it also gets a program in float32
     float32_bucket = None
     if plan.dtype == "float16":
@@ -414,8 +430,10 @@ def workers_of(
             scheduler_of(devices[0]),
         )
         for placed, devices in zip(
-            place_parameters(parameters, groups, plan.dtype, plan.kernels.native_layout),
-            groups,
+            place_parameters(
+                program, parameters, plan.groups, plan.dtype, plan.kernels.native_layout
+            ),
+            plan.groups,
             strict=True,
         )
     ]

@@ -11,65 +11,78 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxembed.data.spec import DType
 from jaxembed.memory import available_bytes
-from jaxembed.models import native
+from jaxembed.models import Program, native
 from jaxembed.models.heads import TABLE_OF_TERMS
+from jaxembed.models.parallel import AXIS
 
 Device = Any  # jax.Device, which type checkers refuse because JAX exports it as a variable
 
 FLOAT32: DType = "float32"
+ROWS = "data"  # the axis of a mesh whose devices divide the rows of a batch
 
 
 def place_parameters(
+    program: Program,
     parameters: Iterable[tuple[str, Any]],
     groups: Iterable[Sequence[Device]],
     dtype: DType,
     native_layout: bool = False,
 ) -> list[dict[str, jax.Array]]:
-    """Cast the parameters, and copy all of them to every device of every group of devices.
+    """Cast the parameters, and copy them to every group of devices.
 
-    `parameters` are pairs of name and array; with a generator the host holds one array at a time.
-    `dtype` is the dtype of large weights. With `native_layout`, weights are packed into panels for
-    the native kernels (native.linear). Returns a dict of the placed arrays by name for each group.
+    Each device gets all parameters, or its share of those that the program divides. `parameters`
+    are pairs of name and array; with a generator the host holds one array at a time. Arrays of JAX
+    must be the result of an earlier call. `dtype` is the dtype of large weights. With
+    `native_layout`, weights are packed into panels for the native kernels (native.linear). Returns
+    a dict of the placed arrays by name for each group.
     """
-    shardings = [NamedSharding(mesh_of(devices), PartitionSpec()) for devices in groups]
-    placed: list[dict[str, jax.Array]] = [{} for _ in shardings]
+    meshes = [mesh_of(devices, program.degree) for devices in groups]
+    placed: list[dict[str, jax.Array]] = [{} for _ in meshes]
     for name, leaf in parameters:
         cast = leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
         if native_layout and native.is_packable(name, cast.shape, str(cast.dtype)):
             cast = native.packed(np.asarray(cast))
-        for copies, sharding in zip(placed, shardings, strict=True):
-            copies[name] = jax.device_put(cast, sharding)
+        if name in program.cuts and not isinstance(leaf, jax.Array):
+            cast = program.cuts[name].apply(np.asarray(cast), program.degree)
+        for copies, mesh in zip(placed, meshes, strict=True):
+            copies[name] = jax.device_put(cast, NamedSharding(mesh, partition(program, name)))
         # wait until this array is copied, before the next array needs memory
         jax.block_until_ready([copies[name] for copies in placed])
     return placed
 
 
-def described_parameters(
-    shapes: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh, dtype: DType
-) -> list[jax.ShapeDtypeStruct]:
-    """Describe the parameters as `place_parameters` places them on each device of a mesh, without
+def described_parameters(program: Program, mesh: Mesh, dtype: DType) -> list[jax.ShapeDtypeStruct]:
+    """Describe the parameters as `place_parameters` places them on the devices of a mesh, without
     making any."""
-    placed = NamedSharding(mesh, PartitionSpec())
     return [
         jax.ShapeDtypeStruct(
-            leaf.shape, jnp.dtype(placed_dtype(name, len(leaf.shape), dtype)), sharding=placed
+            program.placed_shape(name),
+            jnp.dtype(placed_dtype(name, len(leaf.shape), dtype)),
+            sharding=NamedSharding(mesh, partition(program, name)),
         )
-        for name, leaf in shapes.items()
+        for name, leaf in program.shapes.items()
     ]
 
 
-def mesh_of(devices: Sequence[Device]) -> Mesh:
-    """Return a mesh with one axis, `data`, which divides the rows of a batch among the devices."""
-    return Mesh(np.array(devices), ("data",))
+def partition(program: Program, name: str) -> PartitionSpec:
+    """Return how a parameter is divided among the devices of a mesh."""
+    return program.cuts[name].spec if name in program.cuts else PartitionSpec()
 
 
-def any_mesh(devices: Sequence[Device]) -> AbstractMesh:
+def mesh_of(devices: Sequence[Device], degree: int = 1) -> Mesh:
+    """Return a mesh of two axes. `data` divides the rows of a batch among the devices; the `degree`
+    neighbouring devices along parallel.AXIS hold the model together."""
+    return Mesh(np.array(devices).reshape(-1, degree), (ROWS, AXIS))
+
+
+def any_mesh(devices: Sequence[Device], degree: int = 1) -> AbstractMesh:
     """Return a mesh as `mesh_of` does, for any as many devices."""
-    return AbstractMesh((len(devices),), ("data",))
+    return AbstractMesh((len(devices) // degree, degree), (ROWS, AXIS))
 
 
 def placed_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: DType) -> int:
-    """Return the bytes of one copy of the parameters on a device, from their shapes by name."""
+    """Return the bytes of the parameters on a device, from the shapes that they have there by
+    name."""
     return sum(
         math.prod(shape) * jnp.dtype(placed_dtype(name, len(shape), dtype)).itemsize
         for name, shape in shapes.items()

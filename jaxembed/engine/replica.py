@@ -3,6 +3,7 @@
 NullReplica stands in for a replica without a device, to measure the work of the host.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,10 +21,12 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import compile_lowered, compiler_options, start_compiling
 from jaxembed.engine.placement import (
     FLOAT32,
+    ROWS,
     Device,
     any_mesh,
     described_parameters,
     mesh_of,
+    partition,
     place_parameters,
 )
 from jaxembed.engine.transfer import UsedSlots, fetch, gather, is_remote, start_copies
@@ -40,8 +43,14 @@ ProgramKey = tuple[Bucket, DType, tuple[OutputName, ...]]
 """A program's bucket, its dtype, and the outputs that it computes."""
 
 
+# Programs with sums over devices must start in the same order on all devices that they share, or
+# each waits for a device that the other one holds.
+_start_in_order = threading.Lock()
+
+
 class Replica:
-    """A model on one device, or on several devices that divide the rows of every batch."""
+    """A model on one device, or on several devices that divide the rows of every batch, the layers
+    of the model, or both."""
 
     def __init__(
         self,
@@ -67,7 +76,7 @@ class Replica:
         self.outputs = program.outputs
         self.planes = program.planes
         self._program = program
-        self._mesh = mesh_of(devices)
+        self._mesh = mesh_of(devices, program.degree)
         self._programs: dict[ProgramKey, jax.stages.Compiled] = {}
         self._is_remote = is_remote(devices[0].platform)
         self._variants = output_variants(program, devices[0].platform)
@@ -75,7 +84,7 @@ class Replica:
         self._float32_bucket = float32_bucket
         self._attention = attention
         named = zip(program.shapes, program.order(parameters), strict=True)
-        (placed,) = place_parameters(named, [devices], dtype, native_layout)
+        (placed,) = place_parameters(program, named, [devices], dtype, native_layout)
         self._parameters = [placed[name] for name in program.shapes]
         self._by_rows, self._by_places = _by_rows(self._mesh), _by_places(self._mesh)
 
@@ -156,7 +165,7 @@ class Replica:
     def _used_slots(self, bucket: Bucket, planes: np.ndarray) -> UsedSlots | None:
         """Return which slots of a batch the device has to gather; None if its memory is the
         host's."""
-        return UsedSlots.of(bucket, planes, self._mesh.size) if self._is_remote else None
+        return UsedSlots.of(bucket, planes, self._mesh.shape[ROWS]) if self._is_remote else None
 
     def _launch(
         self,
@@ -170,10 +179,12 @@ class Replica:
         variants = self._variants if dtype == self.dtype else [self.outputs]
         outputs = next(variant for variant in variants if set(wanted) <= set(variant))
         program = self._programs[bucket, dtype, outputs]
-        if used is None:
-            return program(self._parameters, jax.device_put(planes, self._by_rows))
-        placed = jax.device_put((planes, used.order), (self._by_rows, self._by_places))
-        return program(self._parameters, *placed)
+        inputs, shardings = [planes], [self._by_rows]
+        if used is not None:
+            inputs, shardings = [planes, used.order], [self._by_rows, self._by_places]
+        placed = jax.device_put(inputs, shardings)
+        with _start_in_order if self._program.degree > 1 else nullcontext():
+            return program(self._parameters, *placed)
 
     @property
     def float32_bucket(self) -> Bucket | None:
@@ -205,12 +216,14 @@ class Replica:
         their kind. Raises ConfigError if the rows cannot be divided equally among the devices."""
         bucket, dtype, outputs = key
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
-        mesh = any_mesh(self.devices) if for_any else self._mesh
+        mesh = any_mesh(self.devices, self._program.degree) if for_any else self._mesh
         parameters = [
             jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(mesh, partition(self._program, name)),
             )
-            for leaf in self._parameters
+            for name, leaf in zip(self._program.shapes, self._parameters, strict=True)
         ]
         platform = self.devices[0].platform
         return lower(self._program, parameters, mesh, platform, bucket, dtype, attend, outputs)
@@ -244,16 +257,17 @@ def lower(
     """Lower a program of a bucket for the devices of a mesh.
 
     The devices may be only described; an abstract mesh stands for any devices of the `platform`.
-    `parameters` are the shapes of the parameters, in the order of `program.shapes`; every device
-    has all of them, and some rows of a batch. The program takes them, the planes of a batch and, on
-    devices with their own memory, `UsedSlots.order`; it computes the named `outputs`. With the
+    `parameters` are the shapes of the parameters, in the order of `program.shapes`, with their
+    shardings; a device has some rows of a batch. The program takes them, the planes of a batch and,
+    on devices with their own memory, `UsedSlots.order`; it computes the named `outputs`. With the
     dtype float32, parameters of another dtype are converted. Raises ConfigError if the rows cannot
     be divided equally among the devices.
     """
-    if bucket.rows % mesh.size:
+    shards = mesh.shape[ROWS]
+    if bucket.rows % shards:
         raise ConfigError(
             f"the rows of bucket {bucket} cannot be divided equally among "
-            f"{counted(mesh.size, 'device')}"
+            f"{counted(shards, 'device')}"
         )
 
     def forward(parameters, planes, order=None):
@@ -270,8 +284,11 @@ def lower(
     sharded = jax.shard_map(
         forward,
         mesh=mesh,
-        in_specs=(PartitionSpec(), *(leaf.sharding.spec for leaf in inputs)),
-        out_specs=dict.fromkeys(outputs, PartitionSpec("data")),
+        in_specs=(
+            [leaf.sharding.spec for leaf in parameters],
+            *(leaf.sharding.spec for leaf in inputs),
+        ),
+        out_specs=dict.fromkeys(outputs, PartitionSpec(ROWS)),
         check_vma=False,
     )
     # float32 must mean float32: the default is TF32 on GPU and bfloat16 passes on TPU
@@ -301,20 +318,20 @@ def compile_described(
 ) -> jax.stages.Compiled:
     """Compile a program of a bucket without parameters, for devices that share a batch and may be
     devices that are only described. Raises the errors of `lower` and XLA."""
-    mesh, platform = mesh_of(devices), devices[0].platform
-    parameters = described_parameters(program.shapes, mesh, dtype)
+    mesh, platform = mesh_of(devices, program.degree), devices[0].platform
+    parameters = described_parameters(program, mesh, dtype)
     lowered = lower(program, parameters, mesh, platform, bucket, dtype, attend, outputs)
     return compile_lowered(lowered, compiler_options(platform))
 
 
 def _by_rows(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of the planes of a batch, whose rows are divided among the devices."""
-    return NamedSharding(mesh, PartitionSpec(None, "data"))
+    return NamedSharding(mesh, PartitionSpec(None, ROWS))
 
 
 def _by_places(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Return the sharding of `UsedSlots.order`, of which each device has the part of its rows."""
-    return NamedSharding(mesh, PartitionSpec("data"))
+    return NamedSharding(mesh, PartitionSpec(ROWS))
 
 
 class NullReplica:

@@ -1,7 +1,7 @@
 """Backbones by name, and the model of a checkpoint as a pure function of its parameters."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxembed.data.spec import ImageRules, ModelSpec
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
 from jaxembed.models.heads import HEADS
+from jaxembed.models.parallel import Cut, divided
 from jaxembed.models.tokens import WORD_BYTES, PackedTokens
 
 ARCHITECTURES = {
@@ -118,6 +119,10 @@ class Program:
     The field `shapes` holds the shape of each parameter by name, `primary` is the output that the
     model is served for, `outputs` are all outputs that the model can compute, and `planes` is the
     number of planes that `forward` takes.
+
+    If `degree` is more than 1, so many devices hold the model together: `forward` is the part of
+    one of them, within a shard_map over the mesh axis parallel.AXIS, and takes this device's share
+    of the parameters in `cuts`.
     """
 
     shapes: dict[str, jax.ShapeDtypeStruct]
@@ -128,35 +133,62 @@ class Program:
         dict[OutputName, Array],
     ]
     planes: int = PackedTokens.PLANES
+    degree: int = 1
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+
+    def share_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the share of a parameter that one device holds."""
+        shape = self.shapes[name].shape
+        return self.cuts[name].shape(shape, self.degree) if name in self.cuts else shape
+
+    def placed_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter on all devices that hold the model together: more than
+        its own shape if devices have some heads in common."""
+        shape = list(self.share_of(name))
+        if name in self.cuts:
+            shape[self.cuts[name].axis] *= self.degree
+        return tuple(shape)
 
     def order(self, parameters: dict[str, Any]) -> list[Any]:
-        """Return the parameters as a list, in the order that `forward` takes.
+        """Return the parameters as a list, in the order that `forward` takes. Arrays of JAX are
+        those that devices hold already.
 
         Raises CheckpointError if parameters are missing, unknown or of another shape than the
         model's. The message lists all of these parameters.
         """
         problems = [f"missing: {name}" for name in self.shapes if name not in parameters]
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
-        actual = {name: native.unpacked_shape(tuple(p.shape)) for name, p in parameters.items()}
-        problems += [
-            f"{name}: expected shape {expected.shape}, got {actual[name]}"
-            for name, expected in self.shapes.items()
-            if name in actual and actual[name] != expected.shape
-        ]
+        for name in [name for name in self.shapes if name in parameters]:
+            actual = native.unpacked_shape(tuple(parameters[name].shape))
+            is_placed = isinstance(parameters[name], jax.Array)
+            expected = self.placed_shape(name) if is_placed else self.shapes[name].shape
+            if actual != expected:
+                problems.append(f"{name}: expected shape {expected}, got {actual}")
         if problems:
             raise CheckpointError("the parameters do not fit the model\n  " + "\n  ".join(problems))
         return [parameters[name] for name in self.shapes]
 
 
-def program(spec: ModelSpec) -> Program:
+def program(spec: ModelSpec, degree: int = 1) -> Program:
     """Build the model from the shapes of its parameters, without their values and without starting
-    a device. Raises UnsupportedModel for an unknown architecture, and CheckpointError if the config
-    does not fit it."""
+    a device.
+
+    With a `degree` of more than 1, so many devices hold the model together. Raises UnsupportedModel
+    for an unknown architecture, CheckpointError if the config does not fit it, and ConfigError if
+    the model cannot be divided among so many devices.
+    """
     graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
-    shapes = {
-        ".".join(map(str, path)): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        for (path, _), leaf in zip(nnx.to_flat_state(state), jax.tree.leaves(state), strict=True)
-    }
+    shapes, cuts = {}, {}
+    for (path, variable), leaf in zip(
+        nnx.to_flat_state(state), jax.tree.leaves(state), strict=True
+    ):
+        name = ".".join(map(str, path))
+        shapes[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if degree > 1 and (cut := variable.get_metadata().get("cut")) is not None:
+            cuts[name] = cut
+    if degree > 1:  # the graph of one device, which has the same structure
+        with divided(degree):
+            graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
     structure = jax.tree.structure(state)
     interaction, image = spec.interaction, spec.image
     expansion = spec.filled if interaction is None else interaction.expansion
@@ -172,7 +204,8 @@ def program(spec: ModelSpec) -> Program:
     plane_count = PackedTokens.PLANES + bool(spec.adapters)
     if image is not None:
         plane_count += image.place_numbers + image.token_bytes // WORD_BYTES
-    return Program(shapes, spec.primary, (*spec.heads, "tokens"), forward, plane_count)
+    outputs = (*spec.heads, "tokens")
+    return Program(shapes, spec.primary, outputs, forward, plane_count, degree, cuts)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

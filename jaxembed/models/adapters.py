@@ -18,6 +18,7 @@ from jaxembed.data.spec import Adapter
 from jaxembed.errors import CheckpointError
 from jaxembed.models import native
 from jaxembed.models.layers import Embedding, Linear
+from jaxembed.models.parallel import refuse
 
 Numbers = Int[Array, "rows length"]  # the number of each token's adapter, from 1; 0: none
 
@@ -89,8 +90,10 @@ def attach(backbone: nnx.Module, adapters: Sequence[Adapter]) -> None:
     """Set the attribute `adapter` of each layer that at least one of the adapters changes.
 
     `Adapter.ranks` names the layers that an adapter changes. Raises CheckpointError if the backbone
-    has no layer of such a name.
+    has no layer of such a name, and ConfigError if several devices hold the model together.
     """
+    if adapters:
+        refuse("a model with adapters")
     for name in dict.fromkeys(name for adapter in adapters for name in adapter.ranks):
         layer: Any = backbone
         for part in name.split(".")[1:]:  # skips `tower` in, for example, `tower.layers.0.mlp.up`

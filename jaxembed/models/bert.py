@@ -18,9 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jaxembed.models import native
+from jaxembed.models import native, parallel
 from jaxembed.models.attention import Bias, attend_joint, is_native
 from jaxembed.models.layers import (
     BiasByDistance,
@@ -82,6 +82,7 @@ class Bert(nnx.Module):
             else BiasByDistance(config.num_heads, config.bias_reach)
         )
         self.alibi_heads = config.num_heads if config.alibi else None
+        self.own_heads = parallel.share(config.num_heads, "attention heads")
         self.layers = nnx.List(
             [BertLayer(config, BertAttention(config)) for _ in range(config.num_layers)]
         )
@@ -100,6 +101,8 @@ class Bert(nnx.Module):
             bias = self.distance(length)
         elif self.alibi_heads is not None:
             bias = alibi(self.alibi_heads, length)
+            if self.own_heads != self.alibi_heads:
+                bias = parallel.own_part(bias, self.own_heads)
         for number in self.layer_order:
             hidden = self.layers[number](hidden, tokens, rotation, bias)
         return hidden
@@ -229,12 +232,16 @@ class BertAttention(nnx.Module):
 
     def __init__(self, config: BertConfig):
         dim = config.hidden_size
-        self.num_heads = config.num_heads
-        self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias)
-        self.out = Linear(dim, dim, bias=config.attention_bias)
+        self.num_heads = parallel.share(config.num_heads, "attention heads")
+        self.head_width = dim // config.num_heads
+        part = (config.num_heads, self.head_width)
+        self.qkv = Linear(dim, 3 * dim, bias=config.attention_bias, columns=(part,) * 3)
+        self.out = Linear(dim, dim, bias=config.attention_bias, rows=(part,))
         # Norms of queries and keys over all heads together.
         norms = {part: LayerNorm(dim, eps=config.norm_eps) for part in ("query", "key")}
         self.norms = nnx.Dict(norms) if config.qk_norm else None
+        if config.qk_norm:
+            parallel.refuse("a norm over all heads")
 
     def __call__(
         self,
@@ -242,8 +249,8 @@ class BertAttention(nnx.Module):
         tokens: PackedTokens,
         rotation: Rotation | None = None,
         bias: Bias | None = None,
-    ) -> Hidden:
-        """Return the concatenated heads, `[rows, length, dim]`, before the layer `out`."""
+    ) -> Float[Array, "rows length inner"]:
+        """Return the concatenated heads before the layer `out`: `[rows, length, inner]`."""
         options = {"bias": bias, "rotation": rotation, "key_segments": tokens.key_segments}
         if self.norms is None:
             return attend_hidden(hidden, self.qkv, self.num_heads, tokens.segments, **options)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxembed.models.attention import AttentionMask
 from jaxembed.models.layers import Embedding, LayerNorm, Linear, attend_hidden
+from jaxembed.models.parallel import share
 from jaxembed.models.tokens import Hidden, PackedTokens
 
 CLASS_ID = 1  # the id of an image's class token, which has no patch; tokens with patches have id 0
@@ -152,12 +153,15 @@ class ClipLayer(nnx.Module):
     def __init__(self, config: ClipConfig):
         dim = config.hidden_size
         self.attention_norm = _norm(config)
-        self.qkv = Linear(dim, 3 * dim)
-        self.out = Linear(dim, dim)
+        head, column = (config.num_heads, dim // config.num_heads), (config.intermediate_size, 1)
+        self.num_heads = share(config.num_heads, "attention heads")
+        share(config.intermediate_size, "columns of the MLP")
+        self.qkv = Linear(dim, 3 * dim, columns=(head,) * 3)
+        self.out = Linear(dim, dim, rows=(head,))
         self.mlp_norm = _norm(config)
-        self.up = Linear(dim, config.intermediate_size)
-        self.down = Linear(config.intermediate_size, dim)
-        self.num_heads, self.attention_mask = config.num_heads, AttentionMask(causal=config.causal)
+        self.up = Linear(dim, config.intermediate_size, columns=(column,))
+        self.down = Linear(config.intermediate_size, dim, rows=(column,))
+        self.attention_mask = AttentionMask(causal=config.causal)
         self.activation = config.activation
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens) -> Hidden:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxembed.models.attention import MASKED, AttentionScores, Bias, Heads, weighted_values
 from jaxembed.models.bert import BertAttention, BertConfig, BertLayer
 from jaxembed.models.layers import ACTIVATIONS, Embedding, LayerNorm, Linear
+from jaxembed.models.parallel import Cut, zeros
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
@@ -127,9 +128,10 @@ class DebertaAttention(BertAttention):
     def __init__(self, config: DebertaConfig):
         super().__init__(config)
         shape = (2 * (config.buckets or config.max_distance), config.hidden_size)
+        cut = Cut(1, ((config.num_heads, self.head_width),))
         by_content, by_position = config.content_to_position, config.position_to_content
-        self.relative_key = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_content else None
-        self.relative_query = nnx.Param(jnp.zeros(shape, jnp.float32)) if by_position else None
+        self.relative_key = zeros(shape, cut) if by_content else None
+        self.relative_query = zeros(shape, cut) if by_position else None
         self.distances = DistanceBuckets(
             config.buckets, config.max_distance, config.max_positions - 1
         )
@@ -140,10 +142,10 @@ class DebertaAttention(BertAttention):
         tokens: PackedTokens,
         rotation: Rotation | None = None,
         bias: Bias | None = None,
-    ) -> Hidden:
-        """Return the concatenated heads. `rotation` and `bias` are ignored."""
-        rows, length, dim = hidden.shape
-        width = dim // self.num_heads
+    ) -> Float[Array, "rows length inner"]:
+        """Return the concatenated heads, as BertAttention does, without `rotation` and `bias`."""
+        rows, length, _ = hidden.shape
+        width = self.head_width
         joint = self.qkv.apply_rounded(hidden).reshape(rows, length, 3, self.num_heads, width)
         relative_key, relative_query = (
             None
@@ -162,7 +164,7 @@ class DebertaAttention(BertAttention):
             self.distances,
             tokens.key_segments,
         )
-        return mixed.reshape(rows, length, dim)
+        return mixed.reshape(rows, length, -1)
 
 
 @dataclass(frozen=True)

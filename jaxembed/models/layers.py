@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxembed.models import native
+from jaxembed.models import native, parallel
 from jaxembed.models.attention import (
     EVERYTHING,
     AttentionMask,
@@ -28,6 +28,8 @@ from jaxembed.models.attention import (
 )
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
+
+Parts = tuple[tuple[int, int], ...]  # as in parallel.Cut
 
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -68,13 +70,31 @@ class Linear(nnx.Module):
     A product with a float32 weight has full float32 precision. (The default precision would be TF32
     on GPUs and bfloat16 passes on TPUs.) If the weight is packed into panels, a native kernel
     computes the layer. `adapter` is None or a LowRank, whose result is added.
+
+    In a model that several devices hold together, each has some of the output features if `columns`
+    names their parts, as a Cut does, or some of the input features if `rows` does. With `rows`, the
+    products of the devices are summed.
     """
 
     adapter: Any = None  # set by models.adapters
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
-        self.kernel = nnx.Param(jnp.zeros((in_features, out_features), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(out_features, jnp.float32)) if bias else None
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        columns: Parts | None = None,
+        rows: Parts | None = None,
+    ):
+        kernel_cut = bias_cut = None
+        if columns is not None:
+            kernel_cut, bias_cut = parallel.Cut(1, columns), parallel.Cut(0, columns)
+        elif rows is not None:
+            kernel_cut = parallel.Cut(0, rows)
+        self.kernel = parallel.zeros((in_features, out_features), kernel_cut)
+        self.bias = parallel.zeros((out_features,), bias_cut) if bias else None
+        self.is_summed = rows is not None and parallel.is_divided()
 
     def __call__(self, x: Float[Array, "rows length in"]) -> Float[Array, "rows length out"]:
         """Return x @ weight + bias, plus the adapter's result if there is one, in float32."""
@@ -88,6 +108,7 @@ class Linear(nnx.Module):
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
+        y = parallel.summed(y) if self.is_summed else y
         y = y if bias is None else y + bias[None, None]
         return y if self.adapter is None else y + self.adapter(x)
 
@@ -265,11 +286,14 @@ class Mlp(nnx.Module):
         bias: bool = False,
         down_bias: bool | None = None,  # None: the same as `bias`
     ):
+        part = (width, 1)
+        parallel.share(width, "columns of the MLP")
         if gated:
-            self.gate_up = Linear(dim, 2 * width, bias=bias)
+            self.gate_up = Linear(dim, 2 * width, bias=bias, columns=(part, part))
         else:
-            self.up = Linear(dim, width, bias=bias)
-        self.down = Linear(width, dim, bias=bias if down_bias is None else down_bias)
+            self.up = Linear(dim, width, bias=bias, columns=(part,))
+        down_bias = bias if down_bias is None else down_bias
+        self.down = Linear(width, dim, bias=down_bias, rows=(part,))
         self.activation, self.gated = activation, gated
 
     def __call__(self, x: Float[Array, "rows length dim"]) -> Float[Array, "rows length dim"]:
@@ -360,9 +384,11 @@ class SelfAttention(nnx.Module):
         attention_mask: AttentionMask = EVERYTHING,
         bias: bool = False,
     ):
-        self.num_heads, self.attention_mask = heads, attention_mask
-        self.qkv = Linear(dim, 3 * inner, bias=bias)
-        self.out = Linear(inner, dim, bias=bias)
+        self.num_heads = parallel.share(heads, "attention heads")
+        self.attention_mask = attention_mask
+        part = (heads, inner // heads)
+        self.qkv = Linear(dim, 3 * inner, bias=bias, columns=(part,) * 3)
+        self.out = Linear(inner, dim, bias=bias, rows=(part,))
 
     def __call__(
         self,
@@ -432,7 +458,7 @@ class BiasByDistance(nnx.Module):
 
     def __init__(self, heads: int, reach: int):
         # column k is for keys whose position minus the query's position is k - reach
-        self.bias = nnx.Param(jnp.zeros((heads, 2 * reach + 1), jnp.float32))
+        self.bias = parallel.zeros((heads, 2 * reach + 1), parallel.Cut(0, ((heads, 1),)))
 
     def __call__(self, length: int) -> Bias:
         """Return the biases for rows of this length, as `attend` takes them."""

@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxembed.models.attention import AttentionMask, attend
 from jaxembed.models.layers import Linear, Mlp, RMSNorm, WordEmbeddings
+from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
 
@@ -160,19 +161,23 @@ class Qwen3Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions, within a window if `is_local`."""
 
     def __init__(self, config: Qwen3Config, is_local: bool):
-        self.num_heads = config.num_heads
-        self.num_key_heads = config.num_key_heads
-        self.head_width = config.head_width
+        heads, key_heads, width = config.num_heads, config.num_key_heads, config.head_width
+        self.num_heads = share(heads, "query heads")
+        self.num_key_heads = share(key_heads, "key heads", repeats=True)
+        self.head_width = width
         reach = config.local_reach if is_local else None
         self.attention_mask = AttentionMask(causal=config.causal, reach=reach, cap=config.score_cap)
-        heads = config.num_heads + 2 * config.num_key_heads
-        self.qkv = Linear(config.hidden_size, heads * config.head_width, bias=config.qkv_bias)
+        self.qkv = Linear(
+            config.hidden_size,
+            (heads + 2 * key_heads) * width,
+            bias=config.qkv_bias,
+            columns=((heads, width), (key_heads, width), (key_heads, width)),
+        )
         self.out = Linear(
-            config.num_heads * config.head_width, config.hidden_size, bias=config.out_bias
+            heads * width, config.hidden_size, bias=config.out_bias, rows=((heads, width),)
         )
         self.query_norm, self.key_norm = (
-            RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else None
-            for _ in range(2)
+            RMSNorm(width, eps=config.norm_eps) if config.qk_norm else None for _ in range(2)
         )
 
     def __call__(self, hidden: Hidden, tokens: PackedTokens, rotations: Rotations) -> Hidden:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxembed.models.attention import by_xla, using
 from jaxembed.models.layers import LayerNorm, Linear, Mlp, RMSNorm, attend_hidden
+from jaxembed.models.parallel import share
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
@@ -91,7 +92,10 @@ class VisionLayer(nnx.Module):
         dim = config.hidden_size
         self.is_local = config.window is not None and number not in config.global_layers
         self.attention_norm = _norm(config)
-        self.qkv, self.out = Linear(dim, 3 * dim), Linear(dim, dim)
+        head = (config.num_heads, dim // config.num_heads)
+        self.num_heads = share(config.num_heads, "attention heads of the image encoder")
+        self.qkv = Linear(dim, 3 * dim, columns=(head,) * 3)
+        self.out = Linear(dim, dim, rows=(head,))
         self.mlp_norm = _norm(config)
         self.mlp = Mlp(
             dim,
@@ -100,7 +104,6 @@ class VisionLayer(nnx.Module):
             gated=config.rms_norm,
             bias=True,
         )
-        self.num_heads = config.num_heads
 
     def __call__(
         self, hidden: Hidden, images: Segments, windows: Segments, rotation: Rotation

@@ -113,7 +113,7 @@ class LoadedModel(Dispatcher):
         admission = Admission(
             capacity or capacity_of(self.config),
             max(
-                QUEUED_BATCHES * max(len(route.plan.devices), 1) * route.plan.max_batch_tokens
+                QUEUED_BATCHES * route.plan.parts * route.plan.max_batch_tokens
                 for route in self.routes.values()
             ),
             # the recent throughput of the slowest engine; 0 before the first batch
@@ -236,6 +236,7 @@ class LoadedModel(Dispatcher):
             "adapters": list(spec.adapter_names),
             **_describe_route(self.main),
             "parallel": self.config.parallel,
+            "tensor_parallel": self.main.plan.degree,
             "max_queue_tokens": capacity.max_tokens,
             "max_queue_bytes": capacity.max_bytes,
             "tokenizing_bytes": self.tokenizing_bytes,

@@ -48,7 +48,7 @@ class DevicePlan:
         settings that do not fit, and CheckpointError for a damaged spec."""
         self._spec, self._config = spec, config
         try:
-            self._program = program(spec)
+            self._program = program(spec, config.tensor_parallel)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the sizes in the manifest of {spec.source} do not make a model ({error}); "
@@ -66,7 +66,7 @@ class DevicePlan:
         devices = self.plan.devices
         if not devices:
             return 0  # the null model
-        shapes = {name: leaf.shape for name, leaf in self._program.shapes.items()}
+        shapes = {name: self._program.share_of(name) for name in self._program.shapes}
         parameters = placed_bytes(shapes, self.plan.dtype)
         if devices[0].platform != "cpu":
             return parameters

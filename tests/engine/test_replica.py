@@ -88,7 +88,7 @@ def test_parameters_are_placed_one_by_one_on_every_group_of_devices():
             yield f"tower.p{i}.kernel", array
             del array
 
-    placed = place_parameters(stream(), groups, "bfloat16")
+    placed = place_parameters(program(tiny_spec()), stream(), groups, "bfloat16")
     for copies, group in zip(placed, groups, strict=True):
         assert list(copies) == [f"tower.p{i}.kernel" for i in range(5)]
         for i, leaf in enumerate(copies.values()):

@@ -40,6 +40,7 @@ from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
 from jaxembed.models.attention import Attend, AttentionMask, ByKernel, ByNative, by_xla, using
 from jaxembed.models.kernels import SHORTEST_PROBED_ROW, Call, Kernel
+from jaxembed.models.parallel import AXIS
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ def choose_native(
     """
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
+    if program.degree > 1:
+        return Choice(refused={NATIVE: "runs on one device, but several hold this model together"})
     if dtype != "bfloat16":
         return Choice(refused={NATIVE: f"computes in bfloat16, but this model in {dtype}"})
     try:
@@ -224,17 +227,18 @@ def calls(program: Program, dtype: DType) -> Counter[Call]:
         return jnp.zeros(query.shape, jnp.float32)
 
     leaves = [
-        jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype)
-        for leaf in program.shapes.values()
+        jax.ShapeDtypeStruct(
+            program.share_of(name), jnp.dtype(dtype) if len(leaf.shape) > 1 else leaf.dtype
+        )
+        for name, leaf in program.shapes.items()
     ]
     planes = jax.ShapeDtypeStruct((program.planes, 1, SHORTEST_PROBED_ROW), jnp.int32)
     with using(count):
-        jax.eval_shape(
+        jax.make_jaxpr(
             # 1 is the number of slots in each row
             lambda leaves, planes: program.forward(leaves, planes, 1, (program.primary,)),
-            leaves,
-            planes,
-        )
+            axis_env=[(AXIS, program.degree)],
+        )(leaves, planes)
     return counts
 
 

@@ -60,7 +60,11 @@ class MemoryPlan:
         """
         wanted, grid = budget, grid_of(budget)
         if self.parameters > self.room:
-            raise ConfigError(self._refusal("", "use a device with more memory"))
+            raise ConfigError(
+                self._refusal(
+                    "", "use a device with more memory, or several with --tensor-parallel"
+                )
+            )
         while not self._fits(bucket := max(self.candidates(grid), key=self.run_bytes)):
             smaller = grid_of(budget // 2)
             runs = f", and {self.permits} runs of a batch of {bucket} tokens {self._runs(bucket)}"
@@ -136,7 +140,7 @@ def memory_plan(
             saved.save({key: count for key, count in known.items() if math.isfinite(count)})
         return known[key]
 
-    shapes = {name: leaf.shape for name, leaf in program.shapes.items()}
+    shapes = {name: program.share_of(name) for name in program.shapes}
     name, parameters = devices[0].device_kind, placed_bytes(shapes, dtype)
     return MemoryPlan(name, room, parameters, permits, bytes_of, kernels.name_of)
 

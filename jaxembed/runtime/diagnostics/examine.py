@@ -294,7 +294,7 @@ def _admission(
 
 def _window_facts(name: str, served: LoadedRoute, window: Window) -> WindowFacts:
     """Collect what a route did in a window. `name` is the name of the route in `window`."""
-    seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.devices), 1)
+    seconds, devices = max(window.seconds, 1e-9), max(len(served.plan.groups), 1)
     cpu_s, busy_s = window.machine("cpu") or 0.0, window.machine("busy")
     device_s = window.device_s
     stages: dict[str, StageFacts] = {}

@@ -216,7 +216,8 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
     if config.null_model:
         raise ConfigError("--null-model does not use a device, so there is nothing to tune")
     if config.parallel == "replicas":
-        config = replace(config, devices=1)  # all replicas have the same grid
+        # all replicas have the same grid
+        config = replace(config, devices=config.tensor_parallel)
     path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:
@@ -224,7 +225,7 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
             f"{spec.source} holds static embeddings, which do not use buckets, so there is "
             "nothing to tune"
         )
-    forward = program(spec)
+    forward = program(spec, config.tensor_parallel)
     plan = make_plan(spec, forward, config, source.cache_dir)
     processor = TextProcessor(
         checkpoint.tokenizer_path(path), spec, plan.max_input_tokens, text, TOKENIZERS
