@@ -5,7 +5,7 @@ segments. A sequence takes a slot for each vector that is pooled from it: one, o
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -149,6 +149,17 @@ def place(
                 positions.append(position)
     rows, segments, slots, starts = np.array(positions, int).reshape(-1, 4).T
     return Batch(bucket, placed, rows, segments, slots, starts)
+
+
+def place_all(bucket: Bucket, sequences: Iterable[QueuedSequence]) -> list[Batch]:
+    """Place sequences that each fit in the bucket into as many batches as they need."""
+    left, batches = list(sequences), []
+    while left:
+        # in a group of its own, the first sequence always gets a place
+        batches.append(place(bucket, left[:1], left[1:]))
+        placed = set(batches[-1].sequences)
+        left = [sequence for sequence in left if sequence not in placed]
+    return batches
 
 
 class RowAllocator:

@@ -25,7 +25,7 @@ from jaxembed.engine.answer_cache import AnswerCache
 from jaxembed.engine.autotune.costs import BucketCosts, CostSource
 from jaxembed.engine.autotune.timing import BucketTimer
 from jaxembed.engine.autotune.warmup import Warmup
-from jaxembed.engine.batch import HOST_MS, Batch, place
+from jaxembed.engine.batch import HOST_MS, Batch, place, place_all
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.future import Answers, WorkFuture, fail_sequences
 from jaxembed.engine.queue import RequestQueue
@@ -39,6 +39,7 @@ from jaxembed.errors import (
     EmptyInput,
     InputTooLong,
     TooManySpans,
+    counted,
 )
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.observability.tracing import BatchRun, FutureTrace
@@ -164,6 +165,8 @@ class Engine:
         self._cache = AnswerCache(cache_bytes, telemetry) if cache_bytes else None
         self._probe_every_s = probe_every_s
         self._queue = RequestQueue(max(bucket.tokens for bucket in grid.buckets))
+        # batches that failed on a worker and wait for another one, with that worker
+        self._failed: list[tuple[Batch, Worker]] = []
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
@@ -439,13 +442,14 @@ class Engine:
     def _serve_batch(self, worker: Worker) -> None:
         """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
-        Returns early if the queue has no batch. Every sequence of the batch gets an answer or an
+        Returns early if there is no batch. Sequences that fail are run once more on another worker,
+        if there is a healthy one. Every sequence of the batch gets an answer or an
         error, even if an exception is raised.
         """
         batch = None
         try:
             with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
-                batch = None if self._is_unusable(worker) else self._take_batch()
+                batch, is_repeated = self._take_batch(worker)
                 if batch is None and worker.sick:
                     batch = self._probe_batch(worker)
                 if batch is None:
@@ -462,8 +466,8 @@ class Engine:
             if waiter.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # the sequences failed when the batch became overdue
-            self._note(worker, batch, results, waiter)
-            for answers in results:
+            self._note(worker, batch, results, waiter, is_repeated)
+            for answers in results if is_repeated else self._leave_failed(worker, batch, results):
                 # stored before the client gets its answer and can send the same request again
                 if self._cache is not None:
                     self._cache.keep(answers)
@@ -487,13 +491,44 @@ class Engine:
         with self._lock:
             probe_at = time.monotonic() + self._probe_every_s if worker.sick else None
             while True:
-                has_work = self._queue.runnable and not self._is_unusable(worker)
+                has_work = self._has_work(worker) and not self._is_unusable(worker)
                 if has_work or self._closing:
                     return has_work
                 left_s = None if probe_at is None else probe_at - time.monotonic()
                 if left_s is not None and left_s <= 0:
                     return True
                 self._idle[worker].wait(left_s)
+
+    def _has_work(self, worker: Worker) -> bool:
+        """Return whether a sequence waits that fits in a compiled bucket, or a batch that failed
+        before. The caller holds the lock."""
+        return self._queue.runnable or any(
+            self._repeats(worker, first) for _, first in self._failed
+        )
+
+    def _repeats(self, worker: Worker, first: Worker) -> bool:
+        """Return whether a worker runs batches that failed on the worker `first`."""
+        return worker is not first or not self._healthy_beside(first)
+
+    def _healthy_beside(self, worker: Worker) -> bool:
+        """Return whether another worker is neither sick nor stuck."""
+        others = (other for other in self.workers if other is not worker)
+        return not all(other.sick or other.scheduler.stuck for other in others)
+
+    def _leave_failed(
+        self, worker: Worker, batch: Batch, results: Sequence[Answers]
+    ) -> Sequence[Answers]:
+        """Leave the sequences of a batch that got an error to the other workers, if one of them is
+        healthy. Returns the other answers."""
+        failed = [s for answers in results if answers.error is not None for s in answers.sequences]
+        with self._lock:
+            if not failed or not self._healthy_beside(worker):
+                return results
+            batches = place_all(batch.bucket, failed)
+            self._failed += [(again, worker) for again in batches]
+            self._wake_all()
+        logger.warning("%s: %s run on another device", self.name, counted(len(failed), "sequence"))
+        return [answers for answers in results if answers.error is None]
 
     def _wake_all(self) -> None:
         """Wake the idle threads of all workers. The caller holds the lock."""
@@ -510,24 +545,32 @@ class Engine:
         threads get the device at once and can end.
         """
         with self._lock:
-            if self._queue.runnable or (worker.sick and not self._closing):
+            if self._has_work(worker) or (worker.sick and not self._closing):
                 borrowed_s = BORROWED_S if self._queue.has_interactive else 0.0
                 return borrowed_s - worker.scheduler.begin(worker.share)
             return math.inf if self._closing else -math.inf
 
-    def _take_batch(self) -> Batch | None:
-        """Take the next batch out of the queue.
+    def _take_batch(self, worker: Worker) -> tuple[Batch | None, bool]:
+        """Take the next batch for a worker: one that failed on another worker, or else one out of
+        the queue. Also returns whether the batch has run before.
 
-        Returns None if no waiting sequence fits in a bucket, or after an internal error, which
-        fails all waiting sequences."""
+        The batch is None if the worker is unusable, if no waiting sequence fits in a bucket, and
+        after an internal error, which fails all waiting sequences."""
         with self._lock:
+            if self._is_unusable(worker):
+                return None, False
+            for k, (batch, first) in enumerate(self._failed):
+                if self._repeats(worker, first):
+                    del self._failed[k]
+                    return batch, True
             try:
-                return self._queue.take(self._costs.usable, time.monotonic(), self._max_sequences)
+                now = time.monotonic()
+                return self._queue.take(self._costs.usable, now, self._max_sequences), False
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
                 waiting = self._queue.clear()  # still locked: the queue may be inconsistent
         fail_sequences(waiting, BackendError(INTERNAL))
-        return None
+        return None, False
 
     def _probe_batch(self, worker: Worker) -> Batch | None:
         """Make a batch of one token on the smallest bucket, to test the device of a sick worker.
@@ -543,19 +586,25 @@ class Engine:
         return place(smallest, WorkFuture(work, self._widths).sequences)
 
     def _note(
-        self, worker: Worker, batch: Batch, results: Sequence[Answers], waiter: Waiter
+        self,
+        worker: Worker,
+        batch: Batch,
+        results: Sequence[Answers],
+        waiter: Waiter,
+        is_repeated: bool,
     ) -> None:
         """Record the results of a batch, and its device time `waiter.took_s`.
 
-        If no sequence was answered, the worker has one more consecutive failure; otherwise its
-        count of failures restarts at 0. The totals of the bucket and the metrics count every batch.
-        The throughput counts only batches that were answered in one run. The costs count such a
-        batch only if no program of another model ran at the same time.
+        If no sequence was answered, the worker has one more consecutive failure, unless the batch
+        had failed before; otherwise its count of failures restarts at 0. The totals of the bucket
+        and the metrics count every batch. The throughput counts only batches that were answered in
+        one run. The costs count such a batch only if no program of another model ran at the same
+        time.
         """
         answered = [answers for answers in results if answers.error is None and answers.sequences]
         tokens = batch.useful_tokens
         with self._lock:
-            worker.failures = 0 if answered else worker.failures + 1
+            worker.failures = 0 if answered else worker.failures + (not is_repeated)
             old = self._ran.get(batch.bucket, BucketUse())
             self._ran[batch.bucket] = BucketUse(
                 old.runs + 1, old.useful_tokens + tokens, old.device_s + waiter.took_s
@@ -614,7 +663,11 @@ class Engine:
     def _fail_waiting(self, error: Exception) -> None:
         """Fail all waiting requests with `error`."""
         with self._lock:
-            waiting = self._queue.clear()
+            waiting = [
+                *self._queue.clear(),
+                *(s for batch, _ in self._failed for s in batch.sequences),
+            ]
+            self._failed.clear()
         fail_sequences(waiting, error)
 
     def _fail_overdue(self, call: WatchedCall) -> None:
@@ -644,7 +697,7 @@ class Engine:
             self._fail_waiting(DeviceStuck())
             return
         with self._lock:
-            if self._queue.runnable:
+            if self._queue.runnable or self._failed:
                 self._wake_all()
 
     def _needed_length(self) -> int | None:

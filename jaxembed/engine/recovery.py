@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.engine.batch import Batch, pack, place
+from jaxembed.engine.batch import Batch, pack, place, place_all
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import Answers, QueuedSequence
 from jaxembed.engine.replica import Runner
@@ -113,12 +113,7 @@ class Recovery:
         logger.warning(
             "batch %s does not fit in the device's memory: it runs again in parts", batch.bucket
         )
-        bucket, left, parts = max(fitting, key=lambda b: b.tokens), list(batch.sequences), []
-        while left:
-            # in a group of its own, the first sequence always gets a place
-            parts.append(place(bucket, left[:1], left[1:]))
-            placed = set(parts[-1].sequences)
-            left = [sequence for sequence in left if sequence not in placed]
+        parts = place_all(max(fitting, key=lambda b: b.tokens), batch.sequences)
         return [answers for part in parts for answers in self.run(part)]
 
     def _failed(self, batch: Batch, error: Exception) -> Answers:

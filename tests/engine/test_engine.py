@@ -346,14 +346,37 @@ def test_a_seat_that_fails_leaves_the_work_to_one_that_is_well(start):
     futures = {n: engine.ask([encoding(n)]) for n in range(5, 30)}
     until(lambda: engine.snapshot().failures[1] >= FAILURES_TO_SICK)
     well.gate.set()
-    failed = 0
-    for n, future in futures.items():
-        try:
-            assert sums(future) == [float(n)]
-        except BackendError:
-            failed += 1
-    assert failed == FAILURES_TO_SICK
+    for n, future in futures.items():  # what failed ran again
+        assert sums(future) == [float(n)]
     assert engine.healthy
+
+
+def test_what_fails_on_two_devices_is_told_and_makes_one_of_them_fail(start):
+    engine = start(*(runners := [SumRunner(), SumRunner()]), probe_every_s=3600.0)
+    for runner in runners:
+        runner.broken = True
+    with pytest.raises(BackendError, match="the device failed on this batch"):
+        sums(engine.ask([encoding(5)]))
+    assert sorted(engine.snapshot().failures) == [0, 1]
+    for runner in runners:
+        runner.broken = False
+    with pytest.raises(BackendError, match="not finite"):
+        sums(engine.ask([encoding(SumRunner.BAD)]))
+    assert sums(engine.ask([encoding(5)])) == [5.0]
+
+
+def test_what_failed_runs_where_it_failed_if_every_other_device_is_lost(start):
+    lost, well = SumRunner(), SumRunner()
+    engine = start(lost, well, probe_every_s=3600.0)
+    lost.gate.clear()
+    until(lambda: engine.ask([encoding(5)]) and lost.ran)  # it keeps this batch
+    well.broken = True
+    future = engine.ask([encoding(6)])
+    until(lambda: engine._failed)
+    engine.workers[0].failures = FAILURES_TO_SICK
+    well.broken = False
+    assert sums(future) == [6.0]
+    lost.gate.set()
 
 
 def test_a_device_that_answers_only_nan_is_sick(start, runner, monkeypatch):

@@ -14,12 +14,13 @@ from jaxembed.engine import replica as replicas
 from jaxembed.engine.autotune.timing import full_planes
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
-from jaxembed.errors import ConfigError
+from jaxembed.errors import BackendError, ConfigError
 from jaxembed.models import program
 from jaxembed.models.attention import by_native, by_xla
 
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter")
 TEXTS = ["the cat", "a dog sat", "how is the blue sky", "where", "what is tiny red"] * 20
+THREES = [" ".join(words) for words in islice(product(WORDS, repeat=3), 300)]
 BUCKET = Bucket(8, 16)
 
 
@@ -52,11 +53,69 @@ def test_replicas_give_one_devices_vectors_and_all_work(open_embedder, embedder,
         return usual(self, bucket, planes, outputs, **options)
 
     monkeypatch.setattr(Replica, "run", run)
-    texts = [" ".join(words) for words in islice(product(WORDS, repeat=3), 300)]
-    vectors = three.encode(texts)  # more batches than replicas
+    vectors = three.encode(THREES)  # more batches than replicas
     monkeypatch.undo()
     assert ran == {(device,) for device in jax.local_devices()[:3]}
-    np.testing.assert_allclose(vectors, embedder.encode(texts), atol=1e-5)
+    np.testing.assert_allclose(vectors, embedder.encode(THREES), atol=1e-5)
+
+
+def lost(usual):
+    raise RuntimeError("INTERNAL: the device is lost")
+
+
+def out_of_memory(usual):
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def not_a_number(usual):
+    return {name: output * np.nan for name, output in usual().items()}
+
+
+@pytest.mark.parametrize("fault", [lost, out_of_memory, not_a_number])
+def test_with_one_faulty_device_of_eight_every_text_has_its_vector(
+    open_embedder, embedder, monkeypatch, fault, caplog
+):
+    eight = open_embedder(8)
+    faulty, failed, usual = jax.local_devices()[5], threading.Event(), Replica.run
+
+    def run(self, *arguments, **options):
+        if self.devices != (faulty,):
+            assert failed.wait(60)
+            return usual(self, *arguments, **options)
+        failed.set()
+        return fault(lambda: usual(self, *arguments, **options))
+
+    monkeypatch.setattr(Replica, "run", run)
+    np.testing.assert_allclose(eight.encode(THREES), embedder.encode(THREES), atol=1e-5)
+    assert "run on another device" in caplog.text
+    state = eight.model.main.engine.snapshot()
+    assert state.failures[5] > 0
+    assert sum(state.failures) == state.failures[5]
+    assert eight.model.ready
+
+
+def test_with_one_hung_device_of_eight_only_its_batch_is_lost(open_embedder, embedder, monkeypatch):
+    eight = open_embedder(8)
+    eight.model.main.engine._watchdog._overdue_s = 2.0  # in place of a minute
+    returns, entered, usual = threading.Event(), threading.Event(), Replica.run
+
+    def run(self, *arguments, **options):
+        if self.devices == (jax.local_devices()[5],):
+            entered.set()
+            assert returns.wait(60)
+        else:
+            assert entered.wait(60)
+        return usual(self, *arguments, **options)
+
+    monkeypatch.setattr(Replica, "run", run)
+    try:
+        with pytest.raises(BackendError, match="did not return in time"):
+            eight.encode(THREES)
+        np.testing.assert_allclose(eight.encode(THREES), embedder.encode(THREES), atol=1e-5)
+        assert eight.model.main.engine.snapshot().stuck == 1
+        assert eight.model.ready
+    finally:
+        returns.set()
 
 
 @pytest.mark.usefixtures("native_kernels")
