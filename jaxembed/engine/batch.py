@@ -20,8 +20,8 @@ from jaxembed.models.tokens import PackedTokens
 # real length mixes.
 EXPECTED_FILL = 0.97
 LOOKAHEAD = 1.25  # sequences are considered up to this multiple of a bucket's tokens
-# Host time of a batch: composing, packing and writing answers. Measured: 0.4 to 0.8 ms on two cores
-# with two batches at a time.
+# Host time of a batch while it holds the device, until an engine has measured its own: packing and
+# reading the outputs. Measured: 0.4 to 0.8 ms on two cores with two batches at a time.
 HOST_MS = 0.6
 # Runs of up to this many milliseconds count as equally brief, because a lone query can wait so long
 # for the end of one. Of these the one with the highest throughput is chosen.
@@ -63,7 +63,10 @@ class Batch:
 
 
 def choose_bucket(
-    waiting: Sequence[QueuedSequence], cost: Mapping[Bucket, float], brief: bool = False
+    waiting: Sequence[QueuedSequence],
+    cost: Mapping[Bucket, float],
+    brief: bool = False,
+    host_ms: float = HOST_MS,
 ) -> Bucket:
     """Choose the bucket for the next batch of `waiting`, the sequences in the order of the queue.
 
@@ -72,7 +75,8 @@ def choose_bucket(
     bucket with the shortest run among those that lose at most the share BRIEF_LOSS of the best
     bucket's throughput.
 
-    `cost` maps each usable bucket to the milliseconds of a run with short sequences. Raises
+    `cost` maps each usable bucket to the milliseconds of a run with short sequences, and `host_ms`
+    are the milliseconds of host time for each batch. Raises
     ValueError if no bucket holds the first sequence.
     """
     holding = [bucket for bucket in cost if waiting[0].min_row <= bucket.length]
@@ -86,7 +90,7 @@ def choose_bucket(
         # even a full batch is too slow in this bucket, and in all buckets that follow
         if discount * cost[bucket] / bucket.tokens > best_ms:
             break
-        token_ms[bucket] = (cost[bucket] + HOST_MS) / _useful(lengths, bucket)
+        token_ms[bucket] = (cost[bucket] + host_ms) / _useful(lengths, bucket)
         best_ms = min(best_ms, token_ms[bucket])
     if not brief:
         return min(token_ms, key=token_ms.__getitem__)

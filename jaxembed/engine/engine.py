@@ -25,7 +25,7 @@ from jaxembed.engine.answer_cache import AnswerCache
 from jaxembed.engine.autotune.costs import BucketCosts, CostSource
 from jaxembed.engine.autotune.timing import BucketTimer
 from jaxembed.engine.autotune.warmup import Warmup
-from jaxembed.engine.batch import HOST_MS, Batch, place, place_all
+from jaxembed.engine.batch import Batch, place, place_all
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.future import Answers, WorkFuture, fail_sequences
 from jaxembed.engine.queue import RequestQueue
@@ -449,24 +449,29 @@ class Engine:
         batch = None
         try:
             with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
+                granted_at = time.monotonic()
                 batch, is_repeated = self._take_batch(worker)
                 if batch is None and worker.sick:
                     batch = self._probe_batch(worker)
                 if batch is None:
                     return
-                worker.scheduler.charge(waiter, (self._costs.usable[batch.bucket] + HOST_MS) / 1000)
+                expected_ms = self._costs.usable[batch.bucket] + self._costs.host_ms
+                worker.scheduler.charge(waiter, expected_ms / 1000)
                 started_at = time.monotonic()
                 with self._watchdog.watch(waiter, batch.bucket, batch) as call:
-                    results = Recovery(
+                    recovery = Recovery(
                         worker.runner, lambda: self._costs.usable, self._telemetry, call.begin
-                    ).run(batch)
-                seconds = time.monotonic() - started_at
+                    )
+                    results = recovery.run(batch)
+                ended_at = time.monotonic()
+                seconds = ended_at - started_at
             if self._is_traced:
                 self._trace(worker, batch, results, started_at, seconds)
             if waiter.overdue:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # the sequences failed when the batch became overdue
-            self._note(worker, batch, results, waiter, is_repeated)
+            host_s = waiter.took_s * (1 - recovery.run_s / max(ended_at - granted_at, 1e-9))
+            self._note(worker, batch, results, waiter, host_s, is_repeated)
             for answers in results if is_repeated else self._leave_failed(worker, batch, results):
                 # stored before the client gets its answer and can send the same request again
                 if self._cache is not None:
@@ -565,7 +570,8 @@ class Engine:
                     return batch, True
             try:
                 now = time.monotonic()
-                return self._queue.take(self._costs.usable, now, self._max_sequences), False
+                costs, limit = self._costs, self._max_sequences
+                return self._queue.take(costs.usable, now, limit, costs.host_ms), False
             except Exception:
                 logger.exception("no batch could be composed. This is a bug in jaxembed")
                 waiting = self._queue.clear()  # still locked: the queue may be inconsistent
@@ -591,9 +597,11 @@ class Engine:
         batch: Batch,
         results: Sequence[Answers],
         waiter: Waiter,
+        host_s: float,
         is_repeated: bool,
     ) -> None:
-        """Record the results of a batch, and its device time `waiter.took_s`.
+        """Record the results of a batch, and its device time `waiter.took_s`, of which the host
+        worked `host_s` seconds.
 
         If no sequence was answered, the worker has one more consecutive failure, unless the batch
         had failed before; otherwise its count of failures restarts at 0. The totals of the bucket
@@ -611,7 +619,7 @@ class Engine:
             )
             if [answers.sequences for answers in answered] == [batch.sequences]:  # not split
                 if not waiter.mixed and batch.bucket in self._costs.usable:
-                    self._costs.observe(batch.bucket, 1000 * waiter.took_s)
+                    self._costs.observe(batch.bucket, 1000 * waiter.took_s, 1000 * host_s)
                 decay = 1 - 1 / RATE_BATCHES
                 self._ran_tokens = decay * self._ran_tokens + tokens
                 self._ran_s = decay * self._ran_s + waiter.took_s

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxembed.data.inputs import Priority
-from jaxembed.engine.batch import Batch, choose_bucket, place
+from jaxembed.engine.batch import HOST_MS, Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
 from jaxembed.errors import InvalidInput
@@ -307,7 +307,11 @@ class RequestQueue:
         return waiting
 
     def take(
-        self, cost: Mapping[Bucket, float], now: float, max_sequences: int | None = None
+        self,
+        cost: Mapping[Bucket, float],
+        now: float,
+        max_sequences: int | None = None,
+        host_ms: float = HOST_MS,
     ) -> Batch | None:
         """Take the next batch out of the queue; None if no waiting sequence fits in a bucket.
 
@@ -316,8 +320,9 @@ class RequestQueue:
         fill the room that is left. After the first sequence, interactive sequences are placed
         before bulk sequences.
 
-        `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and
-        `max_sequences` is the largest number of sequences in the batch; None means no limit.
+        `cost` has the milliseconds of every usable bucket, `now` is time.monotonic(), and `host_ms`
+        are the milliseconds of host time for each batch. `max_sequences` is the largest number of
+        sequences in the batch; None means no limit.
         """
         while leads := [queue for queue in self.queues.values() if queue.order]:
             # the virtual time at which the next batch of each queue begins; a queue earns no credit
@@ -333,7 +338,7 @@ class RequestQueue:
             other = self._bulk if lead is self._interactive else self._interactive
             # the run must be brief if bulk leads while an interactive request may come soon
             brief = lead is self._bulk and now - self._interactive_at < EXPECTED_S
-            bucket = choose_bucket(window, cost, brief)
+            bucket = choose_bucket(window, cost, brief, host_ms)
             leading = set(window)
             other_window = other.peek(WINDOW_BUCKETS * bucket.tokens) if other.order else ()
             others = [sequence for sequence in other_window if sequence not in leading]

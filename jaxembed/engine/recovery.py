@@ -5,6 +5,7 @@ is not finite is run again alone.
 """
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -44,9 +45,9 @@ class Recovery:
     runner: Runner
     buckets: Callable[[], Iterable[Bucket]]  # returns the buckets compiled so far
     telemetry: Telemetry
-    on_call: Callable[[Bucket], object] = lambda bucket: (
-        None
-    )  # called with the bucket before each run
+    # called with the bucket before each run
+    on_call: Callable[[Bucket], object] = lambda bucket: None
+    run_s: float = 0.0  # seconds of all runs so far
 
     def run(self, batch: Batch) -> list[Answers]:
         """Run a batch; then run each sequence whose result is not finite once more, alone.
@@ -80,9 +81,9 @@ class Recovery:
             *(future.work.outputs for sequence in batch.sequences for future in sequence.futures)
         )
         self.on_call(batch.bucket)
-        output = self.runner.run(
-            batch.bucket, pack(batch, self.runner.planes), outputs, in_float32=in_float32
-        )
+        planes, started_at = pack(batch, self.runner.planes), time.monotonic()
+        output = self.runner.run(batch.bucket, planes, outputs, in_float32=in_float32)
+        self.run_s += time.monotonic() - started_at
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
         for name, array in output.items():

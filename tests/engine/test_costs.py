@@ -97,21 +97,30 @@ def test_the_bucket_with_the_fewest_timings_is_next_and_of_these_the_smallest():
 def test_batches_give_one_factor_for_all_and_none_for_a_bucket():
     costs = costs_of(SHORT, LONG, timings={SHORT: [2.0], LONG: [8.0]})
     for _ in range(200):
-        costs.observe(SHORT, 6.0 + HOST_MS)
+        costs.observe(SHORT, 6.0 + HOST_MS, HOST_MS)
     assert costs.drift == pytest.approx(3.0, rel=0.03)
     assert costs.usable == pytest.approx({SHORT: 6.0, LONG: 24.0}, rel=0.03)
     for _ in range(200):
-        costs.observe(LONG, 8.0 + HOST_MS)
+        costs.observe(LONG, 8.0 + HOST_MS, HOST_MS)
     assert costs.usable == pytest.approx({SHORT: 2.0, LONG: 8.0}, rel=0.03)
     assert costs.timings == {SHORT: [2.0], LONG: [8.0]}
 
 
+def test_the_host_time_of_a_batch_is_measured():
+    costs = costs_of(SHORT, timings={SHORT: [2.0]})
+    assert costs.host_ms == HOST_MS
+    for _ in range(400):
+        costs.observe(SHORT, 2.1, 0.1)
+    assert costs.host_ms == pytest.approx(0.1, rel=0.03)
+    assert costs.drift == 1.0
+
+
 def test_a_batch_that_nearly_hung_is_soon_forgotten():
     costs = costs_of(SHORT, timings={SHORT: [2.0]})
-    costs.observe(SHORT, 20.0 + HOST_MS)
+    costs.observe(SHORT, 20.0 + HOST_MS, HOST_MS)
     assert 1.0 < costs.drift < 2.0  # one odd batch at the start
     for took_ms in [2.0] * 50 + [59_000.0] + [2.0] * 50:
-        costs.observe(SHORT, took_ms + HOST_MS)
+        costs.observe(SHORT, took_ms + HOST_MS, HOST_MS)
     assert costs.drift < 1.1
 
 
@@ -119,7 +128,7 @@ def test_a_batch_that_nearly_hung_is_soon_forgotten():
 def test_the_factor_stays_within_its_bounds(took_ms, factor):
     costs = costs_of(SHORT, timings={SHORT: [2.0]})
     for _ in range(500):
-        costs.observe(SHORT, took_ms)
+        costs.observe(SHORT, took_ms, HOST_MS)
     assert costs.drift == pytest.approx(factor, rel=0.03)
 
 

@@ -61,6 +61,8 @@ class BucketCosts:
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
         self._took_ms = self._expected_ms = 0.0  # decaying sums over the recent batches
+        # recent mean of the host time of a batch while it holds the device, in milliseconds
+        self.host_ms = HOST_MS
 
     def add(self, bucket: Bucket) -> None:
         """Make a bucket usable."""
@@ -92,8 +94,9 @@ class BucketCosts:
         """Count a failure to time a bucket, which `untimed` takes into account."""
         self._failures[bucket] += 1
 
-    def observe(self, bucket: Bucket, took_ms: float) -> None:
-        """Update the drift with the device time of a batch, in milliseconds.
+    def observe(self, bucket: Bucket, took_ms: float, host_ms: float) -> None:
+        """Update the drift and `host_ms` with the device time of a batch and the part of this time
+        in which the host worked, in milliseconds.
 
         A batch counts with at most MAX_DRIFT times its cost, so that a batch that nearly hung has
         little effect. Raises KeyError if the bucket is not usable.
@@ -102,7 +105,9 @@ class BucketCosts:
         cost = self.usable[bucket] / self.drift
         if not self._expected_ms:  # assume earlier batches, so that the first one does not decide
             self._took_ms = self._expected_ms = FIRST_BATCHES * cost
-        self._took_ms = decay * self._took_ms + min(max(took_ms - HOST_MS, 0.0), MAX_DRIFT * cost)
+        run_ms = max(took_ms - host_ms, 0.0)
+        self._took_ms = decay * self._took_ms + min(run_ms, MAX_DRIFT * cost)
+        self.host_ms = decay * self.host_ms + (1 - decay) * min(host_ms, MAX_DRIFT * HOST_MS)
         self._expected_ms = decay * self._expected_ms + cost
         ratio = self._took_ms / max(self._expected_ms, 1e-9)
         factor = min(max(ratio, 1 / MAX_DRIFT), MAX_DRIFT)
