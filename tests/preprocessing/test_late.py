@@ -9,6 +9,7 @@ import pytest
 from conftest import LIMIT, NORMALIZED, WORDS, save_tiny, tiny_spec, word_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_windows import prose
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from benchmarks.parameters import random_parameters
@@ -26,10 +27,6 @@ ROOM = LIMIT - 2  # tokens of a text in a window, beside [CLS] and [SEP]
 OVERLAP = ROOM // 4
 PARTS = ["the cat sat", "on the mat", "where the dog runs"]
 RELATIVE = 1e-5  # float32, sums in another order
-
-
-def prose(words: int, seed: int = 0) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
 
 
 def close(got, wanted):

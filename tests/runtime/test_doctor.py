@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
+from test_cores import _system  # noqa: F401, a fixture
 from test_server_app import fetch_json
 
 from jaxembed.cli import cli
@@ -403,24 +404,11 @@ intr 1 2 3
 """
 
 
-@pytest.fixture(name="system")
-def _system(tmp_path, monkeypatch):
-    """A /proc and a control group of our own: `write(name, text)`."""
-    monkeypatch.setattr(cores, "PROC", tmp_path)
-    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "usable_cores", lambda: {1})
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-
-    return write
-
-
 @pytest.mark.skipif(os.name == "nt", reason="no /proc on Windows")
 @pytest.mark.parametrize(("own_niceness", "ticks"), [(0, 1360), (10, 1860)])
 def test_programs_of_lower_priority_keep_no_core_busy(system, monkeypatch, own_niceness, ticks):
-    system("stat", STAT)
+    system("proc/stat", STAT)
+    monkeypatch.setattr(cores, "usable_cores", lambda: {1})
     monkeypatch.setattr(machine.os, "getpriority", lambda which, who: own_niceness)
     busy_s = machine.machine_counts()["busy"]
     assert busy_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
@@ -429,7 +417,7 @@ def test_programs_of_lower_priority_keep_no_core_busy(system, monkeypatch, own_n
 def test_the_quota_is_that_of_the_control_group(system):
     assert machine.machine_facts().quota_cores is None
     assert "throttled" not in machine.machine_counts()
-    system("self/cgroup", "0::/kubepods/pod7\n")
+    system("proc/self/cgroup", "0::/kubepods/pod7\n")
     system("cgroup/kubepods/pod7/cpu.max", "150000 100000\n")
     system("cgroup/kubepods/pod7/cpu.stat", "usage_usec 9\nthrottled_usec 2500000\n")
     assert machine.machine_facts().quota_cores == 1.5
@@ -446,7 +434,7 @@ def test_the_quota_is_that_of_the_control_group(system):
     ],
 )
 def test_huge_pages_of_system_and_self(system, monkeypatch, tmp_path, status, enabled, huge_pages):
-    system("self/status", status)
+    system("proc/self/status", status)
     system("enabled", enabled)
     monkeypatch.setattr(machine, "HUGE_PAGES", tmp_path / "enabled")
     assert machine.machine_facts().huge_pages == huge_pages

@@ -5,10 +5,11 @@ from functools import cache
 
 import numpy as np
 import pytest
-from conftest import TOWERS, WORDS, save_tiny
+from conftest import TOWERS, save_tiny
 from sparse_matrix import as_dense
 from test_late_interaction import late
 from test_server_openai import ask
+from test_windows import QUERY, ROUTES, _reranker, assert_each_window_is_admitted, prose  # noqa: F401
 
 from jaxembed import Embedder
 from jaxembed.data.spec import DenseLayer, NormalizeLayer, PerToken, Pooled
@@ -17,8 +18,6 @@ from jaxembed.preprocessing.windows import overlap_of, windows
 from jaxembed.runtime.options import Chunk, ScoreOptions
 
 LIMIT = 100
-QUERY = "what cat"
-ROUTES = {"/v1/rerank": "documents", "/v2/rerank": "documents", "/rerank": "texts"}
 TOWER = TOWERS["bert"]["config"] | {"max_positions": LIMIT}
 M3 = {
     "heads": {
@@ -38,10 +37,6 @@ MODELS = {  # the fields of a spec, and how many tokens are around a document
     "dense": (DENSE, 3),
 }
 SHORT = late(document_length=60) | {"max_input_tokens": 60}
-
-
-def prose(words: int, seed: int = 0) -> str:
-    return " ".join(np.random.default_rng(seed).choice(WORDS, words))
 
 
 @pytest.fixture(name="opened", scope="module")
@@ -194,18 +189,25 @@ def test_an_empty_document_is_ranked_last(opened, name):
     ("asked", "words"),
     [
         ({"max_chunks_per_doc": 65}, "`max_chunks_per_doc` must be from 1 to 64"),
+        ({"max_chunks_per_doc": -1}, "`max_chunks_per_doc` must be from 1 to 64"),
+        ({"max_chunks_per_doc": "2"}, "max_chunks_per_doc"),
         ({"max_chunks_per_doc": 2, "overlap_tokens": -1}, "`overlap_tokens` must be 0 or more"),
         ({"max_chunks_per_doc": 2, "long_documents": "truncate"}, "contradicts"),
+        ({"long_documents": "mean"}, "long_documents"),
+        ({"max_chunks_per_doc": 2, "aggregation": "mean"}, "best window gives the score"),
         ({"instruction": "x"}, "`instruction` is for models that score pairs"),
         ({"max_tokens_per_doc": 8}, "`max_tokens_per_doc` is for models that score pairs"),
         ({"dimensions": 8}, "`dimensions` of 8 is not supported"),
         ({"top_n": -1}, "`top_n` must be 1 or more"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(opened, path, field, asked, words):
-    for name in ("colbert", "dense"):
+def test_what_cannot_be_is_refused_by_name(opened, reranker, path, field, asked, words):
+    embedders = [opened("colbert"), opened("dense")]
+    if "is for models that score pairs" not in words and "dimensions" not in asked:
+        embedders.append(reranker)
+    for embedder in embedders:
         body = {"query": QUERY, field: ["a cat"], **asked}
-        response, answer = ask(body, path=path, embedder=opened(name).model)
+        response, answer = ask(body, path=path, embedder=embedder.model)
         assert response.status_code in (400, 422)
         assert words in str(answer)
 
@@ -229,10 +231,4 @@ def test_windows_need_room(opened):
 def test_each_window_is_admitted(opened):
     embedder = opened("colbert")
     _, request, _ = embedder.model.tasks.compare(QUERY, [prose(2000)], ScoreOptions(max_chunks=64))
-    count, tokens = embedder.model.main.processor.estimate(request.inputs(), request.tokenization)
-    assert count == tokens // LIMIT > 10
-    told = []
-    asyncio.run(embedder.model.runner.run_async(request, lambda cost: told.append(cost[:2])))
-    ((sequences, tokens),) = told
-    assert sequences == len(windows(2000, LIMIT - 3, overlap_of(LIMIT - 3, None)))
-    assert tokens > 2000
+    assert_each_window_is_admitted(embedder, request, LIMIT - 3, LIMIT)

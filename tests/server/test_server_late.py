@@ -5,8 +5,9 @@ import base64
 import numpy as np
 import pytest
 from conftest import open_tiny, save_tiny
-from test_late import PARTS, prose
+from test_late import PARTS
 from test_server_openai import ask
+from test_windows import prose
 
 from jaxembed import ChunkedText, ChunkSize
 from jaxembed.config import ServerConfig
