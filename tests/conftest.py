@@ -4,6 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import quick  # noqa: F401 - few buckets, which are not timed
 import tokenizers
 from dual_sources import write_dual
-from fakes import SMALL_GRID, WAIT_S, EngineUnderTest
+from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner
 from native_builds import AVX512_BF16, RUNNABLE, for_this_cpu
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from werkzeug.routing import Rule
@@ -349,6 +350,20 @@ def _whole_grids(monkeypatch) -> None:
     monkeypatch.setattr(build, "default_grid", default_grid)
 
 
+@pytest.fixture(name="closed")
+def _closed() -> Iterator[ExitStack]:
+    """What is entered here is closed after the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(name="closed_late", scope="module")
+def _closed_late() -> Iterator[ExitStack]:
+    """What is entered here is closed after the module."""
+    with ExitStack() as stack:
+        yield stack
+
+
 @pytest.fixture(name="conversions")
 def _conversions(monkeypatch) -> list[Path]:
     """Every source that is converted, in order."""
@@ -377,21 +392,19 @@ def _grid_file(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(name="make_processor", scope="module")
-def _make_processor(tmp_path_factory) -> Iterator[Callable[..., TextProcessor]]:
+def _make_processor(tmp_path_factory, closed_late) -> Callable[..., TextProcessor]:
     """Processors on the tiny tokenizer, or with another post-processor."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made: list[TextProcessor] = []
 
     def make(limit=8, post_processor=lambda tokenizer: None, text=None, **spec) -> TextProcessor:
         tokenizer = word_tokenizer()
         post_processor(tokenizer)
         tokenizer.save(str(path))
-        made.append(TextProcessor(path, tiny_spec(**spec), limit, text or TextConfig(), 2))
-        return made[-1]
+        processor = TextProcessor(path, tiny_spec(**spec), limit, text or TextConfig(), 2)
+        closed_late.callback(processor.executor.shutdown)
+        return processor
 
-    yield make
-    for processor in made:
-        processor.executor.shutdown()
+    return make
 
 
 @pytest.fixture(name="embedder", scope="session")
@@ -401,17 +414,15 @@ def _embedder(tiny_checkpoint, grid_file, tmp_path_factory) -> Iterator[Embedder
         dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128, warmup="full"
     )
     cache = tmp_path_factory.mktemp("cache")
-    embedder = Embedder(str(tiny_checkpoint), cache_dir=cache, config=config)
-    embedder.model.main.engine.wait_timed(60.0)
-    yield embedder
-    embedder.close()
+    with Embedder(str(tiny_checkpoint), cache_dir=cache, config=config) as embedder:
+        embedder.model.main.engine.wait_timed(60.0)
+        yield embedder
 
 
 @pytest.fixture(name="load_model", scope="module")
-def _load_model(tmp_path_factory) -> Iterator[Callable[..., Embedder]]:
+def _load_model(tmp_path_factory, closed_late) -> Callable[..., Embedder]:
     """Embedder(source) in float32 on one device, with one bucket of these rows and this length;
     closed after the module. Options are those of Embedder."""
-    opened: list[Embedder] = []
     cache = tmp_path_factory.mktemp("cache")
 
     def load(source: Path, rows: int, length: int, **options: Any) -> Embedder:
@@ -419,12 +430,10 @@ def _load_model(tmp_path_factory) -> Iterator[Callable[..., Embedder]]:
         grid.write_text(f'{{"buckets": [[{rows}, {length}]]}}')
         budget = rows * length
         config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=budget)
-        opened.append(Embedder(str(source), cache_dir=cache, config=config, **options))
-        return opened[-1]
+        embedder = Embedder(str(source), cache_dir=cache, config=config, **options)
+        return closed_late.enter_context(embedder)
 
-    yield load
-    for embedder in opened:
-        embedder.close()
+    return load
 
 
 @pytest.fixture(name="clip", scope="session")
@@ -437,19 +446,21 @@ def _clip(tmp_path_factory) -> Iterator[Embedder]:
         yield embedder
 
 
+@pytest.fixture(name="runner")
+def _runner() -> SumRunner:
+    return SumRunner()
+
+
 @pytest.fixture(name="start")
-def _start():
+def _start(closed):
     """Start engines that are closed at the end."""
-    engines: list[EngineUnderTest] = []
 
     def start(*runners, ready=True, **options) -> EngineUnderTest:
         engine = EngineUnderTest(runners, options.pop("grid", SMALL_GRID), **options)
-        engines.append(engine)
+        closed.callback(engine.close, WAIT_S)
         engine.start()
         if ready:
             engine.warmup.wait(WAIT_S)
         return engine
 
-    yield start
-    for engine in engines:
-        engine.close(WAIT_S)
+    return start

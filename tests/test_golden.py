@@ -124,8 +124,8 @@ def _golden_embedder(golden, load_model, tmp_path_factory) -> Iterator[Embedder]
         embedder = Embedder(str(golden.path), cache_dir=tmp_path_factory.mktemp("cache"))
     else:
         embedder = load_model(golden.path, 2, 64)
-    yield embedder
-    embedder.close()
+    with embedder:
+        yield embedder
 
 
 def assert_agrees(got: np.ndarray, wanted: np.ndarray) -> None:

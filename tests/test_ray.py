@@ -36,17 +36,15 @@ def _embed(arguments) -> Iterator[Embed]:
 
 
 @pytest.fixture(name="opened")
-def _opened() -> Iterator[Callable[..., Any]]:
+def _opened(closed) -> Callable[..., Any]:
     """Makes actors, and closes their models after the test."""
-    actors = []
 
     def made(kind: type, **arguments: Any) -> Any:
-        actors.append(kind(**arguments))
-        return actors[-1]
+        actor = kind(**arguments)
+        closed.callback(actor._embedder.close)
+        return actor
 
-    yield made
-    for actor in actors:
-        actor._embedder.close()
+    return made
 
 
 def run(actor: Any, batch: Any) -> Any:

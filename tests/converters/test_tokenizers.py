@@ -8,6 +8,7 @@ from public test suites.
 import gzip
 import hashlib
 import json
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,21 +45,19 @@ beside_us = pytest.mark.skipif(not FOLDER.exists(), reason=f"{FOLDER.name} are n
 
 
 @pytest.fixture(name="open_processor", scope="module")
-def _open_processor(tmp_path_factory):
+def _open_processor(tmp_path_factory, closed_late):
     """Processors by the name of a tokenizer, each loaded once."""
-    opened: dict[str, TextProcessor] = {}
 
+    @cache
     def open_processor(name: str) -> TextProcessor:
-        if name not in opened:
-            path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-            path.write_bytes(_tokenizer_file(name.replace("-reranker", "")))
-            spec = tiny_spec(prompts={}, **TASKS.get(name, {}))
-            opened[name] = TextProcessor(path, spec, LIMIT, TextConfig(), 1)
-        return opened[name]
+        path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+        path.write_bytes(_tokenizer_file(name.replace("-reranker", "")))
+        spec = tiny_spec(prompts={}, **TASKS.get(name, {}))
+        processor = TextProcessor(path, spec, LIMIT, TextConfig(), 1)
+        closed_late.callback(processor.executor.shutdown)
+        return processor
 
-    yield open_processor
-    for processor in opened.values():
-        processor.executor.shutdown()
+    return open_processor
 
 
 def _tokenizer_file(name: str) -> bytes:

@@ -23,11 +23,6 @@ BIG = 2**20
 ONE = ANSWER_OVERHEAD_BYTES + 4 + 4  # bytes of a token's sum: the values, and the tokens in its key
 
 
-@pytest.fixture(name="runner")
-def _runner() -> SumRunner:
-    return SumRunner()
-
-
 def interactive(*ids: int, **options) -> WorkFuture:
     future = future_of([encoding(one) for one in ids], **options)
     future.interactive = True

@@ -31,11 +31,6 @@ GRID = SMALL_GRID
 SHORT, WIDE, LONG = GRID.buckets
 
 
-@pytest.fixture(name="runner")
-def _runner() -> SumRunner:
-    return SumRunner()
-
-
 def compiled(engine: Engine) -> Engine:
     """Wait until nothing of the warm-up is left to do."""
     for thread in engine.warmup.threads:
@@ -247,11 +242,10 @@ def test_a_query_waits_for_one_batch_also_where_its_model_has_bulk_and_another_o
 def test_models_share_the_time_of_their_device_and_rest_earns_no_credit(start):
     scheduler = DeviceScheduler()
     order: list[int] = []
-    shares = greedy, modest = (
-        VirtualTime(end=500.0),
-        VirtualTime(end=100.0),
-    )  # seconds they have had
-    engines = [compiled(start(noting(order), turns=[scheduler], shares=[one])) for one in shares]
+    greedy, modest = VirtualTime(end=500.0), VirtualTime(end=100.0)  # seconds they have had
+    engines = [
+        compiled(start(noting(order), turns=[scheduler], shares=[one])) for one in (greedy, modest)
+    ]
     with scheduler.hold(lambda: 0.0):
         futures = [engine.ask([encoding(k + 11)]) for k, engine in enumerate(engines)]
         until(lambda: len(scheduler._waiting) == 4)  # both threads of each

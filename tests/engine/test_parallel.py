@@ -25,18 +25,14 @@ BUCKET = Bucket(8, 16)
 
 
 @pytest.fixture(name="open_embedder")
-def _open_embedder(tiny_checkpoint, tmp_path):
+def _open_embedder(tiny_checkpoint, tmp_path, closed):
     """An Embedder with one bucket of 8 rows over some devices; closed at the end."""
-    opened: list[Embedder] = []
 
     def open_embedder(devices: int, parallel="replicas") -> Embedder:
         fields = {"devices": devices, "parallel": parallel, "max_input_tokens": 16}
-        opened.append(open_tiny(tiny_checkpoint, tmp_path, (8, 16), **fields))
-        return opened[-1]
+        return closed.enter_context(open_tiny(tiny_checkpoint, tmp_path, (8, 16), **fields))
 
-    yield open_embedder
-    for embedder in opened:
-        embedder.close()
+    return open_embedder
 
 
 def test_replicas_give_one_devices_vectors_and_all_work(open_embedder, embedder, monkeypatch):

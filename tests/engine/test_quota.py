@@ -66,11 +66,8 @@ def test_tokens_are_charged_by_estimate_then_by_what_is_run_then_by_the_answer(c
             assert remaining(quota) == {"tokens": 700}
             permit.charge_answer(250)
         assert remaining(quota) == {"tokens": 750}
-        assert (reservation.account.inputs, reservation.account.tokens, quota.tokens) == (
-            1,
-            250,
-            250,
-        )
+        account = reservation.account
+        assert (account.inputs, account.tokens, quota.tokens) == (1, 250, 250)
 
 
 def test_an_estimate_that_was_too_small_is_paid_back_by_later_requests(clock):

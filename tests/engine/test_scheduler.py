@@ -9,6 +9,13 @@ from fakes import until
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 
 
+def start_in_turn(threads: list[threading.Thread], scheduler: DeviceScheduler) -> None:
+    """Each when those before it are in line."""
+    for k, thread in enumerate(threads):
+        thread.start()
+        until(lambda k=k: len(scheduler._waiting) == k + 1)
+
+
 def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join(60)
@@ -238,9 +245,7 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
 
     threads = [threading.Thread(target=work, args=(m,)) for m in ("long", "long", "short")]
     with scheduler.hold(lambda: 0.0), scheduler.hold(lambda: 0.0):
-        for k, thread in enumerate(threads):
-            thread.start()
-            until(lambda k=k: len(scheduler._waiting) == k + 1)
+        start_in_turn(threads, scheduler)
     join(threads)
     assert order == ["long", "short", "long"]
 
@@ -269,9 +274,7 @@ def test_models_get_equal_time_in_the_long_run(ahead_s, takes_s, permits):
 
     threads = [threading.Thread(target=work, args=(k % 2,)) for k in range(count)]
     with scheduler.hold(lambda: 0.0, whole=True):
-        for k, thread in enumerate(threads):
-            thread.start()
-            until(lambda k=k: len(scheduler._waiting) == k + 1)
+        start_in_turn(threads, scheduler)
     join(threads)
     assert had[:3] == [0] * 3 or not any(ahead_s)
     first, second = (had[:300].count(model) * takes_s[model] for model in (0, 1))

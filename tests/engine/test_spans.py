@@ -58,15 +58,12 @@ def test_spans_are_pooled_one_by_one_whatever_shares_their_rows(embedder, sequen
     assert len(result["dense"]) == first
 
 
-def test_a_sequence_goes_to_a_row_that_has_slots_for_its_spans():
+def test_a_sequence_goes_to_a_row_that_has_slots_for_its_spans(start, runner):
     """Ten tokens fit every bucket, six spans only the row of 64 with its 16 slots."""
-    runner = SumRunner()
-    engine = EngineUnderTest([runner], SMALL_GRID, full_warmup=True)
-    engine.start()
+    engine = start(runner, full_warmup=True)
     spans = tuple((k, k + 5) for k in range(6))
     ids = np.arange(10, 20, dtype=np.int32)
     dense = engine.ask([Encoding(ids, spans=spans)]).result(WAIT_S)["dense"]
-    engine.close(WAIT_S)
     assert runner.ran == [Bucket(1, 64)]
     assert dense[:, 0].tolist() == [float(ids[start:end].sum()) for start, end in spans]
 
@@ -91,13 +88,11 @@ def test_spans_survive_halving_and_running_alone():
     engine.close(WAIT_S)
 
 
-def test_more_spans_than_a_row_has_slots_are_refused():
-    engine = EngineUnderTest([SumRunner()], SMALL_GRID)
+def test_more_spans_than_a_row_has_slots_are_refused(start, runner):
     spans = ((0, 1),) * 17
     with pytest.raises(TooManySpans, match="17 spans, the limit is 16") as raised:
-        engine.ask([Encoding(ids_of(4)), Encoding(ids_of(4), spans=spans)])
+        start(runner).ask([Encoding(ids_of(4)), Encoding(ids_of(4), spans=spans)])
     assert raised.value.index == 1
-    engine.close(WAIT_S)
 
 
 @pytest.fixture(name="classifier", scope="module")

@@ -19,7 +19,6 @@ from jaxembed.engine.batch import Batch, pack
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica
 from jaxembed.models import ARCHITECTURES, attention, deberta
-from jaxembed.models.heads import POOLINGS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -222,24 +221,15 @@ def test_every_row_slot_and_start_gives_the_same_vector(float32, bucket):
                 assert_same(vector, reference)
 
 
-def assert_same_among_poisoned_neighbours(**spec) -> None:
-    replica = replica_of("float32", BUCKETS[:1], **spec)
+@pytest.mark.parametrize("head", each(HEADS, "vocabulary, maximum"))
+def test_every_head_is_the_same_among_poisoned_neighbours(head):
+    replica = replica_of("float32", BUCKETS[:1], **HEADS[head])
     ids, bucket = [7, 8, 9, 10, 11], BUCKETS[0]
     wanted, _ = run(replica, alone(bucket, ids, 2))
     among = [(ids, 2, 2, 1, 9), ([HUGE, 6] * 4, 0, 2, 0, 0), ([HUGE] * 10, 0, 2, 2, 20)]
     got, _ = run(replica, placed(bucket, [*among, ([HUGE] * 32, 0, 1, 0, 0)]))
     assert np.isfinite(wanted).all()
     assert_same(got, wanted)
-
-
-@pytest.mark.parametrize("pooling", each(POOLINGS, "lasttoken"))
-def test_every_pooling_is_the_same_among_poisoned_neighbours(pooling):
-    assert_same_among_poisoned_neighbours(pooling=(pooling,))
-
-
-@pytest.mark.parametrize("head", each(HEADS, "vocabulary, maximum"))
-def test_every_head_is_the_same_among_poisoned_neighbours(head):
-    assert_same_among_poisoned_neighbours(**HEADS[head])
 
 
 def test_every_architecture_is_among_the_towers():

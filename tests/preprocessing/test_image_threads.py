@@ -55,16 +55,13 @@ def _gate(monkeypatch):
 
 
 @pytest.fixture(name="make")
-def _make():
-    made: list[ImageProcessor] = []
-
+def _make(closed):
     def make(workers: int) -> ImageProcessor:
-        made.append(ImageProcessor(tiny_spec(**TOWERS["pages"]), workers))
-        return made[-1]
+        processor = ImageProcessor(tiny_spec(**TOWERS["pages"]), workers)
+        closed.callback(processor.executor.shutdown, wait=False)
+        return processor
 
-    yield make
-    for processor in made:
-        processor.executor.shutdown(wait=False)
+    return make
 
 
 def job(processor: ImageProcessor, *files: bytes):

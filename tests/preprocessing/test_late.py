@@ -44,21 +44,18 @@ def places_of(text: ChunkedText) -> list[list[int]]:
 
 
 @pytest.fixture(name="open_embedder", scope="module")
-def _open_embedder(tmp_path_factory, grid_file):
+def _open_embedder(tmp_path_factory, grid_file, closed_late):
     """Embedders of tiny checkpoints, by the fields of their spec."""
-    opened = []
 
     def open_embedder(null_model=False, **changes) -> Embedder:
         path = tmp_path_factory.mktemp("tiny")
         save_tiny(path / "checkpoint", **changes)
         config = EngineConfig(dtype="float32", devices=1, buckets=grid_file, max_batch_tokens=128)
         config = EngineConfig(null_model=True) if null_model else config
-        opened.append(Embedder(str(path / "checkpoint"), cache_dir=path, config=config))
-        return opened[-1]
+        embedder = Embedder(str(path / "checkpoint"), cache_dir=path, config=config)
+        return closed_late.enter_context(embedder)
 
-    yield open_embedder
-    for embedder in opened:
-        embedder.close()
+    return open_embedder
 
 
 # one pass
@@ -329,19 +326,16 @@ TOKENIZERS = {
 
 
 @pytest.fixture(name="make_reader")
-def _make_reader(tmp_path):
-    made = []
-
+def _make_reader(tmp_path, closed):
     def make(tokenizer: Tokenizer, limit: int = 512, **spec) -> TextProcessor:
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         config = tiny_spec().config | {"vocab_size": tokenizer.get_vocab_size()}
         spec = tiny_spec(config=config, **spec)
-        made.append(TextProcessor(tmp_path / "tokenizer.json", spec, limit, TextConfig(), 1))
-        return made[-1]
+        processor = TextProcessor(tmp_path / "tokenizer.json", spec, limit, TextConfig(), 1)
+        closed.callback(processor.executor.shutdown)
+        return processor
 
-    yield make
-    for processor in made:
-        processor.executor.shutdown()
+    return make
 
 
 def late_work(processor, text, prompt=""):

@@ -86,7 +86,7 @@ def _converted(tmp_path_factory):
 
 
 @pytest.fixture(name="dual", scope="module")
-def _dual(converted, tmp_path_factory):
+def _dual(converted, tmp_path_factory, closed_late):
     """The Embedder of a kind, in float32, with several images in a row as on native kernels."""
     config = EngineConfig(dtype="float32", devices=1, max_batch_tokens=256)
     folder = tmp_path_factory.mktemp("cache")
@@ -95,13 +95,10 @@ def _dual(converted, tmp_path_factory):
     def dual(kind: str) -> Embedder:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("jaxembed.engine.build.one_length_grid", _packing)
-            made.append(Embedder(str(converted[kind]), cache_dir=folder, config=config))
-        return made[-1]
+            embedder = Embedder(str(converted[kind]), cache_dir=folder, config=config)
+        return closed_late.enter_context(embedder)
 
-    made: list[Embedder] = []
-    yield dual
-    for embedder in made:
-        embedder.close()
+    return dual
 
 
 def ids_of(kind, text):

@@ -51,19 +51,17 @@ def save_routed(path: Path, default: str | None) -> Path:
 
 
 @pytest.fixture(name="opened", scope="module")
-def _opened(tmp_path_factory):
-    cache, embedders = tmp_path_factory.mktemp("cache"), []
+def _opened(tmp_path_factory, closed_late):
+    cache = tmp_path_factory.mktemp("cache")
     grid = cache.parent / "routes-buckets.json"
     grid.write_text('{"buckets": [[2, 64]]}')
     config = EngineConfig(dtype="float32", devices=1, buckets=grid, max_batch_tokens=128)
 
     def opened(path: Path, **options) -> Embedder:
-        embedders.append(Embedder(str(path), cache_dir=cache, config=config, **options))
-        return embedders[-1]
+        embedder = Embedder(str(path), cache_dir=cache, config=config, **options)
+        return closed_late.enter_context(embedder)
 
-    yield opened
-    for embedder in embedders:
-        embedder.close()
+    return opened
 
 
 @pytest.fixture(name="saved", scope="module")
@@ -275,9 +273,8 @@ async def until_waiting(embedder: Embedder, inputs: int) -> None:
 @pytest.fixture(name="own")
 def _own(opened, saved) -> Iterator[Embedder]:
     """One to close, drain or break."""
-    embedder = opened(saved)
-    yield embedder
-    embedder.close()
+    with opened(saved) as embedder:
+        yield embedder
 
 
 def test_a_route_that_fails_leaves_the_others(own, monkeypatch, wanted):

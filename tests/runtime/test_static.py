@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,32 +66,25 @@ def spec_of(vocab_size: int = 50, width: int = WIDTH, modules=(), **changes) -> 
 
 
 @pytest.fixture(name="load")
-def _load(tmp_path) -> Iterator[Callable[..., Embedder]]:
-    loaded: list[Embedder] = []
-
+def _load(tmp_path, closed) -> Callable[..., Embedder]:
     def load(source: Path, config: EngineConfig | None = None) -> Embedder:
-        loaded.append(Embedder(str(source), cache_dir=tmp_path / "cache", config=config))
-        return loaded[-1]
+        embedder = Embedder(str(source), cache_dir=tmp_path / "cache", config=config)
+        return closed.enter_context(embedder)
 
-    yield load
-    for embedder in loaded:
-        embedder.close()
+    return load
 
 
 @pytest.fixture(name="start")
-def _start() -> Iterator[Callable[..., HostEngine]]:
-    engines: list[HostEngine] = []
-
+def _start(closed) -> Callable[..., HostEngine]:
     def start(parameters=None) -> HostEngine:
         spec = spec_of()
         model = StaticEmbeddings(spec, parameters or random_parameters(spec))
-        engines.append(HostEngine(model, Telemetry()))
-        engines[-1].start()
-        return engines[-1]
+        engine = HostEngine(model, Telemetry())
+        closed.callback(engine.close)
+        engine.start()
+        return engine
 
-    yield start
-    for engine in engines:
-        engine.close()
+    return start
 
 
 def batch_of(count: int, length: int = 4) -> list[Encoding]:
