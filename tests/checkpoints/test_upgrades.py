@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from commands import run
+from conftest import open_tiny
 from test_golden import answer, assert_agrees, read
 from upgrades.make import VERSIONS, write_dated_source
 
 import converters
-from jaxembed import Embedder, EngineConfig, __version__
+from jaxembed import Embedder, __version__
 from jaxembed.checkpoints import checkpoint, hub
 from jaxembed.checkpoints.source import ModelSource
 from jaxembed.data.spec import FORMAT_VERSION
@@ -24,6 +25,7 @@ from jaxembed.errors import CheckpointError, ConfigError
 FIXTURES = Path(__file__).parents[1] / "upgrades"
 GOLDENS = Path(__file__).parents[1] / "golden"
 LATEST = list(VERSIONS)[-1]
+ONE = (2, 32)  # a bucket
 TUNED = [name for name, version in VERSIONS.items() if version.tunes]
 HUB, COSTS = "jaxembed.checkpoints.hub", "jaxembed.engine.autotune.cost_file"  # modules that log
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -73,15 +75,6 @@ def checkpoint_in(folder: Path, version: str) -> Path:
     return target
 
 
-def embedder_of(model: Path, cache: Path, **settings) -> Embedder:
-    """With one bucket, if `settings` has no others."""
-    grid = cache.parent / "one-bucket.json"
-    grid.write_text('{"buckets": [[2, 32]]}')
-    usual = {"dtype": "float32", "devices": 1, "buckets": grid, "max_batch_tokens": 64}
-    config = EngineConfig(**usual | settings)
-    return Embedder(str(model), cache_dir=cache, config=config)
-
-
 def assert_serves(embedder: Embedder, version: str) -> None:
     """Its first call gives what torch gave."""
     arrays = read(GOLDENS / f"{VERSIONS[version].golden}.npz")
@@ -112,7 +105,7 @@ def _info(caplog) -> None:
 @each_version
 def test_a_checkpoint_of_an_earlier_version_serves(version, tmp_path, caplog):
     folder = checkpoint_in(tmp_path, version)
-    with embedder_of(folder, tmp_path / "cache") as embedder:
+    with open_tiny(folder, tmp_path, ONE) as embedder:
         assert_serves(embedder, version)
     lines = told(caplog, HUB)
     if version == "format-2-without-token-types":
@@ -143,7 +136,7 @@ def change_manifest(folder: Path, **fields) -> None:
 def test_fields_that_a_later_version_added_are_passed_over(tmp_path):
     folder = checkpoint_in(tmp_path, LATEST)
     change_manifest(folder, written_by="jaxembed 9.1.0", matryoshka=[8, 16])
-    with embedder_of(folder, tmp_path / "cache") as embedder:
+    with open_tiny(folder, tmp_path, ONE) as embedder:
         assert_serves(embedder, LATEST)
 
 
@@ -153,7 +146,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(tmp_path, name, damage):
     folder = checkpoint_in(tmp_path, LATEST)
     damage_files(folder / name, damage)
     with pytest.raises(CheckpointError) as error:
-        embedder_of(folder, tmp_path / "cache").close()
+        open_tiny(folder, tmp_path, ONE).close()
     assert str(folder) in str(error.value)
     assert "convert the model again" in str(error.value)
     assert len(str(error.value).splitlines()) == 1
@@ -167,7 +160,7 @@ def test_a_cache_of_an_earlier_version_is_used_or_made_anew(version, tmp_path, c
     source = source_in(tmp_path, version)
     cache = cache_in(tmp_path, version, source)
     if version in (LATEST, "format-1"):
-        with embedder_of(source, cache) as embedder:
+        with open_tiny(source, tmp_path, ONE) as embedder:
             assert_serves(embedder, version)
     else:
         hub.resolve(ModelSource(str(source), cache_dir=cache))
@@ -186,7 +179,7 @@ def test_the_entry_of_a_later_version_is_left_to_it(tmp_path):
     newer = entry_of(cache)
     newer = newer.rename(newer.with_name(f"{newer.name.rpartition('-')[0]}-{'f' * 16}"))
     change_manifest(newer, format_version=FORMAT_VERSION + 1)
-    with embedder_of(source, cache) as embedder:
+    with open_tiny(source, tmp_path, ONE) as embedder:
         assert_serves(embedder, LATEST)
     assert newer.exists()
 
@@ -258,17 +251,17 @@ def test_grids_that_earlier_versions_tuned_are_read_and_serve(tmp_path, caplog):
         assert read_grid(FIXTURES / version / "buckets.json").buckets
     grid = FIXTURES / TUNED[0] / "buckets.json"
     folder = checkpoint_in(tmp_path, TUNED[0])
-    with embedder_of(folder, tmp_path / "cache", buckets=grid, max_batch_tokens=None) as embedder:
+    with open_tiny(folder, tmp_path, ONE, buckets=grid, max_batch_tokens=None) as embedder:
         assert_serves(embedder, TUNED[0])
         assert set(embedder.model.main.plan.grid.buckets) == set(read_grid(grid).buckets)
     assert len(told(caplog, "jaxembed.engine.build")) <= 1  # tuned on another kind of machine
 
 
 def test_a_grid_of_a_later_version_serves_where_its_buckets_can_be_read(tmp_path):
-    grid = tmp_path / "buckets.json"
+    grid = tmp_path / "later.json"
     grid.write_text('{"format": 9, "buckets": [[2, 64]], "max_batch_tokens": 128, "lanes": []}')
     folder = checkpoint_in(tmp_path, LATEST)
-    with embedder_of(folder, tmp_path / "cache", buckets=grid, max_batch_tokens=None) as embedder:
+    with open_tiny(folder, tmp_path, ONE, buckets=grid, max_batch_tokens=None) as embedder:
         assert_serves(embedder, LATEST)
 
 

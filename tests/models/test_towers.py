@@ -9,15 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import sources
-from conftest import TOWERS, WIDER_TOWERS, WORDS, tiny_spec, word_tokenizer
+from conftest import TOWERS, WIDER_TOWERS, WORDS, open_tiny, tiny_spec, word_tokenizer
 from fakes import count_of
 from flax import nnx
 from jax import lax
 from representatives import each
 
 from benchmarks.parameters import random_parameters
-from jaxembed import Embedder, EngineConfig
 from jaxembed.checkpoints import checkpoint
 from jaxembed.engine.autotune.kernels import calls
 from jaxembed.models import ModelSpec, deberta, program
@@ -86,17 +84,13 @@ def test_a_float16_activation_out_of_range_does_not_change_the_vector(tmp_path):
     exact = {name: array.astype(np.float32) for name, array in halves.items()}
     source = tmp_path / "checkpoint"
     checkpoint.save(source, spec, exact, word_tokenizer().to_str().encode())
-    grid = tmp_path / "grid.json"
-    sources.write_json(grid, {"buckets": [[2, 64]]})
     vectors = {}
     texts = ["the cat sat on the mat", "a dog"]
     for dtype in ("float16", "float32"):
-        config = EngineConfig(dtype=dtype, devices=1, buckets=grid, max_batch_tokens=128)
-        embedder = Embedder(str(source), cache_dir=tmp_path / "cache", config=config)
-        vectors[dtype] = embedder.encode(texts)
-        rescued = count_of(embedder.model.telemetry.not_finite)
+        with open_tiny(source, tmp_path, (2, 64), dtype=dtype) as embedder:
+            vectors[dtype] = embedder.encode(texts)
+            rescued = count_of(embedder.model.telemetry.not_finite)
         assert rescued == (len(texts) if dtype == "float16" else 0)
-        embedder.close()
     np.testing.assert_allclose(vectors["float16"], vectors["float32"], rtol=0, atol=1e-5)
 
 

@@ -14,7 +14,7 @@ import pytest
 import sources
 from conftest import save_tiny
 from fake_embedder import FakeEmbedder
-from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner, encoding
+from fakes import WAIT_S, encoding
 from test_docs import DOCS, codes, sections
 from test_server_app import KEYS
 from test_server_run import serving
@@ -360,9 +360,9 @@ def test_the_sampler_of_the_environment_is_used(
     assert len(receiver.named("device")) == is_sampled
 
 
-def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
-    runner = SumRunner()
-    with tracing() as (receiver, tracer), engine_of(runner) as engine:
+def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all(start, runner):
+    with tracing() as (receiver, tracer):
+        engine = start(runner)
         runner.gate.clear()
         first = engine.ask([encoding(2)])
         assert runner.entered.acquire(timeout=WAIT_S)
@@ -377,6 +377,7 @@ def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
             one.finish()
         for trace in traces:
             tracer.end(trace, "/embed")
+        engine.close(WAIT_S)
     contexts = {ids(span) for span in receiver.named("batch")}
     assert max(len(span.links) for span in receiver.named("batch")) <= MAX_LINKS
     devices = receiver.named("device")
@@ -385,27 +386,16 @@ def test_a_batch_is_linked_to_at_most_64_requests_and_known_to_all():
     assert all(span.links for span in devices)
 
 
-def test_a_batch_that_failed_has_failed_in_its_trace():
-    runner = SumRunner()
+def test_a_batch_that_failed_has_failed_in_its_trace(start, runner):
     runner.broken = True
-    with tracing() as (receiver, tracer), engine_of(runner) as engine:
+    with tracing() as (receiver, tracer):
+        engine = start(runner)
         noted = FutureTrace(tracer.begin(SCOPE))
         with pytest.raises(Exception, match="the device failed"):
             engine.ask([encoding(2)], trace=noted).result(WAIT_S)
+        engine.close(WAIT_S)
     (batch,) = receiver.named("batch")
     assert batch.status.code == ERROR
-
-
-@contextmanager
-def engine_of(runner):
-    engine = EngineUnderTest([runner], SMALL_GRID)
-    engine.start()
-    try:
-        engine.wait_ready(WAIT_S)
-        yield engine
-    finally:
-        runner.gate.set()
-        engine.close()
 
 
 SCOPE = {"method": "POST", "path": "/embed", "headers": [], "scheme": "http", "http_version": "1.1"}

@@ -1,17 +1,12 @@
 """Which of a checkpoint's prompts a text gets."""
 
-import asyncio
-
 import msgspec
 import pytest
 from fake_embedder import SPEC, FakeEmbedder
 from test_server_openai import ask
 
-from jaxembed.data.inputs import Text
 from jaxembed.errors import UnknownPurpose
 from jaxembed.preprocessing.prompts import prompt_for, prompt_of_role, role_of
-from jaxembed.runtime.options import EncodeOptions
-from jaxembed.server.registry.models import Models
 
 NOMIC = {"search_query": "q: ", "search_document": "d: ", "clustering": "c: "}
 E5 = {"query": "query: ", "passage": "passage: "}
@@ -96,18 +91,3 @@ def test_purposes_that_are_unknown_or_differ_are_refused(fields, words):
     assert all(f"`{field}`" in answer["detail"] for field in fields)
     assert words in answer["detail"]
     assert not asked
-
-
-def test_the_vector_is_the_one_with_the_prompt(embedder):
-    body = {"input": "the cat", "encoding_format": "float"}
-
-    def vector(**fields):
-        _, answer = ask(body | fields, models=Models([embedder.model]))
-        return answer["data"][0]["embedding"]
-
-    options = EncodeOptions(prompt_name="query")
-    request = embedder.model.tasks.embed([Text("the cat")], options)
-    query = asyncio.run(embedder.model.answer(request))
-    assert vector(input_type="search_query") == pytest.approx(query.dense[0].tolist(), abs=1e-6)
-    assert vector(input_type="search_query") != pytest.approx(vector(), abs=1e-3)
-    assert vector(task="clustering") == pytest.approx(vector(), abs=1e-6)

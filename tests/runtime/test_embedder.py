@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,18 +68,14 @@ def _config(grid_file) -> EngineConfig:
 
 
 @pytest.fixture(name="open_embedder")
-def _open_embedder(tiny_checkpoint, config, tmp_path):
+def _open_embedder(tiny_checkpoint, config, tmp_path, closed):
     """Embedders that are closed at the end; one small bucket grid unless told otherwise."""
-    opened: list[Embedder] = []
 
     def open_embedder(path=tiny_checkpoint, text=None, **fields) -> Embedder:
         options = {"cache_dir": tmp_path, "config": replace(config, **fields), "text": text}
-        opened.append(Embedder(str(path), **options))
-        return opened[-1]
+        return closed.enter_context(Embedder(str(path), **options))
 
-    yield open_embedder
-    for embedder in opened:
-        embedder.close()
+    return open_embedder
 
 
 class Reservation:
@@ -421,21 +418,17 @@ def save_scorer(path, labels=("LABEL_0",), **changes):
 
 
 @pytest.fixture(name="open_scorer", scope="module")
-def _open_scorer(config, tmp_path_factory):
+def _open_scorer(config, tmp_path_factory, closed_late):
     """Rerankers and classifiers of the tiny BERT, opened once for each set of changes."""
-    opened: dict[str, Embedder] = {}
 
+    @cache
     def open_scorer(**changes) -> Embedder:
-        key = repr(changes)
-        if key not in opened:
-            path = tmp_path_factory.mktemp("scorer")
-            save_scorer(path / "checkpoint", **changes)
-            opened[key] = Embedder(str(path / "checkpoint"), cache_dir=path, config=config)
-        return opened[key]
+        path = tmp_path_factory.mktemp("scorer")
+        save_scorer(path / "checkpoint", **changes)
+        embedder = Embedder(str(path / "checkpoint"), cache_dir=path, config=config)
+        return closed_late.enter_context(embedder)
 
-    yield open_scorer
-    for embedder in opened.values():
-        embedder.close()
+    return open_scorer
 
 
 @pytest.fixture(name="reranker")
