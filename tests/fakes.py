@@ -174,6 +174,16 @@ class EngineUnderTest(Engine):
         return state.waiting_inputs, state.waiting_tokens
 
 
+class Clock:
+    """The time in seconds, as a test sets it."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def encoding(*ids: int) -> Encoding:
     return Encoding(np.array(ids, np.int32))
 

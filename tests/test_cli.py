@@ -88,19 +88,6 @@ def _refusal(monkeypatch):
     return refusal
 
 
-def test_help_imports_neither_jax_nor_the_server():
-    code = (
-        "import sys; sys.argv = ['jaxembed', 'serve', '--help']\n"
-        "from jaxembed.cli import main\n"
-        "try: main()\n"
-        "except SystemExit: pass\n"
-        "print([m for m in ('jax', 'quart', 'transformers', 'torch') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("[]\n")
-    assert "--max-batch-tokens" in done.stdout
-
-
 def test_a_tei_command_line_is_understood(parsed):
     flags = parsed(TEI_COMMAND_LINE)
     assert server_config(flags) == ServerConfig(

@@ -1,18 +1,11 @@
 """Quotas of keys: buckets that a minute fills, a share of admission, and what a request charges."""
 
 import pytest
+from fakes import Clock
 
 from jaxembed.engine.admission import Admission, Capacity, Cost
 from jaxembed.engine.quota import Account, Limits, Quota
 from jaxembed.errors import Overloaded, QuotaExceeded, RequestTooLarge
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(name="clock")

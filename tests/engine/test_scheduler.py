@@ -4,7 +4,7 @@ import math
 import threading
 
 import pytest
-from fakes import until
+from fakes import Clock, until
 
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime, Waiter
 
@@ -143,17 +143,9 @@ def test_who_is_idle_and_waits_for_the_whole_turn_holds_nobody_up():
     assert waiters.join() == ["whole"]
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def scheduler(self, permits: int = 1) -> DeviceScheduler:
-        return DeviceScheduler(permits, now=lambda: self.now)
-
-
 def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():
     clock, share = Clock(), VirtualTime()
-    scheduler = clock.scheduler()
+    scheduler = DeviceScheduler(1, now=clock)
     with scheduler.hold(lambda: 0.0, share) as waiter:
         scheduler.charge(waiter, 5.0)
         assert scheduler.begin(share) == 5.0  # where the next one of this model would begin
@@ -164,7 +156,7 @@ def test_a_program_is_counted_from_its_start_and_corrected_when_it_ends():
 
 def test_beside_a_program_of_another_model_the_wait_for_it_is_not_counted():
     clock, long, short, quick = Clock(), VirtualTime(), VirtualTime(), VirtualTime()
-    scheduler = clock.scheduler(2)
+    scheduler = DeviceScheduler(2, now=clock)
     with scheduler.hold(lambda: 0.0, long) as first:
         scheduler.charge(first, 100.0)
         with scheduler.hold(lambda: 0.0, short) as second:
@@ -186,7 +178,7 @@ def test_beside_a_program_of_another_model_the_wait_for_it_is_not_counted():
 
 def test_programs_of_one_model_that_run_at_once_share_the_device_equally():
     clock, share = Clock(), VirtualTime()
-    scheduler = clock.scheduler(2)
+    scheduler = DeviceScheduler(2, now=clock)
     with scheduler.hold(lambda: 0.0, share) as first:
         scheduler.charge(first, 5.0)
         clock.now += 1.0
@@ -201,7 +193,7 @@ def test_programs_of_one_model_that_run_at_once_share_the_device_equally():
 
 def test_a_device_is_idle_from_the_end_of_its_last_program_on():
     clock, share = Clock(), VirtualTime()
-    scheduler = clock.scheduler(2)
+    scheduler = DeviceScheduler(2, now=clock)
     clock.now += 3.0
     assert scheduler.idle_s == 3.0
     with scheduler.hold(lambda: 0.0, share) as waiter:
@@ -218,7 +210,7 @@ def test_a_device_is_idle_from_the_end_of_its_last_program_on():
 
 def test_the_clock_never_steps_back_and_who_rested_begins_now():
     clock, ahead, rested = Clock(), VirtualTime(end=50.0), VirtualTime()
-    scheduler = clock.scheduler(2)
+    scheduler = DeviceScheduler(2, now=clock)
     for share, end in ((ahead, 60.0), (rested, 60.0), (rested, 70.0), (ahead, 70.0)):
         before = scheduler.clock
         with scheduler.hold(lambda: 0.0, share) as waiter:
@@ -257,7 +249,7 @@ def test_the_next_is_chosen_when_the_program_of_the_last_is_charged():
 )
 def test_models_get_equal_time_in_the_long_run(ahead_s, takes_s, permits):
     clock, stop, lock = Clock(), threading.Event(), threading.Lock()
-    scheduler, had = clock.scheduler(permits), []
+    scheduler, had = DeviceScheduler(permits, now=clock), []
     shares, count = [VirtualTime(), VirtualTime()], 2 * (permits + 1)
 
     def work(model: int) -> None:

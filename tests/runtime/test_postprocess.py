@@ -1,7 +1,6 @@
 """Vectors cut, normalised, compared and encoded; logits made scores and ranked; weights of terms;
 MaxSim, which is that of a loop in float64: blocks, neighbours and order do not matter."""
 
-import base64
 import tracemalloc
 
 import numpy as np
@@ -20,8 +19,6 @@ from jaxembed.runtime.postprocess import (
     scores,
     similarity,
     term_weights,
-    to_base64,
-    to_bytes,
 )
 from jaxembed.runtime.requests import shape_vectors
 
@@ -84,12 +81,6 @@ def test_ranks_are_descending_and_ties_keep_their_order_or_turn_it_around():
     assert rank(np.zeros(0, np.float32)).tolist() == []
 
 
-def test_base64_is_little_endian_float32(dense):
-    decoded = np.frombuffer(base64.b64decode(to_base64(dense[1])), "<f4")
-    np.testing.assert_array_equal(decoded, dense[1])
-    np.testing.assert_array_equal(np.frombuffer(to_bytes(dense), "<f4").reshape(5, 12), dense)
-
-
 WEIGHTS = np.array([9, 0.5, 0.25, 0.75, 0, 8, 7, -1, 0.1], np.float32)
 IDS = np.array([0, 5, 6, 5, 7, 2, 0, 6, 2], np.int32)
 
@@ -121,23 +112,20 @@ def test_the_largest_values_are_kept(max_terms):
     np.testing.assert_array_equal(as_dense(keep_largest(to_sparse_rows(matrix), max_terms)), wanted)
 
 
-def test_products_are_those_of_the_matrices():
+@pytest.mark.parametrize("empty", [[4], [0, 3, 6]])
+def test_products_and_cosines_are_those_of_the_rows(empty):
     rows, others = mostly_zero(3, 40, 0.3, seed=1), mostly_zero(7, 40, 0.3, seed=2)
-    others[[0, 3, 6]] = 0
-    got = products(to_sparse_rows(rows), to_sparse_rows(others))
-    np.testing.assert_allclose(got, rows.astype(np.float64) @ others.T, rtol=1e-6, atol=1e-7)
-
-
-def test_cosines_are_those_of_the_rows():
-    rows, others = mostly_zero(3, 40, 0.3, seed=1), mostly_zero(7, 40, 0.3, seed=2)
-    rows[2] = others[4] = 0
+    rows[2] = others[empty] = 0
     others[1] = 3 * rows[0]
-    got = cosines(to_sparse_rows(rows), to_sparse_rows(others))
+    sparse = to_sparse_rows(rows), to_sparse_rows(others)
+    got, wanted = products(*sparse), rows.astype(float) @ others.T
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+    got = cosines(*sparse)
     assert (got.dtype, got[0, 1]) == (np.float32, pytest.approx(1, rel=1e-6))
     assert not got[2].any()
-    assert not got[:, 4].any()
+    assert not got[:, empty].any()
     lengths = np.outer(*(np.linalg.norm(one.astype(float), axis=1) for one in (rows, others)))
-    wanted = rows.astype(float) @ others.T / np.where(lengths > 0, lengths, 1)
+    wanted /= np.where(lengths > 0, lengths, 1)
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
 
 
@@ -206,18 +194,14 @@ def test_rows_outside_the_documents_do_not_count(query, documents):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_a_document_without_vectors_scores_below_all_others(query):
+def test_a_document_without_vectors_scores_below_all_others_and_none_have_no_score(query):
     worst = -1e3 * query[:1]
     scores = maxsim(query, ragged([worst, worst[:0], worst]))
     assert scores[1] == -np.inf
     assert np.isfinite(scores[[0, 2]]).all()
     assert maxsim(query, ragged([worst[:0]] * 2)).tolist() == [-np.inf] * 2
-
-
-def test_no_documents_are_no_scores(query):
-    none = Ragged(np.zeros((0, DIM), np.float32), np.zeros(1, np.int64))
-    scores = maxsim(query, none)
-    assert (scores.shape, scores.dtype) == ((0,), np.float32)
+    none = maxsim(query, Ragged(worst[:0], np.zeros(1, np.int64)))
+    assert (none.shape, none.dtype) == ((0,), np.float32)
 
 
 @pytest.mark.parametrize("lengths", [(1,) * 20_000, (20_000,), (200,) * 100])

@@ -13,9 +13,8 @@ import httpx
 import pytest
 from conftest import save_tiny
 from fake_embedder import M3, RERANKER, ROUTES, FakeEmbedder
-from fakes import until
+from fakes import Clock, until
 from live_server import WAIT_S, served
-from test_quota import Clock
 from test_server_app import is_error
 
 from jaxembed.config import ServerConfig

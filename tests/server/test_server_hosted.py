@@ -5,11 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 from fake_embedder import CLASSIFIER, DIM, RERANKER, ROUTES, SPEC, FakeEmbedder
-from test_server_openai import ask, unit
+from test_server_openai import ask
 from test_server_outputs import SEVERAL_VECTORS, SPARSE
 
 from jaxembed.config import ServerConfig
-from jaxembed.data.inputs import Text
 from jaxembed.server.registry.models import Models
 from jaxembed.server.routes.cloud import INSTANCES_AT_ONCE
 
@@ -22,13 +21,6 @@ def three():
     """An embedding model, a reranker and a classifier; the last first."""
     specs = {"c": CLASSIFIER, "r": RERANKER, "e": SPEC}
     return Models([FakeEmbedder(spec=spec, name=name) for name, spec in specs.items()])
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_an_embedding_model_embeds(path):
-    response, body = ask({"inputs": ["a", "b b"]}, path=path)
-    np.testing.assert_allclose(body, [unit(Text("a")), unit(Text("b b"))], rtol=1e-6)
-    assert response.headers["x-compute-tokens"] == "3"
 
 
 @pytest.mark.parametrize("path", PATHS)

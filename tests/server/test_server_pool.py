@@ -80,6 +80,13 @@ def pool_of(
     return ModelPool(models, shelf.load, PoolLimits(**limits), describe=describe)
 
 
+def opened(
+    ids: Sequence[str] = "abcr", size: int = 100, **limits
+) -> tuple[RowAllocator, ModelPool]:
+    shelf = RowAllocator(ids, size)
+    return shelf, pool_of(shelf, **limits)
+
+
 def rerank_pool(
     shelf: RowAllocator, asked: list[str], startup_models: Sequence[FakeEmbedder] = ()
 ) -> ModelPool:
@@ -113,8 +120,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def test_a_model_is_loaded_once_for_all_who_ask_at_once():
-    shelf = RowAllocator()
-    pool = pool_of(shelf)
+    shelf, pool = opened()
     shelf.gate.clear()
     asking = [asyncio.create_task(use(pool, "a")) for _ in range(20)]
     await until(lambda: pool.state(pool.models["a"]) == ("LOADING", ""))
@@ -160,8 +166,7 @@ async def test_a_reranker_at_the_start_is_meant_whatever_may_be_loaded():
 
 
 async def test_ten_models_of_which_two_fit_are_all_served():
-    shelf = RowAllocator("abcdefghij")
-    pool = pool_of(shelf, bytes=250)
+    shelf, pool = opened("abcdefghij", bytes=250)
     asking = [use(pool, name) for name in shelf.ids * 2]  # all at once
     assert [one.name for one in await asyncio.gather(*asking)] == shelf.ids * 2
     await until(lambda: not pool._leaving)
@@ -170,8 +175,7 @@ async def test_ten_models_of_which_two_fit_are_all_served():
 
 
 async def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are_answered():
-    shelf = RowAllocator()
-    pool = pool_of(shelf, bytes=200)
+    shelf, pool = opened(bytes=200)
     await use(pool, "a")
     reservation = await pool.lease("b", None)
     await use(pool, "a")
@@ -191,8 +195,7 @@ async def test_the_model_unused_for_longest_goes_and_not_before_its_requests_are
 
 
 async def test_a_request_for_a_model_that_is_leaving_waits_until_it_is_back():
-    shelf = RowAllocator()
-    pool = pool_of(shelf)
+    _, pool = opened()
     reservation = await pool.lease("a", None)
     leaving = asyncio.create_task(pool.unload(pool.models["a"]))
     await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
@@ -225,8 +228,7 @@ async def test_what_is_pinned_stays_and_what_cannot_fit_is_refused_with_the_numb
 
 
 async def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_nothing():
-    shelf = RowAllocator(size=3 * MIB)
-    pool = pool_of(shelf, bytes=7 * MIB)
+    shelf, pool = opened(size=3 * MIB, bytes=7 * MIB)
     first, second = await pool.lease("a", None), await pool.lease("b", None)
     asking = asyncio.create_task(use(pool, "c"))
     await until(lambda: pool.state(pool.models["a"])[0] == "UNLOADING")
@@ -242,8 +244,7 @@ async def test_a_pin_set_while_another_waits_for_room_refuses_that_and_blocks_no
 
 
 async def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_with_it():
-    shelf = RowAllocator("ab")
-    pool = pool_of(shelf)
+    shelf, pool = opened("ab")
     shelf.gate.clear()
     asking = asyncio.create_task(use(pool, "a"))
     await until(lambda: pool.state(pool.models["a"])[0] == "LOADING")
@@ -258,8 +259,7 @@ async def test_a_folder_that_goes_while_its_model_is_loaded_is_forgotten_only_wi
 
 
 async def test_models_that_come_to_take_more_than_they_may_leave():
-    shelf = RowAllocator()
-    pool = pool_of(shelf, bytes=250)
+    shelf, pool = opened(bytes=250)
     await use(pool, "a")
     await use(pool, "b")
     pool.sweep()
@@ -273,9 +273,8 @@ async def test_models_that_come_to_take_more_than_they_may_leave():
 
 
 async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tried_at_once():
-    shelf = RowAllocator()
+    shelf, pool = opened()
     shelf.errors["b"] = CheckpointError("the config is damaged\nsecond line")
-    pool = pool_of(shelf)
     before = await use(pool, "a")
     for _ in range(3):
         with pytest.raises(ModelUnavailable, match="b cannot be loaded: the config is damaged"):
@@ -290,8 +289,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_all_as_it_was_and_is_not_tri
 
 
 async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_more():
-    shelf = RowAllocator()
-    pool = pool_of(shelf)
+    shelf, pool = opened()
     await use(pool, "a")
     shelf.errors["b"] = RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     asking = asyncio.create_task(use(pool, "b"))
@@ -303,8 +301,7 @@ async def test_without_memory_after_all_another_model_goes_and_it_is_tried_once_
 
 
 async def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
-    shelf = RowAllocator()
-    pool = pool_of(shelf, load_timeout_s=0.05)
+    shelf, pool = opened(load_timeout_s=0.05)
     shelf.gate.clear()
     with pytest.raises(ModelUnavailable, match=r"after 0\.05 s; .*--load-timeout"):
         await pool.lease("a", None)
@@ -315,8 +312,7 @@ async def test_a_request_waits_for_its_model_so_long_and_the_load_goes_on():
 
 
 async def test_a_client_that_goes_away_while_its_model_is_loaded_holds_nothing():
-    shelf = RowAllocator()
-    pool = pool_of(shelf, bytes=100)
+    shelf, pool = opened(bytes=100)
     shelf.gate.clear()
     asking = asyncio.create_task(pool.lease("a", None))
     await until(lambda: pool.state(pool.models["a"])[0] == "LOADING")
@@ -368,9 +364,8 @@ async def test_an_alias_moves_without_a_failed_request_and_each_answer_is_of_one
 
 
 async def test_an_alias_stays_where_it_is_if_the_new_model_cannot_be_loaded():
-    shelf = RowAllocator()
+    shelf, pool = opened()
     shelf.errors["b"] = BackendError("not finite")
-    pool = pool_of(shelf)
     await pool.move("live", "a")
     with pytest.raises(BackendError, match="not finite"):
         await pool.move("live", "b")

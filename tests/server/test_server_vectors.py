@@ -81,21 +81,13 @@ def test_token_vectors_have_it_each(dtype):
         np.testing.assert_array_equal(got, quantise(np.array(floats, np.float32), dtype))
 
 
-def test_binary_is_read_by_the_client_of_llamaindex():
-    """It sends `encoding_type`, and gets bits back as uint8(x + 128)."""
-    body = {"input": TEXTS, "encoding_type": "binary", "model": "test/fake"}
-    _, answer = ask(body)
-    shifted = np.array(rows_of("/v1/embeddings", answer)) + 128
-    bits = np.unpackbits(shifted.astype(np.uint8), axis=1)
-    np.testing.assert_array_equal(bits[:, :DIM], wanted("float") > 0)
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embed", "/embed_all"])
 @pytest.mark.parametrize(
     ("fields", "dtype"),
     [
         ({"output_dtype": ["binary"]}, "binary"),
         ({"embedding_type": "ubinary"}, "ubinary"),
+        ({"encoding_type": "binary"}, "binary"),
         ({"embed_dtype": "float16"}, "float16"),
         ({"embed_dtype": "float32"}, "float"),
         ({"output_dtype": None, "embedding_type": "", "encoding_type": []}, None),
@@ -139,11 +131,3 @@ def test_what_is_not_served_is_refused_by_its_name(path, status, fields, field, 
     if path in OPENAI:
         assert answer["error"]["param"] == field
     assert not embedder.requested
-
-
-def test_a_value_that_float16_cannot_hold_is_refused(embedder, monkeypatch):
-    large = np.full((1, 4), 1e5, np.float32)
-    monkeypatch.setattr("jaxembed.runtime.requests.shape_vectors", lambda dense, **_: large)
-    body = {"input": "cat", "output_dtype": "float16", "normalize": False}
-    _, answer = ask(body, embedder=embedder.model, status=400)
-    assert "holds values up to 65504, and a vector has 100000" in answer["error"]["message"]
