@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -16,7 +15,6 @@ import click
 import pytest
 import yaml
 from fake_embedder import FakeEmbedder
-from live_server import served
 
 from jaxembed.cli.options import EXIT_REFUSED
 from jaxembed.cli.serve import serve_command
@@ -627,20 +625,3 @@ def test_systemd_takes_the_unit(tmp_path, drop_in):
     command = ["systemd-analyze", "verify", str(installed)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.slow
-def test_what_the_unit_runs_asks_for_a_key_of_its_file(unit, tmp_path, monkeypatch):
-    command = [sys.executable, "-m", "jaxembed.cli", "key", "new", "me"]
-    made = subprocess.run(command, capture_output=True, text=True, check=True)
-    (tmp_path / "keys.toml").write_text(made.stdout)
-    monkeypatch.setenv("API_KEY_FILE", str(tmp_path / "keys.toml"))
-    monkeypatch.setenv("JAXEMBED_CACHE", str(tmp_path / "cache"))
-    with served(*shlex.split(unit["ExecStart"])[2:], "--port", "0") as (url, _):
-        headers = {"Authorization": f"Bearer {made.stderr.split()[-1]}"}
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/info", headers=headers)) as one:
-            assert one.status == 200
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{url}/info")
-        assert caught.value.code == 401
-        caught.value.close()

@@ -232,48 +232,33 @@ def test_torch_files_are_fetched_where_there_is_nothing_else(downloads, tmp_path
         resolve("me/tiny")
 
 
-@pytest.mark.parametrize(
-    ("error", "offline", "message"),
-    [
-        (errors.LocalEntryNotFoundError("x"), True, "not downloaded yet and --offline is set"),
-        (errors.LocalEntryNotFoundError("x"), False, "the hub cannot be reached"),
-        (errors.HFValidationError("x"), False, "neither a directory nor a hub id"),
-        (OSError("disk full"), False, "cannot download me/tiny at v1: disk full"),
-    ],
-)
-def test_hub_errors_name_the_model(cache, monkeypatch, error, offline, message):
-    def fail(*_, **asked):
-        assert asked["local_files_only"] is offline
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        hub.resolve(ModelSource("me/tiny", cache_dir=cache, offline=offline, revision="v1"))
-    assert "me/tiny" in str(caught.value)
-
-
 def answered(status: int) -> errors.HfHubHTTPError:
     answer: Any = SimpleNamespace(status_code=status, headers={}, request=None)
     return errors.HfHubHTTPError("x", response=answer)
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "status", "message"),
     [
-        (errors.LocalEntryNotFoundError("x"), EXIT_TEMPORARY),
-        (answered(503), EXIT_TEMPORARY),
-        (answered(429), EXIT_TEMPORARY),
-        (answered(403), EXIT_REFUSED),
-        (ConnectionResetError(errno.ECONNRESET, "x"), EXIT_TEMPORARY),
-        (OSError(errno.ENOSPC, "x"), EXIT_TEMPORARY),
-        (PermissionError(errno.EACCES, "x"), EXIT_REFUSED),
-        (errors.HFValidationError("x"), EXIT_REFUSED),
+        (errors.LocalEntryNotFoundError("x"), EXIT_TEMPORARY, "the hub cannot be reached"),
+        (answered(503), EXIT_TEMPORARY, ""),
+        (answered(429), EXIT_TEMPORARY, ""),
+        (answered(403), EXIT_REFUSED, ""),
+        (ConnectionResetError(errno.ECONNRESET, "x"), EXIT_TEMPORARY, ""),
+        (OSError(errno.ENOSPC, "full"), EXIT_TEMPORARY, "cannot download me/tiny at v1: "),
+        (PermissionError(errno.EACCES, "x"), EXIT_REFUSED, ""),
+        (errors.HFValidationError("x"), EXIT_REFUSED, "neither a directory nor a hub id"),
     ],
 )
-def test_a_failure_of_the_hub_or_a_full_disk_may_pass(resolve, monkeypatch, error, status):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
-    with pytest.raises(CheckpointError) as caught:
-        resolve("me/tiny")
+def test_a_failure_of_the_hub_names_the_model_and_may_pass(
+    resolve, monkeypatch, error, status, message
+):
+    download = Mock(side_effect=error)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match="me/tiny") as caught:
+        resolve("me/tiny", revision="v1")
+    assert message in str(caught.value)
+    assert download.call_args.kwargs["local_files_only"] is False
     assert exit_status(caught.value) == status
     wrapped = ConfigError("a cannot be served")
     wrapped.__cause__ = caught.value  # as `serve` has it of several models

@@ -17,8 +17,8 @@ from jaxembed.engine.admission import (
 from jaxembed.errors import Overloaded, RequestTooLarge, ShuttingDown
 
 
-def admission_of(inputs=10, tokens=100, rate=0.0) -> Admission:
-    return Admission(Capacity(inputs, tokens), 0, lambda: rate)
+def admission_of(inputs=10, tokens=100, rate=0.0, **limits) -> Admission:
+    return Admission(Capacity(inputs, tokens, **limits), 0, lambda: rate)
 
 
 @pytest.mark.parametrize(("inputs", "tokens", "limit"), [(10, 1, "inputs"), (1, 100, "tokens")])
@@ -113,11 +113,10 @@ def test_what_could_never_be_held_is_refused_for_good():
 
 
 def test_a_guess_that_was_too_low_is_refused_once_it_is_known():
-    capacity = Capacity(10, 1000, max_bytes=8000)
-    admission = Admission(capacity, 0, lambda: 0.0)
+    admission = admission_of(tokens=1000, max_bytes=8000)
     with admission.admit(Cost(1, 10, 1000)) as permit, pytest.raises(RequestTooLarge):
         permit.correct(Cost(1, 100, 10_000))
-    assert (capacity.bytes, admission.tokens, admission.inputs) == (0, 0, 0)
+    assert (admission.capacity.bytes, admission.tokens, admission.inputs) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent import futures
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import pytest
@@ -15,6 +14,7 @@ import sources
 from conftest import save_tiny
 from fake_embedder import FakeEmbedder
 from fakes import WAIT_S, encoding
+from live_server import answering
 from test_docs import DOCS, codes, sections
 from test_server_app import KEYS
 from test_server_run import serving
@@ -84,23 +84,14 @@ def grpc_receiver():
 def http_receiver():
     receiver = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            data = self.rfile.read(int(self.headers["content-length"]))
-            assert self.headers["content-type"] == "application/x-protobuf"
-            receiver.requests.append(messages.ExportTraceServiceRequest.FromString(data))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def reply(request, body):
+        assert request.headers["content-type"] == "application/x-protobuf"
+        receiver.requests.append(messages.ExportTraceServiceRequest.FromString(body))
+        return 200, b""
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        receiver.url = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with answering(reply) as url:
+        receiver.url = f"{url}/v1/traces"
         yield receiver
-        server.shutdown()
 
 
 @contextmanager

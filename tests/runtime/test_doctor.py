@@ -2,15 +2,14 @@
 
 import json
 import os
-import threading
 from collections.abc import Callable
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 from fake_embedder import FakeEmbedder
+from live_server import answering
 from test_cores import _system  # noqa: F401, a fixture
 from test_server_app import fetch_json
 
@@ -485,37 +484,16 @@ def test_info_tells_it_behind_the_key_alone(embedder):
 
 
 @contextmanager
-def answering(*pages: tuple[int, bytes]):
+def serving(*pages: tuple[int, bytes]):
     """A server that answers requests of /info with the first page, others with the last one."""
     seen: list[tuple[str, str | None]] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(*pages[0])
+    def reply(request, _: bytes) -> tuple[int, bytes]:
+        seen.append((request.path, request.headers.get("authorization")))
+        return pages[0 if request.command == "GET" else -1]
 
-        def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            self.answer(*pages[-1])
-
-        def answer(self, status: int, body: bytes) -> None:
-            seen.append((self.path, self.headers.get("authorization")))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(reply) as url:
+        yield url, seen
 
 
 def told(*facts: Facts) -> tuple[int, bytes]:
@@ -529,7 +507,7 @@ def doctor(*arguments: str):
 
 @pytest.mark.parametrize(("facts", "status"), [(asked(), 0), (EACH_SICK[-1][2], 1)])
 def test_the_status_says_whether_something_was_found(facts, status):
-    with answering(told(facts)) as (url, seen):
+    with serving(told(facts)) as (url, seen):
         done = doctor(url, "--api-key", "secret")
     assert done.exit_code == status, done.output
     assert done.output.startswith(f"{url} serves test/model\n")
@@ -539,7 +517,7 @@ def test_the_status_says_whether_something_was_found(facts, status):
 def test_of_several_models_each_has_its_page_and_json_is_what_the_server_said():
     other = flooded()
     other.model = "other"
-    with answering(told(asked(), other)) as (url, _):
+    with serving(told(asked(), other)) as (url, _):
         done, as_json = doctor(url), doctor(url, "--json")
     assert "serves test/model" in done.output
     assert "serves other" in done.output
@@ -555,7 +533,7 @@ def test_of_several_models_each_has_its_page_and_json_is_what_the_server_said():
     ],
 )
 def test_a_probe_times_lone_queries(status, body, words):
-    with answering(told(asked()), (status, body)) as (url, seen):
+    with serving(told(asked()), (status, body)) as (url, seen):
         done = doctor(url, "--probe")
     said = " ".join(done.output.split())
     assert words in said
@@ -573,7 +551,7 @@ def test_a_probe_times_lone_queries(status, body, words):
     ],
 )
 def test_what_is_no_server_of_ours_cannot_be_asked(page, message):
-    with answering(page) as (url, _), pytest.raises(ConfigError) as raised:
+    with serving(page) as (url, _), pytest.raises(ConfigError) as raised:
         ask(url, None)
     assert message in str(raised.value)
     assert not isinstance(raised.value, Unanswered)

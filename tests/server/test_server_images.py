@@ -2,14 +2,13 @@
 query, and their vectors beside those of queries."""
 
 import base64
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_network
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 from dual_sources import picture, png
+from live_server import answering
 from page_sources import PAGE, SPACE, write_pages
 from test_server_app import fetch_json
 from test_server_openai import ask
@@ -159,25 +158,14 @@ def test_urls_of_other_hosts_and_of_private_addresses_are_refused(clip):
 
 
 def test_the_image_of_a_host_in_a_named_network_is_fetched(clip, vectors):
-    class Store(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(FILES[0])
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Store) as store:
-        Thread(target=store.serve_forever, daemon=True).start()
-        host = f"localhost:{store.server_port}"
+    with answering(lambda *_: (200, FILES[0])) as url:
+        host = url.removeprefix("http://").replace("127.0.0.1", "localhost")
         body = {"input": [f"http://{host}/a.png"], "modality": "image"}
         networks = (ip_network("127.0.0.0/8"), ip_network("::1"))
         answer = post(clip, body, media_hosts=(host,), media_networks=networks)
         close(answer["data"][0]["embedding"], vectors[0])
         answer = post(clip, body, status=400, media_hosts=(host,))
         assert "--allow-media-network" in answer["error"]["message"]
-        store.shutdown()
 
 
 @COHERE
