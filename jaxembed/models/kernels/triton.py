@@ -3,7 +3,7 @@ keys in the same segments.
 
 Dao et al. 2022, arXiv:2205.14135. The kernel is written in Pallas and compiled by the Triton in
 XLA. JAX 0.11 calls this backend of Pallas deprecated. If it is missing, importing this module
-fails, and XLA's attention is used.
+fails, and flash.py or XLA computes attention (benchmarks/README.md says why no other follows).
 """
 
 from collections.abc import Callable, Sequence
