@@ -250,19 +250,25 @@ class SparseRows:
 
         return csr_array(self.csr, shape=(len(self), self.width))
 
-    def __getitem__(self, chosen: Iterable[SupportsIndex]) -> "SparseRows":
-        """Return the rows whose numbers are listed in `chosen`, in the order of the list, as
-        views."""
-        numbers = list(chosen)
+    def __getitem__(self, chosen: slice | Iterable[SupportsIndex]) -> "SparseRows":
+        """Return the rows of a slice, or those whose numbers are listed in `chosen`, in the order
+        of the list, as views."""
+        numbers = self._numbers(chosen)
         return SparseRows(
             self.width, [self.indices[k] for k in numbers], [self.values[k] for k in numbers]
         )
 
-    def __setitem__(self, places: Iterable[SupportsIndex], rows: "SparseRows") -> None:
-        """Replace the rows whose numbers are listed in `places` by copies of `rows`."""
-        for place, indices, values in zip(places, rows.indices, rows.values, strict=True):
-            self.indices[place] = indices.copy()
-            self.values[place] = values.copy()
+    def __setitem__(self, places: slice | Iterable[SupportsIndex], rows: "SparseRows") -> None:
+        """Replace the rows of a slice, or those whose numbers are listed in `places`, by copies of
+        `rows`."""
+        numbers = self._numbers(places)
+        for k, indices, values in zip(numbers, rows.indices, rows.values, strict=True):
+            self.indices[k] = indices.copy()
+            self.values[k] = values.copy()
+
+    def _numbers(self, chosen: slice | Iterable[SupportsIndex]) -> list[SupportsIndex]:
+        """Return the numbers of the rows that `chosen` selects."""
+        return list(range(len(self))[chosen] if isinstance(chosen, slice) else chosen)
 
 
 def to_sparse_rows(dense: np.ndarray) -> SparseRows:

@@ -76,19 +76,21 @@ def choose_bucket(
     bucket's throughput.
 
     `cost` maps each usable bucket to the milliseconds of a run with short sequences, and `host_ms`
-    are the milliseconds of host time for each batch. Raises
-    ValueError if no bucket holds the first sequence.
+    are the milliseconds of host time for each batch. Raises ValueError if no bucket holds the first
+    sequence.
     """
     holding = [bucket for bucket in cost if waiting[0].min_row <= bucket.length]
     if len(waiting) == 1:  # the useful tokens are the same in every bucket
         return min(holding, key=cost.__getitem__)
     lengths = np.array([sequence.min_row for sequence in waiting])
+    total = int(lengths.sum())
     discount = 1 - BRIEF_LOSS if brief else 1.0
+    # the least milliseconds per useful token: if the bucket is full, or holds all that waits
+    least_ms = {b: (cost[b] + host_ms) / min(total, b.tokens) for b in holding}
     token_ms: dict[Bucket, float] = {}  # milliseconds per useful token
     best_ms = math.inf
-    for bucket in sorted(holding, key=lambda bucket: cost[bucket] / bucket.tokens):
-        # even a full batch is too slow in this bucket, and in all buckets that follow
-        if discount * cost[bucket] / bucket.tokens > best_ms:
+    for bucket in sorted(holding, key=least_ms.__getitem__):
+        if discount * least_ms[bucket] > best_ms:  # so it is in all buckets that follow
             break
         token_ms[bucket] = (cost[bucket] + host_ms) / _useful(lengths, bucket)
         best_ms = min(best_ms, token_ms[bucket])
