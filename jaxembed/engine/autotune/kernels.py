@@ -171,7 +171,7 @@ def choose_native(
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
     if program.degree > 1:
-        return Choice(refused={NATIVE: "runs on one device, but several hold this model together"})
+        return Choice(refused={NATIVE: "it runs on one device, but several hold the model"})
     if dtype != "bfloat16":
         return Choice(refused={NATIVE: f"computes in bfloat16, but this model in {dtype}"})
     try:
