@@ -324,7 +324,7 @@ ENGINE_OPTIONS = section(
         default=EngineConfig.tensor_parallel,
         show_default=True,
         help="Number of devices that hold a model together, for models that are too large for one "
-        "device: each holds its share of the weights.",
+        "device: each holds its share of the weights of attention and MLPs.",
     ),
     click.option(
         "--warmup",

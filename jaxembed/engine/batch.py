@@ -20,8 +20,8 @@ from jaxembed.models.tokens import PackedTokens
 # real length mixes.
 EXPECTED_FILL = 0.97
 LOOKAHEAD = 1.25  # sequences are considered up to this multiple of a bucket's tokens
-# Host time of a batch while it holds the device, until an engine has measured its own: packing and
-# reading the outputs. Measured: 0.4 to 0.8 ms on two cores with two batches at a time.
+# Host time of a batch while it holds the device, until an engine has measured its own: composing,
+# packing and dividing the outputs. Measured: 0.4 to 0.8 ms on two cores, two batches at a time.
 HOST_MS = 0.6
 # Runs of up to this many milliseconds count as equally brief, because a lone query can wait so long
 # for the end of one. Of these the one with the highest throughput is chosen.

@@ -111,9 +111,10 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
     degree = program.degree
     if len(devices) % degree:
+        remedy = "; set --devices to a multiple" if len(devices) > degree else ""
         raise ConfigError(
             f"--tensor-parallel {degree}: {counted(len(devices), 'device')} cannot be divided into "
-            f"groups of {degree}; set --devices"
+            f"groups of {degree}{remedy}"
         )
     shards = len(devices) // degree if config.parallel == "sharded" and devices else 1
     native_choice, identity = Choice(), {}

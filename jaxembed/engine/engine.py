@@ -450,12 +450,14 @@ class Engine:
         try:
             with worker.scheduler.hold(partial(self._urgency, worker), worker.share) as waiter:
                 granted_at = time.monotonic()
-                batch, is_repeated = self._take_batch(worker)
+                batch, is_last_try = self._take_batch(worker)
                 if batch is None and worker.sick:
-                    batch = self._probe_batch(worker)
+                    batch, is_last_try = self._probe_batch(worker), True
                 if batch is None:
                     return
-                expected_ms = self._costs.usable[batch.bucket] + self._costs.host_ms
+                # a bucket that is no longer used may still have a batch that failed before
+                cost_ms = self._costs.usable.get(batch.bucket, 0.0)
+                expected_ms = cost_ms + self._costs.host_ms
                 worker.scheduler.charge(waiter, expected_ms / 1000)
                 started_at = time.monotonic()
                 with self._watchdog.watch(waiter, batch.bucket, batch) as call:
@@ -471,8 +473,8 @@ class Engine:
                 logger.warning("%s: the device returned after %.0f s", self.name, seconds)
                 return  # the sequences failed when the batch became overdue
             host_s = waiter.took_s * (1 - recovery.run_s / max(ended_at - granted_at, 1e-9))
-            self._note(worker, batch, results, waiter, host_s, is_repeated)
-            for answers in results if is_repeated else self._leave_failed(worker, batch, results):
+            self._note(worker, batch, results, waiter, host_s, is_last_try)
+            for answers in results if is_last_try else self._leave_failed(worker, batch, results):
                 # stored before the client gets its answer and can send the same request again
                 if self._cache is not None:
                     self._cache.keep(answers)
@@ -527,7 +529,7 @@ class Engine:
         healthy. Returns the other answers."""
         failed = [s for answers in results if answers.error is not None for s in answers.sequences]
         with self._lock:
-            if not failed or not self._healthy_beside(worker):
+            if not failed or self._closing or not self._healthy_beside(worker):
                 return results
             batches = place_all(batch.bucket, failed)
             self._failed += [(again, worker) for again in batches]
@@ -557,7 +559,7 @@ class Engine:
 
     def _take_batch(self, worker: Worker) -> tuple[Batch | None, bool]:
         """Take the next batch for a worker: one that failed on another worker, or else one out of
-        the queue. Also returns whether the batch has run before.
+        the queue. Also returns whether its errors are final, because it has run before.
 
         The batch is None if the worker is unusable, if no waiting sequence fits in a bucket, and
         after an internal error, which fails all waiting sequences."""
@@ -598,21 +600,21 @@ class Engine:
         results: Sequence[Answers],
         waiter: Waiter,
         host_s: float,
-        is_repeated: bool,
+        is_last_try: bool,
     ) -> None:
         """Record the results of a batch, and its device time `waiter.took_s`, of which the host
         worked `host_s` seconds.
 
         If no sequence was answered, the worker has one more consecutive failure, unless the batch
-        had failed before; otherwise its count of failures restarts at 0. The totals of the bucket
-        and the metrics count every batch. The throughput counts only batches that were answered in
-        one run. The costs count such a batch only if no program of another model ran at the same
-        time.
+        had failed before or was a probe; otherwise its count of failures restarts at 0. The totals
+        of the bucket and the metrics count every batch. The throughput counts only batches that
+        were answered in one run. The costs count such a batch only if no program of another model
+        ran at the same time.
         """
         answered = [answers for answers in results if answers.error is None and answers.sequences]
         tokens = batch.useful_tokens
         with self._lock:
-            worker.failures = 0 if answered else worker.failures + (not is_repeated)
+            worker.failures = 0 if answered else worker.failures + (not is_last_try)
             old = self._ran.get(batch.bucket, BucketUse())
             self._ran[batch.bucket] = BucketUse(
                 old.runs + 1, old.useful_tokens + tokens, old.device_s + waiter.took_s

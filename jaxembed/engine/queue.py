@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from jaxembed.data.inputs import Priority
-from jaxembed.engine.batch import HOST_MS, Batch, choose_bucket, place
+from jaxembed.engine.batch import Batch, choose_bucket, place
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import Key, QueuedSequence, WorkFuture
 from jaxembed.errors import InvalidInput
@@ -310,8 +310,8 @@ class RequestQueue:
         self,
         cost: Mapping[Bucket, float],
         now: float,
-        max_sequences: int | None = None,
-        host_ms: float = HOST_MS,
+        max_sequences: int | None,
+        host_ms: float,
     ) -> Batch | None:
         """Take the next batch out of the queue; None if no waiting sequence fits in a bucket.
 

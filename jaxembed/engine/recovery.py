@@ -82,8 +82,10 @@ class Recovery:
         )
         self.on_call(batch.bucket)
         planes, started_at = pack(batch, self.runner.planes), time.monotonic()
-        output = self.runner.run(batch.bucket, planes, outputs, in_float32=in_float32)
-        self.run_s += time.monotonic() - started_at
+        try:
+            output = self.runner.run(batch.bucket, planes, outputs, in_float32=in_float32)
+        finally:
+            self.run_s += time.monotonic() - started_at
         rows, slots, _ = batch.slot_places
         values: dict[OutputName, Any] = {}
         for name, array in output.items():

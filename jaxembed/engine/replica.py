@@ -4,8 +4,9 @@ NullReplica stands in for a replica without a device, to measure the work of the
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jaxembed.engine.placement import (
     place_parameters,
 )
 from jaxembed.engine.transfer import UsedSlots, fetch, gather, is_remote, start_copies
-from jaxembed.errors import ConfigError, counted
+from jaxembed.errors import ConfigError
 from jaxembed.models import Program
 from jaxembed.models.attention import Attend, by_xla, using
 from jaxembed.models.tokens import PackedTokens
@@ -44,8 +45,8 @@ ProgramKey = tuple[Bucket, DType, tuple[OutputName, ...]]
 
 
 # Programs with sums over devices must start in the same order on all devices that they share, or
-# each waits for a device that the other one holds.
-_start_in_order = threading.Lock()
+# each waits for a device that the other one holds. A lock is held while a program starts.
+_starting: defaultdict[Device, threading.Lock] = defaultdict(threading.Lock)
 
 
 class Replica:
@@ -183,7 +184,10 @@ class Replica:
         if used is not None:
             inputs, shardings = [planes, used.order], [self._by_rows, self._by_places]
         placed = jax.device_put(inputs, shardings)
-        with _start_in_order if self._program.degree > 1 else nullcontext():
+        with ExitStack() as locks:
+            if self._program.degree > 1:
+                for device in sorted(self.devices, key=lambda device: device.id):
+                    locks.enter_context(_starting[device])
             return program(self._parameters, *placed)
 
     @property
@@ -266,8 +270,8 @@ def lower(
     shards = mesh.shape[ROWS]
     if bucket.rows % shards:
         raise ConfigError(
-            f"the rows of bucket {bucket} cannot be divided equally among "
-            f"{counted(shards, 'device')}"
+            f"the rows of bucket {bucket} cannot be divided into {shards} equal parts, which "
+            "different devices compute"
         )
 
     def forward(parameters, planes, order=None):

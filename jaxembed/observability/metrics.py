@@ -383,7 +383,7 @@ class Telemetry:
             "jaxembed_split_batches", "Batches run again in parts because device memory was full"
         )
         self.failed_batches = self._counter(
-            "jaxembed_failed_batches", "Batches that failed for good"
+            "jaxembed_failed_batches", "Batches that failed on a device"
         )
         self.stuck_workers = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"

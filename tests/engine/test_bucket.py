@@ -143,7 +143,7 @@ def test_all_problems_of_a_file_are_told_at_once(write):
     path = write('{"buckets": [[3, 8], [64, 8], [0, 4]]}')
     with pytest.raises(ConfigError) as raised:
         read_grid(path).grid(16, 64, shards=2)
-    for part in ("bucket 3x8 cannot be divided equally among 2", "64x8 has 512", "0x4", "limit is"):
+    for part in ("bucket 3x8 cannot be divided into 2 equal", "64x8 has 512", "0x4", "limit is"):
         assert part in str(raised.value)
     path = write('{"buckets": [[8, 16], [4, 32]]}')
     assert len(read_grid(path).grid(32, 32, shards=4).buckets) == 2

@@ -167,7 +167,7 @@ def test_sharded_buckets_have_rows_for_every_device(planned, tmp_path):
     assert made.shards == 8
     assert all(bucket.rows % 8 == 0 for bucket in made.grid.buckets)
     assert planned(devices=8, parallel="replicas").shards == 1
-    with pytest.raises(ConfigError, match="bucket 1x64 cannot be divided equally among 8 devices"):
+    with pytest.raises(ConfigError, match="bucket 1x64 cannot be divided into 8 equal parts"):
         planned(devices=8, parallel="sharded", buckets=grid_of(tmp_path, [1, 64]))
 
 

@@ -17,12 +17,15 @@ from fakes import (
     count_of,
     encoding,
     entered,
+    future_of,
     sums,
     timed_costs,
     until,
 )
 
+from jaxembed.engine.batch import place
 from jaxembed.engine.engine import FAILURES_TO_SICK, Engine
+from jaxembed.engine.future import Answers
 from jaxembed.engine.queue import MAX_WINDOW_SEQUENCES, PriorityQueue
 from jaxembed.engine.scheduler import DeviceScheduler, VirtualTime
 from jaxembed.errors import BackendError, Cancelled, EmptyInput, InputTooLong
@@ -131,8 +134,8 @@ def test_all_who_asked_for_what_fails_are_told_and_each_by_its_own_place(start, 
 
     runner.run = run
     runner.gate.set()
-    for future, place in ((one, 1), (two, 0)):
-        with pytest.raises(BackendError, match=f"input {place}: the result is not finite"):
+    for future, index in ((one, 1), (two, 0)):
+        with pytest.raises(BackendError, match=f"input {index}: the result is not finite"):
             future.result(WAIT_S)
     assert sums(first) == [10.0]
 
@@ -357,6 +360,23 @@ def test_what_fails_on_two_devices_is_told_and_makes_one_of_them_fail(start):
     with pytest.raises(BackendError, match="not finite"):
         sums(engine.ask([encoding(SumRunner.BAD)]))
     assert sums(engine.ask([encoding(5)])) == [5.0]
+
+
+def test_a_failed_probe_is_not_run_elsewhere_nor_anything_once_the_engine_closes(start):
+    sick, well = SumRunner(), SumRunner()
+    engine = compiled(start(sick, well, probe_every_s=0.001))
+    sick.broken, engine.workers[0].failures = True, FAILURES_TO_SICK - 1
+    until(lambda: engine.ask([encoding(5)]) and sick.ran)
+    before = len(sick.timed)
+    until(lambda: len(sick.timed) >= before + 5)
+    assert not well.timed
+    sequences = future_of([encoding(5)]).sequences
+    failed = [Answers(sequences, error=BackendError("broken"))]
+    batch = place(SHORT, sequences)
+    assert engine._leave_failed(engine.workers[0], batch, failed) == []
+    engine._failed.clear()
+    engine._closing = True
+    assert engine._leave_failed(engine.workers[0], batch, failed) == failed
 
 
 def test_what_failed_runs_where_it_failed_if_every_other_device_is_lost(start):

@@ -159,7 +159,7 @@ def test_a_sharded_program_has_no_collectives_and_a_row_on_every_device():
     replica = Replica(program(spec), random_parameters(spec), jax.local_devices(), "float32")
     replica.compile(BUCKET)
     text = replica.compiled(BUCKET).as_text()
-    with pytest.raises(ConfigError, match="bucket 6x16 cannot be divided equally among 8 devices"):
+    with pytest.raises(ConfigError, match="bucket 6x16 cannot be divided into 8 equal parts"):
         replica.compile(Bucket(6, 16))
     assert "HloModule" in text
     assert not [name for name in COLLECTIVES if name in text]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxembed.data.work import Encoding
 from jaxembed.engine import queue as queue_module
+from jaxembed.engine.batch import HOST_MS
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import QueuedSequence, WorkFuture
 from jaxembed.engine.queue import INTERACTIVE_INPUTS, MAX_WINDOW_SEQUENCES, RequestQueue
@@ -44,7 +45,7 @@ class Queue(RequestQueue):
         return future
 
     def next(self, now: float = LATER, max_sequences: int | None = None):
-        return self.take(self.cost, now, max_sequences)
+        return self.take(self.cost, now, max_sequences, HOST_MS)
 
     def drain(self) -> list[QueuedSequence]:
         """Everything that runs."""
@@ -302,7 +303,7 @@ def test_nothing_is_lost_and_nothing_answered_twice_whatever_happens(script):
     answers: Counter[tuple[WorkFuture, int]] = Counter()
 
     def take(max_sequences) -> bool:
-        batch = queue.take(cost, 0.0, max_sequences)
+        batch = queue.take(cost, 0.0, max_sequences, HOST_MS)
         if batch is None:
             assert not queue.runnable
             return False

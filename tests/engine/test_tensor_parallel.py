@@ -1,6 +1,7 @@
 """Simulated devices that hold a model together: the vectors of one device, and two sums a layer."""
 
 import re
+import threading
 
 import jax
 import numpy as np
@@ -118,6 +119,37 @@ def test_what_cannot_be_divided_is_refused(tower, degree, message):
 
 
 def test_groups_take_all_devices(tmp_path):
-    spec, config = tiny_spec(), EngineConfig(tensor_parallel=2, devices=3)
-    with pytest.raises(ConfigError, match="3 devices cannot be divided into groups of 2"):
-        make_plan(spec, program(spec, 2), config, tmp_path)
+    spec = tiny_spec()
+    for devices, degree, message in (
+        (3, 2, "3 devices cannot be divided into groups of 2; set --devices to a multiple"),
+        (1, 2, "1 device cannot be divided into groups of 2$"),
+    ):
+        config = EngineConfig(tensor_parallel=degree, devices=devices)
+        with pytest.raises(ConfigError, match=message):
+            make_plan(spec, program(spec, degree), config, tmp_path)
+
+
+def test_a_group_that_hangs_as_a_program_starts_holds_no_other_group():
+    spec = tiny_spec()
+    hung, well = (
+        Replica(
+            program(spec, 2), random_parameters(spec), jax.local_devices()[k : k + 2], "float32"
+        )
+        for k in (0, 2)
+    )
+    well.compile(BUCKET)
+    starts, returns = threading.Event(), threading.Event()
+
+    def start(*arguments):
+        starts.set()
+        assert returns.wait(60)
+
+    (key,) = well._programs
+    hung._programs[key] = start
+    batch = planes_of(spec, well.planes)
+    thread = threading.Thread(target=hung.launch, args=(BUCKET, batch))
+    thread.start()
+    assert starts.wait(60)
+    assert well.run(BUCKET, batch, ("dense",))["dense"].any()
+    returns.set()
+    thread.join(60)

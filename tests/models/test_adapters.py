@@ -151,5 +151,5 @@ def test_a_text_under_two_adapters_is_computed_twice_and_under_one_once():
     queues.set_longest_row(64)
     for number in (1, 1, 2, 0, 0):
         queues.add(WorkFuture(work_with([7, 8], number), {"dense": 1}))
-    batch = queues.take({Bucket(1, 64): 1.0}, 0.0, None)
+    batch = queues.take({Bucket(1, 64): 1.0}, 0.0, None, 0.0)
     assert sorted(entry.adapter for entry in batch.sequences) == [0, 1, 2]

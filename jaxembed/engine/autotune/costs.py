@@ -61,7 +61,8 @@ class BucketCosts:
         self._failures: Counter[Bucket] = Counter()
         self._buckets: list[Bucket] = []
         self._took_ms = self._expected_ms = 0.0  # decaying sums over the recent batches
-        # recent mean of the host time of a batch while it holds the device, in milliseconds
+        # recent mean of the host time of a batch while it holds the device, in milliseconds; a
+        # batch counts with at most MAX_DRIFT * HOST_MS
         self.host_ms = HOST_MS
 
     def add(self, bucket: Bucket) -> None:

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 AUTO, XLA, NATIVE = "auto", "xla", "native"
 HIDING = "cannot hide keys, and the queries of this model have hidden keys"  # a reason: see Choice
 UNSUITED = f"supports only sizes that are multiples of {native.PANEL}, and this model has none"
+DIVIDED = "it runs on one device, but several hold the model"
 # The time limit of all trials at a start. Row lengths that are not tried by then use XLA; they are
 # tried at the next start, because results are saved.
 PROBE_S = 60.0
@@ -171,7 +172,7 @@ def choose_native(
     if device.platform != "cpu" or option not in (AUTO, NATIVE):
         return Choice()
     if program.degree > 1:
-        return Choice(refused={NATIVE: "it runs on one device, but several hold the model"})
+        return Choice(refused={NATIVE: DIVIDED})
     if dtype != "bfloat16":
         return Choice(refused={NATIVE: f"computes in bfloat16, but this model in {dtype}"})
     try:

@@ -7,7 +7,7 @@ harm, also for work that is slower because of it.
 import math
 from collections.abc import Iterator
 
-from jaxembed.engine.autotune.kernels import NATIVE, UNSUITED
+from jaxembed.engine.autotune.kernels import DIVIDED, NATIVE, UNSUITED
 from jaxembed.errors import counted
 from jaxembed.observability.metrics import ANSWER_STAGES
 from jaxembed.platform.cores import MAX_WAITED
@@ -181,8 +181,8 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
     is_cpu = device.platform == "cpu"
     runs_in_xla = is_cpu and set(kernels.used.values()) == {"xla"}
     could_do_better = device.dtype == "bfloat16" and device.multiplies_bfloat16
-    if runs_in_xla and could_do_better and kernels.not_used.get(NATIVE) != UNSUITED:
-        reason = kernels.not_used.get(NATIVE, "the log says why")
+    reason = kernels.not_used.get(NATIVE, "the log says why")
+    if runs_in_xla and could_do_better and reason not in (UNSUITED, DIVIDED):
         remedy = "install gcc or clang, and start again"
         if "compiler" not in reason:
             remedy = (

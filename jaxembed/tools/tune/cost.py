@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
 
+import jax
 import numpy as np
 
 from jaxembed.checkpoints import checkpoint, hub
@@ -217,7 +218,8 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
         raise ConfigError("--null-model does not use a device, so there is nothing to tune")
     if config.parallel == "replicas":
         # all replicas have the same grid
-        config = replace(config, devices=config.tensor_parallel)
+        few = min(config.tensor_parallel, jax.local_device_count())
+        config = replace(config, devices=few)
     path = hub.resolve(source)
     spec = checkpoint.load_spec(path)
     if spec.is_static:
