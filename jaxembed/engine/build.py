@@ -100,22 +100,15 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     results of an earlier run; new results are saved there. Raises ConfigError, which names the
     flag, if a setting cannot be used.
     """
-    devices: tuple[Device, ...] = () if config.null_model else _devices_of(config)
+    degree = program.degree
+    devices: tuple[Device, ...] = () if config.null_model else _devices_of(config, degree)
     if config.dtype == "float16" and spec.config.get("overflows_float16"):
         raise ConfigError(
-            "--dtype float16: hidden states of this model exceed the range of float16; use "
-            "bfloat16 or float32"
+            "--dtype float16: this model's hidden states exceed its range; use bfloat16 or float32"
         )
     calibration = Calibration(devices[0], cache_dir) if devices else None
     dtype: DType = config.dtype or (calibration.native_dtype() if calibration else "float32")
     grid_file = read_grid(config.buckets) if config.buckets is not None else None
-    degree = program.degree
-    if len(devices) % degree:
-        remedy = "; set --devices to a multiple" if len(devices) > degree else ""
-        raise ConfigError(
-            f"--tensor-parallel {degree}: {counted(len(devices), 'device')} cannot be divided into "
-            f"groups of {degree}{remedy}"
-        )
     shards = len(devices) // degree if config.parallel == "sharded" and devices else 1
     native_choice, identity = Choice(), {}
     if devices:
@@ -152,7 +145,6 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     if calibration is None:
         return plan
     identity |= _of_kernels(devices[0])
-    trials = SavedFile(cache_dir, identity, what="attention", suffix="-attention")
 
     def with_kernels(plan: Plan) -> Plan:
         return replace(
@@ -164,7 +156,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
                 plan.grid,
                 config.kernels,
                 native_choice=native_choice,
-                saved=trials,
+                saved=SavedFile(cache_dir, identity, what="attention", suffix="-attention"),
             ),
         )
 
@@ -183,8 +175,9 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     )
 
 
-def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
-    """Return the devices that --devices chooses. Raises ConfigError if there are fewer."""
+def _devices_of(config: EngineConfig, degree: int) -> tuple[Device, ...]:
+    """Return the devices that --devices chooses. Raises ConfigError if there are fewer, or if they
+    cannot be divided into groups of `degree`."""
     # jax.devices() would also return the devices of other hosts, where a program would hang
     local = jax.local_devices()
     if config.devices is not None and not 0 < config.devices <= len(local):
@@ -195,7 +188,14 @@ def _devices_of(config: EngineConfig) -> tuple[Device, ...]:
         keep_programs_of(local[0])
     except OSError as error:
         logger.warning("compiled programs are saved with those of the CPU: %s", error)
-    return tuple(local[: config.devices])
+    devices = tuple(local[: config.devices])
+    if len(devices) % degree:
+        remedy = "; set --devices to a multiple" if len(devices) > degree else ""
+        raise ConfigError(
+            f"--tensor-parallel {degree}: {counted(len(devices), 'device')} cannot be divided into "
+            f"groups of {degree}{remedy}"
+        )
+    return devices
 
 
 def _of_kernels(device: Device) -> dict[str, str]:
