@@ -24,6 +24,7 @@ from benchmarks import (
     bench_model,
     bench_outputs,
     bench_pair,
+    bench_queue,
     bench_start,
     compile_for,
     eval_sts,
@@ -183,6 +184,14 @@ def test_bench_engine_runs(capsys):
     assert deep["ratio"] > 0
     wanted = list(product(("queries", "bimodal"), ("default", "only most rows")))
     assert [(row["mix"], row["grid"]) for row in found["results"]] == wanted
+
+
+@pytest.mark.slow
+def test_bench_queue_fills_batches_if_many_wait(capsys):
+    bench_queue.main(["--repeat", "1", "--scale", "0.01"])
+    alone, *waiting = last_line(capsys)["results"]
+    assert alone["texts_a_batch"] == 1
+    assert all(row["us"] > 0 and row["texts_a_batch"] > 4 for row in waiting)
 
 
 @pytest.mark.slow
