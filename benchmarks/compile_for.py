@@ -118,13 +118,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")
     chip = CHIPS.get(args.chip)
     devices = gpu_devices(args.target) if chip is None else tpu_devices(chip)
-    device = devices[0]
+    device, holding = devices[0], devices[: args.tensor_parallel]
+    if len(holding) < args.tensor_parallel:
+        sys.exit(f"--tensor-parallel {args.tensor_parallel}: {len(devices)} devices are described")
     rows = []
     for size in args.sizes.split(","):
         for kernel in args.kernels.split(","):
             for bucket in buckets_of(args.buckets, device, size):
                 for layers in map(int, args.layers.split(",")):
-                    holding = devices[: args.tensor_parallel]
                     rows.append(row_of(holding, chip, size, layers, kernel, bucket))
                     report.show([rows[-1]])
     report.show(rows, f"{device.device_kind}, compiled without one")

@@ -187,11 +187,12 @@ def test_bench_engine_runs(capsys):
 
 
 @pytest.mark.slow
-def test_bench_queue_fills_batches_if_many_wait(capsys):
+def test_bench_queue_runs(capsys):
     bench_queue.main(["--repeat", "1", "--scale", "0.01"])
-    alone, *waiting = last_line(capsys)["results"]
-    assert alone["texts_a_batch"] == 1
-    assert all(row["us"] > 0 and row["texts_a_batch"] > 4 for row in waiting)
+    rows = last_line(capsys)["results"]
+    assert [row["scenario"] for row in rows] == list(bench_queue.SCENARIOS)
+    assert rows[0]["texts_a_batch"] == 1
+    assert all(row["us"] > 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -82,11 +82,6 @@ class Plan:
         size = self.shards * self.degree
         return [self.devices[k : k + size] for k in range(0, len(self.devices), size)]
 
-    @property
-    def parts(self) -> int:
-        """The number of batches of `max_batch_tokens` that run at the same time."""
-        return max(len(self.devices) // self.degree, 1)
-
     @cached_property
     def device_name(self) -> str:
         """The name of the device's model, such as "cpu" or "NVIDIA H200"."""

@@ -443,8 +443,8 @@ class Engine:
         """Wait for the worker's device, take a batch (or a probe), run it, and write its answers.
 
         Returns early if there is no batch. Sequences that fail are run once more on another worker,
-        if there is a healthy one. Every sequence of the batch gets an answer or an
-        error, even if an exception is raised.
+        if there is a healthy one. Every other sequence of the batch gets an answer or an error,
+        even if an exception is raised.
         """
         batch = None
         try:

@@ -100,9 +100,7 @@ class Bert(nnx.Module):
         if self.distance is not None:
             bias = self.distance(length)
         elif self.alibi_heads is not None:
-            bias = alibi(self.alibi_heads, length)
-            if self.own_heads != self.alibi_heads:
-                bias = parallel.own_part(bias, self.own_heads)
+            bias = parallel.own_part(alibi(self.alibi_heads, length), self.own_heads)
         for number in self.layer_order:
             hidden = self.layers[number](hidden, tokens, rotation, bias)
         return hidden

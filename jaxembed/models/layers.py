@@ -29,8 +29,6 @@ from jaxembed.models.attention import (
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
-Parts = tuple[tuple[int, int], ...]  # as in parallel.Cut
-
 
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Return GELU in its exact form, x * Phi(x), computed by erf."""
@@ -84,8 +82,8 @@ class Linear(nnx.Module):
         out_features: int,
         *,
         bias: bool = True,
-        columns: Parts | None = None,
-        rows: Parts | None = None,
+        columns: parallel.Parts | None = None,
+        rows: parallel.Parts | None = None,
     ):
         kernel_cut = bias_cut = None
         if columns is not None:

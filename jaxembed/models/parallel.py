@@ -23,6 +23,8 @@ from jaxembed.errors import ConfigError
 
 AXIS = "tensor"  # the axis of a mesh whose devices hold different shares of the weights
 
+Parts = tuple[tuple[int, int], ...]  # see Cut
+
 _DEGREE: ContextVar[int] = ContextVar("devices that hold a model together", default=1)
 
 
@@ -37,7 +39,7 @@ class Cut:
     """
 
     axis: int
-    parts: tuple[tuple[int, int], ...]
+    parts: Parts
 
     def places(self, degree: int) -> np.ndarray:
         """Return the indices along the axis that the devices get, one device after the other."""
@@ -118,4 +120,6 @@ def summed(x: jax.Array) -> Any:
 
 def own_part(table: jax.Array, count: int) -> jax.Array:
     """Return the part of a table of all heads, `[heads, ...]`, for the `count` of this device."""
+    if count == table.shape[0]:
+        return table
     return lax.dynamic_slice_in_dim(table, lax.axis_index(AXIS) * count, count)

@@ -113,8 +113,8 @@ class LoadedModel(Dispatcher):
         admission = Admission(
             capacity or capacity_of(self.config),
             max(
-                QUEUED_BATCHES * route.plan.parts * route.plan.max_batch_tokens
-                for route in self.routes.values()
+                QUEUED_BATCHES * max(len(plan.devices) // plan.degree, 1) * plan.max_batch_tokens
+                for plan in (route.plan for route in self.routes.values())
             ),
             # the recent throughput of the slowest engine; 0 before the first batch
             lambda: min(filter(None, [engine.tokens_per_s for engine in engines]), default=0.0),

@@ -1,12 +1,14 @@
 """Simulated devices: replicas that pull from one queue, and one program over eight of them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
 
 import jax
 import numpy as np
 import pytest
 from conftest import WIDER_TOWERS, WORDS, open_tiny, tiny_spec
+from fakes import until
 
 from benchmarks.parameters import random_parameters
 from jaxembed import Embedder
@@ -92,7 +94,8 @@ def test_with_one_faulty_device_of_eight_every_text_has_its_vector(
 
 def test_with_one_hung_device_of_eight_only_its_batch_is_lost(open_embedder, embedder, monkeypatch):
     eight = open_embedder(8)
-    eight.model.main.engine._watchdog._overdue_s = 2.0  # in place of a minute
+    engine = eight.model.main.engine
+    scheduler = engine.workers[5].scheduler
     returns, entered, usual = threading.Event(), threading.Event(), Replica.run
 
     def run(self, *arguments, **options):
@@ -103,15 +106,26 @@ def test_with_one_hung_device_of_eight_only_its_batch_is_lost(open_embedder, emb
             assert entered.wait(60)
         return usual(self, *arguments, **options)
 
+    def age_and_ask() -> bool:
+        """The calls on the hung device get an hour older."""
+        for call in engine._watchdog.calls:
+            if call.waiter in scheduler._holding:
+                engine._watchdog._check(call, 3600.0)
+        return lost.done()
+
     monkeypatch.setattr(Replica, "run", run)
-    try:
-        with pytest.raises(BackendError, match="did not return in time"):
-            eight.encode(THREES)
-        np.testing.assert_allclose(eight.encode(THREES), embedder.encode(THREES), atol=1e-5)
-        assert eight.model.main.engine.snapshot().stuck == 1
-        assert eight.model.ready
-    finally:
-        returns.set()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            lost = pool.submit(eight.encode, THREES)
+            assert entered.wait(60)
+            until(age_and_ask)
+            with pytest.raises(BackendError, match="did not return in time"):
+                lost.result(60)
+            np.testing.assert_allclose(eight.encode(THREES), embedder.encode(THREES), atol=1e-5)
+            assert engine.snapshot().stuck == 1
+            assert eight.model.ready
+        finally:
+            returns.set()
 
 
 @pytest.mark.usefixtures("native_kernels")
