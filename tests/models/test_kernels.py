@@ -128,6 +128,27 @@ def test_a_joint_array_gives_what_its_parts_give(monkeypatch, width, hides_keys)
     assert np.isfinite(np.asarray(found)[real]).all()
 
 
+@pytest.mark.parametrize("attention_mask", SIGHTS.values(), ids=SIGHTS)
+def test_a_block_of_queries_visits_no_block_of_keys_before_the_first_or_after_the_last_it_sees(
+    attention_mask,
+):
+    query_block, key_block = 64, 32
+    found = triton.key_blocks(jnp.asarray(SEGMENTS), attention_mask, query_block, key_block)
+    at = np.arange(SEGMENTS.shape[1])
+    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :]) & (SEGMENTS[:, :, None] != 0)
+    if attention_mask.causal:
+        seen &= at[:, None] >= at
+    if attention_mask.reach is not None:
+        seen &= abs(at[:, None] - at) <= attention_mask.reach
+    for row, block in np.ndindex(found[0].shape):
+        keys = np.flatnonzero(seen[row, block * query_block :][:query_block].any(axis=0))
+        first, end = (int(bound[row, block]) for bound in found)
+        if len(keys):
+            assert (first, end) == (keys[0] // key_block, keys[-1] // key_block + 1)
+        else:
+            assert first >= end
+
+
 @pytest.mark.numerics
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
 def test_heads_of_any_width_are_filled_up(kernel, width, monkeypatch):

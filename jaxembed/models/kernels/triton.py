@@ -168,12 +168,12 @@ def key_blocks(
         )
     if attention_mask.causal:
         last = jnp.minimum(last, index)
-    # Padding must not widen a range.
-    first = jnp.where(segments != 0, first, length)
-    last = jnp.where(segments != 0, last, -1)
+    # Padding must not widen a range. XLA fuses these divisions with the reductions after them, but
+    # divisions after the reductions would be kernels of their own.
+    first = jnp.where(segments != 0, first, length) // key_block
+    end = jnp.where(segments != 0, last, -1) // key_block + 1
     blocks = (rows, -1, query_block)
-    first, last = first.reshape(blocks).min(axis=2), last.reshape(blocks).max(axis=2)
-    return first // key_block, last // key_block + 1
+    return first.reshape(blocks).min(axis=2), end.reshape(blocks).max(axis=2)
 
 
 def _kernel(
