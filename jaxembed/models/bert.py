@@ -29,6 +29,7 @@ from jaxembed.models.layers import (
     Linear,
     Mlp,
     attend_hidden,
+    stored_on_gpu,
 )
 from jaxembed.models.rope import Rotation, read_scaling
 from jaxembed.models.tokens import Hidden, PackedTokens
@@ -153,7 +154,7 @@ class BertEmbeddings(nnx.Module):
             if self.pad_id is not None:  # RoBERTa
                 positions = positions_after_pad(tokens, self.pad_id)
             hidden = hidden + self.position(positions)
-        hidden = self.norm(hidden)
+        hidden = self.norm(stored_on_gpu(hidden))
         return hidden if self.projection is None else self.projection(hidden)
 
 

@@ -62,6 +62,16 @@ def rounded_on_gpu(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     return lax.platform_dependent(x, cuda=rounded, rocm=rounded, default=lambda x: x)
 
 
+def stored_on_gpu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `x`, which a GPU computes once and writes to memory.
+
+    Otherwise XLA:GPU may compute a sum or a norm again in each kernel that reads it, and all the
+    arrays that it is made of stay in memory until the last of these kernels.
+    """
+    stored = lax.optimization_barrier
+    return lax.platform_dependent(x, cuda=stored, rocm=stored, default=lambda x: x)
+
+
 class Linear(nnx.Module):
     """A linear layer: x @ weight + bias, with float32 sums for a weight of any dtype.
 

@@ -115,3 +115,13 @@ def test_a_program_computes_only_what_it_is_asked_for(classifier):
     assert "tanh" not in lowered("dense").as_text()  # of the layers before the logits
     # a set's order differs between processes, and the key of a kept program would too
     assert lowered("dense", "logits").as_text() == lowered("logits", "dense").as_text()
+
+
+@pytest.mark.parametrize(("platform", "barriers"), [("cuda", 1), ("cpu", 0), ("tpu", 0)])
+def test_a_gpu_stores_the_sum_of_embeddings(platform, barriers):
+    spec = tiny_spec()
+    model = program(spec)
+    leaves, planes = model.order(random_parameters(spec)), planes_of([2, 7, 3])
+    traced = jax.jit(model.forward, static_argnums=(2, 3)).trace(leaves, planes, SLOTS, ("dense",))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("optimization_barrier") == barriers
