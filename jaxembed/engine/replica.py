@@ -30,10 +30,17 @@ from jaxembed.engine.placement import (
     partition,
     place_parameters,
 )
-from jaxembed.engine.transfer import UsedSlots, fetch, gather, is_remote, start_copies
+from jaxembed.engine.transfer import (
+    UsedSlots,
+    fetch,
+    gather,
+    gather_parts,
+    is_remote,
+    start_copies,
+)
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program
-from jaxembed.models.attention import Attend, by_xla, using
+from jaxembed.models.attention import Attend, ByKernel, by_xla, using
 from jaxembed.models.tokens import PackedTokens
 
 Outputs = dict[OutputName, Any]
@@ -274,11 +281,13 @@ def lower(
             "different devices compute"
         )
 
+    gather_by = (isinstance(attend, ByKernel) and attend.gather) or gather_parts
+
     def forward(parameters, planes, order=None):
         if dtype == FLOAT32:
             parameters = [leaf.astype(jnp.float32) for leaf in parameters]
         computed = program.forward(parameters, planes, bucket.slots, outputs)
-        return computed if order is None else gather(computed, order, planes[0].size)
+        return computed if order is None else gather(computed, order, planes[0].size, gather_by)
 
     shape = (program.planes, bucket.rows, bucket.length)
     inputs = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=_by_rows(mesh))]

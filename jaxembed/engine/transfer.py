@@ -5,7 +5,7 @@ program of a bucket gathers the slots in use and returns them in parts, and the 
 the parts that hold some. Of a sparse output, the program gathers the nonzero values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -46,14 +46,25 @@ class Gathered(NamedTuple):
     counts: Int[Array, " shards"]  # number of nonzero values of a shard; may be more than `room`
 
 
+def gather_parts(
+    flat: Float[Array, "slots width"], order: Int[Array, " places"], sizes: Sequence[int]
+) -> list[Float[Array, "_ width"]]:
+    """Return `flat[order]` in parts of these sizes, as XLA computes it."""
+    return [flat[part] for part in jnp.split(order, np.cumsum(sizes)[:-1].tolist())]
+
+
 def gather(
-    computed: Mapping[OutputName, Array], order: Int[Array, " places"], tokens: int
+    computed: Mapping[OutputName, Array],
+    order: Int[Array, " places"],
+    tokens: int,
+    by: Callable[..., list[Array]] = gather_parts,
 ) -> dict[OutputName, Any]:
     """Gather on the device what the host may need of the outputs of one shard.
 
     `order` is the shard's part of `UsedSlots.order`, and `tokens` the number of tokens of the
     shard's rows. Of a sparse output the result is a Gathered, of another output per slot a list of
-    the parts, and an output per token is left as it is.
+    the parts, and an output per token is left as it is. `by` is
+    `gather_parts`, or a kernel that returns the same.
     """
     gathered: dict[OutputName, Any] = {}
     for name, output in computed.items():
@@ -61,9 +72,8 @@ def gather(
             gathered[name] = gather_nonzero(output, tokens)
         elif OUTPUTS[name].per == "slot":
             rows, slots, width = output.shape
-            ends = np.cumsum(part_sizes(rows, slots))[:-1].tolist()
             flat = output.reshape(-1, width)
-            gathered[name] = [flat[part] for part in jnp.split(order, ends)]
+            gathered[name] = by(flat, order, part_sizes(rows, slots))
         else:
             gathered[name] = output
     return gathered

@@ -246,13 +246,15 @@ class ByKernel:
     maximum number of segments in a row. If `separate`, layers compute queries, keys and values in
     products of their own, so that XLA writes each in the order of axes in which the kernel reads
     it. `attend_joint(joint, segments, mask, slots)`, if there is one, reads queries, keys and
-    values of the same number of heads from one array.
+    values of the same number of heads from one array. `gather(flat, order, sizes)`, if there is
+    one, returns `flat[order]` in parts of these sizes, for the outputs of a program.
     """
 
     attend: Callable[..., Array]
     slots: int
     separate: bool = False
     attend_joint: Callable[..., Array] | None = None
+    gather: Callable[..., list[Array]] | None = None
 
     def __call__(self, *arguments: Any, **optional: Any) -> Heads:
         """Compute attention with the kernel."""

@@ -21,6 +21,7 @@ from jaxembed.engine.autotune.kernels import (
     choose_native,
 )
 from jaxembed.engine.bucket import Bucket, BucketGrid
+from jaxembed.engine.transfer import gather_parts
 from jaxembed.errors import ConfigError
 from jaxembed.models import native, program
 from jaxembed.models.attention import EVERYTHING, AttentionMask, by_native, by_xla
@@ -129,6 +130,18 @@ def test_a_kernel_with_wrong_numbers_is_never_taken(dtype):
     assert "4/4 heads of 8" in choice.refused["mine"]
     with pytest.raises(ConfigError, match=r"--kernels mine cannot be used: .* off by"):
         chosen(kernel(wrong), "mine", dtype=dtype)
+
+
+def test_a_kernel_that_gathers_outputs_wrongly_is_never_taken(times):
+    def misplaced(flat, order, sizes):
+        return gather_parts(flat, order[::-1], sizes)
+
+    times[right] = 1.0
+    for gather, reason in ((gather_parts, None), (misplaced, "gathers outputs")):
+        candidate = Kernel("mine", right, lambda call, length: None, gather=gather)
+        choice = chosen({"mine": lambda candidate=candidate: candidate})
+        assert set(choice.taken) == (set() if reason else {128})
+        assert (reason or "") in choice.refused.get("mine", "")
 
 
 def test_a_kernel_that_fails_or_is_not_installed_is_named_with_its_reason():

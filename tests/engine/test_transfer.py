@@ -1,6 +1,7 @@
 """What a device with its own memory gives the host: a CPU is one here."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.replica import Replica, output_variants
 from jaxembed.engine.transfer import UsedSlots, part_sizes
 from jaxembed.models import program
+from jaxembed.models.attention import Attend, ByKernel, by_xla
+from jaxembed.models.kernels import gather
 from jaxembed.models.tokens import PackedTokens
 from jaxembed.runtime.options import EncodeOptions
 
@@ -82,21 +85,35 @@ def _remote(monkeypatch) -> None:
     monkeypatch.setattr(replicas, "is_remote", lambda platform: True)
 
 
-def replica_on(devices: int) -> Replica:
+def replica_on(devices: int, attend: Attend = by_xla) -> Replica:
     spec = tiny_spec()
     replica = Replica(
-        program(spec), random_parameters(spec), jax.local_devices()[:devices], "float32"
+        program(spec),
+        random_parameters(spec),
+        jax.local_devices()[:devices],
+        "float32",
+        attention=lambda bucket: attend,
     )
     replica.compile(BUCKET)
     return replica
 
 
+def gathers_by_kernel() -> ByKernel:
+    """XLA's attention, with the kernel of GPUs that gathers outputs, interpreted."""
+
+    def attend(*operands, slots, **optional):
+        return by_xla(*operands, **optional)
+
+    return ByKernel(attend, BUCKET.slots, gather=partial(gather.gather, interpret=True))
+
+
+@pytest.mark.parametrize("attend", [by_xla, gathers_by_kernel()], ids=["xla", "kernel"])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_outputs_are_those_in_the_memory_of_the_host(monkeypatch, devices):
+def test_outputs_are_those_in_the_memory_of_the_host(monkeypatch, devices, attend):
     planes = pack(batch_of(BUCKET, [3, 9, 2, 4, 16, 5, 2, 2]))
     near = replica_on(devices)
     monkeypatch.setattr(replicas, "is_remote", lambda platform: True)
-    far = replica_on(devices)
+    far = replica_on(devices, attend)
     for outputs in (("dense",), ("tokens",), ("dense", "tokens")):
         wanted, found = (one.run(BUCKET, planes, outputs) for one in (near, far))
         assert set(found) == set(outputs)

@@ -24,6 +24,7 @@ from test_invariance import HUGE, assert_same, placed, poisoned_parameters, run
 
 from jaxembed.engine.bucket import TPU_TILE, Bucket, default_grid
 from jaxembed.engine.replica import Replica
+from jaxembed.engine.transfer import part_sizes
 from jaxembed.models import kernels, program
 from jaxembed.models.attention import EVERYTHING, AttentionMask, by_xla
 from jaxembed.models.kernels import Call, Kernel, splash, triton
@@ -69,10 +70,10 @@ def _kernel(request) -> Kernel:
 
 
 def interpreted(module) -> Kernel:
-    found = {name: getattr(module.KERNEL, name) for name in ("attend", "attend_joint")}
+    found = {name: getattr(module.KERNEL, name) for name in ("attend", "attend_joint", "gather")}
     return replace(
         module.KERNEL,
-        **{name: partial(attend, interpret=True) for name, attend in found.items() if attend},
+        **{name: partial(call, interpret=True) for name, call in found.items() if call},
     )
 
 
@@ -254,17 +255,46 @@ def test_splash_lowers_to_mosaic(length, attention_mask):
     assert "tpu_custom_call" in lowered(splash.KERNEL, "tpu", length, attention_mask)
 
 
+def h100_mesh() -> AbstractMesh:
+    """What Pallas of jax 0.11 asks for the properties of the GPU."""
+    figures = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "gpu"}
+    taken = signature(AbstractDevice).parameters  # jax 0.10.0 has no platform
+    h100 = AbstractDevice(**{name: figures[name] for name in taken})
+    return AbstractMesh((1,), ("data",), abstract_device=h100)
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.11
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("length", each([128, 514], 514))
 def test_our_kernel_lowers_to_triton(length, dtype):
-    figures = {"device_kind": "NVIDIA H100 80GB HBM3", "num_cores": 132, "platform": "gpu"}
-    taken = signature(AbstractDevice).parameters  # jax 0.10.0 has no platform
-    h100 = AbstractDevice(**{name: figures[name] for name in taken})
-    with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=h100)):  # 0.11 asks
+    with use_abstract_mesh(h100_mesh()):
         text = lowered(triton.KERNEL, "cuda", length, AttentionMask(causal=True, reach=64), dtype)
     assert "__gpu$xla.gpu.triton" in text
     assert "attention_of_segments" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("sizes", "width"), [((1,), 1), ((4, 2, 1, 1), 33), ((3, 5), 768), ((2, 1), 2500)], ids=str
+)
+def test_a_kernel_gathers_rows_into_parts(sizes, width, dtype):
+    places = sum(sizes)
+    flat = jnp.arange(places * width).reshape(places, width).astype(dtype)
+    order = jnp.asarray(np.random.default_rng(0).integers(0, places, places, np.int32))
+    parts = jax.jit(lambda *of: interpreted(triton).gather(*of, sizes))(flat, order)
+    assert [part.shape for part in parts] == [(size, width) for size in sizes]
+    np.testing.assert_array_equal(np.concatenate(parts), np.asarray(flat[order]))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")  # jax 0.11
+def test_the_kernel_that_gathers_lowers_to_triton():
+    flat = jax.ShapeDtypeStruct((4096, 768), "float32")
+    order = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    with use_abstract_mesh(h100_mesh()):
+        call = jax.jit(lambda *of: triton.KERNEL.gather(*of, part_sizes(32, 128)))
+        text = call.trace(flat, order).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("__gpu$xla.gpu.triton") == 1
+    assert "gather_parts" in text
 
 
 def test_kernels_are_found_by_name_and_the_optional_one_where_its_package_is(monkeypatch):

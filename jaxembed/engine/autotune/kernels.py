@@ -36,6 +36,7 @@ from jaxembed.engine.autotune.native_trial import (
 from jaxembed.engine.bucket import Bucket, BucketGrid
 from jaxembed.engine.compiles import compile_lowered, compiler_options
 from jaxembed.engine.placement import FLOAT32, Device
+from jaxembed.engine.transfer import part_sizes
 from jaxembed.errors import ConfigError
 from jaxembed.models import Program, kernels, native
 from jaxembed.models.attention import Attend, AttentionMask, ByKernel, ByNative, by_xla, using
@@ -364,8 +365,8 @@ class KernelTrial:
     def milliseconds_if_right(self, kernel: Kernel) -> float:
         """Run all attention calls with a kernel. Returns the milliseconds for all layers together.
 
-        Raises NotRight if the kernel refuses an attention call or a result is not right, and the
-        errors of the kernel.
+        If the kernel also gathers outputs, try that too. Raises NotRight if the kernel refuses an
+        attention call or a result is not right, and the errors of the kernel.
         """
         total_ms = 0.0
         for call, layers in self._call_counts.items():
@@ -377,7 +378,24 @@ class KernelTrial:
             if attend.attend_joint is not None and call.heads == call.groups:
                 self._check(self._run(partial(_joined, attend), call)[0], call)
             total_ms += ms * layers
+        if kernel.gather is not None:
+            self._check_gather(kernel.gather)
         return total_ms
+
+    def _check_gather(self, gather: Callable[..., list[jax.Array]]) -> None:
+        """Gather the parts of an output with a kernel. Raises NotRight if a number is not right,
+        and the errors of the kernel."""
+        rows, slots = self._bucket.rows, self._bucket.slots
+        sizes = part_sizes(rows, slots)
+        width = max(call.heads * call.width for call in self._call_counts)
+        rng = np.random.default_rng(0)
+        flat = rng.standard_normal((rows * slots, width), np.float32)
+        order = rng.permutation(rows * slots).astype(np.int32)
+        operands = jax.device_put([flat, order], SingleDeviceSharding(self._device))
+        lowered = jax.jit(lambda flat, order: gather(flat, order, sizes)).lower(*operands)
+        parts = compile_lowered(lowered, compiler_options(self._device.platform))(*operands)
+        if not np.array_equal(np.concatenate(parts), flat[order]):
+            raise NotRight("the kernel that gathers outputs returns other numbers")
 
     def _check(self, output: np.ndarray, call: Call) -> None:
         """Compare the result of an attention call with attention in float32, except in padding.

@@ -2,8 +2,9 @@
 
 A kernel replaces XLA's attention, `attention.by_xla`, where a probe finds the kernel correct and
 faster. Kernels are imported on demand. They support no bias and no soft cap of scores: models with
-one of these use XLA's attention in all layers. This module also has functions that find for kernels
-where segments start and end.
+one of these use XLA's attention in all layers. A kernel may come with another one, which gathers
+the outputs of a program. This module also has functions that find for kernels where segments start
+and end.
 """
 
 import hashlib
@@ -71,7 +72,7 @@ class Kernel:
     `slots` is the maximum number of segments in a row. If some tokens are hidden as keys, it is
     also given `key_segments`. `refuses(call, length)` returns the reason if the kernel does not
     support attention with the properties `call` in rows of `length` tokens, or None if it does.
-    `separate` and `attend_joint` are those of ByKernel.
+    `separate`, `attend_joint` and `gather` are those of ByKernel.
     """
 
     name: str
@@ -79,10 +80,11 @@ class Kernel:
     refuses: Callable[[Call, int], str | None]
     separate: bool = False
     attend_joint: Callable | None = None
+    gather: Callable | None = None
 
     def implementation(self, slots: int) -> ByKernel:
         """Return the attention implementation for rows with at most so many segments."""
-        return ByKernel(self.attend, slots, self.separate, self.attend_joint)
+        return ByKernel(self.attend, slots, self.separate, self.attend_joint, self.gather)
 
 
 def refuses_changed_scores(call: Call) -> str | None:

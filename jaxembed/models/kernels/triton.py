@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from jaxembed.models.attention import MASKED, AttentionMask, Grouped, Heads, Joint
 from jaxembed.models.kernels import Call, Kernel, refuses_changed_scores, spans
+from jaxembed.models.kernels.gather import gather
 from jaxembed.models.tokens import Segments
 
 LOG2_E = 1.4426950408889634
@@ -241,4 +242,4 @@ def _product(a: Array, b: Array, contracted: int) -> Array:
     return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
-KERNEL = Kernel("triton", attend, refuses, attend_joint=attend_joint)
+KERNEL = Kernel("triton", attend, refuses, attend_joint=attend_joint, gather=gather)
