@@ -102,7 +102,8 @@ class Bert(nnx.Module):
             bias = self.distance(length)
         elif self.alibi_heads is not None:
             bias = parallel.own_part(alibi(self.alibi_heads, length), self.own_heads)
-        for number in self.layer_order:
+        for place, number in enumerate(self.layer_order):
+            hidden = hidden if place == 0 else stored_on_gpu(hidden)
             hidden = self.layers[number](hidden, tokens, rotation, bias)
         return hidden
 
@@ -223,6 +224,7 @@ class BertLayer(nnx.Module):
             )
         attended = self.attention_norm.norm_of_sum(hidden, self.attention.out, mixed)
         hidden = attended if self.residual_norm is None else self.residual_norm(hidden + attended)
+        hidden = stored_on_gpu(hidden)
         return self.mlp_norm.norm_of_sum(hidden, mlp.down, mlp.wide(hidden))
 
 

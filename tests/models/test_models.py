@@ -117,11 +117,13 @@ def test_a_program_computes_only_what_it_is_asked_for(classifier):
     assert lowered("dense", "logits").as_text() == lowered("logits", "dense").as_text()
 
 
-@pytest.mark.parametrize(("platform", "barriers"), [("cuda", 1), ("cpu", 0), ("tpu", 0)])
-def test_a_gpu_stores_the_sum_of_embeddings(platform, barriers):
+@pytest.mark.parametrize(("platform", "barriers"), [("cuda", 4), ("cpu", 0), ("tpu", 0)])
+def test_a_gpu_stores_what_a_layer_reads_twice(platform, barriers):
+    """The sum of embeddings, in each layer the norm of attention, and what the next layer gets."""
     spec = tiny_spec()
     model = program(spec)
     leaves, planes = model.order(random_parameters(spec)), planes_of([2, 7, 3])
     traced = jax.jit(model.forward, static_argnums=(2, 3)).trace(leaves, planes, SLOTS, ("dense",))
     text = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert spec.config["num_layers"] == 2
     assert text.count("optimization_barrier") == barriers
