@@ -126,10 +126,18 @@ class Recorder:
     def planes(self) -> int:
         return self.runner.planes
 
-    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
+    def lower(self, bucket: Bucket, for_any: bool = False) -> Bucket:
+        """Return the bucket, which `compile` lowers."""
+        return bucket
+
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        """Return a function that compiles a bucket."""
+        return partial(self.compile, bucket)
+
+    def compile(self, bucket: Bucket) -> None:
         """Compile a bucket, unless it is compiled."""
         if bucket not in self.compiled:
-            self.runner.compile(bucket, others)
+            self.runner.start(self.runner.lower(bucket))()
             self.compiled.add(bucket)
 
     def run(

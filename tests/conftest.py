@@ -453,7 +453,7 @@ def _runner() -> SumRunner:
 
 @pytest.fixture(name="start")
 def _start(closed):
-    """Start engines that are closed at the end."""
+    """Start engines that are closed at the end. If `ready`, all their runners have joined."""
 
     def start(*runners, ready=True, **options) -> EngineUnderTest:
         engine = EngineUnderTest(runners, options.pop("grid", SMALL_GRID), **options)
@@ -461,6 +461,7 @@ def _start(closed):
         engine.start()
         if ready:
             engine.warmup.wait(WAIT_S)
+            assert engine.warmup.joined.wait(WAIT_S)
         return engine
 
     return start

@@ -108,6 +108,7 @@ IDLE = EngineState(
     **dict.fromkeys(ZEROS, 0),
     **{name: {} for name in ("queues", "costs", "cost_sources", "ran")},
     failures=(0,),
+    joined=1,
     drift=1.0,
     timed=True,
     compiled=(),

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from prometheus_client.registry import Collector
@@ -59,6 +60,7 @@ class SumRunner:
         self.on_run: Callable[[Bucket, np.ndarray], None] = lambda bucket, planes: None
         self.slow_to_compile: dict[Bucket, threading.Event] = {}
         self.cannot_compile: set[Bucket] = set()
+        self.compiling = threading.Semaphore(0)  # released by each compilation that begins
         self.compiled: list[Bucket] = []
         self.ran: list[Bucket] = []
         self.timed: list[Bucket] = []
@@ -67,9 +69,14 @@ class SumRunner:
         self.inside = self.max_inside = 0
         self._lock = threading.Lock()
 
-    def compile(self, bucket: Bucket, others: Sequence["SumRunner"] = ()) -> None:
-        for other in others:
-            other.compile(bucket)
+    def lower(self, bucket: Bucket, for_any: bool = False) -> Bucket:
+        return bucket
+
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        return partial(self._compile, bucket)
+
+    def _compile(self, bucket: Bucket) -> None:
+        self.compiling.release()
         if bucket in self.slow_to_compile:
             assert self.slow_to_compile[bucket].wait(WAIT_S)
         if bucket in self.cannot_compile:

@@ -27,8 +27,8 @@ from jaxembed.platform.cores import core_count, host_id
 
 logger = logging.getLogger(__name__)
 
-# The number of compiling threads: XLA uses several cores for a program. With several devices, every
-# program is compiled for each of them at once.
+# The number of compiling threads: XLA uses several cores for a program. With several devices, many
+# programs are compiled at once.
 WORKERS = max(2, int(core_count()) // 4)
 NICENESS = 10  # a ninth of the CPU share of a serving thread, if both want the same core
 STACK_BYTES = 64 * 1024 * 1024  # with large models XLA overflows the usual 8 MiB of a thread

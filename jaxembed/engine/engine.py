@@ -4,6 +4,9 @@
 with the scheduler of its device. A thread of a worker waits until the scheduler grants it the
 device, and only then takes a batch of the sequences that wait. It runs the batch and writes the
 answers into the futures. No timer delays a batch: batches grow while the devices are busy.
+
+The first worker compiles the buckets that the model needs to be ready. Then each other worker joins
+as soon as it has compiled them too: a worker that has not joined takes no batches.
 """
 
 import atexit
@@ -14,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -65,6 +69,14 @@ class Worker:
     scheduler: DeviceScheduler
     failures: int = 0  # number of consecutive failed batches; protected by the engine's lock
     share: VirtualTime = field(default_factory=VirtualTime)
+    # A worker takes batches once it has joined, which it does with the programs of all usable
+    # buckets. It is left out if they do not compile. Protected by the engine's lock.
+    state: Literal["joining", "joined", "left out"] = "joining"
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the worker has joined, and is neither sick nor stuck."""
+        return self.state == "joined" and not self.sick and not self.scheduler.stuck
 
     @property
     def sick(self) -> bool:
@@ -106,6 +118,7 @@ class EngineState:
     queues: dict[Priority, QueueState]
     failures: tuple[int, ...]  # number of consecutive failed batches of each worker
     stuck: int  # number of workers that are stuck
+    joined: int  # number of workers that take batches, even if they are sick or stuck now
     costs: dict[Bucket, float]  # milliseconds of a run of each usable bucket
     cost_sources: dict[Bucket, CostSource]
     drift: float  # ratio of the recent batches' times to the buckets' timed costs
@@ -122,8 +135,8 @@ class EngineState:
 class Engine:
     """Batches the sequences of requests and runs the batches on all workers.
 
-    A bucket is the shape of a batch; each worker has a compiled program for each bucket. A queued
-    sequence may belong to several requests.
+    A bucket is the shape of a batch; each worker that has joined has a compiled program for each
+    usable bucket. A queued sequence may belong to several requests.
 
     Any thread may call `submit`. No request starts a compilation: batches use a bucket once it is
     compiled, and a sequence that fits in no compiled bucket waits.
@@ -167,6 +180,9 @@ class Engine:
         self._queue = RequestQueue(max(bucket.tokens for bucket in grid.buckets))
         # batches that failed on a worker and wait for another one, with that worker
         self._failed: list[tuple[Batch, Worker]] = []
+        self.workers[0].state = "joined"
+        # what the first worker has lowered, while other workers have yet to compile it
+        self._lowered: dict[Bucket, Any] = {}
         self._ran: dict[Bucket, BucketUse] = {}
         self._ran_tokens = self._ran_s = 0.0  # decaying sums over the recent batches
         self._closing = False
@@ -180,6 +196,7 @@ class Engine:
             name=name,
             full=full_warmup,
             workers=compile_workers,
+            joins=[partial(self._join, worker) for worker in workers[1:]],
             idle_s=lambda: min(worker.scheduler.idle_s for worker in workers),
             on_progress=on_progress,
             on_failure=lambda error: self._fail_waiting(BackendError(NOT_COMPILED)),
@@ -202,27 +219,33 @@ class Engine:
             on_timed=self._keep_costs,
             watch=self._watchdog.watch,
         )
+        self._threads = self._serving_threads()
+        self._add_gauges()
+
+    def _serving_threads(self) -> list[threading.Thread]:
+        """Make the threads of all workers."""
         # one thread more than programs in flight, to write answers while the others run programs
-        self._threads = [
+        return [
             threading.Thread(
                 target=memory.in_kept_heap,
                 args=(partial(self._serve, worker),),
                 name=f"worker-{n}-{k}",
                 daemon=True,
             )
-            for n, worker in enumerate(workers)
+            for n, worker in enumerate(self.workers)
             for k in range(worker.scheduler.permits + 1)
         ]
-        self._add_gauges()
 
     def _add_gauges(self) -> None:
-        """Add the sizes of the queues, and the number of stuck workers, to the metrics."""
+        """Add the sizes of the queues, and the numbers of joined and stuck workers, to the
+        metrics."""
         telemetry, queue = self._telemetry, self._queue
         telemetry.add_to(telemetry.queue_size, lambda: queue.inputs)
         telemetry.add_to(telemetry.queue_tokens, lambda: queue.tokens)
         telemetry.add_to(
             telemetry.stuck_workers, lambda: sum(worker.scheduler.stuck for worker in self.workers)
         )
+        telemetry.add_to(telemetry.joined_workers, lambda: self._joined)
         for priority, waiting in queue.queues.items():
             telemetry.add_to(
                 telemetry.priority_queue_size.labels(priority), lambda of=waiting: of.inputs
@@ -232,34 +255,40 @@ class Engine:
     def ready(self) -> bool:
         """Whether every request can be served: it has a compiled bucket, and a worker is healthy.
 
-        With a full warm-up, all buckets must be compiled."""
+        With a full warm-up, all buckets must be compiled, and no worker is joining."""
         return self.warmup.ready and self.healthy
 
     @property
     def healthy(self) -> bool:
-        """Whether some worker is neither sick nor stuck.
+        """Whether some worker has joined and is neither sick nor stuck.
 
         While another worker is healthy, a sick worker only probes its device. A stuck worker does
         nothing.
         """
-        return not all(worker.sick or worker.scheduler.stuck for worker in self.workers)
+        return any(worker.healthy for worker in self.workers)
 
     @property
     def stuck(self) -> bool:
-        """Whether every worker is stuck: a program of this or another model hangs on its device.
+        """Whether every worker is left out or stuck: a program of this or another model hangs on
+        its device.
 
         Then waiting requests fail and new requests are refused. If the program ends after all, the
         worker is used again.
         """
-        return all(worker.scheduler.stuck for worker in self.workers)
+        return all(worker.scheduler.stuck or worker.state == "left out" for worker in self.workers)
+
+    @property
+    def _joined(self) -> int:
+        """The number of workers that have joined."""
+        return sum(worker.state == "joined" for worker in self.workers)
 
     @property
     def tokens_per_s(self) -> float:
-        """The recent throughput of all workers, in useful tokens per second of device time.
+        """The recent throughput of all joined workers, in useful tokens per second of device time.
 
         It is 0 before the first batch.
         """
-        return len(self.workers) * self._ran_tokens / max(self._ran_s, 1e-6)
+        return self._joined * self._ran_tokens / max(self._ran_s, 1e-6)
 
     @property
     def temporary_bytes(self) -> int:
@@ -288,6 +317,7 @@ class Engine:
                 },
                 failures=tuple(worker.failures for worker in self.workers),
                 stuck=sum(worker.scheduler.stuck for worker in self.workers),
+                joined=self._joined,
                 costs=self._costs.usable,
                 cost_sources={b: self._costs.source_of(b) for b in self._costs.usable},
                 drift=self._costs.drift,
@@ -414,6 +444,7 @@ class Engine:
             return
         for worker in self.workers:
             worker.runner.free()
+        self._lowered.clear()
         if self._cache is not None:
             self._cache.clear()
 
@@ -486,11 +517,13 @@ class Engine:
             fail_sequences(batch.sequences, BackendError(INTERNAL))
 
     def _is_unusable(self, worker: Worker) -> bool:
-        """Return whether a worker takes no batches: it is stuck, or sick while another is healthy.
+        """Return whether a worker takes no batches: it has not joined, is stuck, or is sick while
+        another is healthy.
 
         A sick worker would take most of the batches, because its batches fail fast.
         """
-        return worker.scheduler.stuck or (worker.sick and self.healthy)
+        has_joined = worker.state == "joined"
+        return not has_joined or worker.scheduler.stuck or (worker.sick and self.healthy)
 
     def _wait_for_work(self, worker: Worker) -> bool:
         """Wait until a worker has work, and return True; False if the engine closes and no work is
@@ -518,9 +551,8 @@ class Engine:
         return worker is not first or not self._healthy_beside(first)
 
     def _healthy_beside(self, worker: Worker) -> bool:
-        """Return whether another worker is neither sick nor stuck."""
-        others = (other for other in self.workers if other is not worker)
-        return not all(other.sick or other.scheduler.stuck for other in others)
+        """Return whether another worker has joined and is neither sick nor stuck."""
+        return any(other.healthy for other in self.workers if other is not worker)
 
     def _leave_failed(
         self, worker: Worker, batch: Batch, results: Sequence[Answers]
@@ -658,17 +690,65 @@ class Engine:
             traces[0].trace.tracer.trace_batch(run, traces)
 
     def _compile(self, bucket: Bucket) -> None:
-        """Compile a bucket on every worker, then let batches use it and wake the idle threads.
+        """Compile a bucket on every joined worker, then let batches use it and wake the idle
+        threads.
 
-        The threads of Warmup call this method. If the compiler raises an error, this method raises
-        it, and no batch uses the bucket.
+        The first worker compiles it before the others, which on GPUs then find the program in the
+        compile cache. The threads of Warmup call this method. If the compiler raises an error, this
+        method raises it, and no batch uses the bucket.
         """
-        first, *others = [worker.runner for worker in self.workers]
-        first.compile(bucket, others)
-        with self._lock:
-            self._costs.add(bucket)
-            self._queue.set_longest_row(max(bucket.length for bucket in self._costs.usable))
-            self._wake_all()
+        lowered = self.workers[0].runner.lower(bucket, for_any=len(self.workers) > 1)
+        missing, compiled = [self.workers[0]], set[Worker]()
+        while missing:
+            _finish_all([worker.runner.start(lowered) for worker in missing])
+            compiled.update(missing)
+            with self._lock:
+                missing = [
+                    worker
+                    for worker in self.workers
+                    if worker.state == "joined" and worker not in compiled
+                ]
+                if not missing:
+                    self._lowered[bucket] = lowered
+                    self._costs.add(bucket)
+                    self._queue.set_longest_row(max(b.length for b in self._costs.usable))
+                    self._forget_lowered()
+                    self._wake_all()
+
+    def _join(self, worker: Worker) -> bool:
+        """Compile all usable buckets on a worker, and let it take batches from then on.
+
+        Returns whether the worker has joined. If the compiler raises an error, it is logged, and
+        the worker is left out.
+        """
+        compiled: set[Bucket] = set()
+        while True:
+            with self._lock:
+                missing = {b: self._lowered[b] for b in self._lowered if b not in compiled}
+                if not missing:
+                    worker.state = "joined"
+                    self._forget_lowered()
+                    self._wake_all()
+                    return True
+            try:
+                _finish_all([worker.runner.start(lowered) for lowered in missing.values()])
+            except Exception:
+                if not self._closing:  # when the interpreter ends, compilations are cancelled
+                    logger.exception(
+                        "%s: the programs of replica %d do not compile: it is left out",
+                        self.name,
+                        self.workers.index(worker),
+                    )
+                with self._lock:
+                    worker.state = "left out"
+                    self._forget_lowered()
+                return False
+            compiled.update(missing)
+
+    def _forget_lowered(self) -> None:
+        """Free the lowered programs if no worker is joining. The caller holds the lock."""
+        if not any(worker.state == "joining" for worker in self.workers):
+            self._lowered.clear()
 
     def _fail_waiting(self, error: Exception) -> None:
         """Fail all waiting requests with `error`."""
@@ -716,6 +796,13 @@ class Engine:
         Warmup compiles a bucket of this length or more next."""
         with self._lock:
             return self._queue.needed_length
+
+
+def _finish_all(started: Sequence[Callable[[], None]]) -> None:
+    """Wait for programs whose compilation has started. Raises the errors of XLA."""
+    for finish in started:
+        finish()
+    memory.trim()
 
 
 def _join_until(threads: Sequence[threading.Thread], deadline: float) -> None:

@@ -105,6 +105,7 @@ class HostEngine:
             queues={queue: QueueState(0, 0, 0.0) for queue in get_args(Priority)},
             failures=(self._failures,),
             stuck=0,
+            joined=1,
             costs={},
             cost_sources={},
             drift=1.0,

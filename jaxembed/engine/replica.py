@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -56,6 +57,14 @@ ProgramKey = tuple[Bucket, DType, tuple[OutputName, ...]]
 _starting: defaultdict[Device, threading.Lock] = defaultdict(threading.Lock)
 
 
+@dataclass(frozen=True)
+class LoweredBucket:
+    """The programs of a bucket, which are lowered and can be compiled."""
+
+    programs: dict[ProgramKey, jax.stages.Lowered]
+    for_any: bool  # whether for all replicas of the model, or else for the one that lowered them
+
+
 class Replica:
     """A model on one device, or on several devices that divide the rows of every batch, the layers
     of the model, or both."""
@@ -96,46 +105,44 @@ class Replica:
         self._parameters = [placed[name] for name in program.shapes]
         self._by_rows, self._by_places = _by_rows(self._mesh), _by_places(self._mesh)
 
-    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
-        """Compile the program of a bucket, so that `run` can use it.
+    def lower(self, bucket: Bucket, for_any: bool = False) -> LoweredBucket:
+        """Lower the programs of a bucket for the replica's devices, or with `for_any` also for
+        other replicas of the same model on devices of the same kind.
 
-        If the bucket is the replica's `float32_bucket`, also compile a program that computes in
+        If the bucket is the replica's `float32_bucket`, there is also a program that computes in
         float32 with the same parameters, for sequences whose activations exceed the range of
         float16. On a device with its own memory there is one program that computes outputs per slot
-        and one that computes all outputs, if the model is served for an output per slot. All this
-        is also done for the `others`, replicas of the same model on devices of the same kind: a
-        program is lowered once, and all are compiled at the same time. Raises ConfigError if the
-        rows of the bucket cannot be divided equally among the devices of a replica, and the errors
-        of XLA.
+        and one that computes all outputs, if the model is served for an output per slot. Raises
+        ConfigError if the rows of the bucket cannot be divided equally among the devices of a
+        replica.
         """
-        replicas, for_any = [self, *others], bool(others)
         keys: list[ProgramKey] = [(bucket, self.dtype, outputs) for outputs in self._variants]
         if bucket == self._float32_bucket:
             keys.append((bucket, FLOAT32, self.outputs))
-        waiting: list[Callable[[], None]] = []
-        for key in keys:
-            lowered = self._lower(key, for_any)
-            waiting += [replica.start(key, lowered, for_any) for replica in replicas]
-        for finish in waiting:
-            finish()
-        memory.trim()
+        return LoweredBucket({key: self._lower(key, for_any) for key in keys}, for_any)
 
-    def start(
-        self, key: ProgramKey, lowered: jax.stages.Lowered, for_any: bool
-    ) -> Callable[[], None]:
-        """Start to compile a program for the replica's devices.
+    def start(self, lowered: LoweredBucket) -> Callable[[], None]:
+        """Start to compile the programs of a bucket, all at the same time.
 
-        `for_any` says that it was lowered for any devices of their kind. Returns a function that
-        waits for the program, after which `run` can use it; the function raises the errors of
-        XLA."""
-        devices = self.devices if for_any else ()
+        Returns a function that waits for the programs, after which `run` can use them; the function
+        raises the errors of XLA."""
+        devices = self.devices if lowered.for_any else ()
         options = compiler_options(self.devices[0].platform)
-        compiled = start_compiling(lowered, options, devices)
+        compiled = {
+            key: start_compiling(program, options, devices)
+            for key, program in lowered.programs.items()
+        }
 
         def finish() -> None:
-            self._programs[key] = compiled.result()
+            self._programs.update({key: program.result() for key, program in compiled.items()})
 
         return finish
+
+    def compile(self, bucket: Bucket) -> None:
+        """Compile the programs of a bucket for this replica. Raises the errors of `lower` and of
+        XLA."""
+        self.start(self.lower(bucket))()
+        memory.trim()
 
     def run(
         self,
@@ -358,8 +365,12 @@ class NullReplica:
         self.planes = PackedTokens.PLANES
         self._widths = widths
 
-    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
-        """Do nothing."""
+    def lower(self, bucket: Bucket, for_any: bool = False) -> Any:
+        """Return None, because it has no program."""
+
+    def start(self, lowered: Any) -> Callable[[], None]:
+        """Return a function that does nothing."""
+        return lambda: None
 
     def temporary_bytes(self, bucket: Bucket) -> int:
         """Return 0, because it uses no device."""

@@ -385,6 +385,9 @@ class Telemetry:
         self.failed_batches = self._counter(
             "jaxembed_failed_batches", "Batches that failed on a device"
         )
+        self.joined_workers = self._gauge(
+            "jaxembed_joined_devices", "Devices that have compiled their programs and take batches"
+        )
         self.stuck_workers = self._gauge(
             "jaxembed_stuck_seats", "Devices that do not return from a call, and are not used"
         )

@@ -1,6 +1,7 @@
 """The queue and its threads, with runners that are plain Python."""
 
 import gc
+import logging
 import math
 import threading
 import weakref
@@ -184,6 +185,93 @@ def test_three_failures_in_a_row_make_it_unhealthy_until_a_probe_succeeds(start,
     until(lambda: engine.healthy)  # nobody asks anything: it probes by itself
     assert engine.ready
     assert sums(engine.ask([encoding(6)])) == [6.0]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_other_devices_join_when_their_buckets_are_compiled(start, runner, full, caplog):
+    other = SumRunner()
+    other.lower = raising(AssertionError("each bucket is lowered once"))
+    other.slow_to_compile[LONG] = threading.Event()
+    with caplog.at_level(logging.INFO):
+        engine = start(runner, other, ready=False, full_warmup=full)
+        assert other.compiling.acquire(timeout=WAIT_S)
+        if not full:
+            engine.wait_ready(WAIT_S)
+        assert engine.ready is not full
+        for k in range(5, 15):
+            assert sums(engine.ask([encoding(k)])) == [float(k)]
+        assert (engine.snapshot().joined, other.ran) == (1, [])
+        assert count_of(engine.telemetry.joined_workers) == 1
+        other.slow_to_compile[LONG].set()
+        assert engine.warmup.joined.wait(WAIT_S)
+        engine.wait_ready(WAIT_S)
+        first = blocked(engine, runner)
+        until(lambda: engine.ask([encoding(5)]) and other.ran)
+    runner.gate.set()
+    assert sums(first) == [10.0]
+    assert (engine.snapshot().joined, set(other.compiled)) == (2, set(GRID.buckets))
+    assert engine._lowered == {}
+    assert f"ready: 3 of 3 buckets on {1 + full} of 2 devices" in caplog.text
+    assert "in use: 2 of 2 devices" in caplog.text
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_device_whose_programs_do_not_compile_is_left_out(start, runner, full, caplog):
+    broken = SumRunner()
+    broken.cannot_compile.add(LONG)
+    engine = start(runner, broken, SumRunner(), full_warmup=full)
+    assert "replica 1 do not compile: it is left out" in caplog.text
+    assert engine.ready
+    assert engine.snapshot().joined == 2
+    assert engine._lowered == {}
+    for k in range(5, 15):
+        assert sums(engine.ask([encoding(k)])) == [float(k)]
+    assert broken.ran == []
+    for worker in (engine.workers[0], engine.workers[2]):
+        worker.failures = FAILURES_TO_SICK
+    assert not engine.healthy
+    with ExitStack() as devices:
+        for worker in (engine.workers[0], engine.workers[2]):
+            devices.enter_context(worker.scheduler.hold(lambda: 1e9)).overdue = True
+        assert engine.stuck
+
+
+def test_a_bucket_that_is_compiled_while_a_device_joins_is_compiled_for_it_too():
+    first, other = SumRunner(), SumRunner()
+    other.slow_to_compile[SHORT] = first.slow_to_compile[WIDE] = threading.Event()
+    engine = EngineUnderTest([first, other], GRID)
+    engine._compile(SHORT)
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(engine._compile, WIDE), pool.submit(engine._join, engine.workers[1])]
+        assert other.compiling.acquire(timeout=WAIT_S)
+        engine._compile(LONG)
+        assert other.compiled == []
+        first.slow_to_compile[WIDE].set()
+        for task in tasks:
+            task.result(WAIT_S)
+    assert sorted(other.compiled) == sorted(engine.snapshot().costs) == sorted(GRID.buckets)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_close_while_a_device_joins_answers_what_waits(start, runner, full):
+    other, third = SumRunner(), SumRunner()
+    other.slow_to_compile[LONG] = threading.Event()
+    engine = start(runner, other, third, ready=False, full_warmup=full)
+    assert other.compiling.acquire(timeout=WAIT_S)
+    first = blocked(engine, runner)
+    waiting = engine.ask([encoding(7)])
+    closer = threading.Thread(target=engine.close, args=(WAIT_S,))
+    closer.start()
+    until(lambda: engine.snapshot().closing)
+    runner.gate.set()
+    assert [sums(future) for future in (first, waiting)] == [[10.0], [7.0]]
+    other.slow_to_compile[LONG].set()
+    closer.join(WAIT_S)
+    assert engine.snapshot().threads == 0
+    assert third.compiled == []
+    if full:
+        with pytest.raises(BackendError, match="closed before"):
+            engine.wait_ready(0.0)
 
 
 def test_close_finishes_the_queue_and_stops_the_threads(start, runner):

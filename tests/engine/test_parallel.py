@@ -28,11 +28,14 @@ BUCKET = Bucket(8, 16)
 
 @pytest.fixture(name="open_embedder")
 def _open_embedder(tiny_checkpoint, tmp_path, closed):
-    """An Embedder with one bucket of 8 rows over some devices; closed at the end."""
+    """An Embedder with one bucket of 8 rows over some devices, which all have joined; closed at
+    the end."""
 
     def open_embedder(devices: int, parallel="replicas") -> Embedder:
         fields = {"devices": devices, "parallel": parallel, "max_input_tokens": 16}
-        return closed.enter_context(open_tiny(tiny_checkpoint, tmp_path, (8, 16), **fields))
+        embedder = closed.enter_context(open_tiny(tiny_checkpoint, tmp_path, (8, 16), **fields))
+        assert embedder.model.main.engine.warmup.joined.wait(60)
+        return embedder
 
     return open_embedder
 
@@ -152,7 +155,9 @@ def test_a_program_is_lowered_once_and_compiled_for_all_replicas(monkeypatch, na
         )
         for devices in groups
     ]
-    every[0].compile(bucket, every[1:])
+    programs = every[0].lower(bucket, for_any=True)
+    for finish in [replica.start(programs) for replica in every]:
+        finish()
     assert lowered == [bucket]
     planes = full_planes(bucket, 8)
     found = [replica.run(bucket, planes, ("dense",))["dense"] for replica in every]

@@ -2,8 +2,10 @@
 
 import logging
 import threading
+from functools import partial
 
 import pytest
+from fakes import until
 
 from jaxembed.engine.autotune import warmup as warmup_module
 from jaxembed.engine.autotune.warmup import Warmup
@@ -162,6 +164,48 @@ def test_it_is_ready_when_the_covering_buckets_are_compiled_or_all(full):
     assert warmup.ready
     assert warmup.compiled == COVERING + (REST if full else [])
     compiler.gates[REST[0]].set()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_other_workers_join_after_the_required_buckets_and_before_the_rest(full):
+    compiler, gate = Compiler(), threading.Event()
+
+    def join(worker: str) -> bool:
+        compiler.order.append(worker)
+        assert gate.wait(60)
+        return worker == "good"
+
+    joins = [partial(join, worker) for worker in ("good", "bad")]
+    warmup = warmup_of(compiler, full=full, workers=2, joins=joins)
+    warmup.start()
+    until(lambda: "good" in compiler.order)
+    if not full:
+        warmup.wait(60.0)
+    assert warmup.ready is not full
+    gate.set()
+    ended(warmup)
+    assert warmup.ready
+    assert warmup.joined.is_set()
+    required = len(GRID.buckets if full else COVERING)
+    assert compiler.order[required : required + 2] == ["good", "bad"]
+    assert len(compiler.order) == len(GRID.buckets) + 2
+
+
+def test_no_worker_joins_after_stop_nor_if_a_required_bucket_does_not_compile():
+    joined, stopped = (
+        [],
+        warmup_of(Compiler(), joins=[lambda: bool(stopped.stop()), lambda: joined.append(1)]),
+    )
+    stopped.start()
+    ended(stopped)
+    compiler = Compiler(broken=[COVERING[0]], gates=[COVERING[1]])
+    broken = warmup_of(compiler, workers=2, joins=[lambda: joined.append(1)])
+    broken.start()
+    with pytest.raises(RuntimeError, match="no 1x16"):
+        broken.wait(60.0)
+    compiler.gates[COVERING[1]].set()
+    ended(broken)
+    assert joined == []
 
 
 def test_stop_compiles_no_further_bucket_and_tells_those_who_wait():

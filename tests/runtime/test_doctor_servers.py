@@ -43,11 +43,11 @@ WITHOUT_HUGE_PAGES = (
 SERVE_COLD = (
     "import threading\n"
     "from jaxembed.engine.replica import Replica\n"
-    "usual = Replica.compile\n"
-    "def compile(self, bucket, others):\n"
+    "usual = Replica.lower\n"
+    "def lower(self, bucket, for_any):\n"
     "    if bucket.rows > 1: threading.Event().wait()\n"
-    "    usual(self, bucket, others)\n"
-    f"Replica.compile = compile\n{SERVE}"
+    "    return usual(self, bucket, for_any)\n"
+    f"Replica.lower = lower\n{SERVE}"
 )
 
 pytestmark = [

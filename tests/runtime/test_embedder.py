@@ -632,13 +632,13 @@ def test_text_settings_are_the_defaults_of_a_request(open_embedder, embedder):
 
 
 def test_what_is_asked_while_buckets_compile_waits(tiny_checkpoint, config, tmp_path, monkeypatch):
-    gate, usual, steps = threading.Event(), Replica.compile, []
+    gate, usual, steps = threading.Event(), Replica.lower, []
 
-    def compile(replica, bucket, others):
+    def lower(replica, bucket, for_any):
         assert gate.wait(WAIT_S)
-        usual(replica, bucket, others)
+        return usual(replica, bucket, for_any)
 
-    monkeypatch.setattr(Replica, "compile", compile)
+    monkeypatch.setattr(Replica, "lower", lower)
     options = {"wait": False, "on_progress": lambda *step: steps.append(step)}
     with Embedder(str(tiny_checkpoint), cache_dir=tmp_path, config=config, **options) as embedder:
         assert not embedder.ready

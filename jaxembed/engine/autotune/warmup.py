@@ -1,13 +1,16 @@
-"""Compiles the buckets in the background: first those that cover every request, then the rest."""
+"""Compiles the buckets in the background: first those that cover every request, then the rest.
+
+With several workers, the first one compiles the covering buckets alone. Then the others join.
+"""
 
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jaxembed.engine.bucket import Bucket, BucketGrid
-from jaxembed.errors import BackendError
+from jaxembed.errors import BackendError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ class Warmup:
         name: str = "model",
         full: bool,
         workers: int,
+        joins: Sequence[Callable[[], bool]] = (),
         idle_s: Callable[[], float] = lambda: math.inf,
         on_progress: Callable[[int, int], None] | None = None,
         on_failure: Callable[[Exception], None] = lambda error: None,
@@ -40,10 +44,13 @@ class Warmup:
         `compile_bucket` compiles a bucket and makes it usable. `needed_length` returns the row
         length for the oldest waiting sequence that fits in no compiled bucket, or None; a bucket of
         this length or more is compiled next. The required buckets are all buckets with `full`,
-        otherwise the covering buckets. `idle_s` returns the seconds for which the device has been
-        idle: once the model is ready and in use, a single thread compiles, with pauses.
-        `on_progress` is called with the numbers of buckets done and in total, `on_failure` with the
-        error of a required bucket, and `on_finish` when all buckets are done.
+        otherwise the covering buckets. Once they are compiled, each of `joins` is called: it
+        compiles the usable buckets on one more worker, and returns whether this worker can be used.
+        The model is ready before the joins, but with `full` after them. `idle_s` returns the
+        seconds for which the device has been idle: once the model is ready and in use, a single
+        thread compiles, with pauses. `on_progress` is called with the numbers of buckets done and
+        in total, `on_failure` with the error of a required bucket, and `on_finish` when all buckets
+        are done.
         """
         self.error: Exception | None = None
         self.compiled: list[Bucket] = []
@@ -56,7 +63,14 @@ class Warmup:
         self._on_progress = on_progress or (lambda done, total: None)
         self._on_failure = on_failure
         self._on_finish = on_finish
+        self._full = full
         self._required = set(grid.buckets if full else grid.covering)
+        self._covered = False  # whether the required buckets are compiled
+        self._joins = joins
+        self._in_use = 1  # number of workers that are in use
+        self.joined = threading.Event()  # set when no further worker will join
+        if not joins:
+            self.joined.set()
         self._ready = threading.Event()
         self._stop = threading.Event()
         self._started_at = time.monotonic()
@@ -69,7 +83,8 @@ class Warmup:
 
     @property
     def ready(self) -> bool:
-        """Whether every request has a compiled bucket, or with `full` every bucket is compiled."""
+        """Whether every request has a compiled bucket, or with `full` every bucket is compiled and
+        every worker has joined or was left out."""
         return self._ready.is_set() and self.error is None
 
     def start(self) -> None:
@@ -98,6 +113,7 @@ class Warmup:
     def stop(self) -> None:
         """Compile no further bucket. A thread in `wait` gets a BackendError."""
         self._stop.set()
+        self.joined.set()
         with self._lock:
             if not self._ready.is_set():
                 self.error = BackendError("closed before the model was ready")
@@ -108,10 +124,15 @@ class Warmup:
 
         Once the model is ready and while the device is in use, only the thread with `goes_on`
         compiles, for at most a third of the time, and begins when the device is idle for a moment.
-        The other threads wait until the device is not in use.
+        The other threads wait until the device is not in use. Buckets that are not required wait
+        for the joins.
         """
         took_s = 0.0
         while not self._stop.is_set():
+            with self._lock:
+                waits = self._required.isdisjoint(self._pending)
+            if waits:
+                self.joined.wait()
             if self._ready.is_set() and self._pending:
                 if self._idle_s() < QUIET_S and goes_on:
                     self._stop.wait(PAUSE * took_s)
@@ -122,7 +143,7 @@ class Warmup:
                         break
             needed = self._needed_length()
             with self._lock:
-                if not self._pending:
+                if not self._pending or self._stop.is_set():
                     return
                 urgent = [b for b in self._pending if needed and b.length >= needed]
                 bucket = min(urgent, key=lambda b: b.tokens) if urgent else self._pending[0]
@@ -140,14 +161,16 @@ class Warmup:
         """Record that a bucket is compiled, or that its compilation raised `error`.
 
         A bucket with an error is left out, but an error of a required bucket stops the warm-up.
-        Reports the progress, and the end after the last bucket."""
+        Reports the progress. After the last required bucket, calls the joins; after the last bucket
+        of all, reports the end."""
         name, total = self._name, self._total
         with self._lock:
             if error is None:
                 self.compiled.append(bucket)
-            compiled = len(self.compiled)
-            became_ready = not self._ready.is_set() and self._required <= set(self.compiled)
-        elapsed = time.monotonic() - self._started_at
+            self._done += 1
+            compiled, done = len(self.compiled), self._done
+            is_last_required = not self._covered and self._required <= set(self.compiled)
+            self._covered |= is_last_required
         if error is None:
             logger.debug("%s: bucket %s compiled, %d of %d", name, bucket, compiled, total)
         elif bucket not in self._required:
@@ -157,19 +180,51 @@ class Warmup:
         else:
             logger.error("%s: bucket %s does not compile", name, bucket, exc_info=error)
             self.error = error
-            self._stop.set()
-            self._ready.set()
+            for event in (self._stop, self._ready, self.joined):
+                event.set()
             self._on_failure(error)
-        if became_ready:
-            logger.info("%s: ready: %d of %d buckets in %.1f s", name, compiled, total, elapsed)
-            self._ready.set()
-        with self._lock:  # the thread that counts the last bucket reports the end
-            self._done += 1
-            done = self._done
+        if is_last_required and not self._full:
+            self._become_ready()
         try:
             self._on_progress(done, total)
         except Exception:  # a progress bar on a closed terminal must not stop the compilation
             logger.warning("%s: the progress could not be shown", name, exc_info=True)
+        if is_last_required:
+            self._join()
+        if is_last_required and self._full:
+            self._become_ready()
         if done == total:
+            elapsed = time.monotonic() - self._started_at
             logger.info("%s: %d of %d buckets compiled in %.1f s", name, compiled, done, elapsed)
             self._on_finish()
+
+    def _join(self) -> None:
+        """Call the joins one by one, until `stop` is called."""
+        try:
+            for join in self._joins:
+                if self._stop.is_set():
+                    break
+                self._in_use += join()
+                logger.info("%s: in use: %s", self._name, self._devices)
+        finally:
+            self.joined.set()
+
+    def _become_ready(self) -> None:
+        """Note that the model is ready, unless `stop` was called before."""
+        with self._lock:
+            if self._ready.is_set():
+                return
+            logger.info(
+                "%s: ready: %d of %d buckets%s in %.1f s",
+                self._name,
+                len(self.compiled),
+                self._total,
+                f" on {self._devices}" if self._joins else "",
+                time.monotonic() - self._started_at,
+            )
+            self._ready.set()
+
+    @property
+    def _devices(self) -> str:
+        """How many of the devices are in use, in words."""
+        return f"{self._in_use} of {counted(1 + len(self._joins), 'device')}"

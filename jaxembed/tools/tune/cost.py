@@ -3,10 +3,11 @@ there, and interpolates the cost of the others."""
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -63,7 +64,15 @@ class Workbench:
         """The bucket that has a second program in float32; None if there is none."""
         return self._replica.float32_bucket
 
-    def compile(self, bucket: Bucket, others: Sequence[Any] = ()) -> None:
+    def lower(self, bucket: Bucket, for_any: bool = False) -> Bucket:
+        """Return the bucket, which `compile` lowers."""
+        return bucket
+
+    def start(self, bucket: Bucket) -> Callable[[], None]:
+        """Return a function that compiles a bucket."""
+        return partial(self.compile, bucket)
+
+    def compile(self, bucket: Bucket) -> None:
         """Compile and time a bucket, unless that was done before. Raises the errors of XLA."""
         if bucket in self.costs:
             return
