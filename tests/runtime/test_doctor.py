@@ -190,6 +190,7 @@ SICK = {  # by the cause that is found: what helps, and the facts
         ("--dtype bfloat16", with_float16(not_finite=40)),
         ("jaxembed verify", changed(asked, "window", not_finite=40)),
     ],
+    "not every device takes batches": [("wait", changed(idle, "device", not_joined=1))],
     "not every bucket is compiled": [
         ("--cache-dir", changed(idle, "programs", compiled=2, ready=False))
     ],

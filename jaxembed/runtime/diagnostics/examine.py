@@ -188,6 +188,7 @@ def facts_of(model: str, loaded: LoadedModel, window: Window, route: str = "") -
     group_size = served.plan.shards * served.plan.degree
     device.failing = group_size * sum(failures > 0 for failures in state.failures)
     device.stuck = group_size * state.stuck
+    device.not_joined = group_size * (len(state.failures) - state.joined)
     device.longest_call_s = state.longest_call_s
     ran, compiled, no_use = window.ran(name), set(state.compiled), BucketUse()
     buckets = [

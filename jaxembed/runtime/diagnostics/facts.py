@@ -26,6 +26,7 @@ class DeviceFacts(msgspec.Struct):
     estimated: bool = False  # whether the CPU's speed is an estimate, as in calibrate.Rate
     failing: int = 0  # devices whose last batches failed
     stuck: int = 0  # devices that do not return from a call
+    not_joined: int = 0  # devices that take no batches, because their programs are not compiled
     longest_call_s: float = 0.0  # age of the oldest device call in progress
 
 

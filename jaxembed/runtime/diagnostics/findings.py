@@ -124,6 +124,13 @@ def _failures(facts: Facts) -> Iterator[Finding]:
 def _disturbances(facts: Facts) -> Iterator[Finding]:
     """Find what takes the cores from the model: compilation, a CPU quota, other programs."""
     machine, window, programs = facts.machine, facts.window, facts.programs
+    if facts.device.not_joined:
+        yield Finding(
+            "not every device takes batches",
+            f"{facts.device.not_joined} of {counted(facts.device.count, 'device')} have not "
+            "compiled their programs",
+            "wait; the log names a replica whose programs do not compile",
+        )
     if programs.compiled < programs.buckets:
         ready = "ready" if programs.ready else "not ready"
         yield Finding(
