@@ -22,7 +22,8 @@ from jaxembed.models.attention import by_native, by_xla
 
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute", "all-to-all", "reduce-scatter")
 TEXTS = ["the cat", "a dog sat", "how is the blue sky", "where", "what is tiny red"] * 20
-THREES = [" ".join(words) for words in islice(product(WORDS, repeat=3), 300)]
+# more batches (of at most 32 texts) than seven devices take at once, so that the eighth gets one
+THREES = [" ".join(words) for words in islice(product(WORDS, repeat=3), 500)]
 BUCKET = Bucket(8, 16)
 
 
