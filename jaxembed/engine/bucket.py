@@ -51,10 +51,15 @@ class Bucket:
     # The largest number of sequences or spans in a row, a quarter of its tokens. That is enough for
     # real queries: MS MARCO's need at most 5 slots in a row of 32 tokens, and 16 in a row of 128.
     slots: int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", self.rows * self.length)
         object.__setattr__(self, "slots", min(max(self.length // TOKENS_PER_SLOT, 1), MAX_SLOTS))
+        object.__setattr__(self, "_hash", hash((self.rows, self.length)))
+
+    def __hash__(self) -> int:
+        return self._hash  # every batch looks up the costs of all buckets
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.length}"

@@ -352,13 +352,16 @@ class Engine:
         wake: Callable[[], object] | None = None,
         priority: Priority | None = None,
         trace: FutureTrace | None = None,
+        call_soon: Callable[[Callable[[], object]], object] | None = None,
     ) -> WorkFuture:
         """Queue one request and return its future.
 
         `wake` is called once when the future is complete: from an engine thread, or from this
         thread if the cache has all answers. Without a `priority`, a small request is interactive
         and a large request is bulk. Equal sequences that wait at the same time, even in different
-        requests, are computed once. `trace` belongs to a request that is traced.
+        requests, are computed once. `trace` belongs to a request that is traced. An event loop
+        gives its `call_soon`, so that it queues all requests that have arrived before an engine
+        thread competes with it for the interpreter.
 
         Raises InvalidInput for an unknown priority, EmptyInput, InputTooLong or TooManySpans for a
         sequence that no bucket can hold, BackendError if the engine is closed or the model could
@@ -387,9 +390,10 @@ class Engine:
             if future.sequences:
                 self._queue.add(future, priority)
                 self._is_traced |= trace is not None
-                for idle in self._idle.values():
-                    # at most one thread for each input: more would only slow the others down
-                    idle.notify(self._queue.inputs)
+                if call_soon is None:
+                    self._wake_some()
+                else:
+                    call_soon(self._wake_some)
         if cached is not None:
             cached.resolve(future.queued_at, seconds=0.0)
         return future
@@ -568,6 +572,13 @@ class Engine:
             self._wake_all()
         logger.warning("%s: %s run on another device", self.name, counted(len(failed), "sequence"))
         return [answers for answers in results if answers.error is None]
+
+    def _wake_some(self) -> None:
+        """Wake idle threads of each worker, at most one for each waiting input: more would only
+        slow the others down."""
+        with self._lock:
+            for idle in self._idle.values():
+                idle.notify(self._queue.inputs)
 
     def _wake_all(self) -> None:
         """Wake the idle threads of all workers. The caller holds the lock."""

@@ -80,7 +80,10 @@ class WorkFuture:
         self._resolved = np.zeros(count, bool)  # whether a sequence is answered or has failed
         self._open = count  # number of sequences that are not resolved
         self._wake = wake
-        self._done = threading.Event()
+        self._is_complete = False
+        # held until the future is complete; a lock takes a third of the time of an Event
+        self._waits = threading.Lock()
+        self._waits.acquire()
         self._lock = threading.Lock()
         # equal sequences become one queued sequence, with the indices of all of them
         sequence_of: dict[Key, QueuedSequence] = {}
@@ -143,10 +146,10 @@ class WorkFuture:
     def cancel(self) -> bool:
         """Mark the future as cancelled by its client. Returns False if it was already complete."""
         with self._lock:
-            if self._done.is_set():
+            if self._is_complete:
                 return False
-            self.cancelled = True
-            self._done.set()
+            self.cancelled = self._is_complete = True
+            self._waits.release()
             return True
 
     def _resolve(self, index: Index) -> None:
@@ -158,13 +161,14 @@ class WorkFuture:
             self._resolved[index] = True
             self._open -= new_count
             completes = new_count > 0 and self._open == 0 and not self.cancelled
-        if completes:
-            self._done.set()
-            if self._wake is not None:
-                try:
-                    self._wake()
-                except Exception:  # other futures of the batch still need their answers
-                    logger.exception("the callback of an answered request failed")
+            if completes:
+                self._is_complete = True
+                self._waits.release()
+        if completes and self._wake is not None:
+            try:
+                self._wake()
+            except Exception:  # other futures of the batch still need their answers
+                logger.exception("the callback of an answered request failed")
 
     def result(self, timeout_s: float | None = None) -> WorkResult:
         """Wait for the answer, and return it: an array, SparseRows or Ragged by name of the output.
@@ -172,8 +176,10 @@ class WorkFuture:
         Raises the error of the first input that failed, Cancelled if the request was cancelled, or
         TimeoutError after `timeout_s` seconds.
         """
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"no answer within {timeout_s} s")
+        if not self._is_complete:
+            if not self._waits.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0.0)):
+                raise TimeoutError(f"no answer within {timeout_s} s")
+            self._waits.release()  # for other threads that wait
         if self.cancelled:
             raise Cancelled("the request was cancelled")
         if self._failures:

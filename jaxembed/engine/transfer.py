@@ -63,8 +63,8 @@ def gather(
 
     `order` is the shard's part of `UsedSlots.order`, and `tokens` the number of tokens of the
     shard's rows. Of a sparse output the result is a Gathered, of another output per slot a list of
-    the parts, and an output per token is left as it is. `by` is
-    `gather_parts`, or a kernel that returns the same.
+    the parts, and an output per token is left as it is. `by` is `gather_parts`, or a kernel that
+    returns the same.
     """
     gathered: dict[OutputName, Any] = {}
     for name, output in computed.items():

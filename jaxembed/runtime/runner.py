@@ -217,7 +217,7 @@ class QueueRunner(RequestRunner):
             with contextlib.suppress(RuntimeError):  # if the loop is closed, nobody waits
                 loop.call_soon_threadsafe(_wake, done)
 
-        future = self._engine.submit(work, wake, request.priority, engine_trace)
+        future = self._engine.submit(work, wake, request.priority, engine_trace, loop.call_soon)
         try:
             await done
         except asyncio.CancelledError:

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxembed.data.work import Encoding
-from jaxembed.engine.batch import BRIEF_LOSS, HOST_MS, Batch, _useful, choose_bucket, pack, place
+from jaxembed.engine.batch import (
+    BRIEF_LOSS,
+    HOST_MS,
+    Batch,
+    RowAllocator,
+    _useful,
+    choose_bucket,
+    pack,
+    place,
+)
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.future import QueuedSequence
 
@@ -143,3 +152,14 @@ def test_pack_lays_out_each_sequence_in_its_place_and_nothing_else(lengths, shap
         assert (bounds[ends] - start).tolist() == pooled
         bounds[ends] = 0
     assert not planes.any()
+
+
+@pytest.mark.parametrize("length", [1, 7, 16])
+def test_a_lone_text_is_placed_and_packed_as_one_of_several(length, monkeypatch):
+    bucket, waiting = Bucket(2, 16), entries_of([length])
+    lone = place(bucket, waiting, [])
+    rows = (lone.rows, lone.segments, lone.slots, lone.starts)
+    assert [int(places[0]) for places in rows] == list(RowAllocator(bucket).put(length))
+    packed = pack(lone, 6)
+    monkeypatch.setattr(Batch, "is_plain", False)
+    assert np.array_equal(packed, pack(lone, 6))
