@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from jaxembed.data.inputs import OffsetUnit
 from jaxembed.errors import INTERRUPTS, CheckpointError, InvalidInput, TokenizerError, counted
@@ -47,6 +48,12 @@ WIDER: dict[OffsetUnit, tuple[int, ...]] = {
     "utf-8": (0x80, 0x800, 0x10000),
 }
 
+# Steps of normalizers that change no ASCII character. BERT's normalizer has some of them, and
+# removes control characters.
+UNICODE_STEPS = ("NFC", "NFD", "NFKC", "NFKD", "StripAccents")
+PLAIN_ASCII = re.compile(r"[\t\n\r -~]*")
+ASCII_WORD = r"[A-Za-z0-9]+|[!-/:-@\[-`{-~]"  # a word, or a punctuation mark
+
 WORD_END = re.compile(r"(?<=\S) ")
 Item = TypeVar("Item")
 
@@ -65,6 +72,7 @@ class Tokenizer:
         # Ignore the file's own settings; that of all-MiniLM-L6-v2 pads and truncates to 128 tokens.
         self.file.no_padding()
         self.file.no_truncation()
+        self._of_ascii = tokenizer_of_ascii(self.file)
 
     def encode(self, texts: Sequence[str], *, special: bool = True, fast: bool = True) -> list:
         """Tokenize each text. Returns a tokenizers.Encoding for each text.
@@ -76,13 +84,16 @@ class Tokenizer:
         """
         if max(map(len, texts), default=0) > SMALL_TEXT:
             restart_if_small()
-        encode = self.file.encode_batch_fast if fast else self.file.encode_batch
         try:
-            # encode_batch() releases the interpreter lock and has to wait for it afterwards, which
-            # takes longer than to tokenize a short text.
-            if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
-                return [self.file.encode(texts[0], add_special_tokens=special)]
-            return encode(list(texts), add_special_tokens=special)
+            tokenizer_of = {False: self.file, True: self._of_ascii or self.file}
+            is_ascii = [self._of_ascii is not None and is_plain_ascii(text) for text in texts]
+            encodings: dict[bool, Iterator[tokenizers.Encoding]] = {}
+            for plain in set(is_ascii):
+                part = [
+                    text for text, is_one in zip(texts, is_ascii, strict=True) if is_one == plain
+                ]
+                encodings[plain] = iter(_encode(tokenizer_of[plain], part, special, fast))
+            return [next(encodings[plain]) for plain in is_ascii]
         except INTERRUPTS:
             raise
         except BaseException as error:  # `tokenizers` raises Exception, or a panic of Rust
@@ -150,6 +161,73 @@ class Tokenizer:
             cut = min(2 * cut, max_read_characters(max_tokens))
             encoding = self.encode([_cut(text, cut, side)], special=special, fast=False)[0]
         return encoding, cut >= len(text)
+
+
+def _encode(
+    tokenizer: tokenizers.Tokenizer, texts: list[str], special: bool, fast: bool
+) -> list[tokenizers.Encoding]:
+    """Tokenize texts with `Tokenizer.file`, or another tokenizer that gives the same tokens."""
+    # encode_batch() releases the interpreter lock and has to wait for it afterwards, which takes
+    # longer than to tokenize a short text.
+    if len(texts) == 1 and len(texts[0]) <= SHORT_CHARACTERS:
+        return [tokenizer.encode(texts[0], add_special_tokens=special)]
+    encode = tokenizer.encode_batch_fast if fast else tokenizer.encode_batch
+    return encode(texts, add_special_tokens=special)
+
+
+def is_plain_ascii(text: str) -> bool:
+    """Return whether a text has only printable ASCII characters, tabs and line ends."""
+    return text.isascii() and (text.isprintable() or PLAIN_ASCII.fullmatch(text) is not None)
+
+
+def tokenizer_of_ascii(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
+    """Return a tokenizer that gives the same tokens and offsets for plain ASCII in half the time,
+    because it leaves out what the normalizer does to other characters only. Returns None if the
+    normalizer has no such steps. Both tokenizers share the vocabulary."""
+    added = tokenizer.get_added_tokens_decoder()
+    normalizer = tokenizer.normalizer and msgspec.json.decode(tokenizer.normalizer.__getstate__())
+    shorter = _normalizer_of_ascii(normalizer)
+    # of other tokens the normalizer may make ASCII, which the text may spell
+    if shorter == normalizer or not all(is_plain_ascii(token.content) for token in added.values()):
+        return None
+    shared = tokenizers.Tokenizer(tokenizer.model)
+    if shorter is not None:
+        shared.normalizer = _read_normalizer(shorter)
+    splits_as_bert = isinstance(tokenizer.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
+    if splits_as_bert and shorter in (None, {"type": "Lowercase"}):
+        # the same words, without looking each character up in the tables of Unicode
+        words = tokenizers.Regex(ASCII_WORD)
+        shared.pre_tokenizer = pre_tokenizers.Split(words, "removed", invert=True)
+    elif tokenizer.pre_tokenizer is not None:
+        shared.pre_tokenizer = tokenizer.pre_tokenizer
+    if tokenizer.post_processor is not None:
+        shared.post_processor = tokenizer.post_processor
+    for _, token in sorted(added.items()):
+        (shared.add_special_tokens if token.special else shared.add_tokens)([token])
+    return shared if shared.get_added_tokens_decoder() == added else None
+
+
+def _normalizer_of_ascii(normalizer: Any) -> Any:
+    """Return the JSON of a normalizer without the steps that change no plain ASCII; None if no step
+    is left."""
+    kind = normalizer["type"] if isinstance(normalizer, dict) else None
+    if kind in UNICODE_STEPS:
+        return None
+    if kind == "BertNormalizer":
+        return {"type": "Lowercase"} if normalizer["lowercase"] else None
+    if kind == "Sequence":
+        steps = [step for step in map(_normalizer_of_ascii, normalizer["normalizers"]) if step]
+        return {"type": "Sequence", "normalizers": steps} if steps else None
+    return normalizer
+
+
+def _read_normalizer(normalizer: Any) -> tokenizers.normalizers.Normalizer:
+    """Make a normalizer from its JSON."""
+    empty = {"version": "1.0", "added_tokens": [], "normalizer": normalizer}
+    model = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
+    return tokenizers.Tokenizer.from_str(
+        msgspec.json.encode(empty | {"model": model}).decode()
+    ).normalizer
 
 
 def parse_tokenizer(stored: bytes, name: object) -> tokenizers.Tokenizer:
