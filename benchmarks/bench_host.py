@@ -11,6 +11,10 @@ beyond the one without load shows how long the loop was busy with other work: `l
 
     python -m benchmarks.bench_host
     python -m benchmarks.bench_host --only queries,bulk --seconds 5
+    python -m benchmarks.bench_host --before ../before --rounds 9
+
+With `--before`, a checkout of an older commit runs twice beside ours, and the three take turns; the
+ratio of the two equal servers shows which differences are noise.
 
 A measurement during which the server compiled something or timed a bucket is repeated.
 
@@ -24,9 +28,11 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +43,7 @@ from benchmarks.bench_http import Texts
 from benchmarks.load import Closed, Load, Open, Target
 from benchmarks.servers import Server
 
+NOW, BEFORE, CONTROL = "now", "before", "before, again"
 FLAGS = ("--null-model", "--accept-bare-token-ids")
 WARM_S = 1.0
 PROBES_PER_S = 100.0
@@ -97,6 +104,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--texts", type=int, default=8192, help="different ones in bulk")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--only", default="nothing,queries,bulk,ids")
+    parser.add_argument("--before", type=Path, help="a checkout of an older commit")
+    parser.add_argument("--rounds", type=int, default=9, help="with --before")
     args = parser.parse_args(arguments[:at])
     args.flags = arguments[at + 1 :]
     return args
@@ -105,20 +114,58 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the scenarios on a null model, and print and write the results."""
     args = parse(argv)
-    by_name = scenarios(Texts(args))
-    with servers.jaxembed(args.model, [*FLAGS, *args.flags]) as server:
-        idle_ms = lag(server, args.seconds)
-        rows = [
-            undisturbed(
-                server, partial(measure, server, encoding, one, requests, args.seconds), TRIES
-            )
-            for name in args.only.split(",")
-            for encoding, one, requests in by_name[name]
-        ]
+    checkouts = {NOW: report.ROOT}
+    if args.before:
+        checkouts |= {BEFORE: args.before, CONTROL: args.before}
+    with ExitStack() as stack:
+        running = {
+            name: stack.enter_context(servers.jaxembed(args.model, [*FLAGS, *args.flags], checkout))
+            for name, checkout in checkouts.items()
+        }
+        idle_ms = lag(running[NOW], args.seconds)
+        rows = measure_all(running, args)
     report.show(rows, f"null model, {report.device_name()}, {os.cpu_count()} cores")
     print(f"/livez beside no load: p50 {idle_ms['p50_ms']:.2f} ms, p99 {idle_ms['p99_ms']:.2f} ms")
-    facts = {"model": args.model, "flags": args.flags, "idle": idle_ms, "results": rows}
-    report.finish("bench_host", argv, facts | {"seconds": args.seconds}, args.out)
+    facts: dict[str, Any] = {"model": args.model, "flags": args.flags, "idle": idle_ms}
+    if args.before:
+        ratios = ratios_of(rows)
+        report.show(ratios, f"server_us, divided by that of {report.commit(args.before)}")
+        facts |= {"before": report.commit(args.before), "ratios": ratios}
+    report.finish("bench_host", argv, facts | {"results": rows, "seconds": args.seconds}, args.out)
+
+
+def measure_all(running: dict[str, Server], args: Namespace) -> list[dict[str, Any]]:
+    """Measure the scenarios on each server, by turns if there are several. Returns the rows."""
+    by_name, rows = scenarios(Texts(args)), []
+    for number in range(args.rounds if args.before else 1):
+        for name in args.only.split(","):
+            for encoding, one, requests in by_name[name]:
+                for title, server in running.items():
+                    row = undisturbed(
+                        server,
+                        partial(measure, server, encoding, one, requests, args.seconds),
+                        TRIES,
+                    )
+                    rows.append({"round": number, "server": title} | row)
+    return rows
+
+
+def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The CPU time of a request, of ours and of the control divided by that of the older commit:
+    median, least and most of the rounds."""
+    table = []
+    for load_name, encoding in dict.fromkeys((row["load"], row["encoding"]) for row in rows):
+        measured: dict[str, list[float]] = {NOW: [], BEFORE: [], CONTROL: []}
+        for row in rows:
+            if (row["load"], row["encoding"]) == (load_name, encoding):
+                measured[row["server"]].append(row["server_us"])
+        for title in (NOW, CONTROL):
+            ratios = np.array(measured[title]) / np.array(measured[BEFORE])
+            spread = {"least": float(ratios.min()), "most": float(ratios.max())}
+            middle = float(np.median(measured[title]) / np.median(measured[BEFORE]))
+            about = {"load": load_name, "encoding": encoding, "server": title}
+            table.append(about | {"medians": middle} | spread)
+    return table
 
 
 def undisturbed(
