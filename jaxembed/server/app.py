@@ -1,11 +1,15 @@
 """Builds the ASGI apps of the server: the public app, the metrics app and the admin app."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
 
-from quart import Quart, Request
-from quart.typing import ResponseTypes
+from quart import Blueprint, Quart
+from quart.routing import QuartMap
+from quart.wrappers.base import BaseRequestWebsocket
+from werkzeug.datastructures import Headers
 from werkzeug.exceptions import HTTPException
-from werkzeug.routing import BaseConverter
+from werkzeug.routing import BaseConverter, MapAdapter
 
 from jaxembed.config import ServerConfig
 from jaxembed.errors import ShuttingDown
@@ -15,7 +19,7 @@ from jaxembed.preprocessing.images.media_urls import AllowedAddresses
 from jaxembed.server import access, errors
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
-from jaxembed.server.http.connection import Exchange, Routes
+from jaxembed.server.http.exchange import Exchange, Response
 from jaxembed.server.pipeline.body import MAX_IMAGE_BYTES
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
@@ -33,13 +37,16 @@ from jaxembed.server.routes import (
 )
 from jaxembed.server.service import Service
 
-BLUEPRINTS = (
+# Blueprints whose paths have no parameters, and whose handlers need nothing of Quart.
+DIRECT = (
     openai.blueprint,
     voyage.blueprint,
     rerank.blueprint,
     cohere.blueprint,
     tei.blueprint,
     cloud.blueprint,
+)
+BY_QUART = (  # all others
     ops.blueprint,
     ops.metrics_blueprint,
     openapi.blueprint,
@@ -55,23 +62,55 @@ class ModelNameConverter(BaseConverter):
     part_isolating = False
 
 
-class Server(Quart):
-    """A Quart app that tracks its unanswered requests, so that the server can drain."""
+class Routes(QuartMap):
+    """Finds routes by path alone. Quart's QuartMap also encodes the host name, and fails for host
+    names that are not valid in DNS."""
 
-    asgi_http_class = Exchange
+    def bind_to_request(
+        self, request: BaseRequestWebsocket, subdomain: str | None, server_name: str | None
+    ) -> MapAdapter:
+        return self.bind(
+            "", url_scheme=request.scheme, default_method=request.method, path_info=request.path
+        )
+
+
+class Server(Quart):
+    """A Quart app that tracks its unanswered requests, so that the server can drain.
+
+    It calls the handlers of the blueprints in DIRECT itself, because Quart's steps around a handler
+    take as long as a short request. These handlers take no arguments, and get the request from
+    `current_exchange`. Quart handles all other requests.
+    """
+
     url_map_class = Routes
 
-    def __init__(self, service: Service):
+    def __init__(self, service: Service, guard: access.Access | None, *blueprints: Blueprint):
+        """Make an app with the routes of the blueprints. `guard` has the steps before and after
+        each request; None means no steps."""
         super().__init__(__name__, static_folder=None)
         self.url_map.merge_slashes = False  # the name of a model may be a path: /v1/models//srv/m
         self.url_map.converters["model"] = ModelNameConverter
-        self.config["MAX_CONTENT_LENGTH"] = None  # `body.read_body` limits the body
-        self.register_error_handler(HTTPException, errors.refuse_http)
-        self.register_error_handler(Exception, errors.refuse)
         self.service = service
         self.capacity = service.models.capacity
         self.unanswered: set[asyncio.Task] = set()
         self.expired = False  # whether `expire` was called
+        self._guard = guard
+        for blueprint in blueprints:
+            self.register_blueprint(blueprint)
+        direct = {blueprint.name for blueprint in DIRECT}
+        self._direct = {  # handlers by method and path
+            (method, rule.rule): self.view_functions[rule.endpoint]
+            for rule in self.url_map.iter_rules()
+            for method in (rule.methods or set()) - {"OPTIONS"}
+            if rule.endpoint.partition(".")[0] in direct
+        }
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Handle a request as an Exchange, or let Quart handle another scope of ASGI."""
+        if scope["type"] == "http":
+            await Exchange(self, scope)(receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
     async def answered(self, timeout_s: float) -> int:
         """Wait up to `timeout_s` seconds until the requests that are unanswered now are answered.
@@ -89,13 +128,78 @@ class Server(Quart):
             task.cancel()
         await self.answered(timeout_s)
 
-    async def refuse_late(self, request: Request) -> ResponseTypes:
-        """Return the 503 response to a request that `expire` has cancelled."""
-        error = ShuttingDown("the server shut down before it could answer; try again")
+    async def respond(self, exchange: Exchange) -> Response:
+        """Return the response to a request, which may be an error. Runs the steps of the guard, and
+        writes the audit log if there is one."""
+        guard = self._guard
+        try:
+            try:
+                response = None if guard is None else guard.begin(exchange)
+                if response is None:
+                    response = await self._handle(exchange)
+            except HTTPException as error:
+                response = errors.refuse_http(error)
+            except Exception as error:
+                response = errors.refuse(error)
+            if guard is not None:
+                await guard.finish(exchange, response)
+            return response
+        finally:
+            if guard is not None:
+                guard.write_audit(exchange, expired=self.expired)
+
+    async def _handle(self, exchange: Exchange) -> Response:
+        """Call the handler of a request. Raises the errors of handlers, and HTTPException if no
+        route takes the request."""
+        handler = self._direct.get((exchange.method, exchange.path))
+        if handler is not None:
+            return await cast(Callable[[], Awaitable[Response]], handler)()
+        scope = exchange.scope
+        request = self.request_class(
+            exchange.method,
+            scope["scheme"],
+            exchange.path,
+            scope["query_string"],
+            Headers([(k.decode("latin-1"), v.decode("latin-1")) for k, v in scope["headers"]]),
+            "",
+            scope["http_version"],
+            scope,
+            send_push_promise=_no_push,
+        )
         async with self.request_context(request) as context:
-            access.name_request()
-            response = await errors.refuse(error)
-            return await self.finalize_request(response, context, from_error_handler=True)
+            answer: Any = await self.preprocess_request(context)
+            if answer is None:
+                answer = await self.dispatch_request(context)
+            if isinstance(answer, Response):
+                return answer
+            # Quart's response to OPTIONS
+            return Response(
+                await answer.get_data(as_text=False),
+                answer.status_code,
+                headers={name.lower(): value for name, value in answer.headers},
+            )
+
+    def route_of(self, exchange: Exchange) -> str | None:
+        """Return the pattern of the path of a request; None if no route takes the request."""
+        routes = self.url_map.bind("")
+        try:
+            rule, _ = routes.match(exchange.path, exchange.method, return_rule=True)
+        except HTTPException:
+            return None
+        return rule.rule
+
+    async def refuse_late(self, exchange: Exchange) -> Response:
+        """Return the 503 response to a request that `expire` has cancelled."""
+        response = errors.refuse(
+            ShuttingDown("the server shut down before it could answer; try again")
+        )
+        if self._guard is not None:
+            await self._guard.finish(exchange, response)
+        return response
+
+
+async def _no_push(path: str, headers: Headers) -> None:
+    """Do nothing."""
 
 
 def create_app(
@@ -122,47 +226,28 @@ def create_app(
         if config.media_hosts
         else None
     )
-    app = Server(
-        Service(
-            models,
-            config,
-            pool or ModelPool(models),
-            keyring=keyring,
-            audit=audit,
-            tracer=tracer,
-            fetcher=fetcher,
-        )
+    service = Service(
+        models,
+        config,
+        pool or ModelPool(models),
+        keyring=keyring,
+        audit=audit,
+        tracer=tracer,
+        fetcher=fetcher,
     )
+    has_admin = pool is not None and config.admin_key is not None
+    blueprints = (*DIRECT, *BY_QUART, *([triton.blueprint] if has_admin else []))
+    app = Server(service, access.Access(service, is_public=True), *blueprints)
     if fetcher is not None:
         app.after_serving(fetcher.aclose)
-    for blueprint in BLUEPRINTS:
-        app.register_blueprint(blueprint)
-    if pool is not None and config.admin_key is not None:
-        app.register_blueprint(triton.blueprint)
-    _guard(app, is_public=True)
     return app
 
 
 def create_metrics_app(service: Service) -> Server:
     """Build an app that has only /metrics, for a separate port."""
-    app = Server(service)
-    app.register_blueprint(ops.metrics_blueprint)
-    return app
+    return Server(service, None, ops.metrics_blueprint)
 
 
 def create_admin_app(service: Service) -> Server:
     """Build an app that has only the routes that load and unload models, for a separate port."""
-    app = Server(service)
-    app.register_blueprint(triton.blueprint)
-    _guard(app, is_public=False)
-    return app
-
-
-def _guard(app: Server, *, is_public: bool) -> None:
-    """Make the app run the steps of `Access` before and after each request, and write the audit log
-    if there is one."""
-    guard = access.Access(app.service, is_public=is_public)
-    app.before_request(guard.begin)
-    app.after_request(guard.finish)
-    if app.service.audit is not None:
-        app.teardown_request(guard.write_audit)
+    return Server(service, access.Access(service, is_public=False), triton.blueprint)

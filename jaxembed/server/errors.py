@@ -6,7 +6,6 @@ from http import HTTPStatus
 from typing import Literal
 
 import orjson
-from quart import Response, g, request
 from werkzeug.exceptions import HTTPException
 
 from jaxembed.errors import (
@@ -38,6 +37,7 @@ from jaxembed.errors import (
 )
 from jaxembed.observability.tracing import current_trace
 from jaxembed.server.http.encoding import json_response
+from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import current_meter
 from jaxembed.server.service import current_service
 
@@ -156,14 +156,15 @@ def dialect_of(path: str) -> Dialect:
     return "openai" if path.startswith("/v1/") or path in UNPREFIXED else "tei"
 
 
-async def refuse(error: Exception) -> Response:
+def refuse(error: Exception) -> Response:
     """Build the response to an exception from its entry in REPLIES, and count the failure. The
     details of an unexpected exception are written to the log only."""
     # the reply of the error's class, or of its nearest base class that has one
     reply = next(REPLIES[kind] for kind in type(error).__mro__ if kind in REPLIES)
     if reply.err is not None:
         current_meter().telemetry.request_failure.labels(reply.err).inc()
-    is_tei, request_id = dialect_of(request.path) == "tei", g.get("request_id", "-")
+    exchange = current_exchange()
+    is_tei, request_id = dialect_of(exchange.path) == "tei", exchange.request_id
     field, place = _places(error)
     if reply.err != "inference":
         # TEI names the field without an index. TEI has no images, so messages about images may have
@@ -189,36 +190,37 @@ async def refuse(error: Exception) -> Response:
         status, kind = reply.openai_status, reply.openai_type
     response = _response(error, status, message, kind, place, reply.code)
     if isinstance(error, Overloaded):
-        response.headers["Retry-After"] = str(error.retry_after_s)
+        response.headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, ModelUnavailable):
-        response.headers["Retry-After"] = str(LOAD_RETRY_S)
+        response.headers["retry-after"] = str(LOAD_RETRY_S)
     if isinstance(error, ShuttingDown):
-        response.headers["Connection"] = "close"
+        response.headers["connection"] = "close"
     if isinstance(error, Unauthorized):
-        response.headers["WWW-Authenticate"] = "Bearer"
+        response.headers["www-authenticate"] = "Bearer"
     return response
 
 
-async def refuse_http(error: HTTPException) -> Response:
+def refuse_http(error: HTTPException) -> Response:
     """Build the JSON response to an HTTP error (404, 405, 413, 415, ...). The message is the one in
     HINTS for the status, or if there is none, the description of the error."""
-    status = error.code or 500
+    exchange, status = current_exchange(), error.code or 500
     message = error.description or HTTPStatus(status).phrase
     if status in HINTS:
+        content_type = exchange.headers.get("content-type")
         message = HINTS[status].format(
-            path=_clipped(request.path),
-            method=request.method,
+            path=_clipped(exchange.path),
+            method=exchange.method,
             allowed=", ".join(sorted(getattr(error, "valid_methods", None) or ())),
             limit=current_service().config.payload_limit,
-            content_type=f"`{request.content_type}`" if request.content_type else "none",
+            content_type=f"`{content_type}`" if content_type else "none",
         )
     kind = _BAD
-    if dialect_of(request.path) == "tei":
+    if dialect_of(exchange.path) == "tei":
         kind = {404: "NotFound", 405: "MethodNotAllowed"}.get(status, "Validation")
     response = _response(error, status, message, kind, param=None, code=None)
     for name, value in error.get_headers():
         if name.lower() not in ("content-type", "content-length"):  # `Allow`, for example
-            response.headers[name] = value
+            response.headers[name.lower()] = value
     return response
 
 
@@ -230,7 +232,7 @@ def _response(
     body, and `code` the error code of OpenAI's API."""
     if (trace := current_trace()) is not None:
         trace.error = type(error).__name__
-    match dialect_of(request.path):
+    match dialect_of(current_exchange().path):
         case "openai":
             body = {
                 "error": {"message": message, "type": kind, "param": param, "code": code},

@@ -214,7 +214,7 @@ def _start(
         keep_alive_timeout=KEEP_ALIVE_S,
         keep_alive_max_requests=sys.maxsize,
         graceful_timeout=CLOSE_S / 2,  # `serve` waits for requests before it ends this server
-        max_app_queue_size=2,  # pieces of a body that wait for `BoundedBody`
+        max_app_queue_size=2,  # pieces of a body that wait for `Body`
         h11_max_incomplete_size=MAX_HEADER_BYTES,
         accesslog=None,
         errorlog=log,

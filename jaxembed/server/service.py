@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from quart import current_app
-
 from jaxembed.config import ServerConfig
 from jaxembed.observability.tracing import Tracer
 from jaxembed.preprocessing.images.media_fetch import MediaFetcher
 from jaxembed.runtime.diagnostics.examine import History
 from jaxembed.server.auth.audit import AuditLog
 from jaxembed.server.auth.keyring import Keyring
+from jaxembed.server.http.exchange import current_exchange
 from jaxembed.server.registry.models import Models
 from jaxembed.server.registry.pool import ModelPool
 
@@ -30,4 +29,4 @@ class Service:
 
 def current_service() -> Service:
     """Return the service of the app that handles the current request."""
-    return current_app.service  # pyright: ignore[reportAttributeAccessIssue]
+    return current_exchange().app.service

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from unittest.mock import AsyncMock
 
 import pytest
 from fake_embedder import FakeEmbedder
@@ -11,8 +10,8 @@ from jaxembed.config import ServerConfig
 from jaxembed.engine.admission import RESERVE_DIVISOR, SMALL_DIVISOR, Admission, Capacity
 from jaxembed.memory import KIB, MIB
 from jaxembed.server.app import Server, create_app
-from jaxembed.server.http import connection
-from jaxembed.server.http.connection import COPIES, MAX_UNREAD, BoundedBody
+from jaxembed.server.http import exchange
+from jaxembed.server.http.exchange import COPIES, Body
 from jaxembed.server.pipeline import body as server_body
 from jaxembed.server.registry.models import Models
 
@@ -92,14 +91,14 @@ async def turns(count: int = 5000) -> None:
     [("GET", "/metrics", 200), ("GET", "/info", 200), ("POST", "/nowhere", 404)],
 )
 async def test_a_body_that_nobody_reads_is_not_kept(app, monkeypatch, method, path, status):
-    monkeypatch.setattr(connection, "MAX_DISCARDED", 8 * MIB)
+    monkeypatch.setattr(exchange, "MAX_DISCARDED", 8 * MIB)
     client = Client(app, method, path)
     client.reads.clear()  # nor does the answer get away
     async with running(client.ask()) as asking:
         await turns()
         assert not asking.done()
         assert client.received <= 8 * MIB + 4 * len(PIECE)  # nor is it read for ever
-        assert client.max_held <= COPIES * (MAX_UNREAD + len(PIECE))
+        assert client.max_held <= COPIES * len(PIECE)  # of its answer
         client.reads.set()
         await asking
     assert client.sent[0]["status"] == status
@@ -132,7 +131,7 @@ def full(capacity: Capacity):
 
 
 async def test_a_large_answer_without_room_is_503_and_says_when_to_come_back(app, monkeypatch):
-    monkeypatch.setattr(connection, "SMALL_ANSWER", 10)
+    monkeypatch.setattr(exchange, "SMALL_ANSWER", 10)
     with full(app.capacity):
         client = Client(app, "GET", "/info", b"")
         status, headers = await client.ask(), dict(client.sent[0]["headers"])
@@ -181,15 +180,34 @@ async def test_the_bytes_of_a_request_are_held_until_its_answer_is_sent(app):
     assert app.capacity.bytes == 0
 
 
-async def test_a_sender_waits_while_much_is_unread_and_goes_on_when_it_is_read():
+async def test_memory_for_a_body_is_reserved_piece_by_piece_as_it_is_read():
+    pieces = [PIECE, b"", b"x"]
+
+    async def receive():
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
     with Capacity(1).request() as reservation:
-        body = BoundedBody(reservation)
-        async with running(body.put(PIECE)) as putting:
-            await turns(10)
-            assert not putting.done()
-            assert await anext(aiter(body)) == PIECE
-            await putting
-        last = {"type": "http.request", "body": b"x"}
-        gone = {"type": "http.disconnect"}
-        await body.receive(AsyncMock(side_effect=[last, gone]))  # there is room
-        assert [part async for part in body] == [b"x"]
+        body, held = Body(receive, reservation, lambda: None), []
+        async for part in body:
+            held.append((len(part), reservation.bytes // COPIES, len(pieces)))
+    assert held == [(len(PIECE), len(PIECE), 2), (1, len(PIECE) + 1, 0)]
+
+
+async def test_a_client_that_leaves_ends_its_request(app):
+    """While its body is read, and while it is computed."""
+    embedder = app.service.models.first(None)
+    embedder.gate = asyncio.Event()
+    whole = {"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}
+    for message in ({**whole, "more_body": True}, whole):
+        client, messages = Client(app, "POST", "/embed"), [message, {"type": "http.disconnect"}]
+
+        async def receive(messages=messages):
+            return messages.pop(0)
+
+        client._receive = receive
+        await client.app(client.scope, client._receive, client._send)
+        assert not client.sent
+        assert not messages
+        assert app.capacity.bytes == 0
+    assert embedder.cancelled.is_set()

@@ -1,14 +1,11 @@
 """Checks what the API key of the current request may use."""
 
 from collections.abc import Collection
-from typing import cast
-
-from quart import g, request
 
 from jaxembed.engine.quota import Account, Quota, Refusal
 from jaxembed.errors import Forbidden
 from jaxembed.server.auth.keyring import ApiKey, some_of
-from jaxembed.server.http.connection import BoundedBody
+from jaxembed.server.http.exchange import current_exchange
 from jaxembed.server.registry.models import UNSPECIFIED
 
 LONGEST_NAME = 200  # maximum characters of a name in a message or the audit log
@@ -18,13 +15,13 @@ MAX_LISTED_NAMES = 20  # maximum names in a message
 def open_account(quota: Quota | None) -> None:
     """Start counting the inputs and tokens of the current request, for the audit log and the quota
     of its API key, if any."""
-    cast(BoundedBody, request.body).reservation.account = Account(quota)
+    current_exchange().body.reservation.account = Account(quota)
 
 
 def note_model(name: str) -> None:
     """Make the audit log name a model that the current request loads, unloads or gives an alias,
     and so does not run."""
-    account = cast(BoundedBody, request.body).reservation.account
+    account = current_exchange().body.reservation.account
     if account is not None:
         account.models.add(name[:LONGEST_NAME])
 
@@ -32,11 +29,12 @@ def note_model(name: str) -> None:
 def use_key(key: ApiKey, quota: Quota) -> None:
     """Make `key` the API key of the current request, and count the request in the quota of the key
     if it is a POST. Raises Forbidden if the key may not use the route, and QuotaExceeded."""
-    g.key, g.quota = key, quota
+    exchange = current_exchange()
+    exchange.key, exchange.quota = key, quota
     open_account(quota)
-    if not key.may_use_route(request.path):
-        raise refusal("route", f"may not use {request.path[:LONGEST_NAME]}", key.routes or ())
-    if request.method == "POST":
+    if not key.may_use_route(exchange.path):
+        raise refusal("route", f"may not use {exchange.path[:LONGEST_NAME]}", key.routes or ())
+    if exchange.method == "POST":
         quota.count_request()
 
 
@@ -46,7 +44,7 @@ def check_name(name: str | None) -> Collection[str] | None:
     `name` is the model that the request names, if any. Raises Forbidden if the key may not use that
     name, whether or not the server has such a model.
     """
-    key: ApiKey | None = g.get("key")
+    key: ApiKey | None = current_exchange().key
     if key is None or key.models is None:
         return None
     if name and name != UNSPECIFIED and name not in key.models:
@@ -57,6 +55,7 @@ def check_name(name: str | None) -> Collection[str] | None:
 def refusal(reason: Refusal, what: str, allowed: Collection[str]) -> Forbidden:
     """Count a refusal in the quota of the request's key, and return the error to raise. The message
     says `what` the key may not do and what it is `allowed` to use."""
-    g.quota.refuse(reason)
+    exchange = current_exchange()
+    exchange.quota.refuse(reason)
     listed = some_of(allowed, MAX_LISTED_NAMES)
-    return Forbidden(f"the key `{g.key.name}` {what}; it may use {listed}")
+    return Forbidden(f"the key `{exchange.key.name}` {what}; it may use {listed}")

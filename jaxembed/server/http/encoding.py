@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import orjson
-from quart import Response, request
+from werkzeug.datastructures import MIMEAccept
+from werkzeug.http import parse_accept_header
 
 from jaxembed.memory import MIB
 from jaxembed.runtime.postprocess import to_bytes
+from jaxembed.server.http.exchange import Response, current_exchange
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -110,9 +112,10 @@ async def json_lists(lists: Mapping[str, AsyncIterator[bytes]]) -> AsyncIterator
 
 def wants_octets() -> bool:
     """Return whether the client's `Accept` header prefers raw bytes to JSON."""
-    if OCTETS not in request.headers.get("accept", ""):
+    accepted = current_exchange().headers.get("accept", "")
+    if OCTETS not in accepted:
         return False  # nearly all requests: the header needs no parsing
-    return request.accept_mimetypes.best_match([JSON, OCTETS]) == OCTETS
+    return parse_accept_header(accepted, MIMEAccept).best_match([JSON, OCTETS]) == OCTETS
 
 
 def json_response(body: bytes, status: int = 200) -> Response:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import msgspec
-from quart import request
 from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
 
 from jaxembed.data.inputs import ChunkedText, Image, Input, Pair, Priority, Text, Tokens
@@ -26,8 +25,8 @@ from jaxembed.preprocessing.images.decode import MAX_PIXELS, ImageFacts, image_f
 from jaxembed.preprocessing.images.media import excerpt, is_data_uri, read_base64, read_data_uri
 from jaxembed.runtime.requests import INPUT_BYTES
 from jaxembed.server.errors import BadField, BadJson
-from jaxembed.server.http.connection import BoundedBody
 from jaxembed.server.http.encoding import JSON
+from jaxembed.server.http.exchange import current_exchange
 from jaxembed.server.meter import Meter, Method, RequestSize
 from jaxembed.server.pipeline.decoding import TokenId, decode, mixed_items_error
 from jaxembed.server.service import current_service
@@ -304,19 +303,22 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
     RequestEntityTooLarge for a body over the limit; RequestTooLarge and Overloaded if there is no
     memory for the body.
     """
-    mimetype = request.mimetype
+    exchange = current_exchange()
+    headers = exchange.headers
+    mimetype = headers.get("content-type", "").partition(";")[0].strip().lower()
     if mimetype or not may_be_undeclared:
         is_json_like = mimetype.startswith("application/") and mimetype.endswith("+json")
         if mimetype != JSON and not is_json_like:
             raise UnsupportedMediaType
-        if (coding := request.headers.get("Content-Encoding", "identity")) != "identity":
+        if (coding := headers.get("content-encoding", "identity")) != "identity":
             raise BadJson(f"`Content-Encoding: {coding}` is not supported; send the body as it is")
-    if (request.content_length or 0) > limit:
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
         raise RequestEntityTooLarge
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            async for part in request.body:
+            async for part in exchange.body:
                 if len(body) + len(part) > limit:
                     raise RequestEntityTooLarge
                 body += part
@@ -328,11 +330,9 @@ async def read_body(limit: int, *, may_be_undeclared: bool = False) -> bytearray
 async def discard_body() -> None:
     """Discard the rest of the body of a refused request while the client sends it. If the server
     reset the connection instead, the client could not read the error."""
-    body = cast(BoundedBody, request.body)
-    body.discard()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_S):
-            await body.end(DISCARD_S)
+            await current_exchange().body.discard(DISCARD_S)
 
 
 def check_count(place: str, count: int) -> None:
@@ -434,10 +434,12 @@ def priority_of(asked: AnyPriority | None) -> Priority | None:
     InvalidInput if the header has a value that is not a priority."""
     if asked is not None and not isinstance(asked, int):
         return asked
-    headers = request.headers.getlist(PRIORITY)
-    if not headers:
+    exchange = current_exchange()
+    if PRIORITY not in exchange.headers:
         return None
-    header = ", ".join(headers)  # how HTTP reads a header that is sent twice
+    name = PRIORITY.encode()
+    values = [value.decode("latin-1") for key, value in exchange.scope["headers"] if key == name]
+    header = ", ".join(values)  # how HTTP reads a header that is sent twice
     if header in get_args(Priority):
         return cast(Priority, header)
     raise InvalidInput(

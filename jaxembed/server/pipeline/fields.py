@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import numpy as np
-from quart import Response
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.errors import InvalidInput
 from jaxembed.quantise import EmbeddingDtype, embedding_dtype
 from jaxembed.runtime.postprocess import to_base64
 from jaxembed.runtime.tasks import Intent
+from jaxembed.server.http.exchange import Response
 
 DTYPE = "x-embedding-dtype"  # response header: the dtype that the request named
 PROMPT = "x-prompt-name"  # response header: the name of the prompt that the request chose
@@ -287,14 +287,14 @@ def with_choices(response: Response, intent: Intent) -> Response:
     """Add the headers that name the prompt and the dtype which the request chose, and return the
     response. The header PROMPT is empty if the request chose to have no prompt."""
     if intent.prompt_name is not None:
-        response.headers.add(PROMPT, intent.prompt_name)
+        response.headers[PROMPT] = intent.prompt_name
     return with_dtype(response, intent)
 
 
 def with_dtype(response: Response, intent: Intent) -> Response:
     """Add the header DTYPE to the response if the request named a dtype; return the response."""
     if intent.dtype is not None:
-        response.headers.add(DTYPE, intent.dtype)
+        response.headers[DTYPE] = intent.dtype
     return response
 
 

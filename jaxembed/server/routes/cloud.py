@@ -12,12 +12,13 @@ import asyncio
 from typing import Any
 
 import msgspec
-from quart import Blueprint, Response, g
+from quart import Blueprint
 
 from jaxembed.data.outputs import OutputName
 from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.errors import BadField
 from jaxembed.server.http.encoding import json_response, wants_octets
+from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.body import (
     TypedInput,
@@ -42,7 +43,7 @@ from jaxembed.server.routes.tei import (
     answer_sparse,
 )
 
-blueprint = Blueprint("hosted", __name__)
+blueprint: Any = Blueprint("hosted", __name__)
 
 INSTANCES_AT_ONCE = 64  # instances of a /vertex request that run at once; starting one takes 0.3 ms
 
@@ -126,13 +127,15 @@ async def vertex() -> Response:
             await asyncio.sleep(0)  # let other requests run
             with meter:
                 response = await answer_any(meter, body, raw_bytes=False)
-                return await response.get_data(as_text=False)
+                return await response.read()
 
     results = await asyncio.gather(*map(answer, meters, requests), return_exceptions=True)
     answers = []
     for meter, result in zip(meters, results, strict=True):
         if isinstance(result, BaseException):
-            g.meter = meter  # the failure is counted for the model of the instance that failed
+            current_exchange().meter = (
+                meter  # the failure is counted for the model of the instance that failed
+            )
             raise result
         answers.append(result)
     return json_response(b'{"predictions":[' + b",".join(answers) + b"]}")

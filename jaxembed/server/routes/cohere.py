@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from quart import Blueprint, Response, g
+from quart import Blueprint
 
 from jaxembed.quantise import embedding_dtype, quantise
 from jaxembed.runtime.options import Embeddings, EncodeOptions, RequestedOptions, Scores
@@ -19,6 +19,7 @@ from jaxembed.server.http.encoding import (
     json_stream,
     object_width,
 )
+from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import current_meter
 from jaxembed.server.pipeline.answering import accept, embed_inputs
 from jaxembed.server.pipeline.body import (
@@ -35,7 +36,7 @@ from jaxembed.server.pipeline.body import (
 from jaxembed.server.pipeline.fields import DENSE, ModelRequest, Unserved, purposes_of, with_choices
 from jaxembed.server.routes.rerank import DocumentsRequest, Result, rerank_documents
 
-blueprint = Blueprint("cohere", __name__)
+blueprint: Any = Blueprint("cohere", __name__)
 
 ApiVersion = Literal["1", "2"]
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
@@ -175,7 +176,7 @@ async def rerank_cohere() -> Response:
     """Rank documents by how well they answer a query."""
     with current_meter() as meter:
         answer, results = await rerank_documents(meter, await read_body_as(meter, DocumentsRequest))
-        rest = {"id": g.request_id, "meta": _meta_of(answer, "2")}
+        rest = {"id": current_exchange().request_id, "meta": _meta_of(answer, "2")}
         encoded = json_answer({"results": results()}, rest)
         return await meter.answer(answer, json_stream(encoded))
 
@@ -267,7 +268,7 @@ async def _parts(
     the types that the body names to their calibration ranges."""
     is_bare = version == "1" and not ranges
     response_type = "embeddings_floats" if is_bare else "embeddings_by_type"
-    rest = {"response_type": response_type, "id": g.request_id, **rest}
+    rest = {"response_type": response_type, "id": current_exchange().request_id, **rest}
     text_items = json_items(len(texts), object_width(texts), lambda start, stop: texts[start:stop])
     lists = {"texts": text_items}
     if is_bare:

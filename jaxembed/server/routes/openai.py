@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from quart import Blueprint, Response
+from quart import Blueprint
 
 from jaxembed.data.inputs import ChunkedText, ChunkSize, OffsetUnit, Text, Tokens
 from jaxembed.data.outputs import REPRESENTATIONS, OutputName
@@ -25,6 +25,7 @@ from jaxembed.server.http.encoding import (
     octet_response,
     wants_octets,
 )
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
@@ -56,7 +57,7 @@ from jaxembed.server.pipeline.fields import (
     with_choices,
 )
 
-blueprint = Blueprint("openai", __name__)
+blueprint: Any = Blueprint("openai", __name__)
 
 ChunkLists = list[list[int | list[int]]]  # pairs for one text, or a list of pairs for each text
 
@@ -387,7 +388,7 @@ async def _respond(
         rest = {"model": meter.served_name, "usage": usage_of(answer)}
         response = await json_list_response(count, _width_of(answer), items, rest)
     if chunked is not None:
-        response.headers.add(WINDOWS, str(int(chunked.windows.sum())))
+        response.headers[WINDOWS] = str(int(chunked.windows.sum()))
     return with_choices(response, intent)
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 import orjson
 import swagger_ui_bundle
-from quart import Blueprint, Response, current_app
+from quart import Blueprint, current_app
 from werkzeug.exceptions import NotFound
 from werkzeug.routing import Rule
 
@@ -20,6 +20,7 @@ from jaxembed import __version__
 from jaxembed.data.inputs import Priority
 from jaxembed.server.errors import REPOSITORY, Dialect, dialect_of
 from jaxembed.server.http.encoding import JSON, OCTETS, json_response
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.pipeline.body import PRIORITY
 from jaxembed.server.pipeline.fields import ModelRequest, refused_fields
 from jaxembed.server.routes import (
@@ -34,7 +35,7 @@ from jaxembed.server.routes import (
 )
 from jaxembed.server.routes.playground import page_response
 
-blueprint = Blueprint("openapi", __name__)
+blueprint: Any = Blueprint("openapi", __name__)
 
 ASSETS = {
     "swagger-ui.css": "text/css",
@@ -317,7 +318,7 @@ async def asset(name: str) -> Response:
     """Return one of the files that the page loads. Raises NotFound for any other name."""
     if name not in ASSETS:
         raise NotFound
-    headers = {"Cache-Control": "max-age=86400"}
+    headers = {"cache-control": "max-age=86400"}
     return Response(_read(name), content_type=ASSETS[name], headers=headers)
 
 

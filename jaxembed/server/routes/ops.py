@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 from prometheus_client import generate_latest
-from quart import Blueprint, Response, request
+from quart import Blueprint, request
 
 from jaxembed import __version__
 from jaxembed.data.outputs import OutputName
@@ -20,13 +20,14 @@ from jaxembed.server.auth.permissions import check_name
 from jaxembed.server.errors import Unhealthy
 from jaxembed.server.http.connection import CONNECTION_BYTES
 from jaxembed.server.http.encoding import json_response
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.metrics import access_registry, process_registry
 from jaxembed.server.registry.models import Models
 from jaxembed.server.routes.playground import redirect_to_playground
 from jaxembed.server.service import current_service
 
-blueprint = Blueprint("ops", __name__)
-metrics_blueprint = Blueprint("metrics", __name__)
+blueprint: Any = Blueprint("ops", __name__)
+metrics_blueprint: Any = Blueprint("metrics", __name__)
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # TEI's names of poolings by the names in sentence-transformers, where the two differ.

@@ -10,15 +10,17 @@ from base64 import b64encode
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from quart import Blueprint, Response, request
+from quart import Blueprint, request
 
 from jaxembed.config import ServerConfig
 from jaxembed.server.access import is_loopback
 from jaxembed.server.errors import PlaygroundOff
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.service import current_service
 
-blueprint = Blueprint("playground", __name__)
+blueprint: Any = Blueprint("playground", __name__)
 
 PAGE = Path(__file__).with_name("playground.html").read_bytes()
 HTML = "text/html"
@@ -49,7 +51,7 @@ def redirect_to_playground() -> Response | None:
     ):
         return None
     # relative, so that it works behind a path prefix
-    return Response(b"", 302, headers={"Location": "playground", "Vary": "Accept"})
+    return Response(b"", 302, headers={"location": "playground", "vary": "Accept"})
 
 
 @cache
@@ -81,9 +83,9 @@ def page_response(body: bytes, *directives: str, files: bool = False) -> Respons
     `directives` are added to the policy.
     """
     headers = {
-        "Content-Security-Policy": _policy(body, files, *directives),
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-        "Cache-Control": "no-cache",
+        "content-security-policy": _policy(body, files, *directives),
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+        "cache-control": "no-cache",
     }
     return Response(body, content_type=f"{HTML}; charset=utf-8", headers=headers)

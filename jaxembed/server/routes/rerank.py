@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from quart import Blueprint, Response, g
+from quart import Blueprint
 
 from jaxembed.errors import InvalidInput, NoInputs
 from jaxembed.preprocessing.windows import MAX_WINDOWS
@@ -28,6 +28,7 @@ from jaxembed.server.http.encoding import (
     json_stream,
     object_width,
 )
+from jaxembed.server.http.exchange import Response, current_exchange
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, score_documents, score_inputs, usage_of
 from jaxembed.server.pipeline.body import (
@@ -40,7 +41,7 @@ from jaxembed.server.pipeline.body import (
 )
 from jaxembed.server.pipeline.fields import TRUNCATE, ModelRequest, merged_values
 
-blueprint = Blueprint("rerank", __name__)
+blueprint: Any = Blueprint("rerank", __name__)
 
 LongDocuments = Literal["truncate", "chunk"]
 
@@ -167,7 +168,7 @@ async def answer_jina(meter: Meter, body: DocumentsRequest) -> Response:
     answer, results = await rerank_documents(meter, body)
     rest = {
         "object": "rerank",
-        "id": f"rerank-{g.request_id}",
+        "id": f"rerank-{current_exchange().request_id}",
         "created": int(time.time()),
         "model": meter.served_name,
         "usage": usage_of(answer),
@@ -331,7 +332,7 @@ async def classify() -> Response:
         answer = await score_inputs(meter, inputs, options)
         rest = {
             "object": "classify",
-            "id": f"classify-{g.request_id}",
+            "id": f"classify-{current_exchange().request_id}",
             "created": int(time.time()),
             "model": meter.served_name,
             "usage": usage_of(answer),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 import orjson
-from quart import Blueprint, Response
+from quart import Blueprint
 
 from jaxembed.data.inputs import Priority, Tokens
 from jaxembed.data.outputs import OutputName
@@ -29,6 +29,7 @@ from jaxembed.server.http.encoding import (
     octet_response,
     wants_octets,
 )
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import (
     accept,
@@ -70,7 +71,7 @@ from jaxembed.server.routes.rerank import (
     ranking_options,
 )
 
-blueprint = Blueprint("tei", __name__)
+blueprint: Any = Blueprint("tei", __name__)
 
 Direction = Literal["Left", "left", "Right", "right"]
 SIDES: dict[Direction | None, Literal["left", "right"]] = {

@@ -8,7 +8,7 @@ another path or URL.
 from typing import Any, TypeVar
 
 import msgspec
-from quart import Blueprint, Response
+from quart import Blueprint
 
 from jaxembed.errors import (
     BackendError,
@@ -21,13 +21,14 @@ from jaxembed.server import access
 from jaxembed.server.auth.permissions import note_model
 from jaxembed.server.errors import BadField, LoadFailed
 from jaxembed.server.http.encoding import json_response
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.pipeline.body import check_count, read_body
 from jaxembed.server.pipeline.decoding import decode
 from jaxembed.server.registry.models import KnownModel, Models
 from jaxembed.server.registry.pool import ModelPool, State
 from jaxembed.server.service import current_service
 
-blueprint = Blueprint("repository", __name__)
+blueprint: Any = Blueprint("repository", __name__)
 blueprint.before_request(access.check_admin_key)
 
 VERSION_DIGITS = 12  # hexadecimal digits of the content hash that are shown as the version

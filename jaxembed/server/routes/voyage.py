@@ -7,12 +7,12 @@ the whole document (late chunking). An input of the second route has parts, each
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 import orjson
-from quart import Blueprint, Response
+from quart import Blueprint
 
 from jaxembed.data.inputs import ChunkedText, ChunkSize
 from jaxembed.data.spec import IMAGE_ROUTE
@@ -27,6 +27,7 @@ from jaxembed.server.http.encoding import (
     json_list_response,
     json_stream,
 )
+from jaxembed.server.http.exchange import Response
 from jaxembed.server.meter import Meter, current_meter
 from jaxembed.server.pipeline.answering import Usage, accept, embed_inputs, usage_of
 from jaxembed.server.pipeline.body import (
@@ -55,7 +56,7 @@ from jaxembed.server.pipeline.fields import (
     with_choices,
 )
 
-blueprint = Blueprint("voyage", __name__)
+blueprint: Any = Blueprint("voyage", __name__)
 
 DEFAULT_CHUNK = 512  # tokens, the default of Voyage's service
 
@@ -300,7 +301,7 @@ async def _respond_with_chunks(
     response = await json_stream(
         json_answer({"data": documents()}, rest, first=b'{"object":"list",')
     )
-    response.headers.add(WINDOWS, str(int(chunked.windows.sum())))
+    response.headers[WINDOWS] = str(int(chunked.windows.sum()))
     return with_choices(response, intent)
 
 
