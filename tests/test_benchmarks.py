@@ -506,6 +506,18 @@ def test_bench_http_runs(tiny_checkpoint, flags, tmp_path, capsys):
     assert all(row["requests"] > 0 for row in rows)
 
 
+def test_bench_host_compares_with_the_older_server_of_the_same_round():
+    us = {"now": (20, 30, 90), "before": (40, 60, 60), "before, again": (40, 66, 60)}
+    rows = [
+        {"round": k, "server": name, "load": "bulk", "encoding": "float", "server_us": values[k]}
+        for k in range(3)
+        for name, values in us.items()
+    ]
+    ours, control = bench_host.ratios_of(rows)
+    assert (ours["medians"], ours["least"], ours["most"]) == (0.5, 0.5, 1.5)
+    assert (control["medians"], control["least"], control["most"]) == (1.0, 1.0, 1.1)
+
+
 @pytest.mark.slow
 def test_bench_host_and_soak_run(tiny_checkpoint, flags, capsys):
     arguments = [str(tiny_checkpoint), "--data", "none"]

@@ -81,7 +81,7 @@ class WorkFuture:
         self._open = count  # number of sequences that are not resolved
         self._wake = wake
         self._is_complete = False
-        # held until the future is complete; a lock takes a third of the time of an Event
+        # held until the future is complete; to make an Event takes longer
         self._waits = threading.Lock()
         self._waits.acquire()
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ class Waiter:
     urgency: Callable[[], float]  # the thread with the highest urgency goes first
     share: VirtualTime | None  # virtual time of the model to charge; None: no model is charged
     permits: int = 1  # number of permits that the thread needs
-    # held until the thread gets the device; a lock takes a third of the time of an Event
+    # held until the thread gets the device; to make an Event takes longer
     turn: threading.Lock = field(default_factory=threading.Lock)
     mixed: bool = False  # whether a program of another model ran on the device at the same time
     overdue: bool = False  # whether the program should have ended long ago; set by a watchdog

@@ -78,8 +78,8 @@ class Server(Quart):
     """A Quart app that tracks its unanswered requests, so that the server can drain.
 
     It calls the handlers of the blueprints in DIRECT itself, because Quart's steps around a handler
-    take as long as a short request. These handlers take no arguments, and get the request from
-    `current_exchange`. Quart handles all other requests.
+    take much of the processor time of a short request. These handlers take no arguments, and get
+    the request from `current_exchange`. Quart handles all other requests.
     """
 
     url_map_class = Routes

@@ -1,5 +1,5 @@
 """One HTTP request and its response: the body as it arrives, the headers, and the memory reserved
-for both. Handlers use these classes and not Quart's, whose steps around a handler took half of the
+for both. Handlers use these classes and not Quart's, whose steps around a handler take much of the
 processor time of a short request."""
 
 import asyncio

@@ -1,6 +1,5 @@
 """HTTP/1.1 for Hypercorn by httptools, whose parser is written in C. It takes the place of
-Hypercorn's H11Protocol and HTTPStream, which took a third of the processor time of a short request.
-"""
+Hypercorn's H11Protocol and HTTPStream, which are written in Python and take more processor time."""
 
 import asyncio
 import re
@@ -22,10 +21,10 @@ from jaxembed.memory import KIB
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\n"  # how a client that speaks HTTP/2 begins
 SLICE_BYTES = 4 * KIB  # bytes parsed at once; they may hold a hundred small requests
-MAX_HEADERS = 256  # of a request, trailers included; each takes 100 bytes of memory
+MAX_HEADERS = 256  # of a request, trailers included: a small one takes many times its bytes
 TARGET = re.compile(rb"[!-~]+")
 
-SERVER = (b"server", b"hypercorn-h11")
+SERVER = (b"server", b"hypercorn-h11")  # the name that Hypercorn gives to HTTP/1.1
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 BAD_REQUEST, HEAD_TOO_LARGE, FAILED, NOT_IMPLEMENTED, BAD_VERSION = 400, 431, 500, 501, 505
 REASONS = {
