@@ -141,13 +141,19 @@ def test_impossible_dimensions_are_refused_before_any_text_is_read(embedder):
 # The library.
 
 
+def assert_encodes(encoded, plain, dtype, ranges=None):
+    # Two runs may pack texts differently, and a value that differs by 1e-7 may be on another step.
+    assert (quantise(plain - 1e-6, dtype, ranges) <= encoded).all()
+    assert (encoded <= quantise(plain + 1e-6, dtype, ranges)).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "dimensions"), [("float", 8), ("float16", None), ("binary", 5), ("ubinary", 8)]
 )
 def test_vectors_are_cut_normalised_and_then_encoded(embedder, dtype, dimensions):
     plain = embedder.encode(TEXTS, dimensions=dimensions)
     encoded = embedder.encode(TEXTS, dimensions=dimensions, output_dtype=dtype)
-    np.testing.assert_array_equal(encoded, quantise(plain, dtype))
+    assert_encodes(encoded, plain, dtype)
     alone = embedder.encode_query(TEXTS[0], prompt="", dimensions=dimensions, output_dtype=dtype)
     assert (alone.shape, alone.dtype) == (encoded[0].shape, encoded.dtype)
     assert embedder.encode([], dimensions=dimensions, output_dtype=dtype).dtype == encoded.dtype
@@ -158,7 +164,7 @@ def test_bytes_are_by_the_ranges_of_such_vectors(calibrated, measured, dtype, di
     (one,) = (one for one in measured if one.kind.dimensions == (dimensions or 32))
     plain = calibrated.encode(TEXTS, dimensions=dimensions)
     encoded = calibrated.encode(TEXTS, dimensions=dimensions, output_dtype=dtype)
-    np.testing.assert_array_equal(encoded, quantise(plain, dtype, one.values))
+    assert_encodes(encoded, plain, dtype, one.values)
     assert len(np.unique(encoded)) > 10
 
 
