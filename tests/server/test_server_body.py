@@ -198,15 +198,20 @@ async def test_a_client_that_leaves_ends_its_request(app):
     """While its body is read, and while it is computed."""
     embedder = app.service.models.first(None)
     embedder.gate = asyncio.Event()
+    tasks = asyncio.all_tasks()
     whole = {"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}
     for message in ({**whole, "more_body": True}, whole):
         client, messages = Client(app, "POST", "/embed"), [message, {"type": "http.disconnect"}]
 
         async def receive(messages=messages):
+            if not messages:
+                await asyncio.Event().wait()
             return messages.pop(0)
 
         client._receive = receive
         await client.app(client.scope, client._receive, client._send)
+        await turns(10)
+        assert asyncio.all_tasks() == tasks  # none waits for more of the body
         assert not client.sent
         assert not messages
         assert app.capacity.bytes == 0

@@ -17,7 +17,7 @@ import test_server_run
 from fake_embedder import FakeEmbedder
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import RawData
+from hypercorn.events import Closed, RawData
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.typing import ConnectionState
 from test_server_pool import until
@@ -228,6 +228,29 @@ async def test_a_connection_ends_though_more_comes_than_is_discarded(monkeypatch
                 await writer.drain()
         await until(lambda: running.one_has_ended)
         assert not [one for one in asyncio.all_tasks() if "Body.watch" in repr(one.get_coro())]
+
+
+async def test_a_connection_that_is_lost_while_it_ends_still_tells_its_requests():
+    entered, gate, told = asyncio.Event(), asyncio.Event(), []
+
+    async def handle(event):  # as Hypercorn's, which forgets a request before it is told
+        if not entered.is_set():
+            entered.set()
+            await gate.wait()  # until the request has taken its body
+            told.append(event)
+
+    reader = asyncio.StreamReader()
+    reader.feed_eof()
+    writer = SimpleNamespace(transport=SimpleNamespace(abort=lambda: None))
+    loop, context = asyncio.get_running_loop(), WorkerContext(None)
+    connection = Connection(None, loop, Config(), context, ConnectionState({}), reader, writer)
+    connection.protocol = SimpleNamespace(protocol=None, handle=handle)
+    reading = asyncio.create_task(connection._read_data())
+    await entered.wait()
+    connection.abort()
+    gate.set()
+    await reading
+    assert told == [Closed()]
 
 
 def h2_client(*, validates: bool = True) -> h2.connection.H2Connection:

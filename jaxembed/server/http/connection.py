@@ -233,16 +233,16 @@ class Connection(TCPServer):
                 except OSError:
                     break
                 await self.protocol.handle(RawData(data))
-            await self.protocol.handle(Closed())
         except asyncio.CancelledError:
             if not self._is_lost:  # not cancelled by `abort`
                 raise
             reading.uncancel()
-            await self.protocol.handle(Closed())
         except Exception as error:  # Hypercorn would stop the sending task and wait for it forever
             logger.error("a connection was closed because its data caused an error: %.200r", error)
-            await self.protocol.handle(Closed())
+        # From here on `abort` cancels nothing: a request that is not told of the end would wait for
+        # the client until SEND_S is over.
         self._reading = None
+        await self.protocol.handle(Closed())
         await self.idle.end()
 
     async def _idle_timeout(self) -> None:

@@ -198,8 +198,10 @@ class Exchange:
         self._watching.add_done_callback(self._give_up)
 
     def _take_rest(self) -> None:
-        """Drop the rest of the body, because Hypercorn waits until it is taken."""
-        if not self.body.is_received and self._watching is None:
+        """Drop the rest of the body, because Hypercorn waits until it is taken. A client that has
+        disconnected sends nothing more."""
+        body = self.body
+        if not body.is_received and not body.is_abandoned and self._watching is None:
             self._watch()
 
     def _give_up(self, watching: asyncio.Task) -> None:
