@@ -11,7 +11,11 @@ beyond the one without load shows how long the loop was busy with other work: `l
 
     python -m benchmarks.bench_host
     python -m benchmarks.bench_host --only queries,bulk --seconds 5
+    python -m benchmarks.bench_host --only parts
     python -m benchmarks.bench_host --before ../before --rounds 9
+
+`--only parts` divides the time of a lone query, at 32 connections. It is compared with `/livez` and
+with a query whose answer is in the cache, for which nothing is queued and no engine thread wakes.
 
 With `--before`, a checkout of an older commit runs twice beside ours, and the three take turns; the
 ratio of the two equal servers shows which differences are noise.
@@ -45,6 +49,9 @@ from benchmarks.servers import Server
 
 NOW, BEFORE, CONTROL = "now", "before", "before, again"
 FLAGS = ("--null-model", "--accept-bare-token-ids")
+PARTS = "parts"  # the scenario that needs a server with a cache
+CACHE_FLAGS = ("--cache-bytes", str(2**26))
+ROUTE, CACHED, QUERY = "/livez", "cached query", "query"
 WARM_S = 1.0
 PROBES_PER_S = 100.0
 TRIES = 4  # of a row, until nothing was compiled or timed during one
@@ -80,6 +87,23 @@ def probes(target: Target, _: int) -> Iterator[bytes]:
     return cycle([f"GET /livez HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()])
 
 
+def parts_of(texts: Texts) -> list[tuple[str, bool, Load, Requests]]:
+    """What divides a query's time: name, whether the server has a cache, load and requests."""
+
+    def queries(target: Target, count: int) -> Iterator[bytes]:
+        return texts.requests(target, count, "base64")
+
+    def one_query(target: Target, count: int) -> Iterator[bytes]:
+        return cycle([next(queries(target, count))])
+
+    connections = 32
+    return [
+        (ROUTE, False, Closed(ROUTE, 0, connections), probes),
+        (CACHED, True, Closed(CACHED, 1, connections), one_query),
+        (QUERY, False, Closed(QUERY, 1, connections), queries),
+    ]
+
+
 def ids_of(texts: Texts) -> Requests:
     """A function that makes requests of random token ids, about as many as the bulk texts have."""
 
@@ -105,9 +129,10 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--only", default="nothing,queries,bulk,ids")
     parser.add_argument("--before", type=Path, help="a checkout of an older commit")
-    parser.add_argument("--rounds", type=int, default=9, help="with --before")
+    parser.add_argument("--rounds", type=int, default=9, help="with --before, and of the parts")
     args = parser.parse_args(arguments[:at])
     args.flags = arguments[at + 1 :]
+    args.only = args.only.split(",")
     return args
 
 
@@ -124,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         idle_ms = lag(running[NOW], args.seconds)
         rows = measure_all(running, args)
+        parts = measure_parts(running[NOW], args) if PARTS in args.only else []
     report.show(rows, f"null model, {report.device_name()}, {os.cpu_count()} cores")
     print(f"/livez beside no load: p50 {idle_ms['p50_ms']:.2f} ms, p99 {idle_ms['p99_ms']:.2f} ms")
     facts: dict[str, Any] = {"model": args.model, "flags": args.flags, "idle": idle_ms}
@@ -131,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ratios = ratios_of(rows)
         report.show(ratios, f"server_us, divided by that of {report.commit(args.before)}")
         facts |= {"before": report.commit(args.before), "ratios": ratios}
+    if parts:
+        report.show(parts, "CPU time of the server for a lone query by its parts, in microseconds")
+        facts |= {"parts": parts}
     report.finish("bench_host", argv, facts | {"results": rows, "seconds": args.seconds}, args.out)
 
 
@@ -138,7 +167,9 @@ def measure_all(running: dict[str, Server], args: Namespace) -> list[dict[str, A
     """Measure the scenarios on each server, by turns if there are several. Returns the rows."""
     by_name, rows = scenarios(Texts(args)), []
     for number in range(args.rounds if args.before else 1):
-        for name in args.only.split(","):
+        for name in args.only:
+            if name == PARTS:
+                continue
             for encoding, one, requests in by_name[name]:
                 for title, server in running.items():
                     row = undisturbed(
@@ -148,6 +179,29 @@ def measure_all(running: dict[str, Server], args: Namespace) -> list[dict[str, A
                     )
                     rows.append({"round": number, "server": title} | row)
     return rows
+
+
+def measure_parts(server: Server, args: Namespace) -> list[dict[str, Any]]:
+    """Measure what divides a lone query's time, by turns; return medians, `least` and `most`."""
+    flags, parts = [*FLAGS, *CACHE_FLAGS, *args.flags], parts_of(Texts(args))
+    measured: dict[str, list[float]] = {name: [] for name, *_ in parts}
+    with servers.jaxembed(args.model, flags) as caching:
+        for _ in range(args.rounds):
+            for name, cached, one, requests in parts:
+                asked = caching if cached else server
+                run = partial(measure, asked, "base64", one, requests, args.seconds)
+                measured[name].append(undisturbed(asked, run, TRIES)["server_us"])
+    cached_us, query_us = np.array(measured[CACHED]), np.array(measured[QUERY])
+    rows = {
+        f"{ROUTE}: connection, HTTP/1.1, Quart": measured[ROUTE],
+        "query from the cache: connection, HTTP/1.1, JSON, tokenizer, answer": cached_us,
+        "queue and engine threads: the rest": query_us - cached_us,
+        "a query": query_us,
+    }
+    return [
+        {"part": name, "us": float(np.median(us)), "least": float(min(us)), "most": float(max(us))}
+        for name, us in rows.items()
+    ]
 
 
 def ratios_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

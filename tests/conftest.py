@@ -16,7 +16,7 @@ import quick  # noqa: F401 - few buckets, which are not timed
 import tokenizers
 from dual_sources import write_dual
 from fakes import SMALL_GRID, WAIT_S, EngineUnderTest, SumRunner
-from native_builds import AVX512_BF16, RUNNABLE, for_this_cpu
+from native_builds import AVX2, AVX512_BF16, DTYPES, for_this_cpu
 from tokenizers import models, normalizers, pre_tokenizers, processors
 from werkzeug.routing import Rule
 
@@ -42,7 +42,7 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 load_native = native.load_library
 
 
-def _leave_out_native(cache_dir: Path) -> None:
+def _leave_out_native(cache_dir: Path, dtype: str) -> None:
     """Trying native kernels takes as long as compiling all else: few tests are about them."""
     raise native.NativeUnavailable("this test leaves them out")
 
@@ -329,13 +329,14 @@ def _optimized() -> Iterator[None]:
 
 @pytest.fixture(name="native_kernels", scope="session")
 def _native_kernels(tmp_path_factory) -> None:
-    """The native kernels, for this process: emulated where this CPU has no AVX512_BF16."""
+    """The native kernels of each dtype, for this process: emulated where this CPU has none."""
     if platform.machine() != "x86_64" or native.compiler.find_compiler() is None:
         pytest.skip("native kernels need x86-64 and a C compiler")
     with pytest.MonkeyPatch.context() as patch:
-        if not RUNNABLE:
-            patch.setattr(native.compiler, "INSTRUCTION_SETS", (for_this_cpu(AVX512_BF16),))
-        load_native(tmp_path_factory.mktemp("native"))
+        for dtype, build in zip(DTYPES, (AVX512_BF16, AVX2), strict=True):
+            if not native.library._runnable(dtype):
+                patch.setattr(native.compiler, "KERNELS", (for_this_cpu(build),))
+            load_native(tmp_path_factory.mktemp("native"), dtype)
 
 
 @pytest.fixture(name="engines_try_native")

@@ -521,10 +521,12 @@ def test_bench_host_compares_with_the_older_server_of_the_same_round():
 @pytest.mark.slow
 def test_bench_host_and_soak_run(tiny_checkpoint, flags, capsys):
     arguments = [str(tiny_checkpoint), "--data", "none"]
-    bench_host.main([*arguments, "--texts", "256", "--seconds", "0.3", "--", *flags])
-    rows = last_line(capsys)["results"]
-    assert len(rows) == 10
-    assert all(row["requests"] > 0 and row["server_us"] > 0 for row in rows)
+    brief = ["--texts", "256", "--seconds", "0.3", "--rounds", "1"]
+    bench_host.main([*arguments, *brief, "--only", "nothing,queries,bulk,ids,parts", "--", *flags])
+    found = last_line(capsys)
+    assert len(found["results"]) == 10
+    assert all(row["requests"] > 0 and row["server_us"] > 0 for row in found["results"])
+    assert found["parts"][3]["us"] == found["parts"][1]["us"] + found["parts"][2]["us"]
     soak.main([*arguments, "--texts", "64", "--requests", "50", "--", "--null-model", *flags])
     found = last_line(capsys)["results"]
     assert [row["requests"] for row in found] == [50 * k // 20 for k in range(21)]

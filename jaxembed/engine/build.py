@@ -114,7 +114,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             "shards": shards,
             "degree": degree,
             "cores": core_count(),
-            "native": native.source_digest(),
+            "native": native.source_digest(dtype),
             "versions": package_versions(),
         }
         results = partial(stored_results, program, devices[0], dtype, cache_dir, identity)

@@ -40,7 +40,7 @@ def place_parameters(
     placed: list[dict[str, jax.Array]] = [{} for _ in meshes]
     for name, leaf in parameters:
         cast = leaf.astype(jnp.dtype(placed_dtype(name, leaf.ndim, dtype)), copy=False)
-        if native_layout and native.is_packable(name, cast.shape, str(cast.dtype)):
+        if native_layout and is_packable(name, cast.shape, dtype):
             cast = native.packed(np.asarray(cast))
         if name in program.cuts and not isinstance(leaf, jax.Array):
             cast = program.cuts[name].apply(np.asarray(cast), program.degree)
@@ -49,6 +49,12 @@ def place_parameters(
         # wait until this array is copied, before the next array needs memory
         jax.block_until_ready([copies[name] for copies in placed])
     return placed
+
+
+def is_packable(name: str, shape: tuple[int, ...], dtype: DType) -> bool:
+    """Return whether a parameter is a large weight that native kernels of a dtype take packed."""
+    is_large = placed_dtype(name, len(shape), "bfloat16") == "bfloat16"
+    return is_large and native.is_packable(name, shape, dtype)
 
 
 def described_parameters(program: Program, mesh: Mesh, dtype: DType) -> list[jax.ShapeDtypeStruct]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxembed.data.spec import DType
 from jaxembed.models import native
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Segments
@@ -135,7 +136,7 @@ def takes_joint(length: int, width: int, dtype: Any) -> bool:
     """Whether `attend_joint` uses the native kernel for rows of this length and heads of this
     width. The kernel takes heads that the caller has rounded to `dtype`, and rotates the rounded
     heads."""
-    return is_native("joint_attention") and native.takes(length, width, str(jnp.dtype(dtype)))
+    return is_native("joint_attention", dtype) and native.takes(length, width)
 
 
 @contextmanager
@@ -152,14 +153,17 @@ def using(implementation: Attend) -> Iterator[None]:
         _IMPLEMENTATION.reset(reset_token)
 
 
-def is_native(call: str) -> bool:
-    """Whether the program that this thread is tracing may use a native kernel.
+def is_native(call: str, dtype: Any = None) -> bool:
+    """Whether the program that this thread is tracing may use a native kernel, for operands of a
+    `dtype` if it is given. (Packed weights have the dtype of the kernels.)
 
     `call` is the name of the kernel, or of a step that it adds to a linear layer: a name in
     native.CALLS or native.EPILOGUES.
     """
     implementation = _IMPLEMENTATION.get()
-    return isinstance(implementation, ByNative) and call not in implementation.without
+    if not isinstance(implementation, ByNative) or call in implementation.without:
+        return False
+    return dtype is None or jnp.dtype(dtype) == jnp.dtype(implementation.dtype)
 
 
 def by_xla(
@@ -210,11 +214,12 @@ def by_xla(
 class ByNative:
     """An implementation that uses native kernels for the shapes they support, and XLA for others.
 
-    native.load_library must have succeeded. `without` names native kernels that are not used,
-    neither in attention nor in the layers around it.
+    native.load_library must have succeeded for `dtype`, that of the kernels. `without` names native
+    kernels that are not used, neither in attention nor in the layers around it.
     """
 
     without: frozenset[str] = frozenset()
+    dtype: DType = "bfloat16"
 
     def __call__(
         self,
@@ -228,8 +233,8 @@ class ByNative:
     ) -> Heads:
         """Compute attention as `attend` does, with the native kernel if it supports the shapes."""
         length, width = query.shape[1], query.shape[3]
-        is_supported = key_segments is None and native.takes(length, width, str(query.dtype))
-        if is_supported and "attention" not in self.without:
+        is_supported = query.dtype == jnp.dtype(self.dtype) and native.takes(length, width)
+        if is_supported and key_segments is None and "attention" not in self.without:
             mask_fields = attention_mask.causal, attention_mask.reach, attention_mask.cap
             return native.attention(query, key, value, segments, *mask_fields, distance_bias=bias)
         return by_xla(query, key, value, segments, attention_mask, bias, key_segments)

@@ -213,7 +213,7 @@ class BertLayer(nnx.Module):
         supports_mlp = supports_up and native.supports_mlp(hidden, out[0], up[0], down[0])
         if supports_mlp and self.residual_norm is None and is_native("mlp"):
             return native.mlp(
-                mixed.astype(jnp.bfloat16),
+                mixed.astype(out[0].dtype),
                 hidden,
                 (*out, *self.attention_norm.parameters),
                 up,

@@ -320,7 +320,7 @@ class Mlp(nnx.Module):
                 kernel,
                 bias,
                 gate_mode,
-                dtype="bfloat16",
+                dtype=str(kernel.dtype),
                 adapters=self.gate_up.native_adapters,
             )
         gate, up = jnp.split(rounded_on_gpu(self.gate_up(x), kernel.dtype), 2, axis=-1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import TOWERS, WIDER_TOWERS, open_tiny, save_tiny, tiny_spec
+from native_builds import AVX2, AVX512, calling
 from representatives import each
 from test_adapters import adapted_spec
 
@@ -79,7 +80,7 @@ def test_all_calls_of_a_model_are_right(name, tmp_path):
     assert set(results) == CALLS[name]
     for result in results.values():
         assert result.failed == ""
-        assert 0 <= result.off < native_trial.MAX_DIFFERENCE / 2
+        assert 0 <= result.off < result.allowed / 2
         assert result.times_xla > 0
     assert chosen(name, tmp_path, results=lambda: results).native == ByNative()
 
@@ -93,6 +94,35 @@ def test_calls_with_adapters_are_right_too(name):
     assert set(results) == CALLS[name]
     for result in results.values():
         assert result.refusal(faster=False) is None
+
+
+@pytest.fixture(name="in_float32", params=(AVX512, AVX2), ids=lambda of: of.name)
+def _in_float32(request, native_kernels, tmp_path):
+    """Both ways through product.h in float32."""
+    with calling(request.param, tmp_path) as name:
+        yield name
+
+
+@pytest.mark.usefixtures("in_float32")
+@pytest.mark.parametrize("name", each(CALLS, "bert", "qwen3", "jina_bert"))
+def test_all_calls_of_a_model_are_right_in_float32(name):
+    results = try_native(backbone(name), jax.local_devices()[0], "float32")
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.failed == ""
+        assert 0 <= result.off < 2e-5
+
+
+@pytest.mark.usefixtures("in_float32")
+@pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "bert"))
+def test_calls_with_adapters_are_right_in_float32(name):
+    results = try_native(
+        program(adapted_spec(WIDER_TOWERS[name])), jax.local_devices()[0], "float32"
+    )
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.failed == ""
+        assert 0 <= result.off < 2e-5
 
 
 @pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))

@@ -170,11 +170,11 @@ def test_packed_parameters_give_what_unpacked_ones_do(name):
     # kernels', attention is XLA's.
     like_bert = spec.architecture in ("bert", "deberta")
     joins = like_bert and not spec.config.get("residual_norm")  # all that follows attention
-    products = {"jaxembed_linear"} | ({"jaxembed_mlp"} if joins else set())
+    products = {"linear"} | ({"mlp"} if joins else set())
     attention = spec.architecture != "deberta"  # whose attention is always XLA's
     for bucket, attends in ((Bucket(2, 32), attention), (Bucket(2, 22), False)):
         assert_close(vectors_of(packed, bucket), wanted)
-        calls = set(re.findall(r"jaxembed_\w+", packed.compiled(bucket).as_text()))
+        calls = set(re.findall(r"jaxembed_(\w+)_bfloat16", packed.compiled(bucket).as_text()))
         assert any("attention" in call for call in calls) == attends
         assert attends or calls == products
     assert "jaxembed_" not in unpacked.compiled(Bucket(2, 32)).as_text()

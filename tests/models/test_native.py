@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_builds import AMX, AVX512_BF16, for_this_cpu
+from native_builds import AMX, AVX512_BF16, calling
 from representatives import each
 from test_attention import reference
 
@@ -35,19 +35,9 @@ ROUNDED = 2.0**-8  # twice what rounding to bfloat16 changes: a sum may round to
 
 @pytest.fixture(name="way", scope="module", params=each(WAYS, AVX512_BF16), ids=lambda of: of.name)
 def _way(request, native_kernels, tmp_path_factory):
-    """Both ways through product.h. The one that is not loaded has calls of its own names."""
-    build = for_this_cpu(request.param)
-    if native.library._build == build:
-        yield build.name
-        return
-    library = native.library._opened(build, tmp_path_factory.mktemp("native"))
-    for name in native.library.CALLS:
-        entry = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-        jax.ffi.register_ffi_target(f"jaxembed_{name}_other", entry, platform="cpu")
-    with pytest.MonkeyPatch.context() as patch:
-        usual = jax.ffi.ffi_call
-        patch.setattr(jax.ffi, "ffi_call", lambda name, shape: usual(f"{name}_other", shape))
-        yield build.name
+    """Both ways through product.h in bfloat16."""
+    with calling(request.param, tmp_path_factory.mktemp("native")) as name:
+        yield name
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
@@ -200,7 +190,7 @@ def test_only_kernels_of_whole_panels_are_packable():
     kernel = "tower.layers.0.mlp.up.kernel"
     assert native.is_packable(kernel, (64, 96), "bfloat16")
     for name, shape, dtype in (
-        (kernel, (64, 96), "float32"),
+        (kernel, (64, 96), "float16"),
         (kernel, (48, 96), "bfloat16"),
         (kernel, (64, 80), "bfloat16"),
         ("tower.embeddings.word.embedding", (64, 96), "bfloat16"),
@@ -639,7 +629,7 @@ def test_programs_that_run_at_once_give_the_same_bits(way):
             done.result()
 
 
-CPU_FLAGS = " ".join(native.compiler.INSTRUCTION_SETS[1].cpu_flags)
+CPU_FLAGS = " ".join(AVX512_BF16.cpu_flags)
 
 
 @pytest.fixture(name="fresh")
@@ -649,8 +639,7 @@ def _fresh(monkeypatch, tmp_path) -> Path:
     cpu = tmp_path / "cpuinfo"
     cpu.write_text(f"model name\t: some\nflags\t\t: fpu {CPU_FLAGS}\n")
     monkeypatch.setattr(native.library, "CPU", cpu)
-    monkeypatch.setattr(native.library, "_library", None)
-    monkeypatch.setattr(native.library, "_build", None)
+    monkeypatch.setattr(native.library, "_libraries", {})
     monkeypatch.setattr(native.compiler, "LIBRARIES", tmp_path / "libs")
     return tmp_path / "cache"
 
@@ -707,12 +696,12 @@ def _no_calls(monkeypatch) -> None:
 
 def assert_unavailable(cache_dir: Path, reason: str) -> None:
     with pytest.raises(native.NativeUnavailable, match=reason) as caught:
-        native.load_library(cache_dir)
+        native.load_library(cache_dir, "bfloat16")
     assert "\n" not in str(caught.value)
 
 
 def used() -> str:
-    return native.library._build.name
+    return native.library._libraries["bfloat16"][1].name
 
 
 GOOD = """
@@ -778,7 +767,7 @@ def test_what_others_could_have_changed_is_refused(fresh, instead, tmp_path):
     instead(GOOD)
     before = os.umask(0)
     try:
-        library = native.library._compiled(native.compiler.INSTRUCTION_SETS[1], fresh)
+        library = native.library._compiled(AVX512_BF16, fresh)
     finally:
         os.umask(before)
     assert stat.S_IMODE(library.stat().st_mode) == 0o700
@@ -810,7 +799,7 @@ def test_a_relative_cache_is_made_and_nothing_beside_it_runs(fresh, instead, mon
     for module in ("ctypes", "numpy", "jaxembed", "sitecustomize", "usercustomize"):
         Path(f"{module}.py").write_text(f"open({module!r}, 'w'); import os; os._exit(0)\n")
     monkeypatch.setenv("PYTHONPATH", ".")
-    native.load_library(Path("cache"))
+    native.load_library(Path("cache"), "bfloat16")
     assert len(list((elsewhere / "cache").iterdir())) == 1
     assert [path.name for path in elsewhere.iterdir() if path.suffix != ".py"] == ["cache"]
 
@@ -819,9 +808,9 @@ def test_a_relative_cache_is_made_and_nothing_beside_it_runs(fresh, instead, mon
 @pytest.mark.parametrize("fault", ["may not use AMX", "crashes", "may not in this process"])
 def test_amx_that_cannot_be_used_leaves_avx512_bf16(fresh, instead, fault):
     instead(FAULTY[fault][0], without_amx=GOOD)
-    native.load_library(fresh)
+    native.load_library(fresh, "bfloat16")
     assert used() == "avx512_bf16"
-    assert native.source_digest() == native.compiler.digest(native.compiler.INSTRUCTION_SETS[1])
+    assert native.source_digest("bfloat16") == native.compiler.digest(AVX512_BF16)
 
 
 @pytest.mark.usefixtures("with_amx")
@@ -832,7 +821,7 @@ def test_a_reason_for_each_instruction_set_is_told(fresh, instead):
 
 def test_a_kept_library_that_cannot_be_loaded(fresh, instead):
     instead(GOOD)
-    library = native.library._compiled(native.compiler.INSTRUCTION_SETS[1], fresh)
+    library = native.library._compiled(AVX512_BF16, fresh)
     library.write_text("junk")
     assert_unavailable(fresh, "does not run on this machine: exit status 1")
     assert not library.exists()  # the next start makes it anew
@@ -849,7 +838,7 @@ def test_a_cache_directory_that_cannot_be_made(fresh, instead, tmp_path):
 
 def test_a_cpu_without_all_that_the_compiler_may_use(fresh):
     """As in a virtual machine that hides some of it."""
-    needed = native.compiler.INSTRUCTION_SETS[1].cpu_flags
+    needed = AVX512_BF16.cpu_flags
     for flags in ({"fpu", "avx512f"}, *(needed - {one} for one in ("avx512vl", "fma", "movbe"))):
         native.library.CPU.write_text(f"flags\t\t: {' '.join(flags)}\n")
         assert_unavailable(fresh, "no AVX512_BF16")
@@ -860,11 +849,11 @@ def test_a_cpu_without_all_that_the_compiler_may_use(fresh):
 @pytest.mark.usefixtures("no_calls")
 def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
     instead(GOOD)
-    native.load_library(fresh)
+    native.load_library(fresh, "bfloat16")
     (library,) = fresh.iterdir()
-    monkeypatch.setattr(native.library, "_library", None)
+    monkeypatch.setattr(native.library, "_libraries", {})
     monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
-    native.load_library(fresh)
+    native.load_library(fresh, "bfloat16")
     assert list(fresh.iterdir()) == [library]
 
 
@@ -879,7 +868,7 @@ def _built_ahead(fresh, instead) -> None:
 def test_a_library_of_the_package_needs_no_compiler_and_no_cache(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(native.compiler, "COMPILERS", ("no-such-cc",))
-    native.load_library(fresh)
+    native.load_library(fresh, "bfloat16")
     assert used() == "amx"
     assert not fresh.exists()
 
@@ -944,12 +933,12 @@ def test_one_library_serves_the_process_whatever_the_directory(fresh, monkeypatc
 
     def load(number: int) -> None:
         together.wait()
-        native.load_library(tmp_path / str(number))
+        native.load_library(tmp_path / str(number), "bfloat16")
 
-    builds = native.compiler.INSTRUCTION_SETS[:1]
-    monkeypatch.setattr(native.library, "_runnable", lambda: builds)
+    builds = (AMX,)
+    monkeypatch.setattr(native.library, "_runnable", lambda dtype: builds)
     monkeypatch.setattr(native.library, "_opened", opened)
-    monkeypatch.setattr(native.library, "_register", lambda library: None)
+    monkeypatch.setattr(native.library, "_register", lambda library, dtype: None)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(load, range(4)))
     assert len(loaded) == 1

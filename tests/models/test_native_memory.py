@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from native_builds import AVX512_BF16, for_this_cpu
+from native_builds import AVX2, AVX512, AVX512_BF16, for_this_cpu
 
 from jaxembed.models import native
 
@@ -18,12 +18,14 @@ PROGRAM = """
 import ctypes, sys
 import jax
 from jaxembed.models.native import library
-library._library = ctypes.CDLL(sys.argv[1])
-assert not library._library.jaxembed_prepare() and not library._library.jaxembed_check()
-library._register(library._library)
+path, dtype = sys.argv[1:]
+kernels = ctypes.CDLL(path)
+assert not kernels.jaxembed_prepare() and not kernels.jaxembed_check()
+library._libraries[dtype] = kernels, None
+library._register(kernels, dtype)
 from test_native_operands import calls_of
 sizes = (1, 16), (3, 16), (9, 48), (2, 144)
-calls = [made for size in sizes for made in calls_of(*size).values()]
+calls = [made for size in sizes for made in calls_of(*size, dtype).values()]
 for made in calls:
     jax.block_until_ready(made.run())
 print(len(calls), "calls stayed within their operands")
@@ -42,9 +44,10 @@ def library_of_gcc(name: str) -> str:
 
 
 @pytest.mark.slow
-def test_every_call_stays_within_its_operands(tmp_path, monkeypatch):
+@pytest.mark.parametrize("build", [AVX512_BF16, AVX512, AVX2], ids=lambda build: build.name)
+def test_every_call_stays_within_its_operands(tmp_path, monkeypatch, build):
     preloaded = [library_of_gcc(name) for name in ("libasan", "libstdc++")]
-    build = for_this_cpu(AVX512_BF16)
+    build = for_this_cpu(build)
     monkeypatch.setattr(native.compiler, "COMPILERS", ("gcc",))
     monkeypatch.setattr(native.compiler, "COMPILE_S", SECONDS)
     build = replace(build, flags=(*build.flags, *SANITIZERS))
@@ -55,7 +58,7 @@ def test_every_call_stays_within_its_operands(tmp_path, monkeypatch):
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "native.so")],
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "native.so"), build.dtype],
         env=os.environ | environment,
         capture_output=True,
         text=True,

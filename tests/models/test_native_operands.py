@@ -25,11 +25,11 @@ class Made:
     shape: tuple[int, ...]
     dtype: str
     attributes: dict[str, Any]
+    kernels: str = "bfloat16"  # their dtype
 
     def run(self) -> jax.Array:
-        call = jax.ffi.ffi_call(
-            f"jaxembed_{self.name}", jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
-        )
+        result = jax.ShapeDtypeStruct(self.shape, jnp.dtype(self.dtype))
+        call = jax.ffi.ffi_call(native.library.target(self.name, self.kernels), result)
         return call(*self.operands.values(), **self.attributes)
 
     def with_operand(self, name: str, value: np.ndarray) -> "Made":
@@ -39,6 +39,16 @@ class Made:
         """With further operands, which bits of the mode tell of."""
         attributes = self.attributes | {"mode": self.attributes["mode"] | mode}
         return replace(self, operands=self.operands | operands, attributes=attributes)
+
+    def in_float32(self) -> "Made":
+        """The same call of the kernels for float32."""
+        operands = {}
+        for name, value in self.operands.items():
+            if value.dtype == jnp.bfloat16:
+                value = np.ones(native.unpacked_shape(value.shape), np.float32)
+                value = native.packed(value) if value.shape != self.operands[name].shape else value
+            operands[name] = value
+        return replace(self, operands=operands, dtype="float32", kernels="float32")
 
     def with_attributes(self, **attributes: Any) -> "Made":
         return replace(self, attributes={**self.attributes, **attributes})
@@ -67,7 +77,7 @@ def linear(x: np.ndarray, n: int, dtype: str, mode: np.int64, **more: np.ndarray
     return Made("linear", operands, (*x.shape[:2], n), dtype, attributes)
 
 
-def calls_of(rows: int, length: int) -> dict[str, Made]:
+def calls_of(rows: int, length: int, dtype: str = "bfloat16") -> dict[str, Made]:
     """A right call of each kind, attention over rows of so many tokens."""
     segments, hidden = np.ones((rows, length), np.int32), single(rows, length, 64)
     x, query = single(rows, length - 11, 64), rounded(rows, length, 4, 32)
@@ -113,6 +123,8 @@ def calls_of(rows: int, length: int) -> dict[str, Made]:
         "mlp with a gate": [("up_", 64, 192)],
     }.items():
         calls[f"{name} and adapters"] = adapted(calls[name], products)
+    if dtype == "float32":
+        return {name: made.in_float32() for name, made in calls.items()}
     return calls
 
 
@@ -148,12 +160,14 @@ def test_every_call_of_the_library_is_here():
 
 def test_the_library_tells_the_order_of_operands(made):
     mode = int(made.attributes.get("mode", 0))
-    assert native.operand_names(made.name, mode) == tuple(made.operands)
+    assert native.operand_names(made.name, made.kernels, mode) == tuple(made.operands)
 
 
 def test_operands_come_in_any_order_by_name(made):
     backwards = {name: jnp.asarray(made.operands[name]) for name in reversed(made.operands)}
-    got = native._call(made.name, made.shape, made.dtype, backwards, **made.attributes)
+    got = native._call(
+        made.name, made.kernels, made.shape, made.dtype, backwards, **made.attributes
+    )
     np.testing.assert_array_equal(np.asarray(got), np.asarray(made.run()))
 
 
@@ -164,7 +178,9 @@ def test_a_missing_or_unknown_operand_raises_in_python(made):
     for operands in (missing, {**arrays, "other": jnp.zeros(1)}):
         wanted = re.escape(f"native {made.name} takes {names}, not {', '.join(operands)}")
         with pytest.raises(TypeError, match=wanted):
-            native._call(made.name, made.shape, made.dtype, operands, **made.attributes)
+            native._call(
+                made.name, made.kernels, made.shape, made.dtype, operands, **made.attributes
+            )
 
 
 def test_operands_of_another_number_dtype_rank_or_size_are_refused(made):

@@ -188,7 +188,7 @@ def test_calls_say_whether_they_hide_keys(backbone, attended):
 
 def test_native_attention_is_not_chosen_where_keys_are_hidden(monkeypatch, tmp_path):
     """The other native kernels are, whatever this CPU runs."""
-    monkeypatch.setattr(kernels.native, "load_library", lambda cache_dir: None)
+    monkeypatch.setattr(kernels.native, "load_library", lambda cache_dir, dtype: None)
     results = dict.fromkeys(("linear", "attention"), TrialResult(times_xla=0.5))
     device = jax.local_devices()[0]
     for attended in (False, True):

@@ -174,10 +174,11 @@ def choose_native(
         return Choice()
     if program.degree > 1:
         return Choice(refused={NATIVE: DIVIDED})
-    if dtype != "bfloat16":
-        return Choice(refused={NATIVE: f"computes in bfloat16, but this model in {dtype}"})
+    if dtype not in native.UNIT:
+        known = " or ".join(native.UNIT)
+        return Choice(refused={NATIVE: f"computes in {known}, but this model in {dtype}"})
     try:
-        native.load_library(cache_dir)
+        native.load_library(cache_dir, dtype)
         result_of = try_native(program, device, dtype) if results is None else results()
     except native.NativeUnavailable as error:
         return Choice(refused={NATIVE: str(error)})
@@ -200,10 +201,10 @@ def choose_native(
         without |= {"attention"}
     # a backbone with an attention of its own makes no attention call
     widths = {call.width for call in call_counts}
-    takes_all = bool(widths) and all(native.takes(native.TILE, n, dtype) for n in widths)
+    takes_all = bool(widths) and all(native.takes(native.TILE, n) for n in widths)
     return Choice(
         refused=refused,
-        native=ByNative(without),
+        native=ByNative(without, dtype),
         joins=takes_all and not without & {"attention", "joint_attention"},
     )
 

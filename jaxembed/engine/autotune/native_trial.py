@@ -24,7 +24,7 @@ from jaxtyping import Array
 from jaxembed.data.spec import DType
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
-from jaxembed.engine.placement import Device, placed_dtype
+from jaxembed.engine.placement import Device, is_packable, placed_dtype
 from jaxembed.models import Program, native
 from jaxembed.models.adapters import LowRank, chosen
 from jaxembed.models.attention import AttentionMask, ByNative, by_xla, using
@@ -40,10 +40,10 @@ RUNS = 30  # largest number of runs; the fastest run counts, because the machine
 RUNS_S = 0.05  # fewer runs, but at least three, are enough after these seconds
 CLEARLY_SLOWER = 1.1  # ratio of a native call's time to XLA's; a smaller ratio may be noise
 MAX_TIMINGS = 3  # a native call is refused as slower after this many timings that agree
-# The largest allowed difference to XLA's result, divided by one plus that result. Both results are
-# rounded to the 8 bits of bfloat16, in different orders. The largest difference seen is 0.007, in
-# attention.
-MAX_DIFFERENCE = 0.02
+# The largest allowed difference to XLA's result, divided by one plus that result, by the dtype of
+# the kernels. In bfloat16 both results are rounded to 8 bits, in different orders, and the largest
+# difference seen is 0.007, in attention; in float32 it is 4e-6.
+MAX_DIFFERENCE = {"bfloat16": 0.02, "float32": 1e-4}
 # Name of a native call -> names of the native calls that it needs. They need `linear`, because
 # weights are packed into panels only if `linear` is used.
 NEEDED = {name: {"linear"} for name in (*native.EPILOGUES[1:], "self_attention", "mlp")}
@@ -62,6 +62,7 @@ class TrialResult:
     times_xla: float = 0.0  # time of the native call over XLA's; the geometric mean over shapes
     failed: str = ""  # why the native call could not be tried; "" if it was tried
     busy: bool = False  # whether other programs used the cores during the timing
+    allowed: float = MAX_DIFFERENCE["bfloat16"]  # the largest `off` with which it may be used
 
     def refusal(self, faster: bool) -> str | None:
         """Return the reason not to use the native call; None if it may be used.
@@ -70,8 +71,8 @@ class TrialResult:
         """
         if self.failed:
             return self.failed
-        if not self.off <= MAX_DIFFERENCE:  # also refuses NaN
-            return f"off by {self.off:.2g}; at most {MAX_DIFFERENCE:.2g} is allowed"
+        if not self.off <= self.allowed:  # also refuses NaN
+            return f"off by {self.off:.2g}; at most {self.allowed:.2g} is allowed"
         if faster and self.times_xla > CLEARLY_SLOWER:
             beside = " while other programs ran; the next start tries again" if self.busy else ""
             return f"takes {self.times_xla:.2f} times as long as XLA{beside}"
@@ -107,6 +108,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
                 off=float(np.max([trial.off for trial in results])),  # NaN if any `off` is NaN
                 times_xla=geometric_mean(trial.times_xla for trial in results),
                 busy=any(trial.busy for trial in results),
+                allowed=MAX_DIFFERENCE[dtype],
             )
     return combined
 
@@ -116,8 +118,8 @@ def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
     leaves = []  # shapes and dtypes as in a replica that packs weights for native kernels
     for name, leaf in program.shapes.items():
         leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
-        if native.is_packable(name, shape, leaf_dtype):
-            shape = native.packed_shape(shape)
+        if is_packable(name, shape, dtype):
+            shape = native.packed_shape(shape, dtype)
         leaves.append(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)))
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
@@ -126,7 +128,7 @@ def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
         def forward(leaves, planes, slots: int = bucket.slots):
             return program.forward(leaves, planes, slots, (program.primary,))
 
-        with using(ByNative()), native.recording(calls):
+        with using(ByNative(dtype=dtype)), native.recording(calls):
             jax.eval_shape(forward, leaves, planes)
     return list(calls)
 

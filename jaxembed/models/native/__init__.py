@@ -1,9 +1,10 @@
-"""Native kernels: matrix products and attention in bfloat16 on x86-64, written in C for XLA:CPU.
+"""Native kernels: matrix products and attention on x86-64, written in C for XLA:CPU.
 
 XLA:CPU runs a transformer as many small loops over memory. With the kernels in calls.h a layer of
 BERT and similar models takes two calls, or five if the batch has few tokens; other backbones use
-kernels for matrix products and attention. Wheels hold the kernels compiled for AVX512_BF16 and for
-AMX. On a CPU that supports neither of these, XLA computes everything.
+kernels for matrix products and attention. The kernels multiply bfloat16, with AMX or AVX512_BF16,
+or float32, with AVX512F or AVX2 and FMA; wheels hold a library for each of the four. On other CPUs
+XLA computes everything.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,14 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxembed.models.native.compiler import NativeUnavailable as NativeUnavailable
 from jaxembed.models.native.compiler import find_compiler as find_compiler
 from jaxembed.models.native.library import CALLS as CALLS
 from jaxembed.models.native.library import load_library as load_library
 from jaxembed.models.native.library import load_means as load_means
-from jaxembed.models.native.library import operand_names
+from jaxembed.models.native.library import operand_names, target
 from jaxembed.models.native.library import source_digest as source_digest
 from jaxembed.models.tokens import Segments
 
@@ -32,10 +33,13 @@ MAX_ROW_ELEMENTS = 2**19
 TILE = 16  # rows of an AMX tile: tokens, or pairs of neighbouring features
 PANEL = 32  # a panel is a block of 32 columns of a weight, packed together
 
-RoundedHeads = BFloat16[Array, "rows length heads width"]
-RoundedGrouped = BFloat16[Array, "rows length groups width"]
-RoundedJoint = BFloat16[Array, "rows length three heads width"]
-Panels = BFloat16[Array, "columns steps two pairs lanes both"]
+# The numbers of neighbouring features in a unit of 32 bits, by the dtype of the kernels.
+UNIT = {"bfloat16": 2, "float32": 1}
+
+Heads = Float[Array, "rows length heads width"]
+Grouped = Float[Array, "rows length groups width"]
+Joint = Float[Array, "rows length three heads width"]
+Panels = Float[Array, "columns steps two units lanes unit"]
 
 # What the kernel `linear` computes after its product, by mode. Trials of kernels use these names.
 EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
@@ -62,6 +66,7 @@ class NativeCall:
     """A call of a native kernel: its target, the shapes of its operands, and its attributes."""
 
     target: str  # one of CALLS
+    kernels: str  # the dtype of the kernels, a key of UNIT
     shape: tuple[int, ...]  # the shape of the result
     dtype: str  # the dtype of the result
     operands: tuple[tuple[str, jax.ShapeDtypeStruct], ...]  # (name, shape) of each operand
@@ -89,13 +94,13 @@ class NativeCall:
         `operands` are arrays by name; the library defines their order. Raises TypeError if an
         operand is missing or unknown, and RuntimeError if the library is not loaded.
         """
-        names = operand_names(self.target, self.mode)
+        names = operand_names(self.target, self.kernels, self.mode)
         if operands.keys() != set(names):
             raise TypeError(
                 f"native {self.target} takes {', '.join(names)}, not {', '.join(operands)}"
             )
         result = jax.ShapeDtypeStruct(self.shape, self.dtype)
-        call = jax.ffi.ffi_call(f"jaxembed_{self.target}", result)
+        call = jax.ffi.ffi_call(target(self.target, self.kernels), result)
         return call(*(operands[name] for name in names), **dict(self.attributes))
 
 
@@ -121,7 +126,7 @@ def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
 
     `name` is the parameter's dotted name; `shape` and `dtype` describe it before packing.
     """
-    is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype == "bfloat16"
+    is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype in UNIT
     return is_matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
 
 
@@ -129,17 +134,20 @@ def packed(kernel: np.ndarray) -> np.ndarray:
     """Pack a weight `[K, N]` into the panels that product.h takes, on the host.
 
     K is the number of input features, and N is the number of columns. The result is
-    `[N / 32, K / 32, 2, 16, 16, 2]`, with these axes: blocks of 32 columns, blocks of 32 features,
-    tiles of 16 columns, pairs of features, columns of a tile, and the features of a pair.
+    `[N / 32, K / (16 * unit), 2, 16, 16, unit]`, where a unit has the features of UNIT. The axes
+    are: blocks of 32 columns, blocks of features, tiles of 16 columns, units, columns of a tile,
+    and the features of a unit.
     """
     k, n = kernel.shape
-    split = kernel.reshape(k // PANEL, TILE, 2, n // PANEL, 2, TILE)
+    unit = UNIT[str(kernel.dtype)]
+    split = kernel.reshape(k // (TILE * unit), TILE, unit, n // PANEL, 2, TILE)
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
 
 
-def packed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a packed weight, given its shape `[K, N]` before packing."""
-    return (shape[1] // PANEL, shape[0] // PANEL, 2, TILE, TILE, 2)
+def packed_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    """Return the shape of a packed weight of a dtype, given its shape `[K, N]` before packing."""
+    unit = UNIT[dtype]
+    return (shape[1] // PANEL, shape[0] // (TILE * unit), 2, TILE, TILE, unit)
 
 
 def is_packed(kernel: Any) -> bool:
@@ -149,7 +157,7 @@ def is_packed(kernel: Any) -> bool:
 
 def unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape that a packed weight had before; other shapes are returned unchanged."""
-    return (shape[1] * PANEL, shape[0] * PANEL) if len(shape) == 6 else shape
+    return (shape[1] * TILE * shape[5], shape[0] * PANEL) if len(shape) == 6 else shape
 
 
 def linear(
@@ -165,12 +173,13 @@ def linear(
 ) -> Float[Array, "... out"]:
     """Compute x . weight + bias, then the operation `end`, and round the result to `dtype`.
 
-    `kernel` is the packed weight; a `bias` of None means zeros. `x` is bfloat16, or float32, which
-    the kernel rounds to bfloat16. Sums are float32, and include the product of the `adapters`.
-    `end` is one of EPILOGUES: "linear" adds no operation; "gelu" is the exact GELU; "gated_NAME"
-    returns NAME(gate) * up, where NAME is an activation, and gate and up are the two halves of the
-    columns (the weight must satisfy `supports_gated`); "norm" is the layer norm of
-    residual + x . weight + bias, with `norm` = (residual, scale, shift, epsilon).
+    `kernel` is the packed weight; a `bias` of None means zeros. `x` has the dtype of the weight, or
+    is float32, which the kernel rounds to that dtype; `dtype` is one of the two as well. Sums are
+    float32, and include the product of the `adapters`. `end` is one of EPILOGUES: "linear" adds no
+    operation; "gelu" is the exact GELU; "gated_NAME" returns NAME(gate) * up, where NAME is an
+    activation, and gate and up are the two halves of the columns (the weight must satisfy
+    `supports_gated`); "norm" is the layer norm of residual + x . weight + bias, with
+    `norm` = (residual, scale, shift, epsilon).
     """
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
@@ -183,6 +192,7 @@ def linear(
         mode |= ADAPTED
     return _call(
         "linear",
+        kernel.dtype,
         (*x.shape[:-1], out),
         jnp.dtype(dtype),
         operands,
@@ -200,21 +210,21 @@ def supports_gated(kernel: Any, activation: str) -> bool:
     return f"gated_{activation}" in EPILOGUES and is_packed(kernel) and kernel.shape[0] % 2 == 0
 
 
-def takes(length: int, width: int, dtype: str) -> bool:
-    """Whether `attention` takes rows of this length, heads of this width, and this dtype."""
-    return length % TILE == 0 and width % PANEL == 0 and dtype == "bfloat16"
+def takes(length: int, width: int) -> bool:
+    """Whether `attention` takes rows of this length, and heads of this width."""
+    return length % TILE == 0 and width % PANEL == 0
 
 
 def attention(
-    query: RoundedHeads,
-    key: RoundedGrouped,
-    value: RoundedGrouped,
+    query: Heads,
+    key: Grouped,
+    value: Grouped,
     segments: Segments,
     causal: bool,
     reach: int | None,
     cap: float | None = None,
     distance_bias: DistanceBias | None = None,
-) -> RoundedHeads:
+) -> Heads:
     """Compute attention as models.attention.attend does; padding gets zeros.
 
     `causal`, `reach` and `cap` are the fields of an AttentionMask. `distance_bias` is the `bias` of
@@ -224,6 +234,7 @@ def attention(
     optional, mode = _position_operands(distance_bias, angles=None)
     return _call(
         "attention",
+        query.dtype,
         query.shape,
         query.dtype,
         operands | optional,
@@ -233,14 +244,14 @@ def attention(
 
 
 def joint_attention(
-    joint: RoundedJoint,
+    joint: Joint,
     segments: Segments,
     causal: bool,
     reach: int | None,
     cap: float | None = None,
     distance_bias: DistanceBias | None = None,
     angles: tuple[Angles, Angles] | None = None,
-) -> RoundedHeads:
+) -> Heads:
     """Compute attention with query, key and value side by side in one array.
 
     `angles` are the cosines and sines by which queries and keys are rotated first; dimensions k and
@@ -252,6 +263,7 @@ def joint_attention(
     optional, mode = _position_operands(distance_bias, angles)
     return _call(
         "joint_attention",
+        joint.dtype,
         (rows, length, heads, width),
         joint.dtype,
         operands | optional,
@@ -278,7 +290,7 @@ def supports_self_attention(
     Two calls are faster for few tokens, and for rows that do not fit the cache of a core.
     """
     rows, length, dim = hidden.shape
-    fits = takes(length, dim // heads, "bfloat16") and length * dim <= MAX_ROW_ELEMENTS
+    fits = takes(length, dim // heads) and length * dim <= MAX_ROW_ELEMENTS
     return fits and rows * length > PANEL and is_packed(kernel)
 
 
@@ -294,7 +306,7 @@ def self_attention(
     distance_bias: DistanceBias | None = None,
     angles: tuple[Angles, Angles] | None = None,
     adapters: AdapterOperands | None = None,
-) -> BFloat16[Array, "rows length dim"]:
+) -> Float[Array, "rows length dim"]:
     """Compute self-attention of hidden states in one call: the matrix product that gives queries,
     keys and values, and then attention.
 
@@ -309,8 +321,9 @@ def self_attention(
         mode["mode"] |= ADAPTED
     return _call(
         "self_attention",
+        kernel.dtype,
         hidden.shape,
-        jnp.bfloat16,
+        kernel.dtype,
         operands | optional,
         **mode,
         heads=np.int64(heads),
@@ -319,7 +332,7 @@ def self_attention(
 
 
 def mlp(
-    mixed: BFloat16[Array, "rows length dim"],
+    mixed: Float[Array, "rows length dim"],
     hidden: Float[Array, "rows length dim"],
     out: tuple[Array | None, ...],
     up: tuple[Array | None, ...],
@@ -331,10 +344,11 @@ def mlp(
     """Compute the rest of a BERT layer after attention, in one call.
 
     The result is norm(h + gelu(h . up) . down), where h = norm(hidden + mixed . out). `mixed` is
-    the result of attention. `up` is (packed weight, bias or None); `out` and `down` also hold the
-    scale and the shift of the norm that follows. If `gate` is the name of an activation, the MLP is
-    gated: gelu(h . up) becomes gate(a) * b, where a and b are the two halves of h . up. The keys of
-    `adapters` are the names of the products: "out", "up" or "down".
+    the result of attention, of the dtype of the weights. `up` is (packed weight, bias or None);
+    `out` and `down` also hold the scale and the shift of the norm that follows. If `gate` is the
+    name of an activation, the MLP is gated: gelu(h . up) becomes gate(a) * b, where a and b are the
+    two halves of h . up. The keys of `adapters` are the names of the products: "out", "up" or
+    "down".
     """
     mode = EPILOGUES.index("gelu" if gate is None else f"gated_{gate}")
     part_names = ("kernel", "bias", "scale", "shift")
@@ -349,7 +363,13 @@ def mlp(
             operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
             mode |= ADAPTED | ADAPTS[name]
     return _call(
-        "mlp", hidden.shape, jnp.float32, operands, mode=np.int64(mode), eps=np.float32(eps)
+        "mlp",
+        mixed.dtype,
+        hidden.shape,
+        jnp.float32,
+        operands,
+        mode=np.int64(mode),
+        eps=np.float32(eps),
     )
 
 
@@ -389,11 +409,19 @@ def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, 
     }
 
 
-def _call(name: str, shape: tuple[int, ...], dtype: Any, operands: dict[str, Array], **attributes):
-    """Make a native call and return its result. In a `recording` block record the call instead, and
-    return zeros."""
-    shapes = ((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
-    call = NativeCall(name, shape, str(jnp.dtype(dtype)), tuple(shapes), tuple(attributes.items()))
+def _call(
+    name: str,
+    kernels: Any,
+    shape: tuple[int, ...],
+    dtype: Any,
+    operands: dict[str, Array],
+    **attributes,
+):
+    """Make a native call of the kernels of a dtype, and return its result of another `dtype`. In a
+    `recording` block record the call instead, and return zeros."""
+    shapes = tuple((k, jax.ShapeDtypeStruct(x.shape, x.dtype)) for k, x in operands.items())
+    kernels, dtype = str(jnp.dtype(kernels)), str(jnp.dtype(dtype))
+    call = NativeCall(name, kernels, shape, dtype, shapes, tuple(attributes.items()))
     recorded_calls = _recorded.get()
     if recorded_calls is None:
         return call.run(operands)

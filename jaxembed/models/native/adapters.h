@@ -10,7 +10,7 @@
 #include "product.h"
 
 typedef struct {
-  const bf16 *down, *up;   // [k, width] and [width, n], in panels
+  const element *down, *up;   // [k, width] and [width, n], in panels
   const int32_t* numbers;  // of the adapter of each row
   const int32_t* owners;   // the number of the adapter that each column belongs to
   int64_t width;           // 0: there are no adapters
@@ -28,9 +28,8 @@ typedef struct {
 } Taken;
 
 // Which of 16 columns a row takes.
-static inline __mmask16 columns_of(const Adapters* a, int64_t row, int64_t column) {
-  return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(a->owners + column),
-                                 _mm512_set1_epi32(a->numbers[row]));
+static inline mask columns_of(const Adapters* a, int64_t row, int64_t column) {
+  return m_equal(a->owners + column, a->numbers[row]);
 }
 
 // The columns that some of the rows take.
@@ -38,7 +37,7 @@ static inline Taken taken_by(const Adapters* a, int64_t row, int64_t rows) {
   Taken taken = {0, 0};
   for (int64_t column = 0; column < a->width; column += TILE) {
     unsigned some = 0;
-    for (int64_t i = 0; i < rows; i++) some |= columns_of(a, row + i, column);
+    for (int64_t i = 0; i < rows; i++) some |= m_bits(columns_of(a, row + i, column));
     if (!some) continue;
     if (!taken.high) taken.low = (int32_t)column + __builtin_ctz(some) / 2 * 2;
     taken.high = (int32_t)column + (33 - __builtin_clz(some)) / 2 * 2;
@@ -46,7 +45,8 @@ static inline Taken taken_by(const Adapters* a, int64_t row, int64_t rows) {
   return taken;
 }
 
-// The place of a row and a feature in tiles of 16 rows and 32 features, [rows / 16][k / 32][16][32].
+// The place of a row and a feature in tiles, [rows / 16][k / STEP][16][STEP]; the feature is the first
+// of a step.
 static inline int64_t in_tiles(int64_t k, int64_t row, int64_t feature) {
   return row / TILE * TILE * k + feature / STEP * TILE_ELEMENTS + row % TILE * STEP;
 }
@@ -54,8 +54,8 @@ static inline int64_t in_tiles(int64_t k, int64_t row, int64_t feature) {
 // Compute what the adapters add for the rows [first, last), before `up`. `x` has their k features in
 // tiles; the result goes to `narrow`, in tiles too, and for each group to `taken`. `sums` has room
 // for 32 rows of a panel.
-static void narrow_rows(const Adapters* a, int64_t k, const bf16* x, int64_t first, int64_t last,
-                        bf16* narrow, Taken* taken, float* sums) {
+static void narrow_rows(const Adapters* a, int64_t k, const element* x, int64_t first, int64_t last,
+                        element* narrow, Taken* taken, float* sums) {
   for (int64_t row = 0; row < last - first; row += GROUP, taken++) {
     const int64_t rows = min64(GROUP, last - first - row);
     const int padded = rows > TILE ? GROUP : (int)min64(GROUP, TILE);
@@ -65,11 +65,12 @@ static void narrow_rows(const Adapters* a, int64_t k, const bf16* x, int64_t fir
                          taken->low - column, taken->high - column, sums);
       for (int i = 0; i < padded; i++) {
         const int64_t at = first + row + i;
-        const __mmask16 low = i < rows ? columns_of(a, at, column) : 0;
-        const __mmask16 high = i < rows ? columns_of(a, at, column + TILE) : 0;
-        store_bf16(narrow + in_tiles(a->width, row + i, column),
-                   _mm512_maskz_loadu_ps(low, sums + i * PANEL),
-                   _mm512_maskz_loadu_ps(high, sums + i * PANEL + TILE));
+        const mask low = i < rows ? columns_of(a, at, column) : m_none();
+        const mask high = i < rows ? columns_of(a, at, column + TILE) : m_none();
+        const vec none = v_all(0.0f);
+        store_in_tiles(narrow + in_tiles(a->width, row + i, column),
+                       v_choose(low, v_load(sums + i * PANEL), none),
+                       v_choose(high, v_load(sums + i * PANEL + TILE), none));
       }
     }
   }
@@ -77,14 +78,15 @@ static void narrow_rows(const Adapters* a, int64_t k, const bf16* x, int64_t fir
 
 // Whether a panel of `up` has only zeros for a pair of features, as the panels of queries have for
 // the adapters of keys.
-static inline int is_zero(const bf16* up, int64_t feature) {
+static inline int is_zero(const element* up, int64_t feature) {
   up += feature / STEP * 2 * TILE_ELEMENTS + feature % STEP * TILE;
-  const __m512i both = _mm512_or_si512(_mm512_loadu_si512(up), _mm512_loadu_si512(up + TILE_ELEMENTS));
-  return !_mm512_test_epi32_mask(both, both);
+  for (int i = 0; i < PANEL; i++)  // as many elements in either tile are two features of 16 columns
+    if (up[i] != 0 || up[i + TILE_ELEMENTS] != 0) return 0;
+  return 1;
 }
 
 // The columns of a group without those at either end for which a panel of `up` has only zeros.
-static inline Taken without_zeros(Taken taken, const bf16* up) {
+static inline Taken without_zeros(Taken taken, const element* up) {
   while (taken.low < taken.high && is_zero(up, taken.low)) taken.low += 2;
   while (taken.low < taken.high && is_zero(up, taken.high - 2)) taken.high -= 2;
   return taken;
@@ -92,8 +94,8 @@ static inline Taken without_zeros(Taken taken, const bf16* up) {
 
 // Add what the adapters add to `sums`, those of a panel of the weight, for `rows` rows after `row`,
 // which is counted from the first row of `narrow`. `up` is the panel for the same columns.
-static inline void widen_rows(const Adapters* a, const bf16* narrow, const Taken* taken,
-                              int64_t row, int64_t rows, const bf16* up, float* sums) {
+static inline void widen_rows(const Adapters* a, const element* narrow, const Taken* taken,
+                              int64_t row, int64_t rows, const element* up, float* sums) {
   Taken before = {0, 0}, wanted = before;
   for (int64_t at = row; at < row + rows; at += GROUP, sums += GROUP * PANEL) {
     const int padded = row + rows - at > TILE ? GROUP : (int)min64(GROUP, TILE);

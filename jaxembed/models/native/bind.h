@@ -126,7 +126,7 @@ static int is_shape(const Operand* operand, const XLA_FFI_Buffer* buffer, Bound*
   const int64_t* dims = buffer->dims;
   if (operand->in_panels)
     return buffer->rank == 6 && dims[2] == 2 && dims[3] == TILE && dims[4] == TILE &&
-           dims[5] == 2 && is_size(shape[0], dims[1] * PANEL, bound->sizes) &&
+           dims[5] == UNIT && is_size(shape[0], dims[1] * STEP, bound->sizes) &&
            is_size(shape[1], dims[0] * PANEL, bound->sizes);
   int64_t axes = 0;
   while (axes < MOST_AXES && shape[axes]) axes++;

@@ -41,7 +41,11 @@ static Adapters only_adapters(const Bound* bound) {
   return adapters_of(bound, "adapter_down", "adapter_up", "adapter_owners", NARROW);
 }
 
-enum { MOST_SHARED = 64 };  // with more blocks than this, threads do not share a block's columns
+enum {
+  MOST_SHARED = 64,       // with more blocks than this, threads do not share a block's columns
+  BLOCK_BYTES = 1 << 18,  // of a block of rows of x
+  MLP_BLOCK = 256 / sizeof(element),  // rows
+};
 
 // A linear layer; with mode NORM, the layer norm of its sum with a residual; with a gated mode, the
 // product of its two halves, the first activated.
@@ -75,7 +79,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   // A block stays in the second-level cache. With few blocks, threads share the columns of each.
   const int worth_sharing = (double)l.rows * l.k * l.n > 2e6;
   const int64_t threads = worth_sharing ? share_of_threads(frame) : 1;
-  l.block = max64(PANEL, min64(128, 131072 / l.k / PANEL * PANEL));
+  l.block = max64(PANEL, min64(128, BLOCK_BYTES / (int64_t)sizeof(element) / l.k / PANEL * PANEL));
   const int64_t blocks = parts(l.rows, l.block);
   l.columns = l.n;
   if (blocks < threads && blocks <= MOST_SHARED)
@@ -140,7 +144,7 @@ XLA_FFI_Error* jaxembed_joint_attention(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = bind_call(frame, &joint_attention_call, &bound);
   if (error) return error;
   const int64_t dim = bound.sizes[HEADS] * bound.sizes[WIDTH];
-  const bf16* first = data_of(&bound, "joint");
+  const element* first = data_of(&bound, "joint");
   Attention t = {.query = first,
                  .key = first + dim,
                  .value = first + 2 * dim,
@@ -173,7 +177,7 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   const int64_t row_parts = parts(rows, s.rows_per_item);
   const int64_t tokens = s.rows_per_item * length;
   const int64_t threads = share_of_threads(frame);
-  int64_t head_parts = parts(tokens * 3 * dim * (int64_t)sizeof(bf16), 640 * 1024);
+  int64_t head_parts = parts(tokens * 3 * dim * (int64_t)sizeof(element), 640 * 1024);
   if (row_parts * head_parts < threads) head_parts = parts(threads, row_parts);
   s.attention.heads_per_item = parts(heads, min64(heads, head_parts));
   const int64_t items = row_parts * parts(heads, s.attention.heads_per_item);
@@ -219,7 +223,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   m.down.adapters = adapters_of(&bound, "down_adapter_down", "down_adapter_up",
                                 "down_adapter_owners", DOWN_NARROW);
   const int64_t threads = share_of_threads(frame);
-  m.block = 128;
+  m.block = MLP_BLOCK;
   while (m.block > PANEL && parts(m.rows, m.block) < threads) m.block /= 2;
   if (on_threads(frame, mlp_item, &m, sizeof m, parts(m.rows, m.block), threads))
     return out_of_memory(frame, "mlp");

@@ -24,10 +24,12 @@ OLDEST_GLIBC = 17  # manylinux2014 needs glibc 2.17, the oldest that pip and jax
 
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 # -march=native is not used, because a library is built on one machine and used on others.
-AVX512_FLAGS = ("-march=x86-64-v4", "-mavx512bf16")
-AMX_FLAGS = (*AVX512_FLAGS, "-mamx-tile", "-mamx-bf16")
+AVX2_FLAGS, AVX512_FLAGS = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
+AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512bf16")
+AMX_FLAGS = (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")
+FLOAT32_FLAGS = ("-DELEMENTS_ARE_FLOAT32",)
 
-# The CPU features that the compiler may use with AVX512_FLAGS, as /proc/cpuinfo names them.
+# The CPU features that the compiler may use with these flags, as /proc/cpuinfo names them.
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
@@ -50,6 +52,7 @@ class Build:
     source: str  # name of a file in SOURCES
     flags: tuple[str, ...]  # options of the compiler
     cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
+    dtype: str = ""  # of the numbers that the kernels multiply
 
     @property
     def built(self) -> Path:
@@ -57,13 +60,17 @@ class Build:
         return LIBRARIES / f"{self.name}.so"
 
 
-# The kernels for each instruction set, the fastest first.
-INSTRUCTION_SETS = (
-    Build("amx", "native.c", FLAGS + AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}),
-    Build("avx512_bf16", "native.c", FLAGS + AVX512_FLAGS, _AVX512_BF16),
-)
+def _kernels(name: str, flags: tuple[str, ...], cpu_flags: frozenset[str], dtype: str) -> Build:
+    return Build(name, "native.c", FLAGS + flags, cpu_flags, dtype)
+
+
+AMX = _kernels("amx", AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}, "bfloat16")
+AVX512_BF16 = _kernels("avx512_bf16", AVX512_BF16_FLAGS, _AVX512_BF16, "bfloat16")
+AVX512 = _kernels("avx512_float32", AVX512_FLAGS + FLOAT32_FLAGS, _V4, "float32")
+AVX2 = _kernels("avx2_float32", AVX2_FLAGS + FLOAT32_FLAGS, _V3, "float32")
+KERNELS = (AMX, AVX512_BF16, AVX512, AVX2)  # the fastest of each dtype first
 MEANS = Build("means", "means.c", FLAGS, frozenset())
-BUILDS = (*INSTRUCTION_SETS, MEANS)
+BUILDS = (*KERNELS, MEANS)
 
 
 def digest(build: Build) -> str:

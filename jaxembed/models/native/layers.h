@@ -20,14 +20,14 @@ static int mlp_item(const void* arguments, int64_t item) {
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
   const int64_t outer = max64(tiles_of(&m->out, block), tiles_of(&m->up, block));
   float* sums = scratch((sums_of(&m->up, block) + block * dim) * sizeof(float) +
-                        (outer + tiles_of(&m->down, block)) * sizeof(bf16));
+                        (outer + tiles_of(&m->down, block)) * sizeof(element));
   if (!sums) return -1;
   float* hidden = sums + sums_of(&m->up, block);
-  bf16* tiles = (bf16*)(hidden + block * dim);
-  bf16* inner = tiles + outer;
+  element* tiles = (element*)(hidden + block * dim);
+  element* inner = tiles + outer;
 
   Linear out = m->out, up = m->up, down = m->down;
-  out.x = (const bf16*)out.x + first * dim;
+  out.x = (const element*)out.x + first * dim;
   out.residual += first * dim;
   out.y = hidden;
   out.adapters = of_rows(out.adapters, first);
@@ -40,7 +40,7 @@ static int mlp_item(const void* arguments, int64_t item) {
 
   up.x = hidden;
   up.y = inner;
-  if (rows % TILE) memset(inner, 0, block * width * sizeof(bf16));
+  if (rows % TILE) memset(inner, 0, block * width * sizeof(element));
   lay_in_tiles(&up, 0, rows, tiles);
   narrow(&up, tiles, 0, rows, sums);
   multiply(&up, tiles, 0, rows, 0, width, sums);
@@ -75,12 +75,12 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
   char* memory = scratch(attention_memory(&t) + block * PANEL * sizeof(float) +
-                         tiles_of(&l, block) * sizeof(bf16) +
-                         block * 3 * t.heads_per_item * t.width * sizeof(bf16));
+                         tiles_of(&l, block) * sizeof(element) +
+                         block * 3 * t.heads_per_item * t.width * sizeof(element));
   if (!memory) return -1;
   float* sums = (float*)(memory + attention_memory(&t));
-  bf16* tiles = (bf16*)(sums + block * PANEL);
-  bf16* joint = tiles + tiles_of(&l, block);
+  element* tiles = (element*)(sums + block * PANEL);
+  element* joint = tiles + tiles_of(&l, block);
 
   l.x = (const float*)l.x + first_row * t.length * l.k;
   l.adapters = of_rows(l.adapters, first_row * t.length);

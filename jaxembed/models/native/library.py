@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CPU = Path("/proc/cpuinfo")
 CHECK_S = 20.0  # the time limit for checking a library, in seconds
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
+# The instructions without which a CPU has no kernels of a dtype.
+NEEDED = {"bfloat16": "AVX512_BF16", "float32": "AVX2 and FMA"}
 # What is wrong if the check of a library (jaxembed_check in check.h) ends with this exit status.
 FAULTS = {
     2: "the system does not let this process use AMX",
@@ -77,39 +79,37 @@ class NativeMeans:
 
 
 _loading = threading.Lock()
-_library: ctypes.CDLL | None = None
-_build: Build | None = None  # the build of _library
+_libraries: dict[str, tuple[ctypes.CDLL, Build]] = {}  # the loaded kernels by dtype
 _means: NativeMeans | None = None
 
 
-def load_library(cache_dir: Path) -> None:
-    """Load the fastest kernels that this CPU supports, and register them with XLA.
+def load_library(cache_dir: Path, dtype: str) -> None:
+    """Load the fastest kernels of a dtype that this CPU supports, and register them with XLA.
 
     Only the first successful call in a process loads a library, because XLA refuses to register
     kernels of the same names again. A library that must be compiled is kept in `cache_dir`. Raises
     NativeUnavailable if the machine cannot use any of the kernels.
     """
-    global _library, _build
     reasons: list[str] = []
     with _loading:
-        if _library is not None:
+        if dtype in _libraries:
             return
-        for build in _runnable():  # the fastest first
+        for build in _runnable(dtype):  # the fastest first
             try:
                 library = _opened(build, cache_dir)
                 if library.jaxembed_prepare():  # not 0: the system refuses AMX
                     raise NativeUnavailable(FAULTS[2])
-                _register(library)
+                _register(library, dtype)
             except OSError as error:
                 reasons.append(f"cannot read {error.filename}: {error.strerror}")
             except NativeUnavailable as error:
                 reasons.append(str(error))
             else:
-                _library, _build = library, build
+                _libraries[dtype] = library, build
                 return
         raise NativeUnavailable(
             "; ".join(dict.fromkeys(reasons))
-            or "this CPU has no AVX512_BF16, or the system does not say so"
+            or f"this CPU has no {NEEDED[dtype]}, or the system does not say so"
         )
 
 
@@ -131,21 +131,23 @@ def load_means(cache_dir: Path) -> NativeMeans:
         return _means
 
 
-def source_digest() -> str:
-    """Return a hash of the sources of the loaded kernels, or if none are loaded, of the fastest
-    kernels for this CPU. Raises OSError if a source is missing."""
-    return compiler.digest(_build or (_runnable() or compiler.INSTRUCTION_SETS)[0])
+def source_digest(dtype: str) -> str:
+    """Return a hash of the sources of the loaded kernels of a dtype, or if none are loaded, of the
+    fastest for this CPU; "" if there are no kernels. Raises OSError if a source is missing."""
+    builds = [_libraries[dtype][1]] if dtype in _libraries else _runnable(dtype)
+    return compiler.digest(builds[0]) if builds else ""
 
 
-def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
+def operand_names(call: str, dtype: str, mode: int = 0) -> tuple[str, ...]:
     """Return the names of the operands of a native call in order, from the table in operands.h.
 
-    `call` is one of CALLS. The bits of `mode`, the attribute of a NativeCall, say which optional
-    operands the call has. Raises RuntimeError if the library is not loaded.
+    `call` is one of CALLS, and `dtype` that of the kernels. The bits of `mode`, the attribute of a
+    NativeCall, say which optional operands the call has. Raises RuntimeError if the library is not
+    loaded.
     """
-    if _library is None:
+    if dtype not in _libraries:
         raise RuntimeError("native kernels are used before they are loaded: a bug in jaxembed")
-    operand = _library.jaxembed_operand
+    operand = _libraries[dtype][0].jaxembed_operand
     operand.restype, operand.argtypes = ctypes.c_char_p, (ctypes.c_char_p, *[ctypes.c_int64] * 2)
     names: list[str] = []
     while name := operand(call.encode(), mode, len(names)):
@@ -153,15 +155,21 @@ def operand_names(call: str, mode: int = 0) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _runnable() -> tuple[Build, ...]:
-    """Return the builds of the kernels that this CPU has the features for, the fastest first. The
-    result is empty if the system does not list the features of the CPU."""
+def target(call: str, dtype: str) -> str:
+    """Return the name by which XLA knows a native call of the kernels of a dtype."""
+    return f"jaxembed_{call}_{dtype}"
+
+
+def _runnable(dtype: str) -> tuple[Build, ...]:
+    """Return the builds of the kernels of a dtype that this CPU has the features for, the fastest
+    first. The result is empty if the system does not list the features of the CPU."""
     try:
         lines = CPU.read_text().splitlines()
     except OSError:
         return ()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
-    return tuple(build for build in compiler.INSTRUCTION_SETS if build.cpu_flags <= flags)
+    kernels = (build for build in compiler.KERNELS if build.dtype == dtype)
+    return tuple(build for build in kernels if build.cpu_flags <= flags)
 
 
 def _opened(build: Build, cache_dir: Path) -> ctypes.CDLL:
@@ -239,8 +247,8 @@ def _is_compiled(library: Path) -> bool:
     return True
 
 
-def _register(library: ctypes.CDLL) -> None:
-    """Register the library's functions with XLA.
+def _register(library: ctypes.CDLL, dtype: str) -> None:
+    """Register the functions of a library of kernels of a dtype with XLA.
 
     Raises NativeUnavailable if the library was built for another version of jaxlib's FFI, or if
     jaxlib refuses a function.
@@ -263,7 +271,7 @@ def _register(library: ctypes.CDLL) -> None:
     try:
         for name in CALLS:
             function = jax.ffi.pycapsule(getattr(library, f"jaxembed_{name}"))
-            jax.ffi.register_ffi_target(f"jaxembed_{name}", function, platform="cpu")
+            jax.ffi.register_ffi_target(target(name, dtype), function, platform="cpu")
     except (RuntimeError, ValueError) as error:
         line = (str(error).splitlines() or ["nothing"])[0][:200]
         raise NativeUnavailable(

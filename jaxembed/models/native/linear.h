@@ -8,14 +8,14 @@
 #include "product.h"
 #include "scratch.h"
 
-enum { CHUNK = 384 };  // features of a panel that stay in the first-level cache
+enum { CHUNK = 768 / sizeof(element) };  // features of a panel that stay in the first-level cache
 // What follows the product. NORM: layer norm of the sum with `residual`. GATED: the weight has twice
 // the columns, and the first half, activated, is multiplied with the second half.
 enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };
 
 typedef struct {
   const void* x;  // [rows, k]
-  const bf16* kernel;  // the weight, in panels
+  const element* kernel;  // the weight, in panels
   const float *bias, *residual, *scale, *shift;
   void* y;             // [rows, n], starting at column `y_column`
   int64_t rows, k, n;  // n: columns of y
@@ -34,19 +34,19 @@ static void norm_rows(const Linear* l, int64_t first, int64_t last) {
   const int64_t n = l->n;
   for (int64_t row = first; row < last; row++) {
     float* y = (float*)l->y + row * l->y_stride;
-    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int64_t j = 0; j < n; j += TILE) sum = _mm512_add_ps(sum, _mm512_loadu_ps(y + j));
-    __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / n);
+    vec sum = v_all(0.0f), squares = v_all(0.0f);
+    for (int64_t j = 0; j < n; j += TILE) sum = v_add(sum, v_load(y + j));
+    vec mean = v_all(v_sum(sum) / n);
     for (int64_t j = 0; j < n; j += TILE) {
-      __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(y + j), mean);
-      squares = _mm512_fmadd_ps(centred, centred, squares);
+      vec centred = v_sub(v_load(y + j), mean);
+      squares = v_fma(centred, centred, squares);
     }
-    __m512 variance = _mm512_set1_ps(_mm512_reduce_add_ps(squares) / n + l->eps);
-    __m512 inverse = _mm512_div_ps(_mm512_set1_ps(1.0f), _mm512_sqrt_ps(variance));
+    vec variance = v_all(v_sum(squares) / n + l->eps);
+    vec inverse = v_div(v_all(1.0f), v_sqrt(variance));
     for (int64_t j = 0; j < n; j += TILE) {
-      __m512 centred = _mm512_sub_ps(_mm512_loadu_ps(y + j), mean);
-      __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(centred, inverse), _mm512_loadu_ps(l->scale + j));
-      _mm512_storeu_ps(y + j, _mm512_add_ps(scaled, _mm512_loadu_ps(l->shift + j)));
+      vec centred = v_sub(v_load(y + j), mean);
+      vec scaled = v_mul(v_mul(centred, inverse), v_load(l->scale + j));
+      v_store(y + j, v_add(scaled, v_load(l->shift + j)));
     }
   }
 }
@@ -62,38 +62,38 @@ static int64_t tiles_of(const Linear* l, int64_t block) {
 }
 
 // The place after the tiles of some rows, for what adapters add before `up`.
-static inline bf16* narrow_of(const Linear* l, const bf16* tiles, int64_t rows) {
-  return (bf16*)tiles + parts(rows, TILE) * TILE * l->k;
+static inline element* narrow_of(const Linear* l, const element* tiles, int64_t rows) {
+  return (element*)tiles + parts(rows, TILE) * TILE * l->k;
 }
 
 // The place after that, for the columns that adapters take.
-static inline Taken* taken_of(const Linear* l, const bf16* tiles, int64_t rows) {
+static inline Taken* taken_of(const Linear* l, const element* tiles, int64_t rows) {
   return (Taken*)(narrow_of(l, tiles, rows) + parts(rows, TILE) * TILE * l->adapters.width);
 }
 
-// Copy rows of x into tiles of 16 rows and 32 features: [rows / 16][k / 32][16][32]. Float32 is
-// rounded, and missing rows of the last tile become zeros. With y_in_tiles, y has this layout too.
-static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, bf16* tiles) {
+// Copy rows of x into tiles of 16 rows and STEP features: [rows / 16][k / STEP][16][STEP]. Float32
+// is rounded to elements, and missing rows of the last tile become zeros. With y_in_tiles, y has this
+// layout too.
+static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, element* tiles) {
   const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
   for (int64_t row = 0; row < padded; row++) {
-    bf16* line = tiles + row / TILE * TILE * k + row % TILE * STEP;
+    element* line = tiles + row / TILE * TILE * k + row % TILE * STEP;
     const int64_t from = (first + row) * k;
     for (int64_t at = 0; at < k; at += STEP, line += TILE_ELEMENTS) {
       if (first + row >= last) {
-        _mm512_storeu_si512(line, _mm512_setzero_si512());
+        memset(line, 0, STEP * sizeof(element));
       } else if (l->x_is_float) {
-        const float* x = (const float*)l->x + from + at;
-        store_bf16(line, _mm512_loadu_ps(x), _mm512_loadu_ps(x + TILE));
+        store_step(line, (const float*)l->x + from + at);
       } else {
-        _mm512_storeu_si512(line, _mm512_loadu_si512((const bf16*)l->x + from + at));
+        memcpy(line, (const element*)l->x + from + at, STEP * sizeof(element));
       }
     }
   }
 }
 
 // What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
-static inline __m512 gate_of(const Linear* l, const float* sums, const float* bias) {
-  const __m512 x = _mm512_add_ps(_mm512_load_ps(sums), _mm512_loadu_ps(bias));
+static inline vec gate_of(const Linear* l, const float* sums, const float* bias) {
+  const vec x = v_add(v_load(sums), v_load(bias));
   if (l->mode == GATED_SILU) return silu_vector(x);
   return l->mode == GATED_GELU_TANH ? gelu_tanh_vector(x) : gelu_vector(x);
 }
@@ -103,35 +103,38 @@ static inline __m512 gate_of(const Linear* l, const float* sums, const float* bi
 static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_t column,
                                   const float* sums, const float* gates) {
   const float *of_gates = l->bias + column, *of_sums = of_gates + (gates ? l->n : 0);
-  const __m512 bias[2] = {_mm512_loadu_ps(of_sums), _mm512_loadu_ps(of_sums + TILE)};
+  const vec bias[2] = {v_load(of_sums), v_load(of_sums + TILE)};
   for (int i = 0; i < rows; i++) {
     int64_t at = (row + i) * l->y_stride + column - l->y_column;
-    __m512 low = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL), bias[0]);
-    __m512 high = _mm512_add_ps(_mm512_load_ps(sums + i * PANEL + TILE), bias[1]);
+    vec low = v_add(v_load(sums + i * PANEL), bias[0]);
+    vec high = v_add(v_load(sums + i * PANEL + TILE), bias[1]);
     if (gates) {
-      low = _mm512_mul_ps(low, gate_of(l, gates + i * PANEL, of_gates));
-      high = _mm512_mul_ps(high, gate_of(l, gates + i * PANEL + TILE, of_gates + TILE));
+      low = v_mul(low, gate_of(l, gates + i * PANEL, of_gates));
+      high = v_mul(high, gate_of(l, gates + i * PANEL + TILE, of_gates + TILE));
     } else if (l->mode == GELU) {
       low = gelu_vector(low), high = gelu_vector(high);
     } else if (l->mode == NORM) {
-      low = _mm512_add_ps(low, _mm512_loadu_ps(l->residual + at));
-      high = _mm512_add_ps(high, _mm512_loadu_ps(l->residual + at + TILE));
+      low = v_add(low, v_load(l->residual + at));
+      high = v_add(high, v_load(l->residual + at + TILE));
     }
     if (l->y_is_float) {
-      _mm512_storeu_ps((float*)l->y + at, low);
-      _mm512_storeu_ps((float*)l->y + at + TILE, high);
+      v_store((float*)l->y + at, low);
+      v_store((float*)l->y + at + TILE, high);
       continue;
     }
-    if (l->y_in_tiles)
+    if (l->y_in_tiles) {
       at = (row + i) / TILE * TILE * l->n + column * TILE + (row + i) % TILE * STEP;
-    store_bf16((bf16*)l->y + at, low, high);
+      store_in_tiles((element*)l->y + at, low, high);
+      continue;
+    }
+    store_elements((element*)l->y + at, low, high);
   }
 }
 
 // Multiply the rows [first, last), which are in `tiles`, with a panel of the weight. Unless it is a
 // panel of gates (`column` is negative), the sums are finished as those of `column`.
-static inline void multiply_panel(const Linear* l, const bf16* tiles, int64_t first, int64_t last,
-                                  const bf16* panel, int64_t column, float* sums,
+static inline void multiply_panel(const Linear* l, const element* tiles, int64_t first, int64_t last,
+                                  const element* panel, int64_t column, float* sums,
                                   const float* gates) {
   const int64_t k = l->k;
   // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
@@ -153,7 +156,7 @@ static inline void multiply_panel(const Linear* l, const bf16* tiles, int64_t fi
 
 // Compute what adapters add for the rows [first, last), which are in `tiles`, as far as `multiply`
 // wants it to be: it is kept after the tiles. `sums` has room for 32 rows of a panel.
-static void narrow(const Linear* l, bf16* tiles, int64_t first, int64_t last, float* sums) {
+static void narrow(const Linear* l, element* tiles, int64_t first, int64_t last, float* sums) {
   if (l->adapters.width)
     narrow_rows(&l->adapters, l->k, tiles, first, last, narrow_of(l, tiles, last - first),
                 taken_of(l, tiles, last - first), sums);
@@ -161,11 +164,11 @@ static void narrow(const Linear* l, bf16* tiles, int64_t first, int64_t last, fl
 
 // Compute the columns [start, end) of the rows [first, last), which are in `tiles`; `narrow` must
 // have been called for them. `sums` has room for sums_of a block of so many rows.
-static void multiply(const Linear* l, const bf16* tiles, int64_t first, int64_t last, int64_t start,
+static void multiply(const Linear* l, const element* tiles, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
   float* gates = is_gated(l) ? sums + sums_of(l, parts(last - first, PANEL) * PANEL) / 2 : NULL;
   for (int64_t column = start; column < end; column += PANEL) {
-    const bf16* panel = l->kernel + column * l->k;
+    const element* panel = l->kernel + column * l->k;
     if (gates) {
       multiply_panel(l, tiles, first, last, panel, -1, gates, NULL);
       panel += l->n * l->k;
@@ -181,9 +184,9 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
-  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + tiles_of(l, l->block) * sizeof(bf16));
+  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + tiles_of(l, l->block) * sizeof(element));
   if (!sums) return -1;
-  bf16* tiles = (bf16*)(sums + sums_of(l, l->block));
+  element* tiles = (element*)(sums + sums_of(l, l->block));
   lay_in_tiles(l, first, last, tiles);
   narrow(l, tiles, first, last, sums);
   multiply(l, tiles, first, last, start, end, sums);

@@ -1,80 +1,145 @@
-// Mathematical functions of sixteen float32 at a time.
+// Mathematical functions of sixteen float32 at a time, and their conversion to elements and back.
 #pragma once
 
-#include <immintrin.h>
+#include "vectors.h"
 
-#include "sizes.h"
+#ifdef ELEMENTS_ARE_FLOAT32
+// Store 16 elements.
+static inline void store_half(element* to, vec values) { v_store(to, values); }
 
-// Round 32 float32 to bfloat16 and store them.
-static inline void store_bf16(bf16* to, __m512 low, __m512 high) {
-  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+// Store 32 elements.
+static inline void store_elements(element* to, vec low, vec high) {
+  v_store(to, low);
+  v_store(to + TILE, high);
 }
 
-// Round 16 float32 to bfloat16 and store them.
-static inline void store_half_bf16(bf16* to, __m512 values) {
+// Store a unit of each of 32 columns, 16 of them at `low` and 16 at `high`. Its element i comes from
+// line i, or is zero.
+static inline void store_units(element* low, element* high, const element* lines[UNIT]) {
+  v_store(low, lines[0] ? v_load(lines[0]) : v_all(0.0f));
+  v_store(high, lines[0] ? v_load(lines[0] + TILE) : v_all(0.0f));
+}
+
+// Store a step of elements.
+static inline void store_step(element* to, const float* from) { v_store(to, v_load(from)); }
+
+// Store 32 elements of a row in tiles, where a step has 16 of them.
+static inline void store_in_tiles(element* to, vec low, vec high) {
+  v_store(to, low);
+  v_store(to + TILE_ELEMENTS, high);
+}
+
+// Load 16 elements.
+static inline vec load_elements(const element* from) { return v_load(from); }
+#else
+// Round 16 float32 to elements and store them.
+static inline void store_half(element* to, vec values) {
   _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-// Load 16 bfloat16 as float32.
-static inline __m512 load_bf16(const bf16* from) {
+// Round 32 float32 to elements and store them.
+static inline void store_elements(element* to, vec low, vec high) {
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+// Store a unit of each of 32 columns, 16 of them at `low` and 16 at `high`. Its element i comes from
+// line i, or is zero.
+static inline void store_units(element* low, element* high, const element* lines[UNIT]) {
+  const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+  __m512i two[UNIT];
+  for (int i = 0; i < UNIT; i++)
+    two[i] = lines[i] ? _mm512_loadu_si512(lines[i]) : _mm512_setzero_si512();
+  _mm512_storeu_si512(low, _mm512_permutex2var_epi16(two[0], first, two[1]));
+  _mm512_storeu_si512(high, _mm512_permutex2var_epi16(two[0], second, two[1]));
+}
+
+// Round a step of float32 to elements and store them.
+static inline void store_step(element* to, const float* from) {
+  store_elements(to, v_load(from), v_load(from + TILE));
+}
+
+// Round 32 float32 of a row and store them in tiles, where they are one step.
+static inline void store_in_tiles(element* to, vec low, vec high) { store_elements(to, low, high); }
+
+// Load 16 elements as float32.
+static inline vec load_elements(const element* from) {
   const __m256i halves = _mm256_loadu_si256((const __m256i*)from);
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 }
+#endif
 
-// 2^x, also of -infinity: a polynomial of degree 4, relative error 2.6e-6.
-static inline __m512 exp2_vector(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);  // in this order of operands NaN stays NaN
-  __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 f = _mm512_sub_ps(x, whole);
-  __m512 y = _mm512_set1_ps(0.009570096619427204f);
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.05591785907745361f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.240247443318367f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.6931217908859253f));
-  y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(0.9999992847442627f));
-  return _mm512_scalef_ps(y, whole);
+// The terms of polynomials, from the highest power on: 2^f on [-0.5, 0.5], and erf(z) / z on
+// |z| < ERF_EDGE by 2 (z / ERF_EDGE)^2 - 1; erf is constant outside. They were fitted for these files.
+#ifdef ELEMENTS_ARE_FLOAT32  // relative error of 2^f 1e-7, error of erf 2e-7
+static const float exp2_terms[] = {0.00015478022396564484f, 0.001340043148957193f,
+                                   0.009617994539439678f,   0.05550327152013779f,
+                                   0.24022652208805084f,    0.6931471824645996f,
+                                   1.0f};
+static const float ERF_EDGE = 3.9f;
+static const float erf_terms[] = {
+    -0.0007049224805086851f, 0.0018744968110695481f, -0.0015388460597023368f,
+    0.002056332305073738f,   -0.007025861646980047f, 0.013396111316978931f,
+    -0.019602766260504723f,  0.029246017336845398f,  -0.04276286065578461f,
+    0.05787203833460808f,    -0.07380581647157669f,  0.09067483246326447f,
+    -0.10953222960233688f,   0.13469082117080688f,   -0.18101108074188232f,
+    0.3625839650630951f};
+#else  // relative error of 2^f 2.6e-6, error of erf 6e-6
+static const float exp2_terms[] = {0.009570096619427204f, 0.05591785907745361f, 0.240247443318367f,
+                                   0.6931217908859253f, 0.9999992847442627f};
+static const float ERF_EDGE = 3.25f;
+static const float erf_terms[] = {
+    0.003015643684193492f, -0.008044902235269547f, 0.010106154717504978f, -0.01680687628686428f,
+    0.034431952983140945f, -0.05684914067387581f,  0.08259017765522003f,  -0.11417578905820847f,
+    0.15324343740940094f,  -0.2144598662853241f,   0.4346407949924469f};
+#endif
+
+// The polynomial of x with `count` terms.
+static inline vec polynomial(const float* terms, int count, vec x) {
+  vec y = v_all(terms[0]);
+#pragma GCC unroll 16
+  for (int i = 1; i < count; i++) y = v_fma(y, x, v_all(terms[i]));
+  return y;
 }
 
-// Exact GELU, x * Phi(x), by erf(z) = z p(z^2): p has degree 10 on |z| < 3.25, erf is constant
-// outside. The error is 6e-6.
-static inline __m512 gelu_vector(__m512 x) {
-  const __m512 edge = _mm512_set1_ps(3.25f);
-  __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(0.70710678f));
-  z = _mm512_max_ps(_mm512_min_ps(z, edge), _mm512_sub_ps(_mm512_setzero_ps(), edge));
-  __m512 t = _mm512_fmsub_ps(_mm512_mul_ps(z, z), _mm512_set1_ps(2 / (3.25f * 3.25f)),
-                             _mm512_set1_ps(1.0f));
-  __m512 y = _mm512_set1_ps(0.003015643684193492f);
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(-0.008044902235269547f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(0.010106154717504978f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(-0.01680687628686428f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(0.034431952983140945f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(-0.05684914067387581f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(0.08259017765522003f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(-0.11417578905820847f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(0.15324343740940094f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(-0.2144598662853241f));
-  y = _mm512_fmadd_ps(y, t, _mm512_set1_ps(0.4346407949924469f));
-  __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-  return _mm512_fmadd_ps(half, _mm512_mul_ps(z, y), half);
+#define POLYNOMIAL(terms, x) polynomial(terms, sizeof(terms) / sizeof(float), x)
+
+// 2^x, also of -infinity.
+static inline vec exp2_vector(vec x) {
+  x = v_max(v_all(-1000.0f), x);  // in this order of operands NaN stays NaN
+  const vec whole = v_round(x);
+  return v_scale(POLYNOMIAL(exp2_terms, v_sub(x, whole)), whole);
+}
+
+// Exact GELU, x * Phi(x), by erf.
+static inline vec gelu_vector(vec x) {
+  const vec edge = v_all(ERF_EDGE);
+  vec z = v_mul(x, v_all(0.70710678f));
+  z = v_max(v_min(z, edge), v_sub(v_all(0.0f), edge));
+  const vec t = v_fms(v_mul(z, z), v_all(2 / (ERF_EDGE * ERF_EDGE)), v_all(1.0f));
+  const vec half = v_mul(x, v_all(0.5f));
+  return v_fma(half, v_mul(z, POLYNOMIAL(erf_terms, t)), half);
 }
 
 // tanh(x) = 1 - 2 / (1 + e^2x). The error is 2e-6.
-static inline __m512 tanh_vector(__m512 x) {
-  const __m512 one = _mm512_set1_ps(1.0f), edge = _mm512_set1_ps(20.0f);
-  x = _mm512_min_ps(edge, x);  // in this order of operands NaN stays NaN
-  __m512 power = exp2_vector(_mm512_mul_ps(x, _mm512_set1_ps(2 * 1.4426950408889634f)));
-  return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(one, power)));
+static inline vec tanh_vector(vec x) {
+  const vec one = v_all(1.0f), edge = v_all(20.0f);
+  x = v_min(edge, x);  // in this order of operands NaN stays NaN
+  vec power = exp2_vector(v_mul(x, v_all(2 * 1.4426950408889634f)));
+  return v_sub(one, v_div(v_all(2.0f), v_add(one, power)));
 }
 
 // GELU in its form by tanh.
-static inline __m512 gelu_tanh_vector(__m512 x) {
-  __m512 inner = _mm512_mul_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f * 0.7978845608028654f));
-  inner = _mm512_mul_ps(x, _mm512_add_ps(inner, _mm512_set1_ps(0.7978845608028654f)));
-  __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
-  return _mm512_fmadd_ps(half, tanh_vector(inner), half);
+static inline vec gelu_tanh_vector(vec x) {
+  vec inner = v_mul(v_mul(x, x), v_all(0.044715f * 0.7978845608028654f));
+  inner = v_mul(x, v_add(inner, v_all(0.7978845608028654f)));
+  vec half = v_mul(x, v_all(0.5f));
+  return v_fma(half, tanh_vector(inner), half);
 }
 
 // SiLU, x / (1 + e^-x).
-static inline __m512 silu_vector(__m512 x) {
-  __m512 power = exp2_vector(_mm512_mul_ps(x, _mm512_set1_ps(-1.4426950408889634f)));
-  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), power));
+static inline vec silu_vector(vec x) {
+  vec power = exp2_vector(v_mul(x, v_all(-1.4426950408889634f)));
+  return v_div(x, v_add(v_all(1.0f), power));
 }

@@ -40,7 +40,7 @@ static const struct {
 } size_rules[SIZES] = {
     [LEADING] = {"...", 1},  [ROWS] = {"rows", 1},      [LENGTH] = {"length", TILE},
     [THREE] = {"three", 3},  [HEADS] = {"heads", 1},    [GROUPS] = {"groups", 1},
-    [WIDTH] = {"width", STEP}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
+    [WIDTH] = {"width", PANEL}, [DIM] = {"dim", PANEL},  [JOINT] = {"joint", PANEL},
     [INNER] = {"inner", PANEL}, [IN] = {"in", PANEL},   [OUT] = {"out", PANEL},
     [COLUMNS] = {"columns", PANEL}, [DISTANCES] = {"distances", 1}, [HALF] = {"half", TILE},
     [NARROW] = {"narrow", PANEL},           [OUT_NARROW] = {"out_narrow", PANEL},
@@ -48,6 +48,11 @@ static const struct {
 };
 
 #define DTYPE(name) ((uint64_t)1 << XLA_FFI_DataType_##name)
+#ifdef ELEMENTS_ARE_FLOAT32
+enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_F32 };
+#else
+enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_BF16 };
+#endif
 
 enum { MOST_OPERANDS = 22, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
 
@@ -101,36 +106,36 @@ typedef struct {
 #define NUMBERS(...) {"numbers", DTYPE(S32), {__VA_ARGS__}, .only_with = ADAPTED}
 // The adapters of a product [in, out], see adapters.h.
 #define ADAPTERS(of, bits, in, narrow, out)                                                        \
-  {of "adapter_down", DTYPE(BF16), {in, narrow}, .in_panels = 1, .only_with = ADAPTED | (bits)},   \
-  {of "adapter_up", DTYPE(BF16), {narrow, out}, .in_panels = 1, .only_with = ADAPTED | (bits)},    \
+  {of "adapter_down", DTYPE(ELEMENT), {in, narrow}, .in_panels = 1, .only_with = ADAPTED | (bits)},   \
+  {of "adapter_up", DTYPE(ELEMENT), {narrow, out}, .in_panels = 1, .only_with = ADAPTED | (bits)},    \
   {of "adapter_owners", DTYPE(S32), {narrow}, .only_with = ADAPTED | (bits)}
 #define DISTANCES_OF_ROW {2, LENGTH, DISTANCES, .is_equal = 1, .less = 1}
 
 static const Call linear_call = {
     .name = "linear",
-    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
-                 {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
+    .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
+                 {"kernel", DTYPE(ELEMENT), {IN, OUT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {OUT}},
                  NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
-    .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
+    .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
     .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
 };
 
 static const Call gated_linear_call = {  // linear with a gated mode
     .name = "linear",
-    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
-                 {"kernel", DTYPE(BF16), {IN, COLUMNS}, .in_panels = 1},
+    .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
+                 {"kernel", DTYPE(ELEMENT), {IN, COLUMNS}, .in_panels = 1},
                  {"bias", DTYPE(F32), {COLUMNS}},
                  NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, COLUMNS)},
-    .result = {"y", DTYPE(F32) | DTYPE(BF16), {LEADING, OUT}},
+    .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
     .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
     .relations = {{2, OUT, COLUMNS, .is_equal = 1}},
 };
 
 static const Call linear_norm_call = {  // linear with mode NORM
     .name = "linear",
-    .operands = {{"x", DTYPE(F32) | DTYPE(BF16), {LEADING, IN}},
-                 {"kernel", DTYPE(BF16), {IN, OUT}, .in_panels = 1},
+    .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
+                 {"kernel", DTYPE(ELEMENT), {IN, OUT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {OUT}},
                  {"residual", DTYPE(F32), {LEADING, OUT}},
                  {"scale", DTYPE(F32), {OUT}},
@@ -142,22 +147,22 @@ static const Call linear_norm_call = {  // linear with mode NORM
 
 static const Call attention_call = {
     .name = "attention",
-    .operands = {{"query", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
-                 {"key", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
-                 {"value", DTYPE(BF16), {ROWS, LENGTH, GROUPS, WIDTH}},
+    .operands = {{"query", DTYPE(ELEMENT), {ROWS, LENGTH, HEADS, WIDTH}},
+                 {"key", DTYPE(ELEMENT), {ROWS, LENGTH, GROUPS, WIDTH}},
+                 {"value", DTYPE(ELEMENT), {ROWS, LENGTH, GROUPS, WIDTH}},
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS},
-    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
+    .result = {"mixed", DTYPE(ELEMENT), {ROWS, LENGTH, HEADS, WIDTH}},
     .attributes = {MODE(0, BIASED, 0), CAUSAL, REACH, CAP},
     .relations = {{1, GROUPS, HEADS}, DISTANCES_OF_ROW},
 };
 
 static const Call joint_attention_call = {  // query, key and value side by side
     .name = "joint_attention",
-    .operands = {{"joint", DTYPE(BF16), {ROWS, LENGTH, THREE, HEADS, WIDTH}},
+    .operands = {{"joint", DTYPE(ELEMENT), {ROWS, LENGTH, THREE, HEADS, WIDTH}},
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS, COS, SIN},
-    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, HEADS, WIDTH}},
+    .result = {"mixed", DTYPE(ELEMENT), {ROWS, LENGTH, HEADS, WIDTH}},
     .attributes = {MODE(0, BIASED | ROTATED, 0), CAUSAL, REACH, CAP},
     .relations = {DISTANCES_OF_ROW, {2, HALF, WIDTH, .is_equal = 1}},
 };
@@ -165,32 +170,32 @@ static const Call joint_attention_call = {  // query, key and value side by side
 static const Call self_attention_call = {
     .name = "self_attention",
     .operands = {{"hidden", DTYPE(F32), {ROWS, LENGTH, DIM}},
-                 {"kernel", DTYPE(BF16), {DIM, JOINT}, .in_panels = 1},
+                 {"kernel", DTYPE(ELEMENT), {DIM, JOINT}, .in_panels = 1},
                  {"bias", DTYPE(F32), {JOINT}},
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS, COS, SIN,
                  NUMBERS(ROWS, LENGTH), ADAPTERS("", 0, DIM, NARROW, JOINT)},
-    .result = {"mixed", DTYPE(BF16), {ROWS, LENGTH, DIM}},
+    .result = {"mixed", DTYPE(ELEMENT), {ROWS, LENGTH, DIM}},
     .attributes = {MODE(0, BIASED | ROTATED, ADAPTED),
                    {"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS},
                    CAUSAL, REACH, CAP},
     .relations = {{3, DIM, JOINT, .is_equal = 1},
-                  {STEP, HEADS, DIM},
+                  {PANEL, HEADS, DIM},
                   DISTANCES_OF_ROW,
                   {2, HALF, DIM, .is_equal = 1, .by = HEADS}},
 };
 
 #define MLP_OF(columns)                                                     \
   .name = "mlp",                                                            \
-  .operands = {{"mixed", DTYPE(BF16), {LEADING, DIM}},                      \
+  .operands = {{"mixed", DTYPE(ELEMENT), {LEADING, DIM}},                      \
                {"hidden", DTYPE(F32), {LEADING, DIM}},                      \
-               {"out_kernel", DTYPE(BF16), {DIM, DIM}, .in_panels = 1},     \
+               {"out_kernel", DTYPE(ELEMENT), {DIM, DIM}, .in_panels = 1},     \
                {"out_bias", DTYPE(F32), {DIM}},                             \
                {"out_scale", DTYPE(F32), {DIM}},                            \
                {"out_shift", DTYPE(F32), {DIM}},                            \
-               {"up_kernel", DTYPE(BF16), {DIM, columns}, .in_panels = 1},  \
+               {"up_kernel", DTYPE(ELEMENT), {DIM, columns}, .in_panels = 1},  \
                {"up_bias", DTYPE(F32), {columns}},                          \
-               {"down_kernel", DTYPE(BF16), {INNER, DIM}, .in_panels = 1},  \
+               {"down_kernel", DTYPE(ELEMENT), {INNER, DIM}, .in_panels = 1},  \
                {"down_bias", DTYPE(F32), {DIM}},                            \
                {"down_scale", DTYPE(F32), {DIM}},                           \
                {"down_shift", DTYPE(F32), {DIM}},                           \

@@ -1,21 +1,20 @@
 // Computes the product of some rows with a panel, from which all other products are built.
 //
-// A weight [K, N] is packed into panels of 32 columns: [N / 32][K / 32][2][16][16][2]. Each 32
-// features of K and 16 columns are one AMX tile, whose 16 lines hold two neighbouring features for
-// each column.
+// A weight [K, N] is packed into panels of 32 columns: [N / 32][K / STEP][2][16][16][UNIT]. STEP
+// features of K and 16 columns are one tile, whose 16 lines hold a unit of each column.
 #pragma once
 
 #include <immintrin.h>
 #include <string.h>
 
-#include "sizes.h"
+#include "vectors.h"
 
-// Compute c[rows, 32] = a[rows, 32 * steps] . panel for 16 or 32 rows, or add it to c if `add` is
+// Compute c[rows, 32] = a[rows, STEP * steps] . panel for 16 or 32 rows, or add it to c if `add` is
 // set. `a_step` is the distance in elements from one step of a to the next, `a_lower` that to its
 // second 16 rows.
 #ifdef __AMX_BF16__
-static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
-                           int rows, const bf16* panel, int64_t steps, int add, float* c,
+static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
+                           int rows, const element* panel, int64_t steps, int add, float* c,
                            int64_t c_stride) {
   const int64_t a_bytes = a_stride * 2, c_bytes = c_stride * 4;
   __asm__ volatile("" ::: "memory");  // gcc does not know that tile loads read memory
@@ -65,9 +64,9 @@ static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int6
 // The rows that the functions below take at once.
 enum { GROUP = PANEL };
 
-// Compute sums[rows, 32] = x[rows, 32 * steps] . panel, at least its columns [low, high). `x` is in
+// Compute sums[rows, 32] = x[rows, STEP * steps] . panel, at least its columns [low, high). `x` is in
 // tiles, with `lower` elements from one 16 rows to the next.
-static inline void product_of_columns(const bf16* x, int64_t lower, int rows, const bf16* panel,
+static inline void product_of_columns(const element* x, int64_t lower, int rows, const element* panel,
                                       int64_t steps, int64_t low, int64_t high, float* sums) {
   (void)low, (void)high;
   product(x, STEP, TILE_ELEMENTS, lower, rows, panel, steps, 0, sums, PANEL);
@@ -75,76 +74,107 @@ static inline void product_of_columns(const bf16* x, int64_t lower, int rows, co
 
 // Add x[rows, features] . panel to sums[rows, 32] for the features [low, high), which are even. `x`
 // is as above; other features of the same steps are zeros.
-static inline void add_product_of_features(const bf16* x, int64_t lower, int rows,
-                                           const bf16* panel, int64_t low, int64_t high,
+static inline void add_product_of_features(const element* x, int64_t lower, int rows,
+                                           const element* panel, int64_t low, int64_t high,
                                            float* sums) {
   const int64_t step = low / STEP;
   product(x + step * TILE_ELEMENTS, STEP, TILE_ELEMENTS, lower, rows,
           panel + step * 2 * TILE_ELEMENTS, parts(high, STEP) - step, 1, sums, PANEL);
 }
 #else
-// The rows that the functions below take at once.
-enum { GROUP = 8 };
+#ifdef __AVX512F__
+enum { GROUP = 8, HALVES = 2 };  // rows, and halves of a panel, that are multiplied at once
+#else
+enum { GROUP = 4, HALVES = 1 };
+#endif
 
-// Compute `halves` times 16 columns of c[8, 32] = a . panel for the features [low, high), which are
-// even. The rest is as in `product`.
+// Sixteen units, and sum + x * y for each of them.
+#ifdef ELEMENTS_ARE_FLOAT32
+typedef vec Units;
+static inline Units load_units(const element* from) { return v_load(from); }
+static inline Units all_units(const element* from) { return v_all(*from); }
+static inline vec multiply_units(vec sum, Units x, Units y) { return v_fma(x, y, sum); }
+#else
+typedef __m512bh Units;
+static inline Units load_units(const element* from) {
+  return (__m512bh)_mm512_loadu_si512(from);
+}
+static inline Units all_units(const element* from) {
+  int32_t unit;
+  memcpy(&unit, from, sizeof unit);
+  return (__m512bh)_mm512_set1_epi32(unit);
+}
+static inline vec multiply_units(vec sum, Units x, Units y) { return _mm512_dpbf16_ps(sum, x, y); }
+#endif
+
+// Compute `halves` times 16 columns of c[GROUP, 32] = a . panel for the features [low, high), which
+// are whole units. The rest is as in `product`.
 static inline __attribute__((always_inline)) void multiply_group(
-    const bf16* a, int64_t a_stride, int64_t a_step, const bf16* panel, int64_t low, int64_t high,
-    const int halves, int add, float* c, int64_t c_stride) {
-  __m512 sums[GROUP][2];
+    const element* a, int64_t a_stride, int64_t a_step, const element* panel, int64_t low,
+    int64_t high, const int halves, int add, float* c, int64_t c_stride) {
+  vec sums[GROUP][HALVES];
 #pragma GCC unroll 8
   for (int i = 0; i < GROUP; i++)
     for (int half = 0; half < halves; half++)
-      sums[i][half] = add ? _mm512_loadu_ps(c + i * c_stride + half * TILE) : _mm512_setzero_ps();
+      sums[i][half] = add ? v_load(c + i * c_stride + half * TILE) : v_all(0.0f);
   for (int64_t step = low / STEP; step * STEP < high; step++) {
-    const bf16 *line = a + step * a_step, *from = panel + step * 2 * TILE_ELEMENTS;
+    const element *line = a + step * a_step, *from = panel + step * 2 * TILE_ELEMENTS;
     const int64_t end = min64(high - step * STEP, STEP);
-    for (int64_t at = max64(low - step * STEP, 0); at < end; at += 2) {
-      __m512bh left = (__m512bh)_mm512_loadu_si512(from + at * TILE);
-      __m512bh right = (__m512bh)_mm512_loadu_si512(from + at * TILE + TILE_ELEMENTS);
+    for (int64_t at = max64(low - step * STEP, 0); at < end; at += UNIT) {
+      Units columns[HALVES];
+      for (int half = 0; half < halves; half++)
+        columns[half] = load_units(from + at * TILE + half * TILE_ELEMENTS);
 #pragma GCC unroll 8
       for (int i = 0; i < GROUP; i++) {
-        int32_t both;
-        memcpy(&both, line + i * a_stride + at, sizeof both);
-        __m512bh x = (__m512bh)_mm512_set1_epi32(both);
-        sums[i][0] = _mm512_dpbf16_ps(sums[i][0], x, left);
-        if (halves > 1) sums[i][1] = _mm512_dpbf16_ps(sums[i][1], x, right);
+        const Units x = all_units(line + i * a_stride + at);
+        for (int half = 0; half < halves; half++)
+          sums[i][half] = multiply_units(sums[i][half], x, columns[half]);
       }
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < GROUP; i++)
     for (int half = 0; half < halves; half++)
-      _mm512_storeu_ps(c + i * c_stride + half * TILE, sums[i][half]);
+      v_store(c + i * c_stride + half * TILE, sums[i][half]);
 }
 
-static inline void product(const bf16* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
-                           int rows, const bf16* panel, int64_t steps, int add, float* c,
+// The same for the halves [first, last) of the panel.
+static inline void multiply_halves(const element* a, int64_t a_stride, int64_t a_step,
+                                   const element* panel, int64_t low, int64_t high, int first,
+                                   int last, int add, float* c, int64_t c_stride) {
+  if (HALVES == 2 && last - first == 2) {
+    multiply_group(a, a_stride, a_step, panel, low, high, HALVES, add, c, c_stride);
+    return;
+  }
+  for (int half = first; half < last; half++)
+    multiply_group(a, a_stride, a_step, panel + half * TILE_ELEMENTS, low, high, 1, add,
+                   c + half * TILE, c_stride);
+}
+
+static inline void product(const element* a, int64_t a_stride, int64_t a_step, int64_t a_lower,
+                           int rows, const element* panel, int64_t steps, int add, float* c,
                            int64_t c_stride) {
   for (int first = 0; first < rows; first += GROUP)
-    multiply_group(a + first / TILE * a_lower + first % TILE * a_stride, a_stride, a_step, panel, 0,
-                   steps * STEP, 2, add, c + first * c_stride, c_stride);
+    multiply_halves(a + first / TILE * a_lower + first % TILE * a_stride, a_stride, a_step, panel,
+                    0, steps * STEP, 0, 2, add, c + first * c_stride, c_stride);
 }
 
-// Compute sums[8, 32] = x[8, 32 * steps] . panel, at least its columns [low, high). `x` is in tiles.
-static inline void product_of_columns(const bf16* x, int64_t lower, int rows, const bf16* panel,
-                                      int64_t steps, int64_t low, int64_t high, float* sums) {
+// Compute sums[GROUP, 32] = x[GROUP, STEP * steps] . panel, at least its columns [low, high). `x` is
+// in tiles.
+static inline void product_of_columns(const element* x, int64_t lower, int rows,
+                                      const element* panel, int64_t steps, int64_t low,
+                                      int64_t high, float* sums) {
   (void)lower, (void)rows;
-  if (low < TILE && high > TILE)
-    multiply_group(x, STEP, TILE_ELEMENTS, panel, 0, steps * STEP, 2, 0, sums, PANEL);
-  else if (low < TILE)
-    multiply_group(x, STEP, TILE_ELEMENTS, panel, 0, steps * STEP, 1, 0, sums, PANEL);
-  else
-    multiply_group(x, STEP, TILE_ELEMENTS, panel + TILE_ELEMENTS, 0, steps * STEP, 1, 0,
-                   sums + TILE, PANEL);
+  multiply_halves(x, STEP, TILE_ELEMENTS, panel, 0, steps * STEP, low >= TILE, 1 + (high > TILE), 0,
+                  sums, PANEL);
 }
 
-// Add x[8, features] . panel to sums[8, 32] for the features [low, high), which are even. `x` is in
-// tiles.
-static inline void add_product_of_features(const bf16* x, int64_t lower, int rows,
-                                           const bf16* panel, int64_t low, int64_t high,
+// Add x[GROUP, features] . panel to sums[GROUP, 32] for the features [low, high), which are even.
+// `x` is in tiles.
+static inline void add_product_of_features(const element* x, int64_t lower, int rows,
+                                           const element* panel, int64_t low, int64_t high,
                                            float* sums) {
   (void)lower, (void)rows;
-  multiply_group(x, STEP, TILE_ELEMENTS, panel, low, high, 2, 1, sums, PANEL);
+  multiply_halves(x, STEP, TILE_ELEMENTS, panel, low, high, 0, 2, 1, sums, PANEL);
 }
 #endif

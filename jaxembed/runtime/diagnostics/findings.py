@@ -187,9 +187,10 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
         )
     is_cpu = device.platform == "cpu"
     runs_in_xla = is_cpu and set(kernels.used.values()) == {"xla"}
-    could_do_better = device.dtype == "bfloat16" and device.multiplies_bfloat16
+    could_do_better = device.dtype != "bfloat16" or device.multiplies_bfloat16
     reason = kernels.not_used.get(NATIVE, "the log says why")
-    if runs_in_xla and could_do_better and reason not in (UNSUITED, DIVIDED):
+    is_told = reason in (UNSUITED, DIVIDED) or reason.startswith(("this CPU has no", "computes in"))
+    if runs_in_xla and could_do_better and not is_told:
         remedy = "install gcc or clang, and start again"
         if "compiler" not in reason:
             remedy = (

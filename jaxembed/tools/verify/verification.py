@@ -249,7 +249,7 @@ def verify_model(
     got, facts = _run(load, config, groups)
     results = {facts["dtype"]: got}
     if facts["dtype"] != "float32":
-        # the native kernels compute bfloat16, so --kernels native cannot be kept
+        # a kernel of an accelerator may not compute float32
         kernels = "xla" if config.kernels == "xla" else "auto"
         results["float32"], _ = _run(
             load, replace(config, dtype="float32", kernels=kernels), groups

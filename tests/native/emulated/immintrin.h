@@ -11,6 +11,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef __AVX512F__
+#define __AVX512F__ 1  // by which vectors.h chooses its registers
+#endif
 #define V(type, bytes) type __attribute__((vector_size(bytes), may_alias, aligned(bytes)))
 typedef V(float, 64) __m512;
 typedef V(long long, 64) __m512i;

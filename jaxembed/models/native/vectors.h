@@ -1,0 +1,218 @@
+// Sixteen float32 or int32 at a time: one register of AVX512, or two of AVX2.
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "sizes.h"
+
+#ifdef __AVX512F__
+typedef __m512 vec;     // sixteen float32
+typedef __mmask16 mask;  // one truth value for each of them
+
+static inline vec v_all(float value) { return _mm512_set1_ps(value); }
+static inline vec v_load(const float* from) { return _mm512_loadu_ps(from); }
+static inline void v_store(float* to, vec x) { _mm512_storeu_ps(to, x); }
+static inline vec v_add(vec x, vec y) { return _mm512_add_ps(x, y); }
+static inline vec v_sub(vec x, vec y) { return _mm512_sub_ps(x, y); }
+static inline vec v_mul(vec x, vec y) { return _mm512_mul_ps(x, y); }
+static inline vec v_div(vec x, vec y) { return _mm512_div_ps(x, y); }
+static inline vec v_fma(vec x, vec y, vec z) { return _mm512_fmadd_ps(x, y, z); }  // x * y + z
+static inline vec v_fms(vec x, vec y, vec z) { return _mm512_fmsub_ps(x, y, z); }  // x * y - z
+// The second operand if one of the two is NaN.
+static inline vec v_max(vec x, vec y) { return _mm512_max_ps(x, y); }
+static inline vec v_min(vec x, vec y) { return _mm512_min_ps(x, y); }
+static inline vec v_sqrt(vec x) { return _mm512_sqrt_ps(x); }
+// The nearest whole number.
+static inline vec v_round(vec x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// x * 2^power, where power is whole.
+static inline vec v_scale(vec x, vec power) { return _mm512_scalef_ps(x, power); }
+static inline float v_sum(vec x) { return _mm512_reduce_add_ps(x); }
+static inline float v_largest(vec x) { return _mm512_reduce_max_ps(x); }
+
+static inline mask m_none(void) { return 0; }
+static inline mask m_and(mask x, mask y) { return x & y; }
+// Which of sixteen int32 equal a value.
+static inline mask m_equal(const int32_t* from, int32_t value) {
+  return _mm512_cmpeq_epi32_mask(_mm512_loadu_si512(from), _mm512_set1_epi32(value));
+}
+// Which of sixteen whole numbers from `first` on are in [low, high].
+static inline mask m_between(int32_t first, int32_t low, int32_t high) {
+  const __m512i counted = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i place = _mm512_add_epi32(counted, _mm512_set1_epi32(first));
+  return _mm512_cmpge_epi32_mask(place, _mm512_set1_epi32(low)) &
+         _mm512_cmple_epi32_mask(place, _mm512_set1_epi32(high));
+}
+// One bit for each truth value, the lowest one first.
+static inline unsigned m_bits(mask which) { return which; }
+// x where the mask is true, else y.
+static inline vec v_choose(mask which, vec x, vec y) { return _mm512_mask_mov_ps(y, which, x); }
+
+// Transpose sixteen lines of sixteen units: line p of `to` gets unit p of each line of `from`.
+// Strides are in units.
+static inline void transpose(const void* from, int64_t stride, void* to) {
+  const int32_t* lines = from;
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(lines + i * stride);
+  for (int i = 0; i < 8; i++) {
+    b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+    a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+    a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+    b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+    b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+    b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; i++) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+    a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+  }
+  for (int i = 0; i < 16; i++) _mm512_storeu_si512((int32_t*)to + i * TILE, a[i]);
+}
+#else
+typedef struct {
+  __m256 low, high;
+} vec;
+typedef struct {
+  __m256 low, high;  // all bits of a number are set, or none
+} mask;
+
+static inline vec v_all(float value) {
+  return (vec){_mm256_set1_ps(value), _mm256_set1_ps(value)};
+}
+static inline vec v_load(const float* from) {
+  return (vec){_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)};
+}
+static inline void v_store(float* to, vec x) {
+  _mm256_storeu_ps(to, x.low);
+  _mm256_storeu_ps(to + 8, x.high);
+}
+static inline vec v_add(vec x, vec y) {
+  return (vec){_mm256_add_ps(x.low, y.low), _mm256_add_ps(x.high, y.high)};
+}
+static inline vec v_sub(vec x, vec y) {
+  return (vec){_mm256_sub_ps(x.low, y.low), _mm256_sub_ps(x.high, y.high)};
+}
+static inline vec v_mul(vec x, vec y) {
+  return (vec){_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)};
+}
+static inline vec v_div(vec x, vec y) {
+  return (vec){_mm256_div_ps(x.low, y.low), _mm256_div_ps(x.high, y.high)};
+}
+static inline vec v_fma(vec x, vec y, vec z) {  // x * y + z
+  return (vec){_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+}
+static inline vec v_fms(vec x, vec y, vec z) {  // x * y - z
+  return (vec){_mm256_fmsub_ps(x.low, y.low, z.low), _mm256_fmsub_ps(x.high, y.high, z.high)};
+}
+// The second operand if one of the two is NaN.
+static inline vec v_max(vec x, vec y) {
+  return (vec){_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
+}
+static inline vec v_min(vec x, vec y) {
+  return (vec){_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
+}
+static inline vec v_sqrt(vec x) { return (vec){_mm256_sqrt_ps(x.low), _mm256_sqrt_ps(x.high)}; }
+// The nearest whole number.
+static inline vec v_round(vec x) {
+  enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+  return (vec){_mm256_round_ps(x.low, NEAREST), _mm256_round_ps(x.high, NEAREST)};
+}
+// x * 2^power of eight numbers. Powers below -126 give zeros, which denormal numbers would be near.
+static inline __m256 scale_half(__m256 x, __m256 power) {
+  const __m256 least = _mm256_set1_ps(-126.0f), most = _mm256_set1_ps(127.0f);
+  const __m256 tiny = _mm256_cmp_ps(power, least, _CMP_LT_OQ);
+  const __m256 limited = _mm256_min_ps(most, _mm256_max_ps(least, power));
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(limited), _mm256_set1_epi32(127));
+  const __m256 factor = _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+  // 2^128 is no float32: what is left of larger powers is multiplied too, and gives infinity
+  const __m256 large = _mm256_cmp_ps(power, most, _CMP_GT_OQ);
+  const __m256 rest = _mm256_blendv_ps(_mm256_set1_ps(1.0f), _mm256_set1_ps(1.7014118e38f), large);
+  return _mm256_andnot_ps(tiny, _mm256_mul_ps(_mm256_mul_ps(x, factor), rest));
+}
+// x * 2^power, where power is whole.
+static inline vec v_scale(vec x, vec power) {
+  return (vec){scale_half(x.low, power.low), scale_half(x.high, power.high)};
+}
+static inline float v_sum(vec x) {
+  const __m256 eight = _mm256_add_ps(x.low, x.high);
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+}
+static inline float v_largest(vec x) {
+  const __m256 eight = _mm256_max_ps(x.low, x.high);
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+}
+
+static inline mask m_none(void) { return (mask){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline mask m_and(mask x, mask y) {
+  return (mask){_mm256_and_ps(x.low, y.low), _mm256_and_ps(x.high, y.high)};
+}
+// Which of sixteen int32 equal a value.
+static inline mask m_equal(const int32_t* from, int32_t value) {
+  const __m256i* eight = (const __m256i*)from;
+  const __m256i wanted = _mm256_set1_epi32(value);
+  return (mask){_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_loadu_si256(eight), wanted)),
+                _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_loadu_si256(eight + 1), wanted))};
+}
+static inline __m256 between_half(int32_t first, int32_t low, int32_t high) {
+  const __m256i counted = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+  const __m256i place = _mm256_add_epi32(counted, _mm256_set1_epi32(first));
+  const __m256i outside = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(low), place),
+                                          _mm256_cmpgt_epi32(place, _mm256_set1_epi32(high)));
+  return _mm256_castsi256_ps(_mm256_xor_si256(outside, _mm256_set1_epi32(-1)));
+}
+// Which of sixteen whole numbers from `first` on are in [low, high].
+static inline mask m_between(int32_t first, int32_t low, int32_t high) {
+  return (mask){between_half(first, low, high), between_half(first + 8, low, high)};
+}
+// One bit for each truth value, the lowest one first.
+static inline unsigned m_bits(mask which) {
+  return (unsigned)_mm256_movemask_ps(which.low) | (unsigned)_mm256_movemask_ps(which.high) << 8;
+}
+// x where the mask is true, else y.
+static inline vec v_choose(mask which, vec x, vec y) {
+  return (vec){_mm256_blendv_ps(y.low, x.low, which.low),
+               _mm256_blendv_ps(y.high, x.high, which.high)};
+}
+
+// Transpose eight lines of eight units.
+static inline void transpose_eight(const int32_t* from, int64_t stride, int32_t* to) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps((const float*)from + i * stride);
+  for (int i = 0; i < 4; i++) {
+    b[2 * i] = _mm256_unpacklo_ps(a[2 * i], a[2 * i + 1]);
+    b[2 * i + 1] = _mm256_unpackhi_ps(a[2 * i], a[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    a[4 * i] = _mm256_shuffle_ps(b[4 * i], b[4 * i + 2], 0x44);
+    a[4 * i + 1] = _mm256_shuffle_ps(b[4 * i], b[4 * i + 2], 0xee);
+    a[4 * i + 2] = _mm256_shuffle_ps(b[4 * i + 1], b[4 * i + 3], 0x44);
+    a[4 * i + 3] = _mm256_shuffle_ps(b[4 * i + 1], b[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps((float*)to + i * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps((float*)to + (i + 4) * TILE, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+}
+// Transpose sixteen lines of sixteen units: line p of `to` gets unit p of each line of `from`.
+// Strides are in units.
+static inline void transpose(const void* from, int64_t stride, void* to) {
+  for (int line = 0; line < TILE; line += 8)
+    for (int unit = 0; unit < TILE; unit += 8)
+      transpose_eight((const int32_t*)from + line * stride + unit, stride,
+                      (int32_t*)to + unit * TILE + line);
+}
+#endif
