@@ -187,7 +187,9 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
         )
     is_cpu = device.platform == "cpu"
     runs_in_xla = is_cpu and set(kernels.used.values()) == {"xla"}
-    could_do_better = device.dtype != "bfloat16" or device.multiplies_bfloat16
+    could_do_better = (
+        device.multiplies_bfloat16 if device.dtype == "bfloat16" else NATIVE in kernels.not_used
+    )
     reason = kernels.not_used.get(NATIVE, "the log says why")
     is_told = reason in (UNSUITED, DIVIDED) or reason.startswith(("this CPU has no", "computes in"))
     if runs_in_xla and could_do_better and not is_told:
