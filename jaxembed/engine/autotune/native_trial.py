@@ -42,7 +42,7 @@ CLEARLY_SLOWER = 1.1  # ratio of a native call's time to XLA's; a smaller ratio 
 MAX_TIMINGS = 3  # a native call is refused as slower after this many timings that agree
 # The largest allowed difference to XLA's result, divided by one plus that result, by the dtype of
 # the kernels. In bfloat16 both results are rounded to 8 bits, in different orders, and the largest
-# difference seen is 0.007, in attention; in float32 it is 4e-6.
+# difference seen is 0.007, in attention. Tests of float32 allow 2e-5.
 MAX_DIFFERENCE = {"bfloat16": 0.02, "float32": 1e-4}
 # Name of a native call -> names of the native calls that it needs. They need `linear`, because
 # weights are packed into panels only if `linear` is used.
