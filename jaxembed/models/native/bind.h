@@ -78,7 +78,8 @@ static void add_operand(Text* to, const Bound* bound, const Operand* operand) {
   const char* before = "";
   for (int dtype = 0; dtype < 64; dtype++)
     if (operand->dtypes >> dtype & 1) add(to, "%s", before), add_dtype(to, dtype), before = " or ";
-  if (operand->in_panels) add(to, " in 6 axes, [out / 32, in / 32, 2, 16, 16, 2], the panels of");
+  if (operand->in_panels)
+    add(to, " in 6 axes, [out / 32, in / %d, 2, 16, 16, %d], the panels of", STEP, UNIT);
   before = " [";
   for (int i = 0; i < MOST_AXES && operand->shape[i]; i++, before = ", ") {
     const Size size = operand->shape[i];

@@ -86,7 +86,7 @@ _means: NativeMeans | None = None
 def load_library(cache_dir: Path, dtype: str) -> None:
     """Load the fastest kernels of a dtype that this CPU supports, and register them with XLA.
 
-    Only the first successful call in a process loads a library, because XLA refuses to register
+    Only the first successful call for a dtype loads a library, because XLA refuses to register
     kernels of the same names again. A library that must be compiled is kept in `cache_dir`. Raises
     NativeUnavailable if the machine cannot use any of the kernels.
     """

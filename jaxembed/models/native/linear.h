@@ -56,7 +56,7 @@ static inline int is_gated(const Linear* l) { return l->mode >= GATED_GELU; }
 // The number of floats of scratch memory that `multiply` needs for a block of rows.
 static int64_t sums_of(const Linear* l, int64_t block) { return block * PANEL * (1 + is_gated(l)); }
 
-// The number of bfloat16 for the tiles of a block of rows, and after them for the same of adapters.
+// The number of elements for the tiles of a block of rows, and after them for the same of adapters.
 static int64_t tiles_of(const Linear* l, int64_t block) {
   return block * (l->k + l->adapters.width + 1);  // 1: `Taken` of each group
 }

@@ -1,8 +1,9 @@
-// Products and attention of a transformer in bfloat16 on x86-64, called by programs of XLA:CPU.
+// Products and attention of a transformer on x86-64, called by programs of XLA:CPU.
 //
-// The kernels need AVX512_BF16, and use AMX_BF16 if they are compiled for it. Operands are
-// bfloat16; sums, softmax and norms are float32. All files are one translation unit, so that the
-// compiler can inline what is called in loops.
+// Operands are elements, which sizes.h defines; sums, softmax and norms are float32. For bfloat16
+// the kernels need AVX512_BF16, and use AMX_BF16 if they are compiled for it; for float32 they need
+// AVX512F, or AVX2 and FMA. All files are one translation unit, so that the compiler can inline what
+// is called in loops.
 
 #define _GNU_SOURCE
 #include "calls.h"

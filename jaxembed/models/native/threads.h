@@ -23,7 +23,7 @@ typedef struct {
   char arguments[];
 } Job;
 
-static atomic_int running;  // number of calls that run now, of all programs
+static atomic_int running;  // number of calls of this library that run now, of all programs
 
 // Run items until none is left to start.
 static void run_items(Job* job) {

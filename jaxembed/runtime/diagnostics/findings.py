@@ -187,18 +187,19 @@ def findings_without_traffic(facts: Setup) -> Iterator[Finding]:
         )
     is_cpu = device.platform == "cpu"
     runs_in_xla = is_cpu and set(kernels.used.values()) == {"xla"}
-    could_do_better = (
-        device.multiplies_bfloat16 if device.dtype == "bfloat16" else NATIVE in kernels.not_used
-    )
+    asks_for_xla, is_float32 = kernels.asked == "xla", device.dtype == "float32"
+    could_do_better = device.dtype == "bfloat16" and device.multiplies_bfloat16
+    could_do_better |= is_float32 and (asks_for_xla or NATIVE in kernels.not_used)
     reason = kernels.not_used.get(NATIVE, "the log says why")
-    is_told = reason in (UNSUITED, DIVIDED) or reason.startswith(("this CPU has no", "computes in"))
+    lacks_instructions = is_float32 and reason.startswith("this CPU has no")
+    is_told = reason in (UNSUITED, DIVIDED) or lacks_instructions
     if runs_in_xla and could_do_better and not is_told:
         remedy = "install gcc or clang, and start again"
         if "compiler" not in reason:
             remedy = (
                 "remove this reason, and start again; `--kernels native` uses them even if slower"
             )
-        if kernels.asked == "xla":
+        if asks_for_xla:
             reason, remedy = "--kernels xla is set", "leave out --kernels xla"
         yield Finding(
             "the native kernels are not used",
