@@ -30,7 +30,7 @@ from jaxembed.models.tokens import Segments
 # Maximum length * dimensions of a row for `self_attention`: one core computes a whole row, which
 # must fit the core's cache.
 MAX_ROW_ELEMENTS = 2**19
-TILE = 16  # rows of an AMX tile: tokens, or pairs of neighbouring features
+TILE = 16  # lines of a tile: tokens, or units of neighbouring features
 PANEL = 32  # a panel is a block of 32 columns of a weight, packed together
 
 # The numbers of neighbouring features in a unit of 32 bits, by the dtype of the kernels.
