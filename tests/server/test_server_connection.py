@@ -17,15 +17,22 @@ import test_server_run
 from fake_embedder import FakeEmbedder
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import RawData
 from hypercorn.protocol.h2 import H2Protocol
 from hypercorn.typing import ConnectionState
+from test_server_body import turns
 from test_server_pool import until
 
 from jaxembed.memory import KIB
 from jaxembed.server import run
 from jaxembed.server.http import encoding
-from jaxembed.server.http.connection import MAX_TABLE, SLICE_BYTES, Connection, Http2
+from jaxembed.server.http.connection import (
+    MAX_TABLE,
+    SLICE_BYTES,
+    Connection,
+    Http2,
+    use_connections,
+)
 
 PING = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
 
@@ -230,29 +237,6 @@ async def test_a_connection_ends_though_more_comes_than_is_discarded(monkeypatch
         assert not [one for one in asyncio.all_tasks() if "Body.watch" in repr(one.get_coro())]
 
 
-async def test_a_connection_that_is_lost_while_it_ends_still_tells_its_requests():
-    entered, gate, told = asyncio.Event(), asyncio.Event(), []
-
-    async def handle(event):  # as Hypercorn's, which forgets a request before it is told
-        if not entered.is_set():
-            entered.set()
-            await gate.wait()  # until the request has taken its body
-            told.append(event)
-
-    reader = asyncio.StreamReader()
-    reader.feed_eof()
-    writer = SimpleNamespace(transport=SimpleNamespace(abort=lambda: None))
-    loop, context = asyncio.get_running_loop(), WorkerContext(None)
-    connection = Connection(None, loop, Config(), context, ConnectionState({}), reader, writer)
-    connection.protocol = SimpleNamespace(protocol=None, handle=handle)
-    reading = asyncio.create_task(connection._read_data())
-    await entered.wait()
-    connection.abort()
-    gate.set()
-    await reading
-    assert told == [Closed()]
-
-
 def h2_client(*, validates: bool = True) -> h2.connection.H2Connection:
     """A client of HTTP/2. Without validation it also sends what is not well-formed."""
     names = ("validate_outbound_headers", "normalize_outbound_headers")
@@ -287,6 +271,43 @@ async def h2_status(streams, client, stream_id: int, head: dict, *, ends: bool =
         if isinstance(event, h2.events.ResponseReceived):
             return int(dict(event.headers)[b":status"])
     raise AssertionError("an answer without a head")
+
+
+@pytest.mark.parametrize("gives_up", ["resets", "leaves"])
+async def test_a_lost_connection_tells_a_request_that_waits_to_be_told_already(gives_up):
+    """Hypercorn forgets a request that its client gave up, and then waits to tell it until it has
+    taken its body."""
+    asked, gate, told = asyncio.Event(), asyncio.Event(), []
+
+    async def app(scope, receive, send, *_):
+        asked.set()
+        await gate.wait()
+        while "http.disconnect" not in told:
+            told.append((await receive())["type"])
+
+    client = h2_client()
+    client.send_headers(1, list(POST.items()))
+    client.send_data(1, b"{}", end_stream=True)
+    if gives_up == "resets":
+        client.reset_stream(1)
+    use_connections()
+    ours, theirs = socket.socketpair()
+    streams = await asyncio.open_connection(sock=ours)
+    loop, config = asyncio.get_running_loop(), Config.from_mapping(max_app_queue_size=2)
+    connection = Connection(app, loop, config, WorkerContext(None), ConnectionState({}), *streams)
+    running = asyncio.create_task(connection.run())
+    with theirs:
+        theirs.sendall(client.data_to_send())
+        if gives_up == "leaves":
+            theirs.shutdown(socket.SHUT_WR)
+        await until(lambda: asked.is_set() and not connection.protocol.protocol.streams)
+        connection.abort()
+        await turns(10)
+        gate.set()
+        await turns(10)
+        running.cancel()
+        await asyncio.wait([running])
+    assert told == ["http.request", "http.request", "http.disconnect"]
 
 
 async def test_a_body_that_goes_on_after_its_answer_is_stopped_and_the_connection_goes_on(caplog):

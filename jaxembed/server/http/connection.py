@@ -26,7 +26,7 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import hypercorn.asyncio.run
 import hypercorn.protocol
@@ -161,8 +161,7 @@ class Connection(TCPServer):
         super().__init__(*arguments)
         self.idle = IdleTimer(self.config.keep_alive_timeout)
         self.idle_task: Any = self.idle  # Hypercorn's name for the timer
-        self._reading: asyncio.Task | None = None  # runs `_read_data`
-        self._is_lost = False  # whether `abort` has cancelled the reading task
+        self._telling: asyncio.Task | None = None  # the last task that `abort` has started
 
     async def run(self) -> None:
         _connection.set(self)
@@ -200,24 +199,22 @@ class Connection(TCPServer):
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await super()._close()
-        self.abort()  # a client that does not read would keep the connection open forever
+        # a client that does not read would keep the connection open forever
+        self.writer.transport.abort()
 
     def abort(self) -> None:
-        """Close the connection now, drop unsent bytes, and cancel the reading task.
+        """Close the connection now, drop unsent bytes, and tell its requests.
 
-        If the client has pipelined requests, the reading task waits until a response is sent before
-        it handles the next request. Now no response is sent, so it would wait forever.
+        Telling a request can wait until it has taken its body, so a task does it. Nothing cancels
+        that task or the reading task: Hypercorn forgets a request before it is told, and a request
+        that is never told would wait for its client until SEND_S is over.
         """
         self.writer.transport.abort()
-        reading = None if self._is_lost else self._reading
-        if reading is not None and reading is not asyncio.current_task():
-            self._is_lost = True
-            reading.cancel()
+        self._telling = self.loop.create_task(self.protocol.handle(Closed()))
 
     async def _read_data(self) -> None:
         """Handle received bytes until the client closes the connection. Also stop when an HTTP/2
         frame is too long, because h2 checks the length only after the whole frame has arrived."""
-        reading = self._reading = cast(asyncio.Task, asyncio.current_task())
         max_frame_bytes = FRAME_HEAD + self.config.h2_max_inbound_frame_size
         try:
             while not self.reader.at_eof():
@@ -233,15 +230,8 @@ class Connection(TCPServer):
                 except OSError:
                     break
                 await self.protocol.handle(RawData(data))
-        except asyncio.CancelledError:
-            if not self._is_lost:  # not cancelled by `abort`
-                raise
-            reading.uncancel()
         except Exception as error:  # Hypercorn would stop the sending task and wait for it forever
             logger.error("a connection was closed because its data caused an error: %.200r", error)
-        # From here on `abort` cancels nothing: a request that is not told of the end would wait for
-        # the client until SEND_S is over.
-        self._reading = None
         await self.protocol.handle(Closed())
         await self.idle.end()
 
