@@ -34,14 +34,16 @@ SAFETENSORS_DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
     "I8": "int8",
     "I32": "int32",
     "I64": "int64",
 }
 READ_DTYPES: dict[str, Any] = {
     **NUMPY_DTYPES,
-    # only some transforms take these dtypes, and no parameter has one of them
+    # only some transforms, and quantized weights, take these dtypes; no parameter has one of them
     "float64": np.float64,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
     "int8": np.int8,
     "int32": np.int32,
     "int64": np.int64,
@@ -485,6 +487,8 @@ def torch_file(path: Path) -> dict[str, Tensor]:
 
 def _torch_tensor(torch: Any, state: Mapping[str, Any], name: str) -> np.ndarray:
     tensor = state[name].contiguous()
-    if tensor.dtype == torch.bfloat16:  # numpy itself has no bfloat16
+    if tensor.dtype == torch.bfloat16:  # numpy itself has neither of the two
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if str(tensor.dtype) == "torch.float8_e4m3fn":
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
     return tensor.numpy()

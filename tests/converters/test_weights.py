@@ -99,6 +99,20 @@ def test_a_torch_that_a_pickle_can_run_code_with_is_refused(tmp_path, monkeypatc
         assert set(weights.find(tmp_path)) == {"w"}
 
 
+def test_float8_of_a_torch_file_is_read_bit_by_bit(tmp_path, monkeypatch):
+    torch, loaded = _torch_of({"w": Q})
+    values = Q.astype(ml_dtypes.float8_e4m3fn)
+    torch.uint8 = np.uint8
+    loaded["w"].dtype = "torch.float8_e4m3fn"
+    views = {np.uint8: SimpleNamespace(numpy=lambda: values.view(np.uint8))}
+    loaded["w"].contiguous = lambda: SimpleNamespace(dtype=loaded["w"].dtype, view=views.get)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    tensor = weights.find(tmp_path)["w"]
+    assert tensor.dtype == "float8_e4m3fn"
+    np.testing.assert_array_equal(tensor.read(), values)
+
+
 def test_a_torch_file_is_freed_as_it_is_read_also_by_two_readers(tmp_path, monkeypatch):
     torch, loaded = _torch_of({"table": TABLE, "w": Q, "unused": K})
     monkeypatch.setitem(sys.modules, "torch", torch)
