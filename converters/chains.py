@@ -19,6 +19,7 @@ from converters.fields import (
 )
 from converters.heads import Layout
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
+from converters.quantized import scheme_of
 from converters.tokenizers import tokenizer
 from converters.vision import pages
 from jaxembed.checkpoints import checkpoint
@@ -154,7 +155,7 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     the fields that the family reads from other files.
 
     Raises CheckpointError if there is no config.json, and UnsupportedModel for an adapter, for an
-    unknown model_type or class, and for quantized weights.
+    unknown model_type or class, and for weights quantized in an unknown way.
     """
     adapter = backbone / "adapter_config.json"
     if adapter.is_file():
@@ -181,8 +182,7 @@ def _family(backbone: Path) -> tuple[Family, dict[str, Any]]:
     classes = (*family.classes, *family.classifiers, *family.generators, late_interaction.STANFORD)
     for architecture in hf.get("architectures") or ():
         refuse_unknown("architecture", architecture, classes)
-    if hf.get("quantization_config"):
-        raise UnsupportedModel("quantised weights are not supported; use the original model")
+    scheme_of(hf)  # raises for what is not supported
     return family, family.completed(hf, backbone)
 
 

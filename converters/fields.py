@@ -123,6 +123,27 @@ _ROPE_BY_LAYERS = FieldType(
     _ROPE_FIELDS | {"full_attention": _ROPE, "sliding_attention": _ROPE},
 )
 
+_TWO_SIZES = FieldType("two whole numbers over 0", tuple[_SIZE.type, _SIZE.type])
+# Fields of quantization_config, for all methods, and of the weights of its config_groups.
+_QUANTIZATION_FIELDS = {
+    "bits": _SIZE,
+    "checkpoint_format": _NAME,
+    "config_groups": FieldType("an object of JSON objects by name", dict[str, dict[str, Any]]),
+    "desc_act": _SWITCH,
+    "dynamic": _OBJECT,
+    "format": _NAME,
+    "group_size": _COUNT_OR_NONE,
+    "quant_method": _NAME,
+    "sparsity_config": _OBJECT,
+    "weight_block_size": _TWO_SIZES,
+}
+QUANTIZED_WEIGHT_FIELDS = {
+    "block_structure": _TWO_SIZES,
+    "group_size": _COUNT_OR_NONE,
+    "strategy": _NAME,
+    "symmetric": _SWITCH,
+}
+
 # Fields of config.json, for all families, because a key has the same meaning in each family.
 CONFIG_FIELDS = {
     "activation": _NAME,
@@ -221,6 +242,7 @@ CONFIG_FIELDS = {
     "projection_dim": _SIZE,
     "projection_size": _SIZE,
     "qkv_proj_bias": _SWITCH,
+    "quantization_config": FieldType(_OBJECT.wanted, _OBJECT.type, _QUANTIZATION_FIELDS),
     "query_pre_attn_scalar": _not_null(_POSITIVE),
     "relative_attention": _SWITCH,
     "relative_attention_max_distance": _not_null(_SIZE),

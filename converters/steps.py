@@ -12,6 +12,7 @@ import msgspec
 from converters import weights
 from converters.features.adapters import plan_adapters, without_built_in
 from converters.outline import Outline
+from converters.quantized import folded
 from converters.weights import Step
 from jaxembed.checkpoints.checkpoint import Contents
 from jaxembed.data.spec import DType
@@ -42,10 +43,12 @@ def show_progress(steps: Sequence[Step]) -> Iterator[Step]:
 
 def contents(model: Outline, progress: ConversionProgress) -> Contents:
     """Return the contents of a checkpoint. Its parameters are an iterator that reads and converts
-    each one when it is asked for. Raises ConversionError for tensors that do not fit, and
-    CheckpointError for files that cannot be read."""
+    each one when it is asked for. Raises ConversionError for tensors that do not fit,
+    UnsupportedModel for weights quantized in an unknown way, and CheckpointError for files that
+    cannot be read."""
     source, base, layout, spec = model.source, model.tensors, model.layout, model.spec
-    backbone = base.find(source / layout.backbone)
+    main = source / layout.backbone
+    backbone = folded(spec.source, main, base.find(main), spec.dtype)
     tensors = weights.canonical(spec.source, backbone, base.prefixes, base.renames)
     adapter_sources = list(model.adapters)
     if model.built_in is not None:

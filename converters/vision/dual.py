@@ -31,6 +31,7 @@ from converters.heads import (
     token_limit,
 )
 from converters.outline import Options, Outline, Reader, check_comparable, spec_of
+from converters.quantized import scheme_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
 from converters.vision.image_rules import read_rules
 from converters.weights import (
@@ -183,6 +184,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     folder = source / folder_of(source)
     path, hf = folder / "config.json", read_optional_json(folder / "config.json")
     check_fields(str(path), hf, CONFIG_FIELDS)
+    scheme_of(hf)  # raises for what is not supported
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
         if architecture not in CLASSES[kind]:

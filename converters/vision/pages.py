@@ -14,6 +14,7 @@ from converters.family import TensorRules
 from converters.fields import CONFIG_FIELDS, check_fields, given, refuse_unknown
 from converters.heads import Layout, dense_rules, read_optional_json
 from converters.outline import Options, Outline, Reader, spec_of
+from converters.quantized import scheme_of
 from converters.tokenizers.tokenizer import read_tokenizer, special_token
 from converters.vision.dual import refuse_options
 from jaxembed.data.spec import DenseLayer, ImageRules, NormalizeLayer, PerToken
@@ -56,6 +57,7 @@ def _outlines(source: Path, options: Options) -> tuple[dict[str, Outline], str |
     UnsupportedModel and CheckpointError."""
     refuse_options(source, options)
     hf = read_optional_json(source / "config.json", CONFIG_FIELDS)
+    scheme_of(hf)  # raises for what is not supported
     kind = hf["model_type"]
     for architecture in hf.get("architectures") or ():
         refuse_unknown(f"{kind} architecture", architecture, CLASSES[kind])

@@ -223,7 +223,7 @@ POOLING, OF_MODEL = "1_Pooling/config.json", "config_sentence_transformers.json"
         ("config.json", {"is_decoder": True}, "is_decoder=True"),
         ("config.json", {"add_cross_attention": True}, "add_cross_attention"),
         ("config.json", {"auto_map": {"AutoModel": "m.Model"}}, "own code .*AutoModel: m.Model"),
-        ("config.json", {"quantization_config": {"bits": 4}}, "quantised"),
+        ("config.json", {"quantization_config": {"bits": 4}}, "quant_method None is not supported"),
         (POOLING, {"pooling_mode": "median"}, "pooling 'median' is not supported"),
         (POOLING, {"output_key": "query"}, "pooling with output_key"),
         ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "token_embeddings"),

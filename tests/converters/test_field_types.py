@@ -37,7 +37,7 @@ FAMILIES = {
     for file in sorted(CONFIGS, key=lambda file: (file in SCORERS, len(CONFIGS[file])))
 }
 # Read whatever they hold: only whether they ask for anything, or as text; and one checked there.
-ANY_VALUE = {"quantization_config", "pruned_heads", "head_config", "_name_or_path", "max_length"}
+ANY_VALUE = {"pruned_heads", "head_config", "_name_or_path", "max_length"}
 ALIKE = {"camembert", "new", "llama_bidirec"}  # without a golden; other types have their converter
 
 
