@@ -5,7 +5,7 @@ from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal
 
-from jaxembed.data.spec import DType
+from jaxembed.data.spec import DType, Quantize
 from jaxembed.memory import MIB
 
 
@@ -14,6 +14,8 @@ class EngineConfig:
     """How the engine computes, and how much work it may hold."""
 
     dtype: DType | None = None  # None: bfloat16 if the device multiplies it fast, else float32
+    quantize: Quantize | None = None  # what is computed in int8; None: nothing
+    quantize_anyway: bool = False  # even if the vectors change more than they may
     devices: int | None = None  # number of local devices to use; None: all
     parallel: Literal["replicas", "sharded"] = "replicas"
     tensor_parallel: int = 1  # number of devices that hold each replica of a model together

@@ -70,6 +70,8 @@ def engine_config(flags: dict[str, Any]) -> EngineConfig:
     }
     return EngineConfig(
         dtype=flags["dtype"],
+        quantize=flags["quantize"],
+        quantize_anyway=flags["quantize_anyway"],
         devices=flags["devices"],
         parallel=flags["parallel"],
         tensor_parallel=flags["tensor_parallel"],

@@ -14,7 +14,7 @@ import msgspec
 
 from jaxembed.checkpoints.source import adapter_folders, default_cache_dir
 from jaxembed.config import EngineConfig
-from jaxembed.data.spec import DType, PoolingChoice
+from jaxembed.data.spec import DType, PoolingChoice, Quantize
 from jaxembed.errors import (
     BackendError,
     CheckpointError,
@@ -306,6 +306,17 @@ ENGINE_OPTIONS = section(
         type=click.Choice(get_args(DType)),
         help="Data type of weights and matrix products (default: bfloat16 if the device has native "
         "bfloat16 products, else float32).",
+    ),
+    click.option(
+        "--quantize",
+        type=click.Choice(get_args(Quantize)),
+        help="Compute in int8: int8-weights stores large weights in a byte each, on any device; "
+        "int8 also multiplies in int8, on a CPU with native kernels.",
+    ),
+    click.option(
+        "--quantize-anyway",
+        is_flag=True,
+        help="Quantize even if this changes the vectors of the model more than is allowed.",
     ),
     click.option(
         "--devices", type=click.IntRange(1), help="Number of devices to use (default: all)."

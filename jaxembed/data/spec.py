@@ -27,6 +27,7 @@ Activation = Literal[
     "identity", "tanh", "relu", "gelu", "gelu_tanh", "quick_gelu", "silu", "sigmoid"
 ]
 
+Quantize = Literal["int8-weights", "int8"]  # weights in int8, or also the inputs of layers
 DType = Literal["float32", "bfloat16", "float16"]
 
 Task = Literal["embed", "classify", "rerank"]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxembed.config import EngineConfig
-from jaxembed.data.spec import DType, ModelSpec
+from jaxembed.data.spec import DType, ModelSpec, Quantize
 from jaxembed.engine.autotune.calibrate import ACCELERATOR_TOKENS, Calibration, device_id
 from jaxembed.engine.autotune.cost_file import CostFile, SavedFile
 from jaxembed.engine.autotune.costs import BucketCosts, Timings, repeat_timings
@@ -69,6 +69,7 @@ class Plan:
     without_device: Literal["null", "host"] = "null"  # what `platform` is if there are no devices
     estimated: bool = False  # whether the CPU's speed is an estimate, as in calibrate.Rate
     degree: int = 1  # devices that hold the model together
+    quantize: Quantize | None = None  # what is computed in int8
 
     @property
     def platform(self) -> str:
@@ -113,6 +114,7 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
             "devices": len(devices),
             "shards": shards,
             "degree": degree,
+            **({"quantize": program.quantize} if program.quantize else {}),
             "cores": core_count(),
             "native": native.source_digest(dtype),
             "versions": package_versions(),
@@ -121,6 +123,16 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         native_choice = choose_native(
             program, devices[0], dtype, config.kernels, cache_dir, results
         )
+        if program.quantize == "int8" and not native_choice.native_layout:
+            reasons = "; ".join(native_choice.refused.values()) or (
+                f"--kernels {config.kernels}"
+                if devices[0].platform == "cpu"
+                else f"this is a {devices[0].platform}"
+            )
+            raise ConfigError(
+                f"--quantize int8 needs the native kernels of a CPU ({reasons}); use --quantize "
+                "int8-weights"
+            )
     budget = (
         config.max_batch_tokens
         or (grid_file and grid_file.max_batch_tokens)
@@ -136,7 +148,17 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         if devices:
             _warn_of_another_tuning(grid_file, tuned_for(spec, devices, dtype))
     full_warmup = config.warmup == "full" or (config.warmup is None and platform == "gpu")
-    plan = Plan(devices, dtype, limit, budget, grid_of(budget), shards, full_warmup, degree=degree)
+    plan = Plan(
+        devices,
+        dtype,
+        limit,
+        budget,
+        grid_of(budget),
+        shards,
+        full_warmup,
+        degree=degree,
+        quantize=program.quantize if devices else None,
+    )
     if calibration is None:
         return plan
     identity |= _of_kernels(devices[0])
@@ -279,7 +301,7 @@ def host_plan(spec: ModelSpec, config: EngineConfig) -> Plan:
             f"--null-model replaces a device, and {spec.source} runs without one; leave out "
             "--null-model"
         )
-    names = ("dtype", "devices", "parallel", "tensor_parallel", "warmup", "kernels")
+    names = ("dtype", "devices", "parallel", "tensor_parallel", "warmup", "kernels", "quantize")
     unused = [
         "--" + name.replace("_", "-")
         for name in (*names, "max_batch_requests", "cache_bytes")

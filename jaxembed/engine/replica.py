@@ -28,7 +28,7 @@ from jaxembed.engine.placement import (
     any_mesh,
     described_parameters,
     mesh_of,
-    partition,
+    on_mesh,
     place_parameters,
 )
 from jaxembed.engine.transfer import (
@@ -214,7 +214,7 @@ class Replica:
     def free(self) -> None:
         """Free the memory of the parameters and programs, even while the replica is referenced."""
         self._programs.clear()
-        for leaf in self._parameters:
+        for leaf in jax.tree.leaves(self._parameters):
             leaf.delete()
 
     def compiled(self, bucket: Bucket) -> jax.stages.Compiled:
@@ -236,12 +236,8 @@ class Replica:
         attend = self._attention(bucket) if dtype == self.dtype else by_xla
         mesh = any_mesh(self.devices, self._program.degree) if for_any else self._mesh
         parameters = [
-            jax.ShapeDtypeStruct(
-                leaf.shape,
-                leaf.dtype,
-                sharding=NamedSharding(mesh, partition(self._program, name)),
-            )
-            for name, leaf in zip(self._program.shapes, self._parameters, strict=True)
+            on_mesh(self._program, name, mesh, parameter)
+            for name, parameter in zip(self._program.shapes, self._parameters, strict=True)
         ]
         platform = self.devices[0].platform
         return lower(self._program, parameters, mesh, platform, bucket, dtype, attend, outputs)
@@ -305,7 +301,7 @@ def lower(
         forward,
         mesh=mesh,
         in_specs=(
-            [leaf.sharding.spec for leaf in parameters],
+            jax.tree.map(lambda leaf: leaf.sharding.spec, parameters),
             *(leaf.sharding.spec for leaf in inputs),
         ),
         out_specs=dict.fromkeys(outputs, PartitionSpec(ROWS)),
@@ -339,7 +335,7 @@ def compile_described(
     """Compile a program of a bucket without parameters, for devices that share a batch and may be
     devices that are only described. Raises the errors of `lower` and XLA."""
     mesh, platform = mesh_of(devices, program.degree), devices[0].platform
-    parameters = described_parameters(program, mesh, dtype)
+    parameters = described_parameters(program, dtype, mesh=mesh)
     lowered = lower(program, parameters, mesh, platform, bucket, dtype, attend, outputs)
     return compile_lowered(lowered, compiler_options(platform))
 

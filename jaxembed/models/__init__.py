@@ -11,11 +11,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxembed.data.outputs import OUTPUTS, OutputName
-from jaxembed.data.spec import ImageRules, ModelSpec
+from jaxembed.data.spec import ImageRules, ModelSpec, Quantize
 from jaxembed.errors import CheckpointError, UnsupportedModel
 from jaxembed.models import adapters, native, static
 from jaxembed.models.heads import HEADS
 from jaxembed.models.parallel import Cut, divided
+from jaxembed.models.quantized import QuantizedWeight
 from jaxembed.models.tokens import WORD_BYTES, PackedTokens
 
 ARCHITECTURES = {
@@ -135,6 +136,7 @@ class Program:
     planes: int = PackedTokens.PLANES
     degree: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    quantize: Quantize | None = None  # what of the weights and activations is int8 on devices
 
     def share_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of the share of a parameter that one device holds."""
@@ -160,7 +162,7 @@ class Program:
         problems += [f"unknown: {name}" for name in parameters if name not in self.shapes]
         for name in [name for name in self.shapes if name in parameters]:
             actual = native.unpacked_shape(tuple(parameters[name].shape))
-            is_placed = isinstance(parameters[name], jax.Array)
+            is_placed = isinstance(parameters[name], jax.Array | QuantizedWeight)
             expected = self.placed_shape(name) if is_placed else self.shapes[name].shape
             if actual != expected:
                 problems.append(f"{name}: expected shape {expected}, got {actual}")
@@ -169,13 +171,14 @@ class Program:
         return [parameters[name] for name in self.shapes]
 
 
-def program(spec: ModelSpec, degree: int = 1) -> Program:
+def program(spec: ModelSpec, degree: int = 1, quantize: Quantize | None = None) -> Program:
     """Build the model from the shapes of its parameters, without their values and without starting
     a device.
 
-    With a `degree` of more than 1, so many devices hold the model together. Raises UnsupportedModel
-    for an unknown architecture, CheckpointError if the config does not fit it, and ConfigError if
-    the model cannot be divided among so many devices.
+    With a `degree` of more than 1, so many devices hold the model together. With `quantize`,
+    devices hold large weights in int8. Raises UnsupportedModel for an unknown architecture,
+    CheckpointError if the config does not fit it, and ConfigError if the model cannot be divided
+    among so many devices.
     """
     graph, state = nnx.split(nnx.eval_shape(lambda: Model(spec)))
     shapes, cuts = {}, {}
@@ -205,7 +208,7 @@ def program(spec: ModelSpec, degree: int = 1) -> Program:
     if image is not None:
         plane_count += image.place_numbers + image.token_bytes // WORD_BYTES
     outputs = (*spec.heads, "tokens")
-    return Program(shapes, spec.primary, outputs, forward, plane_count, degree, cuts)
+    return Program(shapes, spec.primary, outputs, forward, plane_count, degree, cuts, quantize)
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:

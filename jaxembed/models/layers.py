@@ -26,6 +26,7 @@ from jaxembed.models.attention import (
     is_separate,
     takes_joint,
 )
+from jaxembed.models.quantized import QuantizedWeight, whole
 from jaxembed.models.rope import Rotation
 from jaxembed.models.tokens import Hidden, PackedTokens, Segments
 
@@ -111,7 +112,7 @@ class Linear(nnx.Module):
             return native.linear(x, kernel, bias, adapters=self.native_adapters)
         y = lax.dot_general(
             x.astype(kernel.dtype),
-            kernel,
+            whole(kernel),
             (((2,), (0,)), ((), ())),
             precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
@@ -133,13 +134,14 @@ class Linear(nnx.Module):
             joint = self(x).reshape(rows, length, ends[-1], width)
             return jnp.split(joint, ends[:-1], axis=2)
         kernel, bias = self.parameters
+        weight = whole(kernel)
         parts = []
         for count, end in zip(counts, ends, strict=True):
             columns = slice((end - count) * width, end * width)
             y = jnp.einsum(
                 "bsd,dhk->bshk",
                 x.astype(kernel.dtype),
-                kernel[:, columns].reshape(-1, count, width),
+                weight[:, columns].reshape(-1, count, width),
                 precision=lax.Precision.HIGHEST if kernel.dtype == jnp.float32 else None,
                 preferred_element_type=jnp.float32,
             )
@@ -200,7 +202,13 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(jnp.zeros((size, dim), jnp.float32))
 
     def __call__(self, index: Int[Array, "rows length"]) -> Float[Array, "rows length dim"]:
-        y = jnp.take(self.embedding[...], index, axis=0, mode="clip").astype(jnp.float32)
+        table = self.embedding[...]
+        if isinstance(table, QuantizedWeight):
+            parts = (table.values, table.scales)
+            values, scales = (jnp.take(part, index, axis=0, mode="clip") for part in parts)
+            y = values.astype(jnp.float32) * scales
+        else:
+            y = jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
         return y if self.adapter is None else y + self.adapter(index)
 
     @property

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
@@ -296,13 +297,14 @@ class LoadedModel(Dispatcher):
 
 
 def _describe_route(route: LoadedRoute) -> dict[str, object]:
-    plan = route.plan
+    plan, similarity = route.plan, route.similarity
     return {
         "architecture": route.spec.architecture,
         "max_input_length": plan.max_input_tokens,
         "device": plan.device_name,
         "devices": max(len(plan.devices), 1),
         "dtype": plan.dtype,
+        "quantize": similarity and {"method": plan.quantize, **asdict(similarity)},
         "kernels": plan.kernels.describe(),
         "buckets": [str(bucket) for bucket in plan.grid.buckets],
         "compiled_buckets": [str(bucket) for bucket in route.engine.snapshot().compiled],

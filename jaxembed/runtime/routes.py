@@ -29,6 +29,7 @@ from jaxembed.models.static import Means, numpy_means, static_model, static_shap
 from jaxembed.observability.metrics import Telemetry
 from jaxembed.preprocessing.images.processor import ImageProcessor, Processor
 from jaxembed.preprocessing.text import TextProcessor
+from jaxembed.runtime.quantization import Similarity, check, measured_similarity
 from jaxembed.runtime.runner import RequestRunner, runner_of
 from jaxembed.runtime.tasks import KIND
 
@@ -43,12 +44,19 @@ class DevicePlan:
     """The plan of an engine that runs on JAX's devices. `plan` has the limits of the engine, and
     `load` makes the engine."""
 
+    similarity: Similarity | None = None  # of quantized vectors; set by `load`
+
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Start the devices, and choose dtype, limits, kernels and buckets. Raises ConfigError for
         settings that do not fit, and CheckpointError for a damaged spec."""
-        self._spec, self._config = spec, config
+        self._spec, self._config, self._cache_dir = spec, config, cache_dir
+        if config.quantize and not spec.takes_texts:
+            raise ConfigError(
+                f"--quantize {config.quantize}: {spec.source} has an image encoder, and only "
+                "models of texts are quantized; leave it out"
+            )
         try:
-            self._program = program(spec, config.tensor_parallel)
+            self._program = program(spec, config.tensor_parallel, config.quantize)
         except (ArithmeticError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the sizes in the manifest of {spec.source} do not make a model ({error}); "
@@ -67,7 +75,7 @@ class DevicePlan:
         if not devices:
             return 0  # the null model
         shapes = {name: self._program.share_of(name) for name in self._program.shapes}
-        parameters = placed_bytes(shapes, self.plan.dtype)
+        parameters = placed_bytes(shapes, self.plan.dtype, self._program.quantize)
         if devices[0].platform != "cpu":
             return parameters
         programs = len(self.plan.grid.buckets) * PROGRAM_BYTES
@@ -79,12 +87,20 @@ class DevicePlan:
         """Place the parameters of the checkpoint at `path` on the devices.
 
         `name` names the model in the log. Returns an engine that is not started yet. Raises
-        CheckpointError.
+        CheckpointError, and ConfigError if quantization changes the vectors too much.
         """
+        load = partial(checkpoint.stream_params, path, self._spec, self._program.order)
+        method = self._program.quantize
+        if method is not None and self.plan.devices:
+            tokenizer = checkpoint.tokenizer_path(path)
+            self.similarity = measured_similarity(
+                self.plan, self._program, self._spec, load, tokenizer, self._cache_dir
+            )
+            check(self.similarity, method, self._config.quantize_anyway, self._spec.source)
         return build(
             self.plan,
             self._program,
-            partial(checkpoint.stream_params, path, self._spec, self._program.order),
+            load,
             self._spec,
             self._config,
             telemetry,
@@ -96,6 +112,8 @@ class DevicePlan:
 class HostPlan:
     """The plan of an engine for a static model on the host. `plan` has the limits of the engine,
     and `load` makes the engine."""
+
+    similarity = None
 
     def __init__(self, spec: ModelSpec, config: EngineConfig, cache_dir: Path):
         """Choose the limits. Raises ConfigError for settings that need buckets or a device."""
@@ -142,6 +160,7 @@ class LoadedRoute:
     processor: Processor
     engine: ServedEngine
     runner: RequestRunner
+    similarity: Similarity | None = None  # of the vectors to those without quantization
     shares_engine: bool = False
 
     @property
@@ -254,7 +273,12 @@ def load_routes(
         log_name = f"{name}, {route}" if route else name
         engine = planned[route].load(folder, telemetry, partial(note, route), log_name)
         routes[route] = LoadedRoute(
-            spec, plan, processor, engine, runner_of(engine, processor, telemetry, spec)
+            spec,
+            plan,
+            processor,
+            engine,
+            runner_of(engine, processor, telemetry, spec),
+            planned[route].similarity,
         )
     if specs.is_dual:
         return {"": routes.pop(TEXT_ROUTE)} | routes  # requests for texts have the route ""

@@ -647,7 +647,7 @@ def _fresh(monkeypatch, tmp_path) -> Path:
 @pytest.fixture(name="with_amx")
 def _with_amx(fresh):
     """The same where the CPU has AMX too."""
-    native.library.CPU.write_text(f"flags\t\t: {CPU_FLAGS} amx_tile amx_bf16\n")
+    native.library.CPU.write_text(f"flags\t\t: {CPU_FLAGS} amx_tile amx_bf16 amx_int8\n")
 
 
 @pytest.fixture(name="compiler")
@@ -809,7 +809,7 @@ def test_a_relative_cache_is_made_and_nothing_beside_it_runs(fresh, instead, mon
 def test_amx_that_cannot_be_used_leaves_avx512_bf16(fresh, instead, fault):
     instead(FAULTY[fault][0], without_amx=GOOD)
     native.load_library(fresh, "bfloat16")
-    assert used() == "avx512_bf16"
+    assert used() == "avx512_bf16 avx512_vnni"
     assert native.source_digest("bfloat16") == native.compiler.digest(AVX512_BF16)
 
 

@@ -141,7 +141,7 @@ def memory_plan(
         return known[key]
 
     shapes = {name: program.share_of(name) for name in program.shapes}
-    name, parameters = devices[0].device_kind, placed_bytes(shapes, dtype)
+    name, parameters = devices[0].device_kind, placed_bytes(shapes, dtype, program.quantize)
     return MemoryPlan(name, room, parameters, permits, bytes_of, kernels.name_of)
 
 

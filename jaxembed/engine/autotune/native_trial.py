@@ -24,11 +24,12 @@ from jaxtyping import Array
 from jaxembed.data.spec import DType
 from jaxembed.engine.bucket import Bucket
 from jaxembed.engine.compiles import WORKERS, compile_lowered, compiler_options
-from jaxembed.engine.placement import Device, is_packable, placed_dtype
+from jaxembed.engine.placement import Device, described_parameters
 from jaxembed.models import Program, native
 from jaxembed.models.adapters import LowRank, chosen
 from jaxembed.models.attention import AttentionMask, ByNative, by_xla, using
 from jaxembed.models.layers import ACTIVATIONS, LayerNorm, Linear
+from jaxembed.models.quantized import dequantized, quantized
 from jaxembed.models.rope import Rotation
 from jaxembed.platform.cores import MAX_WAITED, core_count, timed
 
@@ -115,12 +116,7 @@ def try_native(program: Program, device: Device, dtype: DType) -> TrialResults:
 
 def native_calls_of(program: Program, dtype: DType) -> list[native.NativeCall]:
     """Return the different native calls that a model makes with few and with many tokens."""
-    leaves = []  # shapes and dtypes as in a replica that packs weights for native kernels
-    for name, leaf in program.shapes.items():
-        leaf_dtype, shape = placed_dtype(name, len(leaf.shape), dtype), leaf.shape
-        if is_packable(name, shape, dtype):
-            shape = native.packed_shape(shape, dtype)
-        leaves.append(jax.ShapeDtypeStruct(shape, jnp.dtype(leaf_dtype)))
+    leaves = described_parameters(program, dtype, native_layout=True)
     calls: dict[native.NativeCall, None] = {}
     for bucket in TRIED:
         planes = jax.ShapeDtypeStruct((program.planes, bucket.rows, bucket.length), jnp.int32)
@@ -141,7 +137,6 @@ def _compile_both(
     Returns both programs in this order, or fewer if the time.monotonic() `stop_at` passes. Raises
     XLA's errors.
     """
-    names = [name for name, _ in call.operands]
     sharding = SingleDeviceSharding(device)
 
     def in_xla(args: Operands) -> Array:
@@ -149,15 +144,15 @@ def _compile_both(
             return XLA_CALLS[call.target](call, args)
 
     programs: list[jax.stages.Compiled] = []
-    for run, shape_of in ((call.run, tuple), (in_xla, native.unpacked_shape)):
+    for run, operands in ((call.run, dict(call.operands)), (in_xla, _plain(call))):
         if time.monotonic() < stop_at:
             shapes = [
-                jax.ShapeDtypeStruct(shape_of(struct.shape), struct.dtype, sharding=sharding)
-                for _, struct in call.operands
+                jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+                for struct in operands.values()
             ]
 
             # takes values in order and not a dict of them, whose names JAX would sort
-            def of_values(*values: Array, run=run) -> Array:
+            def of_values(*values: Array, run=run, names=tuple(operands)) -> Array:
                 return run(dict(zip(names, values, strict=True)))
 
             lowered = jax.jit(of_values).lower(*shapes)
@@ -192,6 +187,19 @@ def _try_call(
         return TrialResult(failed=first_line(error))
 
 
+def _plain(call: native.NativeCall) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the operands of a native call by name as XLA takes them: weights are not packed, and
+    float32 if they are quantized, without scales."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            native.unpacked_shape(struct.shape),
+            np.float32 if struct.dtype == np.int8 else struct.dtype,
+        )
+        for name, struct in call.operands
+        if not name.endswith(native.SCALES)
+    }
+
+
 def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Make random operands for a native call, with NaN in the padding of attention.
 
@@ -199,11 +207,12 @@ def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[s
     for the native call.
     """
     rng = np.random.default_rng(0)
+    shapes = dict(call.operands)
     plain = {}
-    for name, struct in call.operands:
-        shape = native.unpacked_shape(struct.shape)
+    for name, struct in _plain(call).items():
+        shape = struct.shape
         values = rng.standard_normal(shape, np.float32)
-        if shape != struct.shape:  # scale a weight so that products get about variance 1
+        if shape != shapes[name].shape:  # scale a weight so that products get about variance 1
             values *= shape[0] ** -0.5 * (0.25 if name.endswith("adapter_up") else 1)
         elif len(shape) == 1:  # scales near 1, shifts and biases near 0
             values = 0.1 * values + name.endswith("scale")
@@ -217,12 +226,16 @@ def _operands_of(call: native.NativeCall) -> tuple[dict[str, np.ndarray], dict[s
             if values.shape[:2] == segments.shape and values.ndim > 2:
                 values[segments == 0] = np.nan
         plain["segments"] = segments
-    shapes = dict(call.operands)
-    packed = {
-        name: native.packed(values) if values.shape != shapes[name].shape else values
-        for name, values in plain.items()
-    }
-    return plain, packed
+    packed = dict(plain)
+    for name, values in plain.items():
+        if shapes[name].dtype == np.int8:
+            groups = shapes[f"{name}{native.SCALES}"].shape[1]
+            weight = native.packed_quantized(values, groups, call.kernels)
+            packed |= {name: weight.values, f"{name}{native.SCALES}": weight.scales}
+            plain[name] = dequantized(*quantized(values, groups))
+        elif values.shape != shapes[name].shape:
+            packed[name] = native.packed(values)
+    return plain, {name: packed[name] for name in shapes}
 
 
 def packed_segments(bucket: Bucket) -> np.ndarray:
@@ -273,7 +286,7 @@ def _ratio_to_xla(*runs: Callable[[], Any]) -> float:
 
 def _linear_in_xla(call: native.NativeCall, args: Operands) -> Array:
     """Compute the native call `linear` in XLA: a product, then a norm, gate or activation."""
-    linear = _linear(args)
+    linear = _linear(call, args)
     if call.name == "norm":
         eps = float(dict(call.attributes)["eps"])
         norm = _layer_norm(args["scale"], args["shift"], eps)
@@ -298,7 +311,7 @@ def _self_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
     """Compute the native call `self_attention` in XLA: query, key, value and their attention."""
     rows, length, dim = call.shape
     heads = int(dict(call.attributes)["heads"])
-    joint = _linear(args).apply_rounded(args["hidden"])
+    joint = _linear(call, args).apply_rounded(args["hidden"]).astype(call.kernels)
     joint = joint.reshape(rows, length, 3, heads, dim // heads)
     return _joint_attention_in_xla(call, {**args, "joint": joint}).reshape(call.shape)
 
@@ -306,7 +319,7 @@ def _self_attention_in_xla(call: native.NativeCall, args: Operands) -> Array:
 def _mlp_in_xla(call: native.NativeCall, args: Operands) -> Array:
     """Compute the native call `mlp` in XLA: output projection, norm, MLP and second norm."""
     eps, end = float(dict(call.attributes)["eps"]), call.end
-    out, up, down = (_linear(args, f"{name}_") for name in ("out", "up", "down"))
+    out, up, down = (_linear(call, args, f"{name}_") for name in ("out", "up", "down"))
     first, second = (
         _layer_norm(args[f"{name}_scale"], args[f"{name}_shift"], eps) for name in ("out", "down")
     )
@@ -334,15 +347,40 @@ def _attend(call: native.NativeCall, args: Operands, query, key, value) -> Array
     return output.astype(call.dtype)
 
 
-def _linear(args: Operands, name: str = "") -> Linear:
+class _OfQuantized(Linear):
+    """A linear layer whose input, but not its adapters', is quantized as native kernels do it, and
+    then multiplied in float32."""
+
+    group: int
+
+    def __call__(self, x: Array) -> Array:
+        term = 0.0 if self.adapter is None else self.adapter(x)
+        kernel, bias = self.parameters
+        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.group)
+        low = jnp.minimum(groups.min(axis=-1, keepdims=True), 0.0)
+        high = jnp.maximum(groups.max(axis=-1, keepdims=True), 0.0)
+        scale = jnp.where(high > low, (high - low) / 255, 1.0)
+        zero = jnp.round(-low / scale)
+        values = jnp.clip(jnp.round(groups / scale + zero), 0, 255) - zero
+        y = jnp.matmul((values * scale).reshape(x.shape), kernel, precision="highest")
+        return y + bias + term
+
+
+def _linear(call: native.NativeCall, args: Operands, name: str = "") -> Linear:
     """Make a linear layer from the weight, bias and adapters of a product in `args`, where their
     names begin with `name`."""
-    linear = Linear(1, 1)  # the size has no effect, because the parameters are replaced
-    linear.kernel, linear.bias = nnx.Param(args[f"{name}kernel"]), nnx.Param(args[f"{name}bias"])
+    scales = dict(call.operands).get(f"{name}kernel{native.SCALES}")
+    # the size has no effect, because the parameters are replaced
+    linear = Linear(1, 1) if scales is None else _OfQuantized(1, 1)
+    kernel = args[f"{name}kernel"]
+    if isinstance(linear, _OfQuantized) and scales is not None:
+        linear.group = kernel.shape[0] // scales.shape[1]
+    linear.kernel, linear.bias = nnx.Param(kernel), nnx.Param(args[f"{name}bias"])
     if f"{name}adapter_owners" in args:
-        linear.adapter = LowRank(linear, args[f"{name}adapter_owners"])
-        linear.adapter.down.kernel = nnx.Param(args[f"{name}adapter_down"])
-        linear.adapter.up.kernel = nnx.Param(args[f"{name}adapter_up"])
+        linear.adapter = adapter = LowRank(linear, args[f"{name}adapter_owners"])
+        assert isinstance(adapter.down, Linear)
+        adapter.down.kernel = nnx.Param(args[f"{name}adapter_down"])
+        adapter.up.kernel = nnx.Param(args[f"{name}adapter_up"])
     return linear
 
 

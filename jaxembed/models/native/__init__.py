@@ -25,6 +25,7 @@ from jaxembed.models.native.library import load_library as load_library
 from jaxembed.models.native.library import load_means as load_means
 from jaxembed.models.native.library import operand_names, target
 from jaxembed.models.native.library import source_digest as source_digest
+from jaxembed.models.quantized import QuantizedWeight, quantized
 from jaxembed.models.tokens import Segments
 
 # Maximum length * dimensions of a row for `self_attention`: one core computes a whole row, which
@@ -33,13 +34,14 @@ MAX_ROW_ELEMENTS = 2**19
 TILE = 16  # lines of a tile: tokens, or units of neighbouring features
 PANEL = 32  # a panel is a block of 32 columns of a weight, packed together
 
-# The numbers of neighbouring features in a unit of 32 bits, by the dtype of the kernels.
-UNIT = {"bfloat16": 2, "float32": 1}
+# The numbers of neighbouring features in a unit of 32 bits, by the dtype of a weight.
+UNIT = {"bfloat16": 2, "float32": 1, "int8": 4}
+QUANTIZED_STEP = 4 * TILE  # groups of a quantized weight have a multiple of so many features
 
 Heads = Float[Array, "rows length heads width"]
 Grouped = Float[Array, "rows length groups width"]
 Joint = Float[Array, "rows length three heads width"]
-Panels = Float[Array, "columns steps two units lanes unit"]
+Panels = Float[Array, "columns steps two units lanes unit"] | QuantizedWeight
 
 # What the kernel `linear` computes after its product, by mode. Trials of kernels use these names.
 EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_tanh")
@@ -47,6 +49,8 @@ EPILOGUES = ("linear", "norm", "gelu", "gated_gelu", "gated_silu", "gated_gelu_t
 BIASED, ROTATED = 1, 2  # in attention kernels: a bias by distance, and cosines and sines
 ADAPTED = 8  # in any kernel: adapters
 ADAPTS = {"out": 16, "up": 32, "down": 64}  # in `mlp`: the products that have adapters
+SCALES = "_scales"  # ends the name of the operand with the scales of a quantized weight
+QUANTIZED = 128  # in any kernel with products: quantized weights
 
 DistanceBias = Float[Array, "heads distances"]  # the `bias` of models.attention.attend
 Angles = Float[Array, "rows length half"]
@@ -127,6 +131,8 @@ def is_packable(name: str, shape: tuple[int, ...], dtype: str) -> bool:
     `name` is the parameter's dotted name; `shape` and `dtype` describe it before packing.
     """
     is_matrix = name.endswith(".kernel") and len(shape) == 2 and dtype in UNIT
+    if dtype == "int8" and is_matrix and shape[0] % QUANTIZED_STEP:
+        return False
     return is_matrix and shape[0] % PANEL == 0 and shape[1] % PANEL == 0
 
 
@@ -142,6 +148,29 @@ def packed(kernel: np.ndarray) -> np.ndarray:
     unit = UNIT[str(kernel.dtype)]
     split = kernel.reshape(k // (TILE * unit), TILE, unit, n // PANEL, 2, TILE)
     return np.ascontiguousarray(split.transpose(3, 0, 4, 1, 5, 2))
+
+
+def packed_quantized(kernel: np.ndarray, groups: int, dtype: str) -> QuantizedWeight:
+    """Quantize a weight `[K, N]` and pack it for kernels of a dtype, on the host.
+
+    K is divided into `groups` of features, each a multiple of QUANTIZED_STEP. The values are packed
+    as by `packed`. The scales are `[N / 32, groups, 2, 32]`: those of the columns, and the scales
+    times the sums of the values. Raises ValueError for a weight that is not finite.
+    """
+    n = kernel.shape[1]
+    values, scales = quantized(kernel, groups)
+    sums = values.reshape(groups, -1, n).sum(axis=1, dtype=np.int32).astype(np.float32)
+    both = np.stack([scales, scales * sums], axis=1).reshape(groups, 2, n // PANEL, PANEL)
+    return QuantizedWeight(packed(values), np.ascontiguousarray(both.transpose(2, 0, 1, 3)), dtype)
+
+
+def packed_quantized_shape(shape: tuple[int, ...], groups: int, dtype: str) -> QuantizedWeight:
+    """Describe what `packed_quantized` returns for a weight of a shape `[K, N]`."""
+    return QuantizedWeight(
+        jax.ShapeDtypeStruct(packed_shape(shape, "int8"), np.int8),
+        jax.ShapeDtypeStruct((shape[1] // PANEL, groups, 2, PANEL), np.float32),
+        dtype,
+    )
 
 
 def packed_shape(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
@@ -183,8 +212,9 @@ def linear(
     """
     columns = _columns(kernel)
     out = columns // 2 if end.startswith("gated") else columns
-    operands = {"x": x, "kernel": kernel, "bias": _or_zeros(bias, columns)}
-    mode, eps = EPILOGUES.index(end), 0.0
+    weight, mode = _weight_operands(kernel)
+    operands = {"x": x, "bias": _or_zeros(bias, columns)} | weight
+    mode, eps = mode | EPILOGUES.index(end), 0.0
     if norm is not None:
         operands["residual"], operands["scale"], operands["shift"], eps = norm
     if adapters is not None:
@@ -276,9 +306,10 @@ def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bo
     """Whether `mlp` takes these hidden states and weights, and is faster than separate calls.
 
     For few tokens separate products are faster, because the cores divide the columns of a product
-    among themselves.
+    among themselves. The weights must be all quantized, or none.
     """
-    return hidden.shape[0] * hidden.shape[1] > PANEL and all(map(is_packed, kernels))
+    alike = len({isinstance(kernel, QuantizedWeight) for kernel in kernels}) == 1
+    return hidden.shape[0] * hidden.shape[1] > PANEL and alike and all(map(is_packed, kernels))
 
 
 def supports_self_attention(
@@ -314,8 +345,10 @@ def self_attention(
     is the number of heads. The other arguments are those of `joint_attention`.
     """
     bias = _or_zeros(bias, 3 * hidden.shape[2])
-    operands = {"hidden": hidden, "kernel": kernel, "bias": bias, "segments": segments}
+    weight, quantized_bit = _weight_operands(kernel)
+    operands = {"hidden": hidden, "bias": bias, "segments": segments} | weight
     optional, mode = _position_operands(distance_bias, angles)
+    mode["mode"] |= quantized_bit
     if adapters is not None:
         optional |= _adapter_operands(adapters)
         mode["mode"] |= ADAPTED
@@ -357,7 +390,12 @@ def mlp(
         for name, product in (("out", out), ("up", up), ("down", down))
         # strict=False, because `up` has no norm and so no scale and shift
         for part, parameter in zip(part_names, product, strict=False)
+        if part != "kernel"
     }
+    for name, product in (("out", out), ("up", up), ("down", down)):
+        weight, quantized_bit = _weight_operands(product[0], f"{name}_")
+        operands |= weight
+        mode |= quantized_bit
     for name, product_adapters in (adapters or {}).items():
         if product_adapters is not None:
             operands |= _adapter_operands(product_adapters, prefix=f"{name}_")
@@ -397,7 +435,15 @@ def _position_operands(
     return operands, {"mode": np.int64(mode)}
 
 
-def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Array]:
+def _weight_operands(kernel: Any, prefix: str = "") -> tuple[dict[str, Any], int]:
+    """Return the operands of a packed weight by name, with the product's `prefix`, and the bits
+    that they add to the mode of the call."""
+    if not isinstance(kernel, QuantizedWeight):
+        return {f"{prefix}kernel": kernel}, 0
+    return {f"{prefix}kernel": kernel.values, f"{prefix}kernel{SCALES}": kernel.scales}, QUANTIZED
+
+
+def _adapter_operands(adapters: AdapterOperands, prefix: str = "") -> dict[str, Any]:
     """Return the operands of a product's adapters by name. In a call with several products the
     names of all operands but `numbers`, the adapter of each token, begin with the product's
     `prefix`."""
@@ -429,7 +475,7 @@ def _call(
     return jnp.zeros(shape, dtype)
 
 
-def _columns(kernel: Array | None) -> int:
+def _columns(kernel: Any) -> int:
     """Return the number of columns of a packed weight."""
     assert kernel is not None
     return kernel.shape[0] * PANEL

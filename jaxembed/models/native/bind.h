@@ -59,6 +59,7 @@ static void add_dtype(Text* to, int dtype) {
     case XLA_FFI_DataType_F32: add(to, "f32"); return;
     case XLA_FFI_DataType_F16: add(to, "f16"); return;
     case XLA_FFI_DataType_BF16: add(to, "bf16"); return;
+    case XLA_FFI_DataType_S8: add(to, "s8"); return;
     case XLA_FFI_DataType_S32: add(to, "s32"); return;
     case XLA_FFI_DataType_S64: add(to, "s64"); return;
     default: add(to, "dtype %d of XLA", dtype);
@@ -73,13 +74,26 @@ static void add_buffer(Text* to, const XLA_FFI_Buffer* buffer) {
   add(to, buffer->rank ? "]" : "[]");
 }
 
+// Whether an operand is a quantized weight in a mode.
+static int is_bytes(const Operand* operand, int64_t mode) {
+  return operand->layout == WEIGHT && mode & QUANTIZED;
+}
+
+// The dtypes that an operand may have in a mode, one bit for each.
+static uint64_t dtypes_of(const Operand* operand, int64_t mode) {
+  return is_bytes(operand, mode) ? DTYPE(S8) : operand->dtypes;
+}
+
 // Append what an operand must be, such as "f32 or bf16 [rows = 3, length (a multiple of 16)]".
 static void add_operand(Text* to, const Bound* bound, const Operand* operand) {
   const char* before = "";
   for (int dtype = 0; dtype < 64; dtype++)
-    if (operand->dtypes >> dtype & 1) add(to, "%s", before), add_dtype(to, dtype), before = " or ";
-  if (operand->in_panels)
-    add(to, " in 6 axes, [out / 32, in / %d, 2, 16, 16, %d], the panels of", STEP, UNIT);
+    if (dtypes_of(operand, bound->mode) >> dtype & 1) add(to, "%s", before), add_dtype(to, dtype), before = " or ";
+  if (operand->layout == SCALES) add(to, " [out / 32, groups, 2, 32], the scales of");
+  else if (operand->layout != PLAIN_ARRAY) {
+    const int unit = is_bytes(operand, bound->mode) ? BYTES : UNIT;
+    add(to, " in 6 axes, [out / 32, in / %d, 2, 16, 16, %d], the panels of", TILE * unit, unit);
+  }
   before = " [";
   for (int i = 0; i < MOST_AXES && operand->shape[i]; i++, before = ", ") {
     const Size size = operand->shape[i];
@@ -125,10 +139,16 @@ static int is_leading(const XLA_FFI_Buffer* buffer, int64_t axes, Bound* bound) 
 static int is_shape(const Operand* operand, const XLA_FFI_Buffer* buffer, Bound* bound) {
   const Size* shape = operand->shape;
   const int64_t* dims = buffer->dims;
-  if (operand->in_panels)
-    return buffer->rank == 6 && dims[2] == 2 && dims[3] == TILE && dims[4] == TILE &&
-           dims[5] == UNIT && is_size(shape[0], dims[1] * STEP, bound->sizes) &&
+  if (operand->layout == SCALES)  // it follows its weight, so that the sizes are known
+    return buffer->rank == 4 && dims[1] > 0 && dims[2] == 2 && dims[3] == PANEL &&
+           bound->sizes[shape[0]] % (dims[1] * BYTES_STEP) == 0 &&
            is_size(shape[1], dims[0] * PANEL, bound->sizes);
+  if (operand->layout != PLAIN_ARRAY) {
+    const int unit = is_bytes(operand, bound->mode) ? BYTES : UNIT;
+    return buffer->rank == 6 && dims[2] == 2 && dims[3] == TILE && dims[4] == TILE &&
+           dims[5] == unit && is_size(shape[0], dims[1] * TILE * unit, bound->sizes) &&
+           is_size(shape[1], dims[0] * PANEL, bound->sizes);
+  }
   int64_t axes = 0;
   while (axes < MOST_AXES && shape[axes]) axes++;
   int64_t before = 0;
@@ -147,7 +167,7 @@ static int is_shape(const Operand* operand, const XLA_FFI_Buffer* buffer, Bound*
 static XLA_FFI_Error* bind_buffer(XLA_FFI_CallFrame* frame, const Operand* operand,
                                   const char* kind, const XLA_FFI_Buffer* buffer, Bound* bound) {
   Bound with = *bound;
-  const int is_dtype = buffer->dtype < 64 && operand->dtypes >> buffer->dtype & 1;
+  const int is_dtype = buffer->dtype < 64 && dtypes_of(operand, bound->mode) >> buffer->dtype & 1;
   if (is_dtype && is_shape(operand, buffer, &with)) {
     *bound = with;
     return NULL;
@@ -286,12 +306,18 @@ static XLA_FFI_Error* bind_call(XLA_FFI_CallFrame* frame, const Call* call, Boun
   return error ? error : bind_relations(frame, bound);
 }
 
-// The data of an operand; NULL if it does not come in this mode. The name must be in the call's
+// The buffer of an operand; NULL if it does not come in this mode. The name must be in the call's
 // table, as the names below must.
-static void* data_of(const Bound* bound, const char* operand) {
+static const XLA_FFI_Buffer* buffer_of(const Bound* bound, const char* operand) {
   int64_t i = 0;
   while (strcmp(bound->call->operands[i].name, operand)) i++;
-  return bound->operands[i] ? bound->operands[i]->data : NULL;
+  return bound->operands[i];
+}
+
+// The data of an operand; NULL if it does not come in this mode.
+static void* data_of(const Bound* bound, const char* operand) {
+  const XLA_FFI_Buffer* buffer = buffer_of(bound, operand);
+  return buffer ? buffer->data : NULL;
 }
 
 // A pointer to the value of an attribute.

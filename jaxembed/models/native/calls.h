@@ -41,6 +41,18 @@ static Adapters only_adapters(const Bound* bound) {
   return adapters_of(bound, "adapter_down", "adapter_up", "adapter_owners", NARROW);
 }
 
+// Give a product its weight, by the prefix of the names of its operands.
+static void bind_weight(const Bound* bound, const char* kernel, const char* scales, Linear* l) {
+  if (!(bound->mode & QUANTIZED)) {
+    l->kernel = data_of(bound, kernel);
+    return;
+  }
+  const XLA_FFI_Buffer* of_scales = buffer_of(bound, scales);
+  l->quantized = (Quantized){.values = data_of(bound, kernel),
+                             .scales = of_scales->data,
+                             .group = l->k / of_scales->dims[1]};
+}
+
 enum {
   MOST_SHARED = 64,       // with more blocks than this, threads do not share a block's columns
   BLOCK_BYTES = 1 << 18,  // of a block of rows of x
@@ -59,7 +71,6 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
   XLA_FFI_Error* error = bind_call(frame, call, &bound);
   if (error) return error;
   Linear l = {.x = data_of(&bound, "x"),
-              .kernel = data_of(&bound, "kernel"),
               .bias = data_of(&bound, "bias"),
               .y = bound.result->data,
               .rows = bound.sizes[LEADING],
@@ -71,6 +82,7 @@ XLA_FFI_Error* jaxembed_linear(XLA_FFI_CallFrame* frame) {
               .mode = end_of(bound.mode),
               .eps = real_of(&bound, "eps"),
               .adapters = only_adapters(&bound)};
+  bind_weight(&bound, "kernel", "kernel_scales", &l);
   if (l.mode == NORM) {
     l.residual = data_of(&bound, "residual");
     l.scale = data_of(&bound, "scale");
@@ -162,7 +174,6 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
   const int64_t rows = bound.sizes[ROWS], length = bound.sizes[LENGTH], dim = bound.sizes[DIM];
   const int64_t heads = bound.sizes[HEADS];
   SelfAttention s = {.qkv = {.x = data_of(&bound, "hidden"),
-                             .kernel = data_of(&bound, "kernel"),
                              .bias = data_of(&bound, "bias"),
                              .rows = rows * length,
                              .k = dim,
@@ -170,6 +181,7 @@ XLA_FFI_Error* jaxembed_self_attention(XLA_FFI_CallFrame* frame) {
                              .x_is_float = 1,
                              .adapters = only_adapters(&bound)},
                      .attention = {.mixed_stride = dim, .heads = heads, .width = dim / heads}};
+  bind_weight(&bound, "kernel", "kernel_scales", &s.qkv);
   bind_attention(&bound, &s.attention);
   // An item has enough rows to make up for reading the weight, few enough heads to stay in the
   // cache, and there are items for all threads.
@@ -199,23 +211,23 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
   Mlp m = {.rows = bound.sizes[LEADING],
            .out = {.x = data_of(&bound, "mixed"),
                    .residual = data_of(&bound, "hidden"),
-                   .kernel = data_of(&bound, "out_kernel"),
                    .bias = data_of(&bound, "out_bias"),
                    .scale = data_of(&bound, "out_scale"),
                    .shift = data_of(&bound, "out_shift"),
                    .k = dim, .n = dim, .y_stride = dim,
                    .y_is_float = 1, .mode = NORM, .eps = eps},
-           .up = {.kernel = data_of(&bound, "up_kernel"),
-                  .bias = data_of(&bound, "up_bias"),
+           .up = {.bias = data_of(&bound, "up_bias"),
                   .k = dim, .n = inner,
                   .x_is_float = 1, .y_in_tiles = 1, .mode = end_of(bound.mode)},
-           .down = {.kernel = data_of(&bound, "down_kernel"),
-                    .bias = data_of(&bound, "down_bias"),
+           .down = {.bias = data_of(&bound, "down_bias"),
                     .scale = data_of(&bound, "down_scale"),
                     .shift = data_of(&bound, "down_shift"),
                     .y = bound.result->data,
                     .k = inner, .n = dim, .y_stride = dim,
                     .y_is_float = 1, .mode = NORM, .eps = eps}};
+  bind_weight(&bound, "out_kernel", "out_kernel_scales", &m.out);
+  bind_weight(&bound, "up_kernel", "up_kernel_scales", &m.up);
+  bind_weight(&bound, "down_kernel", "down_kernel_scales", &m.down);
   m.out.adapters = adapters_of(&bound, "out_adapter_down", "out_adapter_up", "out_adapter_owners",
                                OUT_NARROW);
   m.up.adapters = adapters_of(&bound, "up_adapter_down", "up_adapter_up", "up_adapter_owners",

@@ -25,15 +25,16 @@ OLDEST_GLIBC = 17  # manylinux2014 needs glibc 2.17, the oldest that pip and jax
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 # -march=native is not used, because a library is built on one machine and used on others.
 AVX2_FLAGS, AVX512_FLAGS = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
-AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512bf16")
-AMX_FLAGS = (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16")
+AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
+AMX_FLAGS = (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 FLOAT32_FLAGS = ("-DELEMENTS_ARE_FLOAT32",)
 
 # The CPU features that the compiler may use with these flags, as /proc/cpuinfo names them.
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AVX512_BF16 = _V4 | {"avx512_bf16"}
+_VNNI = _V4 | {"avx512_vnni"}
+_AVX512_BF16 = _VNNI | {"avx512_bf16"}
 
 
 class NativeUnavailable(Exception):
@@ -64,11 +65,17 @@ def _kernels(name: str, flags: tuple[str, ...], cpu_flags: frozenset[str], dtype
     return Build(name, "native.c", FLAGS + flags, cpu_flags, dtype)
 
 
-AMX = _kernels("amx", AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16"}, "bfloat16")
+AMX = _kernels("amx", AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, "bfloat16")
 AVX512_BF16 = _kernels("avx512_bf16", AVX512_BF16_FLAGS, _AVX512_BF16, "bfloat16")
+AVX512_VNNI = _kernels(
+    "avx512_vnni_float32", (*AVX512_FLAGS, "-mavx512vnni", *FLOAT32_FLAGS), _VNNI, "float32"
+)
 AVX512 = _kernels("avx512_float32", AVX512_FLAGS + FLOAT32_FLAGS, _V4, "float32")
+AVX_VNNI = _kernels(
+    "avx_vnni_float32", (*AVX2_FLAGS, "-mavxvnni", *FLOAT32_FLAGS), _V3 | {"avx_vnni"}, "float32"
+)
 AVX2 = _kernels("avx2_float32", AVX2_FLAGS + FLOAT32_FLAGS, _V3, "float32")
-KERNELS = (AMX, AVX512_BF16, AVX512, AVX2)  # the fastest of each dtype first
+KERNELS = (AMX, AVX512_BF16, AVX512_VNNI, AVX512, AVX_VNNI, AVX2)  # the fastest of each dtype first
 MEANS = Build("means", "means.c", FLAGS, frozenset())
 BUILDS = (*KERNELS, MEANS)
 

@@ -18,13 +18,19 @@ static int mlp_item(const void* arguments, int64_t item) {
   const Mlp* m = arguments;
   const int64_t first = item * m->block, rows = min64(m->block, m->rows - first);
   const int64_t dim = m->out.n, width = m->up.n, block = m->block;
-  const int64_t outer = max64(tiles_of(&m->out, block), tiles_of(&m->up, block));
+  const int is_quantized = m->down.quantized.values != NULL;
+  const int64_t of_inner = is_quantized ? block * width : 0;  // elements that are quantized
+  const size_t outer = laid_bytes(&m->out, block) > laid_bytes(&m->up, block)
+                           ? laid_bytes(&m->out, block)
+                           : laid_bytes(&m->up, block);
   float* sums = scratch((sums_of(&m->up, block) + block * dim) * sizeof(float) +
-                        (outer + tiles_of(&m->down, block)) * sizeof(element));
+                        of_inner * sizeof(element) + outer + laid_bytes(&m->down, block));
   if (!sums) return -1;
   float* hidden = sums + sums_of(&m->up, block);
-  element* tiles = (element*)(hidden + block * dim);
-  element* inner = tiles + outer;
+  element* inner = (element*)(hidden + block * dim);
+  char* memory = (char*)(inner + of_inner);
+  Laid laid, last;
+  divide(&m->down, rows, memory + outer, &last);
 
   Linear out = m->out, up = m->up, down = m->down;
   out.x = (const element*)out.x + first * dim;
@@ -33,22 +39,24 @@ static int mlp_item(const void* arguments, int64_t item) {
   out.adapters = of_rows(out.adapters, first);
   up.adapters = of_rows(up.adapters, first);
   down.adapters = of_rows(down.adapters, first);
-  lay_in_tiles(&out, 0, rows, tiles);
-  narrow(&out, tiles, 0, rows, sums);
-  multiply(&out, tiles, 0, rows, 0, dim, sums);
+  divide(&out, rows, memory, &laid);
+  lay_out(&out, 0, rows, 0, &laid, sums);
+  multiply(&out, &laid, 0, rows, 0, dim, sums);
   norm_rows(&out, 0, rows);
 
   up.x = hidden;
-  up.y = inner;
-  if (rows % TILE) memset(inner, 0, block * width * sizeof(element));
-  lay_in_tiles(&up, 0, rows, tiles);
-  narrow(&up, tiles, 0, rows, sums);
-  multiply(&up, tiles, 0, rows, 0, width, sums);
+  up.y_in_tiles = !is_quantized;
+  up.y = is_quantized ? inner : last.tiles;
+  if (rows % TILE && !is_quantized) memset(last.tiles, 0, block * width * sizeof(element));
+  divide(&up, rows, memory, &laid);
+  lay_out(&up, 0, rows, 0, &laid, sums);
+  multiply(&up, &laid, 0, rows, 0, width, sums);
 
+  down.x = inner;
   down.residual = hidden;
   down.y = (float*)down.y + first * dim;
-  narrow(&down, inner, 0, rows, sums);
-  multiply(&down, inner, 0, rows, 0, dim, sums);
+  lay_out(&down, 0, rows, !is_quantized, &last, sums);
+  multiply(&down, &last, 0, rows, 0, dim, sums);
   norm_rows(&down, 0, rows);
   return 0;
 }
@@ -75,22 +83,22 @@ static int self_attention_item(const void* arguments, int64_t item) {
   const int64_t wide = heads * t.width, block = parts(most, PANEL) * PANEL;
 
   char* memory = scratch(attention_memory(&t) + block * PANEL * sizeof(float) +
-                         tiles_of(&l, block) * sizeof(element) +
+                         laid_bytes(&l, block) +
                          block * 3 * t.heads_per_item * t.width * sizeof(element));
   if (!memory) return -1;
   float* sums = (float*)(memory + attention_memory(&t));
-  element* tiles = (element*)(sums + block * PANEL);
-  element* joint = tiles + tiles_of(&l, block);
+  element* joint = (element*)((char*)(sums + block * PANEL) + laid_bytes(&l, block));
+  Laid laid;
+  divide(&l, tokens, (char*)(sums + block * PANEL), &laid);
 
   l.x = (const float*)l.x + first_row * t.length * l.k;
   l.adapters = of_rows(l.adapters, first_row * t.length);
   l.y_stride = 3 * wide;
-  lay_in_tiles(&l, 0, tokens, tiles);
-  narrow(&l, tiles, 0, tokens, sums);
+  lay_out(&l, 0, tokens, 0, &laid, sums);
   for (int of = 0; of < 3; of++) {  // queries, keys, values
     l.y = joint + of * wide;
     l.y_column = of * dim + first_head * t.width;
-    multiply(&l, tiles, 0, tokens, l.y_column, l.y_column + wide, sums);
+    multiply(&l, &laid, 0, tokens, l.y_column, l.y_column + wide, sums);
   }
   t.query = joint, t.key = joint + wide, t.value = joint + 2 * wide;
   t.query_stride = t.key_stride = t.value_stride = 3 * wide;

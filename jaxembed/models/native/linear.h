@@ -6,6 +6,7 @@
 #include "adapters.h"
 #include "numbers.h"
 #include "product.h"
+#include "quantized.h"
 #include "scratch.h"
 
 enum { CHUNK = 768 / sizeof(element) };  // features of a panel that stay in the first-level cache
@@ -15,7 +16,8 @@ enum { PLAIN, NORM, GELU, GATED_GELU, GATED_SILU, GATED_GELU_TANH, MODES };
 
 typedef struct {
   const void* x;  // [rows, k]
-  const element* kernel;  // the weight, in panels
+  const element* kernel;  // the weight, in panels, unless it is quantized
+  Quantized quantized;
   const float *bias, *residual, *scale, *shift;
   void* y;             // [rows, n], starting at column `y_column`
   int64_t rows, k, n;  // n: columns of y
@@ -56,24 +58,41 @@ static inline int is_gated(const Linear* l) { return l->mode >= GATED_GELU; }
 // The number of floats of scratch memory that `multiply` needs for a block of rows.
 static int64_t sums_of(const Linear* l, int64_t block) { return block * PANEL * (1 + is_gated(l)); }
 
-// The number of elements for the tiles of a block of rows, and after them for the same of adapters.
-static int64_t tiles_of(const Linear* l, int64_t block) {
-  return block * (l->k + l->adapters.width + 1);  // 1: `Taken` of each group
+// Rows of x as products take them.
+typedef struct {
+  element* tiles;     // [rows / 16][k / STEP][16][STEP]; with y_in_tiles, y has this layout too
+  element* narrow;    // what adapters add before `up`, in tiles
+  Taken* taken;       // the columns that adapters take, of each group of rows
+  uint8_t* bytes;     // quantized, [rows / 16][k / 64][16][64]
+  RowScale* scales;   // [rows][groups]
+} Laid;
+
+static inline int64_t groups_of(const Linear* l) { return l->k / l->quantized.group; }
+
+// Divide memory for `rows` rows. Returns the number of bytes.
+static inline size_t divide(const Linear* l, int64_t rows, char* memory, Laid* laid) {
+  const int64_t padded = parts(rows, TILE) * TILE;
+  const int is_quantized = l->quantized.values != NULL;
+  const size_t of_tiles = is_quantized && !l->adapters.width ? 0 : padded * l->k * sizeof(element);
+  const size_t of_bytes = is_quantized ? padded * l->k : 0;
+  const size_t of_narrow = padded * l->adapters.width * sizeof(element);
+  const size_t of_scales = is_quantized ? padded * groups_of(l) * sizeof(RowScale) : 0;
+  *laid = (Laid){.tiles = (element*)memory,
+                 .bytes = (uint8_t*)memory + of_tiles,
+                 .narrow = (element*)(memory + of_tiles + of_bytes),
+                 .scales = (RowScale*)(memory + of_tiles + of_bytes + of_narrow),
+                 .taken = (Taken*)(memory + of_tiles + of_bytes + of_narrow + of_scales)};
+  return of_tiles + of_bytes + of_narrow + of_scales + padded * sizeof(Taken);
 }
 
-// The place after the tiles of some rows, for what adapters add before `up`.
-static inline element* narrow_of(const Linear* l, const element* tiles, int64_t rows) {
-  return (element*)tiles + parts(rows, TILE) * TILE * l->k;
+// The bytes of memory that a block of rows takes, in whole lines of the cache.
+static size_t laid_bytes(const Linear* l, int64_t block) {
+  Laid laid;
+  return parts(divide(l, block, NULL, &laid), 64) * 64;
 }
 
-// The place after that, for the columns that adapters take.
-static inline Taken* taken_of(const Linear* l, const element* tiles, int64_t rows) {
-  return (Taken*)(narrow_of(l, tiles, rows) + parts(rows, TILE) * TILE * l->adapters.width);
-}
-
-// Copy rows of x into tiles of 16 rows and STEP features: [rows / 16][k / STEP][16][STEP]. Float32
-// is rounded to elements, and missing rows of the last tile become zeros. With y_in_tiles, y has this
-// layout too.
+// Copy rows of x into tiles. Float32 is rounded to elements, and missing rows of the last tile
+// become zeros.
 static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, element* tiles) {
   const int64_t k = l->k, padded = parts(last - first, TILE) * TILE;
   for (int64_t row = 0; row < padded; row++) {
@@ -89,6 +108,34 @@ static void lay_in_tiles(const Linear* l, int64_t first, int64_t last, element* 
       }
     }
   }
+}
+
+// Quantize rows of x. Missing rows of the last tile become zeros.
+static void lay_in_bytes(const Linear* l, int64_t first, int64_t last, const Laid* laid) {
+  const int64_t k = l->k, group = l->quantized.group, padded = parts(last - first, TILE) * TILE;
+  RowScale* scale = laid->scales;
+  for (int64_t row = 0; row < padded; row++) {
+    uint8_t* line = laid->bytes + row / TILE * TILE * k + row % TILE * BYTES_STEP;
+    for (int64_t at = 0; at < k; at += group, scale++, line += group * TILE) {
+      if (first + row < last) {
+        *scale = quantize(l->x, l->x_is_float, (first + row) * k + at, group, line);
+        continue;
+      }
+      *scale = (RowScale){0, 0};
+      for (int64_t i = 0; i < group; i += BYTES_STEP) memset(line + i * TILE, 0, BYTES_STEP);
+    }
+  }
+}
+
+// Lay out the rows [first, last) of x, which are not in tiles yet if `x_in_tiles` is not set, and
+// compute what adapters add to them, before `up`. `sums` has room for 32 rows of a panel.
+static void lay_out(const Linear* l, int64_t first, int64_t last, int x_in_tiles, const Laid* laid,
+                    float* sums) {
+  if (l->quantized.values) lay_in_bytes(l, first, last, laid);
+  if (!x_in_tiles && (!l->quantized.values || l->adapters.width))
+    lay_in_tiles(l, first, last, laid->tiles);
+  if (l->adapters.width)
+    narrow_rows(&l->adapters, l->k, laid->tiles, first, last, laid->narrow, laid->taken, sums);
 }
 
 // What 16 columns of a gated product are multiplied with: the sums of their gate, activated.
@@ -131,49 +178,49 @@ static inline void finish_columns(const Linear* l, int64_t row, int rows, int64_
   }
 }
 
-// Multiply the rows [first, last), which are in `tiles`, with a panel of the weight. Unless it is a
-// panel of gates (`column` is negative), the sums are finished as those of `column`.
-static inline void multiply_panel(const Linear* l, const element* tiles, int64_t first, int64_t last,
-                                  const element* panel, int64_t column, float* sums,
-                                  const float* gates) {
+// Multiply the rows [first, last), which are laid out, with the panel of the weight that begins at
+// column `from`. Unless it is a panel of gates (`column` is negative), the sums are finished as those
+// of `column`.
+static inline void multiply_panel(const Linear* l, const Laid* laid, int64_t first, int64_t last,
+                                  int64_t from, int64_t column, float* sums, const float* gates) {
   const int64_t k = l->k;
+  const Quantized* q = &l->quantized;
+  const int64_t chunk = q->values ? q->group : CHUNK;
   // a chunk of the panel stays in the first-level cache while it is multiplied with all rows
-  for (int64_t from = 0; from < k; from += CHUNK) {
-    const int64_t steps = min64(CHUNK, k - from) / STEP;
+  for (int64_t at = 0; at < k; at += chunk) {
     for (int64_t row = first; row < last; row += PANEL) {
-      const int64_t rows = min64(PANEL, last - row), at = (row - first) * PANEL;
-      product(tiles + (row - first) * k + from * TILE, STEP, TILE_ELEMENTS, TILE * k,
-              rows > TILE ? PANEL : TILE, panel + from * PANEL, steps, from > 0, sums + at, PANEL);
-      if (from + CHUNK < k) continue;
+      const int64_t rows = min64(PANEL, last - row), of_row = (row - first) * k;
+      const int padded = rows > TILE ? PANEL : TILE;
+      float* to = sums + (row - first) * PANEL;
+      if (q->values) {
+        const int64_t groups = groups_of(l), group = at / chunk;
+        quantized_product(laid->bytes + of_row + at * TILE, TILE * k, padded,
+                          laid->scales + (row - first) * groups + group, groups,
+                          q->values + from * k + at * PANEL,
+                          q->scales + (from / PANEL * groups + group) * 2 * PANEL, chunk / BYTES_STEP,
+                          at > 0, to);
+      } else {
+        product(laid->tiles + of_row + at * TILE, STEP, TILE_ELEMENTS, TILE * k, padded,
+                l->kernel + from * k + at * PANEL, min64(chunk, k - at) / STEP, at > 0, to, PANEL);
+      }
+      if (at + chunk < k) continue;
       if (l->adapters.width)
-        widen_rows(&l->adapters, narrow_of(l, tiles, last - first),
-                   taken_of(l, tiles, last - first), row - first, rows,
-                   l->adapters.up + (panel - l->kernel) / k * l->adapters.width, sums + at);
-      if (column >= 0) finish_columns(l, row, (int)rows, column, sums + at, gates ? gates + at : NULL);
+        widen_rows(&l->adapters, laid->narrow, laid->taken, row - first, rows,
+                   l->adapters.up + from * l->adapters.width, to);
+      if (column >= 0)
+        finish_columns(l, row, (int)rows, column, to, gates ? gates + (to - sums) : NULL);
     }
   }
 }
 
-// Compute what adapters add for the rows [first, last), which are in `tiles`, as far as `multiply`
-// wants it to be: it is kept after the tiles. `sums` has room for 32 rows of a panel.
-static void narrow(const Linear* l, element* tiles, int64_t first, int64_t last, float* sums) {
-  if (l->adapters.width)
-    narrow_rows(&l->adapters, l->k, tiles, first, last, narrow_of(l, tiles, last - first),
-                taken_of(l, tiles, last - first), sums);
-}
-
-// Compute the columns [start, end) of the rows [first, last), which are in `tiles`; `narrow` must
-// have been called for them. `sums` has room for sums_of a block of so many rows.
-static void multiply(const Linear* l, const element* tiles, int64_t first, int64_t last, int64_t start,
+// Compute the columns [start, end) of the rows [first, last), which are laid out. `sums` has room for
+// sums_of a block of so many rows.
+static void multiply(const Linear* l, const Laid* laid, int64_t first, int64_t last, int64_t start,
                      int64_t end, float* sums) {
   float* gates = is_gated(l) ? sums + sums_of(l, parts(last - first, PANEL) * PANEL) / 2 : NULL;
   for (int64_t column = start; column < end; column += PANEL) {
-    const element* panel = l->kernel + column * l->k;
-    if (gates) {
-      multiply_panel(l, tiles, first, last, panel, -1, gates, NULL);
-      panel += l->n * l->k;
-    }
-    multiply_panel(l, tiles, first, last, panel, column, sums, gates);
+    if (gates) multiply_panel(l, laid, first, last, column, -1, gates, NULL);
+    multiply_panel(l, laid, first, last, column + (gates ? l->n : 0), column, sums, gates);
   }
 }
 
@@ -184,12 +231,12 @@ static int linear_item(const void* arguments, int64_t item) {
   const int64_t block = item / l->column_parts, part = item % l->column_parts;
   const int64_t first = block * l->block, last = min64(first + l->block, l->rows);
   const int64_t start = part * l->columns, end = min64(start + l->columns, l->n);
-  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + tiles_of(l, l->block) * sizeof(element));
+  Laid laid;
+  float* sums = scratch(sums_of(l, l->block) * sizeof(float) + laid_bytes(l, l->block));
   if (!sums) return -1;
-  element* tiles = (element*)(sums + sums_of(l, l->block));
-  lay_in_tiles(l, first, last, tiles);
-  narrow(l, tiles, first, last, sums);
-  multiply(l, tiles, first, last, start, end, sums);
+  divide(l, last - first, (char*)(sums + sums_of(l, l->block)), &laid);
+  lay_out(l, first, last, 0, &laid, sums);
+  multiply(l, &laid, first, last, start, end, sums);
   if (l->mode == NORM &&
       (l->column_parts == 1 || atomic_fetch_sub(&l->unfinished[block], 1) == 1))
     norm_rows(l, first, last);

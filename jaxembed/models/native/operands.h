@@ -54,18 +54,29 @@ enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_F32 };
 enum { XLA_FFI_DataType_ELEMENT = XLA_FFI_DataType_BF16 };
 #endif
 
-enum { MOST_OPERANDS = 22, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
+enum { MOST_OPERANDS = 25, MOST_AXES = 6, MOST_ATTRIBUTES = 5, MOST_RELATIONS = 4 };
 
 // Bits of the mode of attention: what comes with the call.
 enum { BIASED = 1, ROTATED = 2 };
 // Bits of any mode: whether numbers of adapters come, and in mlp for which products they do.
 enum { ADAPTED = 8, ADAPTS_OUT = 16, ADAPTS_UP = 32, ADAPTS_DOWN = 64 };
+// Another one: the weights of all products but adapters are quantized (quantized.h), and scales come.
+enum { QUANTIZED = 128 };
+enum { ALL_BITS = ADAPTED | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN | QUANTIZED };
+
+// How an operand with the shape of its table is stored.
+typedef enum {
+  PLAIN_ARRAY,
+  PANELS,  // packed into panels
+  WEIGHT,  // the same, and of s8 if the mode has QUANTIZED
+  SCALES,  // the scales of a quantized weight of that shape
+} Layout;
 
 typedef struct {
   const char* name;
   uint64_t dtypes;  // one bit for each dtype that is taken
   Size shape[MOST_AXES];
-  int in_panels;  // whether it is a weight of that shape, packed into panels
+  Layout layout;
   int64_t only_with;  // bits of the mode without which it does not come
 } Operand;
 
@@ -104,45 +115,49 @@ typedef struct {
 #define COS {"cos", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
 #define SIN {"sin", DTYPE(F32), {ROWS, LENGTH, HALF}, .only_with = ROTATED}
 #define NUMBERS(...) {"numbers", DTYPE(S32), {__VA_ARGS__}, .only_with = ADAPTED}
+// The weight of a product [in, out]; if it is quantized, with its scales.
+#define WEIGHT_OF(of, in, out)                                  \
+  {of "kernel", DTYPE(ELEMENT), {in, out}, .layout = WEIGHT},    \
+  {of "kernel_scales", DTYPE(F32), {in, out}, .layout = SCALES, .only_with = QUANTIZED}
 // The adapters of a product [in, out], see adapters.h.
 #define ADAPTERS(of, bits, in, narrow, out)                                                        \
-  {of "adapter_down", DTYPE(ELEMENT), {in, narrow}, .in_panels = 1, .only_with = ADAPTED | (bits)},   \
-  {of "adapter_up", DTYPE(ELEMENT), {narrow, out}, .in_panels = 1, .only_with = ADAPTED | (bits)},    \
+  {of "adapter_down", DTYPE(ELEMENT), {in, narrow}, .layout = PANELS, .only_with = ADAPTED | (bits)},   \
+  {of "adapter_up", DTYPE(ELEMENT), {narrow, out}, .layout = PANELS, .only_with = ADAPTED | (bits)},    \
   {of "adapter_owners", DTYPE(S32), {narrow}, .only_with = ADAPTED | (bits)}
 #define DISTANCES_OF_ROW {2, LENGTH, DISTANCES, .is_equal = 1, .less = 1}
 
 static const Call linear_call = {
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
-                 {"kernel", DTYPE(ELEMENT), {IN, OUT}, .in_panels = 1},
+                 WEIGHT_OF("", IN, OUT),
                  {"bias", DTYPE(F32), {OUT}},
                  NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
     .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
 };
 
 static const Call gated_linear_call = {  // linear with a gated mode
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
-                 {"kernel", DTYPE(ELEMENT), {IN, COLUMNS}, .in_panels = 1},
+                 WEIGHT_OF("", IN, COLUMNS),
                  {"bias", DTYPE(F32), {COLUMNS}},
                  NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, COLUMNS)},
     .result = {"y", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
     .relations = {{2, OUT, COLUMNS, .is_equal = 1}},
 };
 
 static const Call linear_norm_call = {  // linear with mode NORM
     .name = "linear",
     .operands = {{"x", DTYPE(F32) | DTYPE(ELEMENT), {LEADING, IN}},
-                 {"kernel", DTYPE(ELEMENT), {IN, OUT}, .in_panels = 1},
+                 WEIGHT_OF("", IN, OUT),
                  {"bias", DTYPE(F32), {OUT}},
                  {"residual", DTYPE(F32), {LEADING, OUT}},
                  {"scale", DTYPE(F32), {OUT}},
                  {"shift", DTYPE(F32), {OUT}},
                  NUMBERS(LEADING), ADAPTERS("", 0, IN, NARROW, OUT)},
     .result = {"y", DTYPE(F32), {LEADING, OUT}},
-    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED), EPS},
+    .attributes = {MODE(PLAIN, MODES - 1, ADAPTED | QUANTIZED), EPS},
 };
 
 static const Call attention_call = {
@@ -170,13 +185,13 @@ static const Call joint_attention_call = {  // query, key and value side by side
 static const Call self_attention_call = {
     .name = "self_attention",
     .operands = {{"hidden", DTYPE(F32), {ROWS, LENGTH, DIM}},
-                 {"kernel", DTYPE(ELEMENT), {DIM, JOINT}, .in_panels = 1},
+                 WEIGHT_OF("", DIM, JOINT),
                  {"bias", DTYPE(F32), {JOINT}},
                  {"segments", DTYPE(S32), {ROWS, LENGTH}},
                  DISTANCE_BIAS, COS, SIN,
                  NUMBERS(ROWS, LENGTH), ADAPTERS("", 0, DIM, NARROW, JOINT)},
     .result = {"mixed", DTYPE(ELEMENT), {ROWS, LENGTH, DIM}},
-    .attributes = {MODE(0, BIASED | ROTATED, ADAPTED),
+    .attributes = {MODE(0, BIASED | ROTATED, ADAPTED | QUANTIZED),
                    {"heads", XLA_FFI_DataType_S64, 1, INT64_MAX, HEADS},
                    CAUSAL, REACH, CAP},
     .relations = {{3, DIM, JOINT, .is_equal = 1},
@@ -189,13 +204,13 @@ static const Call self_attention_call = {
   .name = "mlp",                                                            \
   .operands = {{"mixed", DTYPE(ELEMENT), {LEADING, DIM}},                      \
                {"hidden", DTYPE(F32), {LEADING, DIM}},                      \
-               {"out_kernel", DTYPE(ELEMENT), {DIM, DIM}, .in_panels = 1},     \
+               WEIGHT_OF("out_", DIM, DIM),                                  \
                {"out_bias", DTYPE(F32), {DIM}},                             \
                {"out_scale", DTYPE(F32), {DIM}},                            \
                {"out_shift", DTYPE(F32), {DIM}},                            \
-               {"up_kernel", DTYPE(ELEMENT), {DIM, columns}, .in_panels = 1},  \
+               WEIGHT_OF("up_", DIM, columns),                               \
                {"up_bias", DTYPE(F32), {columns}},                          \
-               {"down_kernel", DTYPE(ELEMENT), {INNER, DIM}, .in_panels = 1},  \
+               WEIGHT_OF("down_", INNER, DIM),                               \
                {"down_bias", DTYPE(F32), {DIM}},                            \
                {"down_scale", DTYPE(F32), {DIM}},                           \
                {"down_shift", DTYPE(F32), {DIM}},                           \
@@ -204,7 +219,7 @@ static const Call self_attention_call = {
                ADAPTERS("up_", ADAPTS_UP, DIM, UP_NARROW, columns),         \
                ADAPTERS("down_", ADAPTS_DOWN, INNER, DOWN_NARROW, DIM)},    \
   .result = {"hidden", DTYPE(F32), {LEADING, DIM}},                         \
-  .attributes = {MODE(GELU, MODES - 1, ADAPTED | ADAPTS_OUT | ADAPTS_UP | ADAPTS_DOWN), EPS}
+  .attributes = {MODE(GELU, MODES - 1, ALL_BITS), EPS}
 
 static const Call mlp_call = {MLP_OF(INNER)};
 

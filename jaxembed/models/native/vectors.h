@@ -50,6 +50,50 @@ static inline unsigned m_bits(mask which) { return which; }
 // x where the mask is true, else y.
 static inline vec v_choose(mask which, vec x, vec y) { return _mm512_mask_mov_ps(y, which, x); }
 
+// Round sixteen float32 from 0 to 255 to u8.
+static inline void store_u8(uint8_t* to, vec x) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
+}
+
+typedef __m512i ints;  // sixteen int32
+
+static inline ints i_none(void) { return _mm512_setzero_si512(); }
+static inline vec v_from(ints x) { return _mm512_cvtepi32_ps(x); }
+// Four s8 of each of sixteen columns; four u8, the same for all columns; and the sum of their
+// products added to that of each column.
+#ifdef __AVX512VNNI__
+typedef __m512i Signed;
+typedef __m512i Unsigned;
+static inline Signed load_signed(const int8_t* from) { return _mm512_loadu_si512(from); }
+static inline Unsigned all_unsigned(const uint8_t* from) {
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+static inline ints i_dot(ints sum, Unsigned x, Signed y) {
+  // gcc 12 copies the sums of its intrinsic from register to register
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(y));
+  return sum;
+}
+#else
+typedef struct {
+  __m512i even, odd;  // as s16, because sums of two products exceed s16
+} Signed, Unsigned;
+static inline Signed load_signed(const int8_t* from) {
+  const __m512i bytes = _mm512_loadu_si512(from);
+  return (Signed){_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8), _mm512_srai_epi16(bytes, 8)};
+}
+static inline Unsigned all_unsigned(const uint8_t* from) {
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  return (Unsigned){_mm512_set1_epi32(four & 0x00ff00ff), _mm512_set1_epi32(four >> 8 & 0x00ff00ff)};
+}
+static inline ints i_dot(ints sum, Unsigned x, Signed y) {
+  sum = _mm512_add_epi32(sum, _mm512_madd_epi16(x.even, y.even));
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(x.odd, y.odd));
+}
+#endif
+
 // Transpose sixteen lines of sixteen units: line p of `to` gets unit p of each line of `from`.
 // Strides are in units.
 static inline void transpose(const void* from, int64_t stride, void* to) {
@@ -187,6 +231,69 @@ static inline vec v_choose(mask which, vec x, vec y) {
   return (vec){_mm256_blendv_ps(y.low, x.low, which.low),
                _mm256_blendv_ps(y.high, x.high, which.high)};
 }
+
+// Round sixteen float32 from 0 to 255 to u8.
+static inline void store_u8(uint8_t* to, vec x) {
+  const __m256i low = _mm256_cvtps_epi32(x.low), high = _mm256_cvtps_epi32(x.high);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+  const __m128i first = _mm256_castsi256_si128(words);
+  _mm_storeu_si128((__m128i*)to, _mm_packus_epi16(first, _mm256_extracti128_si256(words, 1)));
+}
+
+typedef struct {
+  __m256i low, high;
+} ints;  // sixteen int32
+
+static inline ints i_none(void) { return (ints){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vec v_from(ints x) {
+  return (vec){_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)};
+}
+// Four s8 of each of sixteen columns; four u8, the same for all columns; and the sum of their
+// products added to that of each column.
+#ifdef __AVXVNNI__
+typedef ints Signed;
+typedef __m256i Unsigned;
+static inline Signed load_signed(const int8_t* from) {
+  const __m256i* eight = (const __m256i*)from;
+  return (Signed){_mm256_loadu_si256(eight), _mm256_loadu_si256(eight + 1)};
+}
+static inline Unsigned all_unsigned(const uint8_t* from) {
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  return _mm256_set1_epi32(four);
+}
+static inline ints i_dot(ints sum, Unsigned x, Signed y) {
+  return (ints){_mm256_dpbusd_avx_epi32(sum.low, x, y.low),
+                _mm256_dpbusd_avx_epi32(sum.high, x, y.high)};
+}
+#else
+typedef struct {
+  ints even, odd;  // as s16, because sums of two products exceed s16
+} Signed;
+typedef struct {
+  __m256i even, odd;
+} Unsigned;
+static inline Signed load_signed(const int8_t* from) {
+  const __m256i* eight = (const __m256i*)from;
+  const __m256i low = _mm256_loadu_si256(eight), high = _mm256_loadu_si256(eight + 1);
+  return (Signed){{_mm256_srai_epi16(_mm256_slli_epi16(low, 8), 8),
+                   _mm256_srai_epi16(_mm256_slli_epi16(high, 8), 8)},
+                  {_mm256_srai_epi16(low, 8), _mm256_srai_epi16(high, 8)}};
+}
+static inline Unsigned all_unsigned(const uint8_t* from) {
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  return (Unsigned){_mm256_set1_epi32(four & 0x00ff00ff), _mm256_set1_epi32(four >> 8 & 0x00ff00ff)};
+}
+static inline __m256i dot_half(__m256i sum, Unsigned x, __m256i even, __m256i odd) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(x.even, even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(x.odd, odd));
+}
+static inline ints i_dot(ints sum, Unsigned x, Signed y) {
+  return (ints){dot_half(sum.low, x, y.even.low, y.odd.low),
+                dot_half(sum.high, x, y.even.high, y.odd.high)};
+}
+#endif
 
 // Transpose eight lines of eight units.
 static inline void transpose_eight(const int32_t* from, int64_t stride, int32_t* to) {

@@ -236,7 +236,7 @@ def load_measured(source: ModelSource, *, config: EngineConfig, text: TextConfig
             f"{spec.source} holds static embeddings, which do not use buckets, so there is "
             "nothing to tune"
         )
-    forward = program(spec, config.tensor_parallel)
+    forward = program(spec, config.tensor_parallel, config.quantize)
     plan = make_plan(spec, forward, config, source.cache_dir)
     processor = TextProcessor(
         checkpoint.tokenizer_path(path), spec, plan.max_input_tokens, text, TOKENIZERS

@@ -18,7 +18,9 @@
 typedef V(float, 64) __m512;
 typedef V(long long, 64) __m512i;
 typedef V(long long, 32) __m256i;
+typedef V(long long, 16) __m128i;
 typedef V(int32_t, 64) I32;
+typedef V(uint8_t, 16) B16;
 typedef V(uint32_t, 64) U32;
 typedef V(int16_t, 64) I16;
 typedef V(uint16_t, 64) U16;
@@ -92,6 +94,22 @@ REDUCED(_mm512_reduce_max_ps, a > b ? a : b)
 
 OP __m512i _mm512_add_epi32(__m512i a, __m512i b) { return (__m512i)((I32)a + (I32)b); }
 OP __m512i _mm512_add_epi16(__m512i a, __m512i b) { return (__m512i)((I16)a + (I16)b); }
+OP __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+  const I32 x = (I32)a, y = (I32)b;
+  return (__m512i)((x << 16 >> 16) * (y << 16 >> 16) + (x >> 16) * (y >> 16));
+}
+OP __m512i _mm512_slli_epi16(__m512i a, int n) { return (__m512i)((U16)a << n); }
+OP __m512i _mm512_srai_epi16(__m512i a, int n) { return (__m512i)((I16)a >> n); }
+OP __m512i _mm512_cvtps_epi32(__m512 x) {
+  I32 r;
+  EACH(16) r[i] = (int32_t)nearbyintf(x[i]);
+  return (__m512i)r;
+}
+OP __m512 _mm512_cvtepi32_ps(__m512i x) { return __builtin_convertvector((I32)x, __m512); }
+OP __m128i _mm512_cvtepi32_epi8(__m512i x) {
+  return (__m128i)__builtin_convertvector((U32)x, B16);
+}
+OP void _mm_storeu_si128(__m128i* to, __m128i x) { memcpy(to, &x, sizeof x); }
 OP __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
 OP __m512i _mm512_slli_epi32(__m512i a, int n) { return (__m512i)((U32)a << n); }
 OP __m512i _mm512_cvtepu16_epi32(__m256i a) {
@@ -182,7 +200,9 @@ OP __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 #ifdef EMULATE_AMX
 #include <string.h>
 #include <unistd.h>
+#include <stdint.h>
 #define __AMX_BF16__ 1
+#define __AMX_INT8__ 1
 #define syscall(...) 0  // the permission to use AMX
 #undef _tile_loadconfig
 #undef _tile_release
@@ -190,6 +210,7 @@ OP __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbusd
 static __thread char tile_memory[8][16][64] __attribute__((aligned(64)));
 #define _tile_loadconfig(config) ((void)(config))
 #define _tile_release() ((void)0)
@@ -200,6 +221,17 @@ static __thread char tile_memory[8][16][64] __attribute__((aligned(64)));
 #define _tile_stored(t, to, stride)                                                 \
   for (int line = 0; line < 16; line++)                                             \
   memcpy((char*)(to) + line * (int64_t)(stride), tile_memory[t][line], 64)
+#define _tile_dpbusd(c, a, b) tile_product_of_bytes(tile_memory[c], tile_memory[a], tile_memory[b])
+static inline void tile_product_of_bytes(char (*c)[64], char (*a)[64], char (*b)[64]) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) {
+      int32_t sum;
+      memcpy(&sum, c[i] + 4 * j, sizeof sum);
+      for (int k = 0; k < 64; k++)
+        sum += (uint8_t)a[i][k] * (int8_t)b[k / 4][4 * j + k % 4];
+      memcpy(c[i] + 4 * j, &sum, sizeof sum);
+    }
+}
 #define _tile_dpbf16ps(c, a, b) tile_product(tile_memory[c], tile_memory[a], tile_memory[b])
 static inline void tile_product(char (*c)[64], char (*a)[64], char (*b)[64]) {
   for (int i = 0; i < 16; i++) {
