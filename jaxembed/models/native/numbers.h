@@ -32,6 +32,33 @@ static inline void store_in_tiles(element* to, vec low, vec high) {
 // Load 16 elements.
 static inline vec load_elements(const element* from) { return v_load(from); }
 #else
+#ifdef __aarch64__
+// Round 16 float32 to elements and store them.
+static inline void store_half(element* to, vec values) {
+  const bfloat16x8_t low = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(values.a), values.b);
+  const bfloat16x8_t high = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(values.c), values.d);
+  vst1q_u16(to, vreinterpretq_u16_bf16(low));
+  vst1q_u16(to + 8, vreinterpretq_u16_bf16(high));
+}
+
+// Round 32 float32 to elements and store them.
+static inline void store_elements(element* to, vec low, vec high) {
+  store_half(to, low);
+  store_half(to + TILE, high);
+}
+
+// Store a unit of each of 32 columns, 16 of them at `low` and 16 at `high`. Its element i comes from
+// line i, or is zero.
+static inline void store_units(element* low, element* high, const element* lines[UNIT]) {
+  for (int column = 0; column < PANEL; column += 8) {
+    uint16x8_t two[UNIT];
+    for (int i = 0; i < UNIT; i++) two[i] = lines[i] ? vld1q_u16(lines[i] + column) : vdupq_n_u16(0);
+    element* to = (column < TILE ? low : high) + column % TILE * UNIT;
+    vst1q_u16(to, vzip1q_u16(two[0], two[1]));
+    vst1q_u16(to + 8, vzip2q_u16(two[0], two[1]));
+  }
+}
+#else
 // Round 16 float32 to elements and store them.
 static inline void store_half(element* to, vec values) {
   _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(values));
@@ -54,6 +81,7 @@ static inline void store_units(element* low, element* high, const element* lines
   _mm512_storeu_si512(low, _mm512_permutex2var_epi16(two[0], first, two[1]));
   _mm512_storeu_si512(high, _mm512_permutex2var_epi16(two[0], second, two[1]));
 }
+#endif
 
 // Round a step of float32 to elements and store them.
 static inline void store_step(element* to, const float* from) {
@@ -65,8 +93,16 @@ static inline void store_in_tiles(element* to, vec low, vec high) { store_elemen
 
 // Load 16 elements as float32.
 static inline vec load_elements(const element* from) {
+#ifdef __aarch64__
+  const uint16x8_t low = vld1q_u16(from), high = vld1q_u16(from + 8);
+  return (vec){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(low), 16)),
+               vreinterpretq_f32_u32(vshll_high_n_u16(low, 16)),
+               vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(high), 16)),
+               vreinterpretq_f32_u32(vshll_high_n_u16(high, 16))};
+#else
   const __m256i halves = _mm256_loadu_si256((const __m256i*)from);
   return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#endif
 }
 #endif
 

@@ -4,7 +4,6 @@
 // features of K and 16 columns are one tile, whose 16 lines hold a unit of each column.
 #pragma once
 
-#include <immintrin.h>
 #include <string.h>
 
 #include "vectors.h"
@@ -94,6 +93,26 @@ typedef vec Units;
 static inline Units load_units(const element* from) { return v_load(from); }
 static inline Units all_units(const element* from) { return v_all(*from); }
 static inline vec multiply_units(vec sum, Units x, Units y) { return v_fma(x, y, sum); }
+#elif defined(__aarch64__)
+typedef struct {
+  bfloat16x8_t a, b, c, d;
+} Units;
+static inline bfloat16x8_t four_units(const element* from) {
+  return vreinterpretq_bf16_u32(load_bits(from));
+}
+static inline Units load_units(const element* from) {
+  return (Units){four_units(from), four_units(from + 8), four_units(from + 16),
+                 four_units(from + 24)};
+}
+static inline Units all_units(const element* from) {
+  uint32_t unit;
+  memcpy(&unit, from, sizeof unit);
+  const bfloat16x8_t four = vreinterpretq_bf16_u32(vdupq_n_u32(unit));
+  return (Units){four, four, four, four};
+}
+static inline vec multiply_units(vec sum, Units x, Units y) {
+  return QUARTERS_3(vec, vbfdotq_f32, sum, x, y);
+}
 #else
 typedef __m512bh Units;
 static inline Units load_units(const element* from) {

@@ -1,7 +1,6 @@
 // Runs the items of a call on the threads of XLA:CPU.
 #pragma once
 
-#include <immintrin.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -10,6 +9,15 @@
 #include "sizes.h"
 #include "tiles.h"
 #include "xla/ffi/api/c_api.h"
+
+// Tell the core that the thread waits in a loop.
+static inline void wait_a_little(void) {
+#ifdef __aarch64__
+  __asm__ volatile("yield");
+#else
+  _mm_pause();
+#endif
+}
 
 typedef int Work(const void* arguments, int64_t item);  // returns 0, or -1 if memory is short
 
@@ -104,7 +112,7 @@ static int on_threads(XLA_FFI_CallFrame* frame, Work* work, const void* argument
   run_items(job);
   tiles_off();
   for (int spins = 0; atomic_load(&job->done) < items; spins++) {
-    if (spins < 200) _mm_pause();
+    if (spins < 200) wait_a_little();
     else sched_yield();
   }
   atomic_fetch_sub(&running, 1);

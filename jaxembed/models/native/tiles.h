@@ -1,11 +1,11 @@
 // Configures the AMX tiles of a thread. Without AMX these functions do nothing.
 #pragma once
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "sizes.h"
+#include "vectors.h"
 
 #ifdef __AMX_BF16__
 typedef struct {
