@@ -1,7 +1,7 @@
-"""Builds the native kernels into the wheel on Linux x86-64 with a C compiler.
+"""Builds the native kernels into the wheel on Linux x86-64 or Arm with a C compiler.
 
 Elsewhere the wheel is pure Python. With JAXEMBED_NATIVE=required kernels that cannot be compiled on
-Linux x86-64 fail the build.
+such a machine fail the build.
 """
 
 import importlib.util

@@ -17,7 +17,8 @@ from jaxembed.models.native import compiler, library
 EMULATED = Path(__file__).with_name("native") / "emulated"  # a header in place of the compiler's
 if "EMULATE_NATIVE" in os.environ:
     library.CPU = Path(os.devnull)
-AMX, AVX512_BF16, AVX512_VNNI, AVX512, AVX_VNNI, AVX2 = compiler.KERNELS
+X86 = tuple(build for build in compiler.KERNELS if build.machine == "x86_64")
+AMX, AVX512_BF16, AVX512_VNNI, AVX512, AVX_VNNI, AVX2 = X86
 DTYPES = ("bfloat16", "float32")
 RUNNABLE = [build for dtype in DTYPES for build in library._runnable(dtype)]
 

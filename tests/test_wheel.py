@@ -15,7 +15,7 @@ from jaxembed.models import native
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "jaxembed", "converters")
-LIBRARIES = {f"jaxembed/models/native/libs/{one.name}.so" for one in native.compiler.BUILDS}
+LIBRARIES = {f"jaxembed/models/native/libs/{one.name}.so" for one in native.compiler.builds()}
 
 pytestmark = pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed")
 
@@ -54,7 +54,7 @@ def test_a_wheel_holds_the_native_kernels_where_there_is_a_compiler(source):
         pytest.skip("there is no C compiler")
     wheel = built(source, os.environ["PATH"])
     assert "-py3-none-manylinux_2_" in wheel.name
-    assert wheel.name.endswith("_x86_64.whl")
+    assert wheel.name.endswith(f"_{platform.machine()}.whl")
     assert libraries_in(wheel) == LIBRARIES
 
 
@@ -64,7 +64,10 @@ def test_a_wheel_without_a_compiler_is_of_pure_python(source, tmp_path):
     assert not libraries_in(wheel)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the kernels are for x86-64")
+@pytest.mark.skipif(
+    platform.machine() not in native.compiler.MACHINES,
+    reason="there are no kernels for this machine",
+)
 def test_a_wheel_whose_kernels_are_required_is_not_built_without_a_compiler(source, tmp_path):
     with pytest.raises(subprocess.CalledProcessError):
         built(source, str(tmp_path / "nothing"), JAXEMBED_NATIVE="required")

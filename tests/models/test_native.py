@@ -846,6 +846,31 @@ def test_a_cpu_without_all_that_the_compiler_may_use(fresh):
     assert_unavailable(fresh, "no AVX512_BF16, or the system does not say so")
 
 
+@pytest.mark.parametrize(
+    ("features", "builds"),
+    [
+        # the lines of a Neoverse V1, a Cortex-A72 and a machine that lists nothing
+        (
+            "fp asimd evtstrm aes crc32 atomics asimdrdm asimddp i8mm bf16",
+            {"arm_bf16", "neon_float32"},
+        ),
+        ("fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid", {"neon_float32"}),
+        ("", set()),
+    ],
+)
+def test_an_arm_cpu_takes_the_kernels_that_it_has_the_features_for(fresh, features, builds):
+    native.library.CPU.write_text(f"processor\t: 0\nFeatures\t: {features}\nCPU part\t: 0xd40\n")
+    found = [one for dtype in native.UNIT for one in native.library._runnable(dtype)]
+    assert {one.name for one in found} == builds
+    assert {one.machine for one in found} <= {"aarch64"}
+
+
+def test_an_arm_cpu_without_bfloat16_says_so(fresh, monkeypatch):
+    native.library.CPU.write_text("Features\t: fp asimd\n")
+    monkeypatch.setattr(native.library.platform, "machine", lambda: "aarch64")
+    assert_unavailable(fresh, "this CPU has no BF16, or the system does not say so")
+
+
 @pytest.mark.usefixtures("no_calls")
 def test_what_is_kept_is_not_compiled_again(fresh, instead, monkeypatch):
     instead(GOOD)
@@ -901,21 +926,38 @@ def test_a_library_of_other_sources_is_not_used(fresh, monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("built_ahead")
 def test_nothing_is_left_of_a_build_that_fails(compiler):
-    assert len(list(native.compiler.LIBRARIES.iterdir())) == len(native.compiler.BUILDS)
+    assert len(list(native.compiler.LIBRARIES.iterdir())) == len(native.compiler.builds())
     compiler("exit 1")
     with pytest.raises(native.NativeUnavailable, match="exited with 1"):
         native.compiler.build_all()
     assert not native.compiler.LIBRARIES.exists()
 
 
-@pytest.mark.parametrize("system", [("darwin", "x86_64", ""), ("linux", "aarch64", "glibc")])
+@pytest.mark.parametrize(
+    "system",
+    [("darwin", "x86_64", ""), ("linux", "aarch64", "musl"), ("linux", "riscv64", "glibc")],
+)
 def test_other_platforms_get_a_wheel_of_pure_python(fresh, monkeypatch, system):
     platform, machine, libc = system
     monkeypatch.setattr(native.compiler.sys, "platform", platform)
     monkeypatch.setattr(native.compiler.platform, "machine", lambda: machine)
     monkeypatch.setattr(native.compiler.platform, "libc_ver", lambda: (libc, ""))
-    with pytest.raises(native.NativeUnavailable, match=f"Linux x86_64 with glibc, .* {machine}"):
+    with pytest.raises(native.NativeUnavailable, match=f"Linux with glibc on x86_64 .* {machine}"):
         native.compiler.build_all()
+
+
+@pytest.mark.parametrize(
+    ("machine", "names"),
+    [
+        ("x86_64", {"amx", "avx512_bf16", "avx512_float32", "avx2_float32", "means"}),
+        ("aarch64", {"arm_bf16", "neon_float32", "means"}),
+    ],
+)
+def test_a_wheel_holds_the_libraries_of_its_machine(fresh, instead, monkeypatch, machine, names):
+    instead(GOOD)
+    monkeypatch.setattr(native.compiler.platform, "machine", lambda: machine)
+    assert native.compiler.build_all() == f"py3-none-manylinux_2_17_{machine}"
+    assert {path.stem for path in native.compiler.LIBRARIES.iterdir()} == names
 
 
 def test_the_newest_glibc_that_a_library_asks_for():

@@ -1,10 +1,11 @@
-"""Native kernels: matrix products and attention on x86-64, written in C for XLA:CPU.
+"""Native kernels: matrix products and attention on x86-64 and Arm, written in C for XLA:CPU.
 
 XLA:CPU runs a transformer as many small loops over memory. With the kernels in calls.h a layer of
 BERT and similar models takes two calls, or five if the batch has few tokens; other backbones use
-kernels for matrix products and attention. The kernels multiply bfloat16, with AMX or AVX512_BF16,
-or float32, with AVX512F or AVX2 and FMA; wheels hold a library for each of the four. On other CPUs
-XLA computes everything.
+kernels for matrix products and attention. The kernels multiply bfloat16, with AMX, AVX512_BF16 or
+BF16 of Arm, or float32, with AVX512F, with AVX2 and FMA or with NEON; the wheel for x86-64 holds a
+library for each of its four, that for Arm one for each of its two. On other CPUs XLA computes
+everything.
 """
 
 from collections.abc import Iterator, Mapping

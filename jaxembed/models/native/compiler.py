@@ -27,6 +27,7 @@ FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 AVX2_FLAGS, AVX512_FLAGS = ("-march=x86-64-v3",), ("-march=x86-64-v4",)
 AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni")
 AMX_FLAGS = (*AVX512_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+NEON_FLAGS, ARM_BF16_FLAGS = ("-march=armv8-a",), ("-march=armv8.2-a+bf16+i8mm",)
 FLOAT32_FLAGS = ("-DELEMENTS_ARE_FLOAT32",)
 
 # The CPU features that the compiler may use with these flags, as /proc/cpuinfo names them.
@@ -35,6 +36,8 @@ _V3 = _V2 | {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsav
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _V4 | {"avx512_vnni"}
 _AVX512_BF16 = _VNNI | {"avx512_bf16"}
+_NEON = frozenset({"fp", "asimd"})
+_ARM_BF16 = _NEON | {"atomics", "asimdrdm", "crc32", "bf16", "i8mm"}
 
 
 class NativeUnavailable(Exception):
@@ -54,6 +57,7 @@ class Build:
     flags: tuple[str, ...]  # options of the compiler
     cpu_flags: frozenset[str]  # features that a CPU must have, as /proc/cpuinfo names them
     dtype: str = ""  # of the numbers that the kernels multiply
+    machine: str = ""  # that the library is for, as platform.machine() names it; "" for any
 
     @property
     def built(self) -> Path:
@@ -61,23 +65,42 @@ class Build:
         return LIBRARIES / f"{self.name}.so"
 
 
-def _kernels(name: str, flags: tuple[str, ...], cpu_flags: frozenset[str], dtype: str) -> Build:
-    return Build(name, "native.c", FLAGS + flags, cpu_flags, dtype)
+def _kernels(
+    name: str, flags: tuple[str, ...], cpu_flags: frozenset[str], dtype: str, machine: str
+) -> Build:
+    return Build(name, "native.c", FLAGS + flags, cpu_flags, dtype, machine)
 
 
-AMX = _kernels("amx", AMX_FLAGS, _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}, "bfloat16")
-AVX512_BF16 = _kernels("avx512_bf16", AVX512_BF16_FLAGS, _AVX512_BF16, "bfloat16")
+_AMX = _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+AMX = _kernels("amx", AMX_FLAGS, _AMX, "bfloat16", "x86_64")
+AVX512_BF16 = _kernels("avx512_bf16", AVX512_BF16_FLAGS, _AVX512_BF16, "bfloat16", "x86_64")
 AVX512_VNNI = _kernels(
-    "avx512_vnni_float32", (*AVX512_FLAGS, "-mavx512vnni", *FLOAT32_FLAGS), _VNNI, "float32"
+    "avx512_vnni_float32",
+    (*AVX512_FLAGS, "-mavx512vnni", *FLOAT32_FLAGS),
+    _VNNI,
+    "float32",
+    "x86_64",
 )
-AVX512 = _kernels("avx512_float32", AVX512_FLAGS + FLOAT32_FLAGS, _V4, "float32")
+AVX512 = _kernels("avx512_float32", AVX512_FLAGS + FLOAT32_FLAGS, _V4, "float32", "x86_64")
 AVX_VNNI = _kernels(
-    "avx_vnni_float32", (*AVX2_FLAGS, "-mavxvnni", *FLOAT32_FLAGS), _V3 | {"avx_vnni"}, "float32"
+    "avx_vnni_float32",
+    (*AVX2_FLAGS, "-mavxvnni", *FLOAT32_FLAGS),
+    _V3 | {"avx_vnni"},
+    "float32",
+    "x86_64",
 )
-AVX2 = _kernels("avx2_float32", AVX2_FLAGS + FLOAT32_FLAGS, _V3, "float32")
-KERNELS = (AMX, AVX512_BF16, AVX512_VNNI, AVX512, AVX_VNNI, AVX2)  # the fastest of each dtype first
+AVX2 = _kernels("avx2_float32", AVX2_FLAGS + FLOAT32_FLAGS, _V3, "float32", "x86_64")
+ARM_BF16 = _kernels("arm_bf16", ARM_BF16_FLAGS, _ARM_BF16, "bfloat16", "aarch64")
+NEON = _kernels("neon_float32", NEON_FLAGS + FLOAT32_FLAGS, _NEON, "float32", "aarch64")
+# The fastest of each machine and dtype first.
+KERNELS = (AMX, AVX512_BF16, AVX512_VNNI, AVX512, AVX_VNNI, AVX2, ARM_BF16, NEON)
 MEANS = Build("means", "means.c", FLAGS, frozenset())
-BUILDS = (*KERNELS, MEANS)
+MACHINES = ("x86_64", "aarch64")  # that kernels are for
+
+
+def builds() -> tuple[Build, ...]:
+    """Return the builds of all libraries for this machine."""
+    return tuple(one for one in (*KERNELS, MEANS) if one.machine in ("", platform.machine()))
 
 
 def digest(build: Build) -> str:
@@ -142,14 +165,14 @@ def build_all() -> str:
     """
     partial = LIBRARIES.with_name(f".libs.partial-{uuid4().hex}")
     try:
-        libc = platform.libc_ver()[0]
-        if (sys.platform, platform.machine(), libc) != ("linux", "x86_64", "glibc"):
+        libc, machine = platform.libc_ver()[0], platform.machine()
+        if (sys.platform, libc) != ("linux", "glibc") or machine not in MACHINES:
             raise UnsupportedPlatform(
-                "the native kernels need Linux x86_64 with glibc, and this is "
-                f"{sys.platform} {platform.machine()} {libc}".rstrip()
+                f"the native kernels need Linux with glibc on {' or '.join(MACHINES)}, and this is "
+                f"{sys.platform} {machine} {libc}".rstrip()
             )
         partial.mkdir()
-        for build in BUILDS:
+        for build in builds():
             compile_library(build, partial / build.built.name)
         newest = max(newest_glibc(library.read_bytes()) for library in partial.iterdir())
     except BaseException:
@@ -158,7 +181,7 @@ def build_all() -> str:
     finally:
         shutil.rmtree(LIBRARIES, ignore_errors=True)
     partial.replace(LIBRARIES)
-    return f"py3-none-manylinux_2_{newest}_x86_64"
+    return f"py3-none-manylinux_2_{newest}_{machine}"
 
 
 def newest_glibc(library: bytes) -> int:

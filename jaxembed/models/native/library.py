@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import logging
 import os
+import platform
 import re
 import stat
 import sys
@@ -30,8 +31,11 @@ logger = logging.getLogger(__name__)
 CPU = Path("/proc/cpuinfo")
 CHECK_S = 20.0  # the time limit for checking a library, in seconds
 CALLS = ("linear", "attention", "joint_attention", "self_attention", "mlp")
-# The instructions without which a CPU has no kernels of a dtype.
-NEEDED = {"bfloat16": "AVX512_BF16", "float32": "AVX2 and FMA"}
+# The instructions without which a CPU has no kernels of a dtype, by machine.
+NEEDED = {
+    "x86_64": {"bfloat16": "AVX512_BF16", "float32": "AVX2 and FMA"},
+    "aarch64": {"bfloat16": "BF16", "float32": "NEON"},
+}
 # What is wrong if the check of a library (jaxembed_check in check.h) ends with this exit status.
 FAULTS = {
     2: "the system does not let this process use AMX",
@@ -107,9 +111,10 @@ def load_library(cache_dir: Path, dtype: str) -> None:
             else:
                 _libraries[dtype] = library, build
                 return
+        needed = NEEDED.get(platform.machine(), NEEDED["x86_64"])[dtype]
         raise NativeUnavailable(
             "; ".join(dict.fromkeys(reasons))
-            or f"this CPU has no {NEEDED[dtype]}, or the system does not say so"
+            or f"this CPU has no {needed}, or the system does not say so"
         )
 
 
@@ -167,7 +172,8 @@ def _runnable(dtype: str) -> tuple[Build, ...]:
         lines = CPU.read_text().splitlines()
     except OSError:
         return ()
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    names = ("flags", "Features")  # of the line, on x86-64 and on Arm
+    flags = next((set(line.split()) for line in lines if line.startswith(names)), set())
     kernels = (build for build in compiler.KERNELS if build.dtype == dtype)
     return tuple(build for build in kernels if build.cpu_flags <= flags)
 
