@@ -47,7 +47,7 @@ TABLE: dict[str, list[str]] = {
     "tests/conftest.py": ["numerics", "slow"],
     "tests/quick.py": ["numerics", "slow", "page"],
     "tests/live_server.py": ["slow", "page"],
-    "tests/native/**": ["numerics"],
+    "tests/native/**": ["numerics", "slow"],
     "tests/page/**": ["page"],
     "tests/chaos/**": ["slow"],
     "benchmarks/**": ["slow"],

@@ -50,7 +50,9 @@ def platform_of(build: compiler.Build) -> Platform:
     for program in needed:
         if shutil.which(program) is None:
             pytest.skip(f"there is no {program}, by which kernels for Arm are compiled or run here")
-    return Platform(needed[0], ("-static",), (needed[1], "-cpu", "max"))
+    # the oldest CPU for kernels that need no more than NEON
+    cpu = "cortex-a57" if build == compiler.NEON else "max"
+    return Platform(needed[0], ("-static",), (needed[1], "-cpu", cpu))
 
 
 @dataclass(frozen=True)
@@ -333,6 +335,35 @@ def test_no_call_does_what_c_leaves_undefined(build, tmp_path):
     done = program.run("vectors")
     assert done.returncode == 0, done.stderr
     assert_all_right(program, two_of_each(build.dtype), tmp_path, 3)
+
+
+# Loads a library and exits with the status of its check, as library.py does in another process.
+LOADER = """
+#include <dlfcn.h>
+int main(int count, char** arguments) {
+  void* library = dlopen(arguments[count - 1], RTLD_NOW);
+  int (*check)(void) = library ? (int (*)(void))dlsym(library, "jaxembed_check") : 0;
+  return check ? check() : 99;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [*ARM, replace(compiler.MEANS, machine="aarch64")], ids=id_of)
+def test_libraries_for_arm_are_compiled_and_loaded(build, tmp_path, monkeypatch):
+    target = platform_of(build)
+    monkeypatch.setattr(compiler, "COMPILERS", (target.compiler,))
+    library, loader = tmp_path / "library.so", tmp_path / "loader"
+    compiler.compile_library(build, library)
+    content = library.read_bytes()
+    assert compiler.digest(build).encode() in content
+    assert compiler.newest_glibc(content) >= compiler.OLDEST_GLIBC
+    loader.with_suffix(".c").write_text(LOADER)
+    command = [target.compiler, "-o", str(loader), str(loader.with_suffix(".c")), "-ldl"]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    libc = ("-L", "/usr/aarch64-linux-gnu") if target.emulator else ()
+    command = [*target.emulator, *libc, str(loader), str(library)]
+    assert subprocess.run(command, timeout=SECONDS).returncode == 0
 
 
 # What is changed in a source, and what finds it.
