@@ -147,7 +147,8 @@ class Corpus:
     def _draw_key(self, random: Random) -> Ask:
         """A request with another key than the others: it may be refused as well as answered, or
         must be refused, as the key has it."""
-        ask = self._ask_embed(self._some(random, 4), {})
+        # two inputs have fewer tokens than the metered key may use in a minute
+        ask = self._ask_embed(self._some(random, 2), {})
         refusals = {FLEETING: 401, METERED: None, NARROW: 403, WRONG: 401}
         key = random.choice(list(refusals))
         ask.message.headers["authorization"] = f"Bearer {key}"
