@@ -27,6 +27,9 @@ def for_this_cpu(build: compiler.Build) -> compiler.Build:
     """The build itself, or one of the same sources that this CPU runs slowly."""
     if build in RUNNABLE:
         return build
+    if build is AVX_VNNI and AVX2 in RUNNABLE:
+        flags = (*AVX2.flags, "-include", "stdint.h", "-include", str(EMULATED / "avxvnni.h"))
+        return replace(AVX2, name=f"{build.name}-emulated", flags=flags)
     real = compiler.AVX512_BF16_FLAGS if AVX512_BF16 in RUNNABLE else compiler.AVX2_FLAGS
     asked = [flag for flag in build.flags if flag in compiler.FLOAT32_FLAGS]
     asked += ["-DEMULATE_AMX"] * (build is AMX)

@@ -52,13 +52,19 @@ def _never_slower(monkeypatch):
     monkeypatch.setattr(native_trial, "CLEARLY_SLOWER", float("inf"))
 
 
-def backbone(name: str, sizes=WIDER_TOWERS):
-    return program(tiny_spec(**sizes[name]))
+def backbone(name: str, sizes=WIDER_TOWERS, quantize=None):
+    tower = of_bytes(sizes[name]) if quantize else sizes[name]
+    return program(tiny_spec(**tower), quantize=quantize)
 
 
-def chosen(name: str, tmp_path, wanted="auto", **options):
-    device = jax.local_devices()[0]
-    return choose_native(backbone(name), device, "bfloat16", wanted, tmp_path, **options)
+def of_bytes(tower):
+    """A tower with multiples of 64 features, which quantized weights need."""
+    return tower | {"config": tower["config"] | {"intermediate_size": 128}}
+
+
+def chosen(name: str, tmp_path, wanted="auto", quantize=None, **options):
+    model, device = backbone(name, quantize=quantize), jax.local_devices()[0]
+    return choose_native(model, device, "bfloat16", wanted, tmp_path, **options)
 
 
 def plant(monkeypatch, name: str, operand: str) -> None:
@@ -123,6 +129,38 @@ def test_calls_with_adapters_are_right_in_float32(name):
     for result in results.values():
         assert result.failed == ""
         assert 0 <= result.off < 2e-5
+
+
+@pytest.mark.parametrize("dtype", each(["bfloat16", "float32"], "bfloat16"))
+@pytest.mark.parametrize("name", each(CALLS, "nomic_bert", "qwen3"))
+def test_all_calls_of_a_quantized_model_are_right(name, dtype):
+    model = backbone(name, quantize="int8")
+    calls = native_calls_of(model, dtype)
+    quantized = {call.name for call in calls if call.mode & native.QUANTIZED}
+    assert quantized == CALLS[name] - {"attention", "joint_attention"}
+    results = try_native(model, jax.local_devices()[0], dtype)
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.failed == ""
+        assert 0 <= result.off < result.allowed
+
+
+@pytest.mark.parametrize("name", each(["bert", "nomic_bert", "qwen3"], "nomic_bert"))
+def test_calls_of_a_quantized_model_with_adapters_are_right(name):
+    model = program(adapted_spec(of_bytes(WIDER_TOWERS[name])), quantize="int8")
+    results = try_native(model, jax.local_devices()[0], "bfloat16")
+    assert set(results) == CALLS[name]
+    for result in results.values():
+        assert result.refusal(faster=False) is None
+
+
+@pytest.mark.parametrize("name", each(("linear", "norm", "gelu", "mlp", "gated_silu"), "mlp"))
+def test_a_wrong_scale_is_found(name, monkeypatch, tmp_path):
+    plant(monkeypatch, name, "down_kernel_scales" if name == "mlp" else "kernel_scales")
+    choice = chosen(
+        next(model for model in CALLS if name in CALLS[model]), tmp_path, quantize="int8"
+    )
+    assert "off by" in choice.refused[f"native {name}"]
 
 
 @pytest.mark.parametrize("name", each(PLANTED, "linear", "attention"))

@@ -303,7 +303,7 @@ def joint_attention(
     )
 
 
-def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Array) -> bool:
+def supports_mlp(hidden: Float[Array, "rows length dim"], *kernels: Any) -> bool:
     """Whether `mlp` takes these hidden states and weights, and is faster than separate calls.
 
     For few tokens separate products are faster, because the cores divide the columns of a product
@@ -368,9 +368,9 @@ def self_attention(
 def mlp(
     mixed: Float[Array, "rows length dim"],
     hidden: Float[Array, "rows length dim"],
-    out: tuple[Array | None, ...],
-    up: tuple[Array | None, ...],
-    down: tuple[Array | None, ...],
+    out: tuple[Any, ...],
+    up: tuple[Any, ...],
+    down: tuple[Any, ...],
     eps: float,
     gate: str | None = None,
     adapters: Mapping[str, AdapterOperands | None] | None = None,

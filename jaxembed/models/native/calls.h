@@ -217,7 +217,7 @@ XLA_FFI_Error* jaxembed_mlp(XLA_FFI_CallFrame* frame) {
                    .k = dim, .n = dim, .y_stride = dim,
                    .y_is_float = 1, .mode = NORM, .eps = eps},
            .up = {.bias = data_of(&bound, "up_bias"),
-                  .k = dim, .n = inner,
+                  .k = dim, .n = inner, .y_stride = inner,
                   .x_is_float = 1, .y_in_tiles = 1, .mode = end_of(bound.mode)},
            .down = {.bias = data_of(&bound, "down_bias"),
                     .scale = data_of(&bound, "down_scale"),
