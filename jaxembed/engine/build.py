@@ -108,31 +108,8 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
     shards = len(devices) // degree if config.parallel == "sharded" and devices else 1
     native_choice, identity = Choice(), {}
     if devices:
-        # everything that the costs of buckets depend on, except the kernel of each bucket
-        identity = {
-            **tuned_for(spec, devices, dtype),
-            "devices": len(devices),
-            "shards": shards,
-            "degree": degree,
-            **({"quantize": program.quantize} if program.quantize else {}),
-            "cores": core_count(),
-            "native": native.source_digest(dtype),
-            "versions": package_versions(),
-        }
-        results = partial(stored_results, program, devices[0], dtype, cache_dir, identity)
-        native_choice = choose_native(
-            program, devices[0], dtype, config.kernels, cache_dir, results
-        )
-        if program.quantize == "int8" and not native_choice.native_layout:
-            reasons = "; ".join(native_choice.refused.values()) or (
-                f"--kernels {config.kernels}"
-                if devices[0].platform == "cpu"
-                else f"this is a {devices[0].platform}"
-            )
-            raise ConfigError(
-                f"--quantize int8 needs the native kernels of a CPU ({reasons}); use --quantize "
-                "int8-weights"
-            )
+        identity = _identity(spec, program, devices, dtype, shards)
+        native_choice = _native_choice(program, devices[0], dtype, config, cache_dir, identity)
     budget = (
         config.max_batch_tokens
         or (grid_file and grid_file.max_batch_tokens)
@@ -190,6 +167,45 @@ def make_plan(spec: ModelSpec, program: Program, config: EngineConfig, cache_dir
         timings=file.load() | (_tuned_timings(grid_file, file) if grid_file is not None else {}),
         estimated=not calibration.sure,
     )
+
+
+def _identity(
+    spec: ModelSpec, program: Program, devices: Sequence[Device], dtype: DType, shards: int
+) -> dict[str, Any]:
+    """Return everything that the costs of buckets depend on, except the kernel of each bucket."""
+    identity = {
+        **tuned_for(spec, devices, dtype),
+        "devices": len(devices),
+        "shards": shards,
+        "degree": program.degree,
+        "cores": core_count(),
+        "native": native.source_digest(dtype),
+        "versions": package_versions(),
+    }
+    return identity if program.quantize is None else identity | {"quantize": program.quantize}
+
+
+def _native_choice(
+    program: Program,
+    device: Device,
+    dtype: DType,
+    config: EngineConfig,
+    cache_dir: Path,
+    identity: dict[str, Any],
+) -> Choice:
+    """Choose the native kernels by trials. Raises ConfigError if --quantize needs them and they
+    cannot be used."""
+    results = partial(stored_results, program, device, dtype, cache_dir, identity)
+    choice = choose_native(program, device, dtype, config.kernels, cache_dir, results)
+    if program.quantize == "int8" and not choice.native_layout:
+        reason = f"this is a {device.platform}"
+        if device.platform == "cpu":
+            reason = "; ".join(choice.refused.values()) or f"--kernels {config.kernels}"
+        raise ConfigError(
+            f"--quantize int8 needs the native kernels of a CPU ({reason}); use --quantize "
+            "int8-weights"
+        )
+    return choice
 
 
 def _devices_of(config: EngineConfig, degree: int) -> tuple[Device, ...]:

@@ -243,6 +243,8 @@ def device_facts(plan: Plan, config: EngineConfig) -> DeviceFacts:
         reason = "the device multiplies bfloat16 natively"
     else:
         reason = "bfloat16 is not faster on this device"
+    if plan.quantize is not None:
+        reason += f"; --quantize {plan.quantize} is set"
     if plan.platform == "cpu":
         multiplies_bfloat16 = has_avx512_bf16()
     else:
