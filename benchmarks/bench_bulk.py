@@ -92,7 +92,10 @@ def compared(args: Namespace) -> dict[str, Any]:
         }
         embedder.encode(texts[:UNMEASURED])
         job_seconds(embedder, few, len(texts[:UNMEASURED]))
-        workers = [stack.enter_context(bench_libraries.working(one, texts)) for one in peers(args)]
+        workers = [
+            stack.enter_context(bench_libraries.working(one, texts, bench_libraries.LIMIT))
+            for one in peers(args)
+        ]
         for worker in workers:
             runs[worker.contestant.name] = lambda worker=worker: worker.seconds(worker.batch)
         rounds = measure(runs, args.rounds)

@@ -1,13 +1,15 @@
 """Compares our library with sentence-transformers and onnxruntime in process: tokens a second.
 
 Each library runs in a process and an environment of its own, loads the same weights, and embeds the
-same mixed English texts, tokenizing included, with as many threads as there are cores. The others
-are idle meanwhile. Peers use the batch size that was fastest for them in a run before;
-onnxruntime's batches are sorted by length, as those of sentence-transformers are. In every round
-each library runs once, and the order alternates. Fidelity is measured too, as the cosine to
-sentence-transformers in float32.
+same English texts, tokenizing included, with as many threads as there are cores: mixed texts, texts
+of one length, or one query at a time (`--work`). The others are idle meanwhile. Peers use the batch
+size that was fastest for them in a run before; onnxruntime's batches are sorted by length, as those
+of sentence-transformers are. In every round each library runs once, and the order alternates.
+Fidelity is measured too, as the cosine to sentence-transformers in float32.
 
     python -m benchmarks.bench_libraries --torch .venv-parity --onnx .venv-peers
+    python -m benchmarks.bench_libraries --work length:512 --limit 512
+    python -m benchmarks.bench_libraries --work lone --only "jaxembed int8,onnxruntime int8"
 
 Columns: `times` is how many times as fast our library in its default dtype is, in the median round;
 `least` and `most` are over the rounds. The int8 model is quantised dynamically by onnxruntime, with
@@ -37,6 +39,9 @@ WORKER = Path(__file__).parent / "peers" / "embed.py"
 OURS, REFERENCE = "jaxembed", "sentence-transformers float32"
 BATCHES = (4, 8, 16, 32)
 TRIED = 4096  # texts, with each batch size
+LIMIT = 256  # tokens, as sentence_bert_config.json says
+LONE = "lone"  # the name of the work of one query at a time
+LONE_RUNS = 200  # of a query in a round; their median counts
 BATCHED = ("sentence-transformers", "sentence-transformers-pool", "onnxruntime")
 
 
@@ -59,10 +64,10 @@ class Contestant:
 class Worker:
     """A contestant in its process, with the fastest batch size chosen."""
 
-    def __init__(self, contestant: Contestant, process: Peer, texts: list[str]):
+    def __init__(self, contestant: Contestant, process: Peer, texts: list[str], limit: int):
         self._process, self._texts = process, len(texts)
         self.contestant = contestant
-        job = {"library": contestant.library, "model": str(contestant.model)}
+        job = {"library": contestant.library, "model": str(contestant.model), "limit": limit}
         job |= {"dtype": contestant.dtype, "threads": os.cpu_count(), "texts": texts}
         self.versions: dict[str, str] = self._process.ask(json.dumps(job))
         tried = min(TRIED, len(texts))
@@ -78,6 +83,11 @@ class Worker:
         it took."""
         return self._process.ask(f"{batch} {self._texts if texts is None else texts}")
 
+    def round(self) -> float:
+        """Return the seconds of all texts; of a single one, their median over LONE_RUNS runs."""
+        runs = LONE_RUNS if self._texts == 1 else 1
+        return float(np.median([self.seconds(self.batch) for _ in range(runs)]))
+
     def vectors(self, texts: int) -> np.ndarray:
         """The embeddings of the last run, float64 `[texts, dim]`, normalised."""
         return vectors_of(self._process.ask(""), texts)
@@ -91,10 +101,10 @@ def vectors_of(answer: str, count: int) -> np.ndarray:
 
 
 @contextmanager
-def working(contestant: Contestant, texts: list[str]) -> Iterator[Worker]:
+def working(contestant: Contestant, texts: list[str], limit: int) -> Iterator[Worker]:
     """Run a worker that has loaded its model and chosen its batch size; end its process after."""
     with peer.running(contestant.name, contestant.python, WORKER) as process:
-        yield Worker(contestant, process, texts)
+        yield Worker(contestant, process, texts, limit)
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
@@ -105,6 +115,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     workloads.add_arguments(parser)
     report.add_arguments(parser)
     parser.add_argument("--texts", type=int, default=512)
+    parser.add_argument("--work", default="mixed", help="mixed, lone, or length:N in tokens")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="tokens of a text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="contestants by commas; default: all")
     return parser.parse_args(argv)
@@ -113,10 +125,12 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the contestants in turns, and print and write the results."""
     args = parse(argv)
-    texts = workloads.texts("mixed", args.texts, data=args.data, seed=args.seed)
-    tokens = tokens_of(texts)
+    texts = texts_of(args)
+    tokens = tokens_of(texts, args.limit)
     with ExitStack() as stack:
-        workers = [stack.enter_context(working(one, texts)) for one in contestants(args)]
+        workers = [
+            stack.enter_context(working(one, texts, args.limit)) for one in contestants(args)
+        ]
         seconds = measure(workers, args.rounds)
         vectors = {w.contestant.name: w.vectors(len(texts)) for w in workers}
     rows = [row_of(worker, seconds, vectors, tokens) for worker in workers]
@@ -126,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     facts = {
         "model": "all-MiniLM-L6-v2",
+        "work": args.work,
         "texts": len(texts),
         "tokens": tokens,
         "versions": {w.contestant.name: w.versions for w in workers},
@@ -144,6 +159,7 @@ def contestants(args: Namespace) -> list[Contestant]:
     every = [
         Contestant(OURS, ours, "jaxembed", model, "default"),
         Contestant(f"{OURS} float32", ours, "jaxembed", model, "float32"),
+        Contestant(f"{OURS} int8", ours, "jaxembed", model, "int8"),
         Contestant(REFERENCE, torch, "sentence-transformers", model, "float32"),
         Contestant(
             "sentence-transformers bfloat16", torch, "sentence-transformers", model, "bfloat16"
@@ -155,10 +171,21 @@ def contestants(args: Namespace) -> list[Contestant]:
     return [one for one in every if one.name in names]
 
 
-def tokens_of(texts: list[str]) -> int:
-    """The number of tokens of these texts, special tokens included, cut to the model's limit."""
+def texts_of(args: Namespace) -> list[str]:
+    """The texts of the work that the arguments name; words of `length:N` are one token each."""
+    if args.work == LONE:
+        return workloads.texts("queries", 1, data=args.data, seed=args.seed)
+    if not args.work.startswith("length:"):
+        return workloads.texts(args.work, args.texts, data=args.data, seed=args.seed)
+    words = int(args.work.removeprefix("length:")) - 2  # besides [CLS] and [SEP]
+    draw = np.random.default_rng(args.seed)
+    common = workloads.COMMON.split()
+    return [" ".join(draw.choice(common, words)) for _ in range(args.texts)]
+
+
+def tokens_of(texts: list[str], limit: int) -> int:
+    """The number of tokens of these texts, special tokens included, cut to a limit."""
     path = hub.resolve(ModelSource())
-    limit = checkpoint.load_spec(path).max_input_tokens
     return sum(e.length for e in workloads.tokenized(texts, checkpoint.tokenizer_path(path), limit))
 
 
@@ -167,7 +194,7 @@ def measure(workers: Sequence[Worker], rounds: int) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {worker.contestant.name: [] for worker in workers}
     for number in range(rounds):
         for worker in workers if number % 2 else reversed(workers):
-            seconds[worker.contestant.name].append(worker.seconds(worker.batch))
+            seconds[worker.contestant.name].append(worker.round())
     return seconds
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import orjson
 
 from benchmarks import load, report, servers, workloads
-from benchmarks.bench_libraries import Contestant, Worker, working
+from benchmarks.bench_libraries import LIMIT, Contestant, Worker, working
 from benchmarks.load import Closed, Load
 from converters.weights import find
 
@@ -91,7 +91,7 @@ def in_process(
     )
     rounds: dict[str, dict[str, list[float]]] = {call: {OURS: [], PEER: []} for call in CALLS}
     with ExitStack() as stack:
-        workers: list[Worker] = [stack.enter_context(working(one, texts)) for one in both]
+        workers: list[Worker] = [stack.enter_context(working(one, texts, LIMIT)) for one in both]
         for number in range(args.rounds):
             for call, batch in CALLS.items():
                 for worker in workers if number % 2 else reversed(workers):

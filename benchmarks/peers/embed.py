@@ -3,7 +3,8 @@
 Runs in that library's environment, so it imports nothing of jaxembed but where it is what is
 timed. The first line of standard input is a JSON object:
 
-    {"library": "onnxruntime", "model": "/folder", "dtype": "int8", "threads": 2, "texts": [...]}
+    {"library": "onnxruntime", "model": "/folder", "dtype": "int8", "threads": 2,
+     "limit": 256, "texts": [...]}
 
 Then each line is a batch size, and how many of the texts to embed with it. Answers are lines of
 JSON: versions first, then seconds, and for an empty line the vectors of the last run, float32 in
@@ -20,23 +21,22 @@ from typing import Any
 import numpy as np
 from pipe import opened, versions
 
-LIMIT = 256  # tokens, as sentence_bert_config.json says
-
 
 class Jaxembed:
     """The library, as README shows it."""
 
     PACKAGES = ("jaxembed", "jax", "jaxlib", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         import jax
 
         from jaxembed import Embedder, EngineConfig, memory
 
         memory.keep()  # as docs/library.md says: what the command line does
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        chosen: Any = None if dtype == "default" else dtype
-        self._embedder = Embedder(model, config=EngineConfig(dtype=chosen, warmup="full"))
+        chosen: Any = {"default": {}, "int8": {"quantize": "int8"}}.get(dtype, {"dtype": dtype})
+        config = EngineConfig(warmup="full", max_input_tokens=limit, **chosen)
+        self._embedder = Embedder(model, config=config)
         self._embedder.model.main.engine.wait_timed()
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
@@ -49,7 +49,7 @@ class JaxembedStatic:
 
     PACKAGES = ("jaxembed", "tokenizers", "numpy")
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         from jaxembed import Embedder
 
         self._embedder = Embedder(model)
@@ -65,7 +65,7 @@ class Model2Vec:
 
     PACKAGES = ("model2vec", "tokenizers", "numpy")
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         from model2vec import StaticModel
 
         self._model = StaticModel.from_pretrained(model)
@@ -81,13 +81,14 @@ class SentenceTransformers:
 
     PACKAGES = ("sentence-transformers", "transformers", "torch", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         import torch
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(threads)
         kind = {"dtype": getattr(torch, dtype)}
         self._model = SentenceTransformer(model, device="cpu", model_kwargs=kind)
+        self._model.max_seq_length = limit
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
         return self._model.encode(texts, batch_size=batch, show_progress_bar=False)
@@ -98,9 +99,9 @@ class SentenceTransformersPool:
 
     PACKAGES = SentenceTransformers.PACKAGES
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         os.environ["OMP_NUM_THREADS"] = "1"  # which the processes read, before torch is imported
-        self._model = SentenceTransformers(model, dtype, 1)._model
+        self._model = SentenceTransformers(model, dtype, 1, limit)._model
         self._pool = self._model.start_multi_process_pool(["cpu"] * threads)
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
@@ -112,7 +113,7 @@ class OnnxRuntime:
 
     PACKAGES = ("onnxruntime", "tokenizers")
 
-    def __init__(self, model: str, dtype: str, threads: int):
+    def __init__(self, model: str, dtype: str, threads: int, limit: int):
         import onnxruntime
         import tokenizers
 
@@ -123,7 +124,7 @@ class OnnxRuntime:
         self._inputs = {one.name for one in self._session.get_inputs()}
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(LIMIT)
+        self._tokenizer.enable_truncation(limit)
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray:
         encodings = self._tokenizer.encode_batch(texts)
@@ -159,7 +160,7 @@ LIBRARIES = {
 
 def main() -> None:
     job, answer = opened()
-    library = LIBRARIES[job["library"]](job["model"], job["dtype"], job["threads"])
+    library = LIBRARIES[job["library"]](job["model"], job["dtype"], job["threads"], job["limit"])
     vectors = np.zeros((0, 0), np.float32)
     answer(versions(library.PACKAGES))
     for line in sys.stdin:
