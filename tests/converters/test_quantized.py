@@ -187,6 +187,14 @@ def write(
     )
 
 
+def short_id(value) -> str:
+    """A name of a parameter that is the same in every process."""
+    if isinstance(value, dict):
+        return str(value.get("format", value.get("quant_method", "sizes")))
+    options = getattr(value, "keywords", {})
+    return "-".join(map(str, options.values())) or "plain"
+
+
 @pytest.mark.parametrize(
     ("config", "quantize", "sizes"),
     [
@@ -242,7 +250,7 @@ def write(
         (gptq_config(2, checkpoint_format="gptq_v2"), partial(gptq, bits=2, added=0), WHOLE),
         (AWQ, partial(awq, width=16), WHOLE),
     ],
-    ids=str,
+    ids=short_id,
 )
 def test_a_quantized_checkpoint_converts_as_its_dequantized_weights(
     tmp_path, config, quantize, sizes
